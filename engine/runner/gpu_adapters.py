@@ -9,17 +9,22 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
+from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ...kernels.layouts.lora_table import CHUNK_RANK, NUM_SITES, AdapterRows, LoraTable
+from ..memory.packed import AdapterLayout
 from ..memory.pool import PagePool
 from ..memory.residency import ResidentAdapter
 from ..model_config.model import PACKED_SITES, ModelConfig
 
 _ALIGNED_ELEMENTS = 8
+# Layouts whose rows are remembered: the adapters of a job have few shapes.
+_MAX_LAYOUTS = 32
 
 
 class GpuAdapters:
@@ -63,7 +68,7 @@ class GpuAdapters:
         return all(order in self._row_of or self._enter(adapter, wanted.keys()) for order, adapter in wanted.items())
 
     def _enter(self, adapter: ResidentAdapter, needed: Collection[int]) -> bool:
-        rows = _rows_of(adapter)
+        rows = _rows_of(adapter.layout, int(adapter.numbers.storage_offset()))
         num_chunks = max(len(rows.chunks), 1)
         run = self._chunk_rows.allocate(adapter.order, num_chunks) if self._free else None
         while run is None:
@@ -80,9 +85,15 @@ class GpuAdapters:
         return True
 
 
-def _rows_of(adapter: ResidentAdapter) -> AdapterRows:
-    """An adapter as rows of the table: chunks as offsets into the pool, in which its matrices lie rank by rank."""
-    layout, begin = adapter.layout, int(adapter.numbers.storage_offset())
+def _rows_of(layout: AdapterLayout, begin: int) -> AdapterRows:
+    """An adapter that begins with number `begin` of the pool as rows of the table."""
+    rows = _rows_from_zero(layout)
+    return replace(rows, chunks=rows.chunks + np.array([begin, begin, 0, 0, 0]))
+
+
+@lru_cache(maxsize=_MAX_LAYOUTS)
+def _rows_from_zero(layout: AdapterLayout) -> AdapterRows:
+    """Rows of the table for any adapter of this layout: chunks as offsets into it, matrices lie rank by rank."""
     assert not layout.in_panels, "device kernels read A by rank"
     places, members, scalings = [], [], []
     for layer, of_layer in enumerate(layout.layers):
@@ -91,11 +102,11 @@ def _rows_of(adapter: ResidentAdapter) -> AdapterRows:
                 continue
             for pair in site.pairs:
                 places.append(layer * NUM_SITES + number)
-                a_start = begin + site.a_start + pair.rank_start * site.in_features
+                a_start = site.a_start + pair.rank_start * site.in_features
                 shape = (pair.rank_end - pair.rank_start, pair.column_start, pair.column_end - pair.column_start)
-                members.append((a_start, begin + pair.b_start, *shape, site.in_features))
+                members.append((a_start, pair.b_start, *shape, site.in_features))
                 scalings.append(pair.scaling)
-    # the step thread waits for this: one row per member, then one per chunk, by arithmetic on whole columns
+    # one row per member, then one per chunk, by arithmetic on whole columns
     a, b, rank, column, width, in_features = np.array(members, np.int64).reshape(-1, 6).T
     num_chunks = -(-rank // CHUNK_RANK)
     of_member = np.repeat(np.arange(len(members)), num_chunks)

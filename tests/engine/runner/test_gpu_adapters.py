@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,22 @@ def test_chunks_name_the_adapter_s_own_numbers(model: ModelConfig, memory: torch
         assert memory[b_at : b_at + b.numel()].equal(b.flatten())
         assert (rows, column, width) == (len(a), member.column_start, b.shape[1])
         assert float(adapters.table.scales[index]) == member.scaling
+
+
+def test_adapters_of_one_layout_are_entered_at_their_own_places(model: ModelConfig, memory: torch.Tensor) -> None:
+    adapters = GpuAdapters(memory, model, num_rows=3, num_chunks=20)
+    first = resident(memory, model, order=1, rank=20)
+    others = [replace(first, order=order, numbers=memory[order * 20_000 + 8 :]) for order in (2, 3)]
+    rows = adapters.rows_of([first, *others])
+    found = []
+    for order, adapter in enumerate([first, *others], start=1):
+        begin, count, *_ = adapters.table.sites[rows[order], 0, PACKED_SITES.index("qkv")].tolist()
+        chunks = adapters.table.chunks[begin : begin + count].clone()
+        chunks[:, :2] -= adapter.numbers.storage_offset()
+        found.append(chunks)
+    assert found[0].equal(found[1])
+    assert found[0].equal(found[2])
+    assert found[0][0, :2].tolist() == [0, 2 * 20 * model.hidden_size]
 
 
 def test_the_adapter_unused_for_longest_gives_its_row_away(model: ModelConfig, memory: torch.Tensor) -> None:
