@@ -284,12 +284,11 @@ class GpuBackend(Backend):
 
     @property
     def loader_threads(self) -> int:
-        """Half of this engine's share of the host's cores, at most 8: reading, checking and packing an adapter of an 8B
-        takes a core longer than ten of its rows take the GPU."""
+        """See `gpu_loader_threads`."""
         if self.device.type != "cuda":
             return super().loader_threads
-        num_gpus = torch.cuda.device_count() / self.config.tensor_parallel
-        return max(1, min(8, int(len(os.sched_getaffinity(0)) / (2 * num_gpus))))
+        num_engines = torch.cuda.device_count() / self.config.tensor_parallel
+        return gpu_loader_threads(len(os.sched_getaffinity(0)), num_engines)
 
     def runner(
         self, live: LiveWeights, memory: Tensor, layout: PageLayout, config: EngineConfig, rules: TokenRules
@@ -320,6 +319,14 @@ class GpuBackend(Backend):
     def executor(self) -> StepExecutor:
         """How decode steps are launched: as CUDA graphs, or kernel by kernel where there is no GPU."""
         return GraphExecutor() if self.device.type == "cuda" else EagerExecutor()
+
+
+def gpu_loader_threads(num_cores: int, num_engines: float) -> int:
+    """Threads that read adapters for one of `num_engines` on a host: half of its share of the cores, at most 8.
+
+    Reading, checking and packing an adapter of an 8B takes a core longer than ten of its rows take the GPU.
+    """
+    return max(1, min(8, int(num_cores / (2 * num_engines))))
 
 
 #: Makes an engine's backend from the model folder, the configuration and the folder's model.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from peft_oracle import POOL_BYTES, prompts, register_all, serve
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.errors import DeviceError, PoolExhaustedError
+from lorabatch.engine.memory.packed import PackedAdapter
+from lorabatch.engine.memory.registry import AdapterRegistry
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.engine.runner.backend import (
     CpuBackend,
@@ -21,6 +24,7 @@ from lorabatch.engine.runner.backend import (
     MakeBackend,
     backend_type,
     choose_arithmetic,
+    gpu_loader_threads,
 )
 from lorabatch.kernels.packed_weight import can_multiply
 
@@ -139,3 +143,36 @@ def test_kernels_on_a_cpu_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("lorabatch.engine.runner.backend.is_interpreted", lambda: False)
     with pytest.raises(DeviceError, match="TRITON_INTERPRET=1"):
         backend_type(EngineConfig(kernels="triton"), CPU)
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "num_engines", "expected"), [(16, 1, 8), (192, 8, 8), (32, 8, 2), (64, 1, 8), (2, 1, 1), (1, 8, 1)]
+)
+def test_engines_on_gpus_read_adapters_with_half_of_their_share_of_the_cores(
+    num_cores: int, num_engines: int, expected: int
+) -> None:
+    assert gpu_loader_threads(num_cores, num_engines) == expected
+
+
+def test_an_engine_reads_adapters_in_as_many_threads_as_its_backend_says(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three adapters are read only when three threads read at the same time."""
+    together = threading.Barrier(3)
+    load_packed = AdapterRegistry.load_packed
+
+    def load_together(self: AdapterRegistry, adapter_id: str, *, in_panels: bool) -> PackedAdapter:
+        together.wait(timeout=60)
+        return load_packed(self, adapter_id, in_panels=in_panels)
+
+    class ThreeThreads(CpuBackend):
+        loader_threads = 3
+
+    monkeypatch.setattr(AdapterRegistry, "load_packed", load_together)
+    config = EngineConfig(max_batch_rows=4, max_step_tokens=24, pool_bytes=POOL_BYTES, device="cpu", mode="unmerged")
+    engine = Engine(tiny_llama, config, make_backend=ThreeThreads)
+    ids = register_all(engine, {name: tiny_adapters[name] for name in ("rank1", "rank8", "rank20")})
+    sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+    rows = [Request(name, (1, 2, 3), adapter_id, sampling) for name, adapter_id in ids.items()]
+    assert all(result.error is None for result in engine.run(rows))
+    engine.close()
