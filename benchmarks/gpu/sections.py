@@ -21,6 +21,7 @@ from lorabatch.benchmarks.gpu.measure import Matrix, measure_kernels, measure_la
 from lorabatch.benchmarks.gpu.model_folder import write_model_folder
 from lorabatch.benchmarks.gpu.ours import PeerWorkload, measure_ours
 from lorabatch.benchmarks.gpu.peers import measure_peft
+from lorabatch.benchmarks.gpu.reading import Reading, measure_reading
 from lorabatch.benchmarks.gpu.sanitizer import run_sanitizer
 from lorabatch.benchmarks.gpu.shapes import TINY, ModelShape
 from lorabatch.benchmarks.gpu.steady import SteadyMatrix, full_jobs, measure_steady, tiny_jobs
@@ -46,6 +47,7 @@ class Scale:
     engine: EngineMatrix
     steady: SteadyMatrix
     variant: EngineMatrix
+    reading: Reading
     ours: tuple[PeerWorkload, ...]
     peer_batch: int
     peer_adapters: int
@@ -81,6 +83,7 @@ def full_scale(shape: ModelShape) -> Scale:
         full_matrix(),
         full_jobs(),
         variant_matrix(),
+        Reading(num_adapters=8, threads=(1, 4, 8), repeats=2),
         # PEFT's and vLLM's
         (*_peers("peft", 64, 32, 32, 8), *_peers("vllm", 256, 128, 64, 16)),
         peer_batch=64,
@@ -98,7 +101,10 @@ def tiny_scale() -> Scale:
     """For a CPU and Triton's interpreter, whose numbers mean nothing."""
     kernels = Matrix(batches=(2,), adapters=(1, 2), prompts=((2, 5),), ranks=(8,), context=20)
     ours = tuple(_peers("peft", 2, 4, 3, 2))
-    return Scale(TINY, (torch.float32,), kernels, tiny_matrix(), tiny_jobs(), tiny_variants(), ours, 2, 2, 3, 2)
+    reading = Reading(num_adapters=2, repeats=1)
+    return Scale(
+        TINY, (torch.float32,), kernels, tiny_matrix(), tiny_jobs(), tiny_variants(), reading, ours, 2, 2, 3, 2
+    )
 
 
 def _compile(scale: Scale, place: Place) -> dict[str, Any]:
@@ -139,7 +145,9 @@ def _steady(scale: Scale, place: Place) -> dict[str, Any]:
 def _loading(scale: Scale, place: Place) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name:
         folder = write_model_folder(Path(name) / "model", scale.shape)
-        return measure_loading(folder, place.device, place.deadline, place.save)
+        found = measure_loading(folder, place.device, place.deadline, place.save)
+        reading = measure_reading(folder, scale.reading, place.device, place.deadline, lambda _: None)
+        return found | {f"reading_{name}": value for name, value in reading.items()}
 
 
 def _ours(scale: Scale, place: Place) -> list[dict[str, Any]]:
@@ -189,7 +197,7 @@ SECTIONS = (
     Section("steady", 100.0, _steady),
     Section("kernels", 40.0, _kernels),
     Section("switches", 15.0, _switches),
-    Section("loading", 25.0, _loading),
+    Section("loading", 35.0, _loading),
     Section("ours", 30.0, _ours),
     Section("peft", 40.0, _peft),
     Section("sanitizer", 30.0, _sanitizer),

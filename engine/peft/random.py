@@ -75,9 +75,14 @@ def dummy_adapter_weights(audit: AdapterAudit, dtype: torch.dtype, device: torch
 
 
 def write_random_adapter(
-    folder: Path, model: ModelConfig, rank: int, seed: int, deviations: tuple[float, float] = _DEVIATIONS
+    folder: Path,
+    model: ModelConfig,
+    rank: int,
+    seed: int,
+    deviations: tuple[float, float] = _DEVIATIONS,
+    dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """An adapter of one rank on every linear layer of the decoder layers, alpha = 2 * rank, stored in fp32.
+    """An adapter of one rank on every linear layer of the decoder layers, alpha = 2 * rank, stored in `dtype`.
 
     `deviations`: standard deviations of the numbers in A and in B.
     """
@@ -89,7 +94,7 @@ def write_random_adapter(
         prefix = f"base_model.model.{module}"
         a = torch.empty(rank, in_features).normal_(0, deviations[0], generator=generator)
         b = torch.empty(out_features, rank).normal_(0, deviations[1], generator=generator)
-        tensors[f"{prefix}.lora_A.weight"], tensors[f"{prefix}.lora_B.weight"] = a, b
+        tensors[f"{prefix}.lora_A.weight"], tensors[f"{prefix}.lora_B.weight"] = a.to(dtype), b.to(dtype)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {

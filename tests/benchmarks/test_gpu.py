@@ -25,6 +25,8 @@ from lorabatch.benchmarks.gpu.engine_matrix import full_matrix
 from lorabatch.benchmarks.gpu.kernel_cases import kernel_cases
 from lorabatch.benchmarks.gpu.layer import StepLayer
 from lorabatch.benchmarks.gpu.measure import MIXED, ranks_for
+from lorabatch.benchmarks.gpu.model_folder import write_model_folder
+from lorabatch.benchmarks.gpu.reading import measure_reading
 from lorabatch.benchmarks.gpu.report import as_table, problems_of
 from lorabatch.benchmarks.gpu.sections import SECTIONS, Place, Section, tiny_scale
 from lorabatch.benchmarks.gpu.shapes import LLAMA_3_8B, TINY
@@ -168,6 +170,7 @@ def test_a_whole_run_at_the_smallest_sizes(
     assert result["vllm"] == result["vllm_base"] == {"skipped": "vllm needs a GPU"}
     assert result["sanitizer"] == {"skipped": "compute-sanitizer needs a GPU"}
     assert result["loading"].keys() >= {"first_token_of_new_adapter_ms", "switch_from_pool_ms", "switch_from_host_ms"}
+    assert result["loading"].keys() >= {"reading_hash_ms", "reading_adapters_per_s_2_threads"}
     assert [(row["peer"], row["adapters"]) for row in result["ours"]] == [("peft", 0), ("peft", 2)]
     assert CostModel.from_json({k: v for k, v in result["steady"]["cost_model"].items() if k in KNOWN}).step_s >= 0
     assert [(row["adapters"], row["rank"]) for row in result["layer"]] == [(0, None), (1, 8), (2, 8)]
@@ -320,6 +323,19 @@ def test_a_check_that_fails_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> N
     assert found == ["kernels in torch.float32 failed: RuntimeError: does not compile", "a token differs"]
     assert problems_of({"problems": found}) == found
     assert problems_of({"problems": {"failed": "hung", "until_then": ["x"]}}) == ["x", "checks failed: hung"]
+
+
+def test_reading_is_measured_part_by_part_and_by_number_of_threads(tmp_path: Path) -> None:
+    folder, reading = write_model_folder(tmp_path / "model", TINY), tiny_scale().reading
+    saved: list[Any] = []
+    found = measure_reading(folder, reading, CPU, Deadline.after(60.0), lambda value: saved.append(deepcopy(value)))
+    numbers = TINY.adapter_numbers(reading.rank) * TINY.num_layers
+    assert found["file_bytes"] > numbers * 4, "stored in fp32"
+    parts = {"headers_ms", "read_ms", "hash_ms", "read_and_hash_ms", "pack_ms", "first_table_row_ms", "table_row_ms"}
+    assert found.keys() == {"file_bytes", *parts, "adapters_per_s_1_threads", "adapters_per_s_2_threads"}
+    assert min(found.values()) > 0
+    assert saved[-1] == found
+    assert measure_reading(folder, reading, CPU, Deadline.after(0.0), saved.append) == {}
 
 
 def test_the_matrix_covers_what_was_asked_of_it() -> None:
