@@ -394,13 +394,12 @@ class Scheduler:
         open_shards = tuple(entry for entry in event.open_shards if entry[0] in replica.rows_left)
         if self._migration is not None:
             self._migration.reported(replica, replace(event, open_shards=open_shards))
-        listed = dict(open_shards)
         # A shard that is not listed any more has all its answers, and is about to be committed.
-        ended = replica.reported & replica.rows_left.keys() - listed.keys()
-        for shard_id, rows_left in (*open_shards, *((shard_id, 0) for shard_id in ended)):
+        rows_left = dict.fromkeys(replica.reported & replica.rows_left.keys(), 0) | dict(open_shards)
+        for shard_id, num_rows in rows_left.items():
             if self._shards[shard_id].shard.has_engine_work:
-                self._set_rows_left(replica, shard_id, rows_left)
-        replica.reported = frozenset(listed)
+                self._set_rows_left(replica, shard_id, num_rows)
+        replica.reported = frozenset(shard_id for shard_id, _ in open_shards)
         return commands
 
     def _is_untouched(self, shard_id: int) -> bool:

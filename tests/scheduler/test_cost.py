@@ -135,12 +135,14 @@ def test_the_h200_preset_has_the_ratios_of_the_compiled_kernels():
     for num_adapters, ratio in ((1, 0.96), (16, 0.94), (64, 0.89), (256, 0.74)):
         lora = {"num_adapters": num_adapters, "rank_sum": 16 * num_adapters, "rank_tokens": 16 * 256}
         assert alone / H200_LLAMA_3_8B.step_seconds(StepLoad(**steady, **lora)) == pytest.approx(ratio, abs=0.005)
+    drawn = H200_LLAMA_3_8B.step_seconds(StepLoad(**steady, drawn_tokens=256))
+    assert alone / drawn == pytest.approx(0.957, abs=0.005)
 
 
 def test_terms_that_an_older_profile_lacks_are_nothing():
     value = H200_LLAMA_3_8B.to_json()
     del value["prefill_pair_s"], value["lora_token_s"], value["first_merge_s"], value["draw_s"]
-    assert CostModel.from_json(value) == replace(H200_LLAMA_3_8B, prefill_pair_s=0.0)
+    assert CostModel.from_json(value) == replace(H200_LLAMA_3_8B, prefill_pair_s=0.0, draw_s=0.0)
 
 
 def test_every_wrong_key_is_named_at_once():
