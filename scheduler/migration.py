@@ -117,12 +117,14 @@ class TailMigration:
         self._num_since += 1
         if self._num_since * _LOOK_PART > len(replicas):
             self._look(replicas)
-        if not replicas[replica_id].rows_left:
+        # One whose rows are all done writes its last part, and may help meanwhile.
+        is_done = not replicas[replica_id].rows_left or not self.rows_at_work(replicas[replica_id])
+        if is_done:
             self._with_room[replica_id] = None
         helpers = self._helpers(replicas, open_shards)
         if not helpers:
             return ()
-        for owner in [replica_id] if replicas[replica_id].rows_left else self._owners:
+        for owner in self._owners if is_done else [replica_id]:
             moves = self._moves(owner, helpers, replicas, open_shards)
             if moves:
                 return self._given_away(owner, moves, time_s)

@@ -229,3 +229,16 @@ def test_rows_of_a_shard_that_a_report_lists_no_more_count_as_done_before_it_is_
     opened = scheduler.handle(Progress(6.0, "owner", 16, 16, 0.0, (), ((second, 16),)))
     assert [type(command) for command in opened] == [RunShard]
     scheduler.check_integrity()
+
+
+def test_a_replica_whose_rows_are_all_done_helps_before_its_last_shard_is_committed():
+    shards = [Shard(i, 0, "unmerged", ("a",), 16, 16 * 200, 16 * 200) for i in range(4)]
+    scheduler = Scheduler(shards, settings=SchedulerSettings(expected_replicas=2, tail=SETTINGS, cost=CPU))
+    opened = {name: scheduler.handle(ReplicaJoined(0.0, name, 16)) for name in ("owner", "helper")}
+    totals = {"engine_s": 1000 * STEP_S, "steps": astuple(StepTotals(1000, 0, 16_000, 4_800_000))}
+    rows = {name: tuple((command.shard_id, 16) for command in commands) for name, commands in opened.items()}
+    for name in opened:
+        scheduler.handle(Progress(5.0, name, 32, 16, 0.0, (), rows[name], running_tokens=160, **totals))
+    moves = scheduler.handle(Progress(6.0, "helper", 0, 0, 0.0, (), (), **totals))
+    assert {(move.from_replica_id, move.to_replica_id) for move in moves} == {("owner", "helper")}
+    scheduler.check_integrity()
