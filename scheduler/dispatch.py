@@ -80,6 +80,8 @@ class ReplicaState:
     def close(self, shard_id: int) -> None:
         """Note that a shard is open here no more."""
         self.open_rows -= self.rows_left.pop(shard_id)
+        # it may be opened again before a report lists it
+        self.reported -= {shard_id}
 
 
 class DispatchRule(Protocol):

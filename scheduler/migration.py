@@ -250,7 +250,7 @@ def _brought_up(report: Progress, replica: ReplicaState, shards: Sequence[Shard]
     those that have been committed.
     """
     known = {shard_id for shard_id, _ in report.open_shards}
-    new_tokens = sum(shard.prompt_tokens for shard in shards if shard.shard_id not in known | replica.reported)
+    new_tokens = sum(shard.prompt_tokens for shard in shards if shard.shard_id not in known)
     return replace(
         report,
         open_shards=tuple((shard.shard_id, replica.rows_left[shard.shard_id]) for shard in shards),

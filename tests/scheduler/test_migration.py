@@ -6,7 +6,7 @@ from dataclasses import astuple, replace
 
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M as CPU
 from lorabatch.scheduler.cost import H200_LLAMA_3_8B
-from lorabatch.scheduler.messages import MigrateRows, Progress, ReplicaJoined, RunShard, StepTotals
+from lorabatch.scheduler.messages import MigrateRows, Progress, ReplicaJoined, RunShard, ShardFailed, StepTotals
 from lorabatch.scheduler.migration import Pace, TailRows, TailSettings, lend, rows_to_lend, tail_rows
 from lorabatch.scheduler.planning.waves import Shard
 from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
@@ -241,4 +241,17 @@ def test_a_replica_whose_rows_are_all_done_helps_before_its_last_shard_is_commit
         scheduler.handle(Progress(5.0, name, 32, 16, 0.0, (), rows[name], running_tokens=160, **totals))
     moves = scheduler.handle(Progress(6.0, "helper", 0, 0, 0.0, (), (), **totals))
     assert {(move.from_replica_id, move.to_replica_id) for move in moves} == {("owner", "helper")}
+    scheduler.check_integrity()
+
+
+def test_a_shard_that_is_opened_again_is_not_done_because_a_report_from_before_lists_it_no_more():
+    shards = [Shard(0, 0, "unmerged", ("a",), 16, 16 * 200, 16 * 200)]
+    scheduler = Scheduler(shards, settings=SchedulerSettings(expected_replicas=1, tail=SETTINGS, cost=CPU))
+    scheduler.handle(ReplicaJoined(0.0, "only", 16))
+    scheduler.handle(Progress(5.0, "only", 16, 16, 0.0, (), ((0, 16),), running_tokens=160))
+    (again,) = scheduler.handle(ShardFailed(5.5, 0, "only", "a reason"))
+    assert isinstance(again, RunShard)
+    scheduler.handle(Progress(6.0, "only", 0, 0, 0.0, (), ()))
+    moves = scheduler.handle(ReplicaJoined(6.1, "helper", 16))
+    assert sum(move.num_rows for move in moves if isinstance(move, MigrateRows)) > 0
     scheduler.check_integrity()
