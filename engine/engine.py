@@ -90,7 +90,7 @@ class Engine:
                 ranks=self._registry.ranks,
                 must_merge=self._registry.must_merge,
                 max_batch_rows=config.batch_rows,
-                mean_output_tokens=self._lengths.mean,
+                lengths=self._lengths,
                 rows_to_come=self._num_expected,
             ),
         )
@@ -141,7 +141,7 @@ class Engine:
             if problem is None:
                 self._batch.append(sequence := Sequence.of(row, self._choices.spare_tokens(row.request)))
                 self._choices.ask(sequence)
-                self._lengths.asked(row.request.sampling.max_tokens)
+                self._lengths.asked(row.request.sampling.max_tokens, prompt_tokens=sequence.prompt_tokens)
             else:
                 self._rejected.append(Result.refused(row.request, problem))
 
@@ -383,7 +383,7 @@ class Engine:
         self._choices.ask(sequence)
         result = self._completion.finish(sequence)
         if result is not None:
-            self._lengths.finished(len(sequence.token_ids))
+            self._lengths.finished(len(sequence.token_ids), reused_tokens=sequence.num_reused)
             self._batch.finished(sequence)
             return self._finish(sequence, result)
         if sequence.total_tokens in self._restart_lengths:

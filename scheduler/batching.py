@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cost import CostModel
+from .estimates.lengths import LengthEstimator
 
 #: Places of prompts whose log-probabilities one step computes. Each takes a row of logits, 0.5 MB at 128k tokens.
 MOST_SCORED_PLACES = 128
@@ -300,14 +301,14 @@ def no_more_rows(adapter: int) -> int:
 @dataclass(frozen=True, slots=True)
 class ReplicaFacts:
     """What a policy knows of its replica: `cost` of its steps and merges, `ranks` of its adapters so far, and which of
-    them are exact only when merged. `mean_output_tokens` and `rows_to_come`: see `CostBatcher`.
+    them are exact only when merged. `lengths`: of its rows, as known now. `rows_to_come`: see `CostBatcher`.
     """
 
     cost: CostModel
     ranks: Ranks
     must_merge: Callable[[int], bool]
     max_batch_rows: int
-    mean_output_tokens: Callable[[], float]
+    lengths: LengthEstimator
     rows_to_come: Callable[[int], int] = no_more_rows
 
 

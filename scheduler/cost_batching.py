@@ -29,6 +29,7 @@ from .batching import (
     no_more_rows,
 )
 from .cost import CostModel, lora_load
+from .estimates.lengths import LengthEstimator
 
 # How long a choice will hold: steps until so many rows of an adapter (None: of all), and those still to arrive, are
 # done, with so many rows at once.
@@ -53,7 +54,8 @@ class AdaptiveBatcher:
     `ranks` float64 `[num_adapters]`. `mean_context`: KV slots a row reads in a step. `hysteresis`: how much
     better another state must be before the weights are touched. `patience`: steps that a row may sit out for a merged
     adapter, in all; from then on it is served in its turn until it ends. `may_mix`: whether mixtures are considered.
-    `merge_s`: what a switch is charged with (None: what the cost model says).
+    `merge_s`: what a switch is charged with (None: what the cost model says). `prompt_share`: tokens of prompts that
+    are computed for each token that is generated; in the long run each row of a batch brings so many to a step.
     """
 
     cost: CostModel
@@ -66,6 +68,7 @@ class AdaptiveBatcher:
     patience: float = 256.0
     may_mix: bool = True
     merge_s: float | None = None
+    prompt_share: float = 0.0
 
     def next_step(self, view: BatchView) -> StepPlan:
         """See `Batcher.next_step`."""
@@ -112,10 +115,11 @@ class AdaptiveBatcher:
         rows = types[candidate.taking_part]
         load = lora_load(
             rows,
-            1.0,
+            1.0 + self.prompt_share,
             self.ranks,
             merged_adapter=candidate.merged_adapter,
             kernel=self.cost.kernel,
+            prefill_tokens=len(rows) * self.prompt_share,
             decode_rows=len(rows),
             context_tokens=len(rows) * self.mean_context,
         )
@@ -141,24 +145,25 @@ def _most_wanted(types: NDArray[np.int32]) -> int | None:
     return int(np.argmax(counts)) if len(counts) else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CostBatcher:
     """`AdaptiveBatcher` whose steps to come are those of the rows at hand and announced. Keeps no state.
 
-    `mean_output_tokens`: of a row, as known now; half of it counts, for a batch is rarely as full as at its start. A
-    merge is charged with the way back: the weights that are merged
-    now were paid for, so that leaving them is decided by the steps alone. `rows_to_come`: of an adapter, rows that a
+    `lengths`: of this replica's rows. Half of a mean answer counts as steps to come, for a batch is rarely as full as
+    at its start. A merge is charged with the way back: the weights that are merged now were paid for, so that leaving
+    them is decided by the steps alone. `rows_to_come`: of an adapter, rows that a
     plan will still bring here. No row sits out more steps than a row is expected to take.
     """
 
     cost: CostModel
     ranks: Ranks
-    mean_output_tokens: Callable[[], float]
+    lengths: LengthEstimator
     rows_to_come: Callable[[int], int] = no_more_rows
+    _has_merged: bool = False
 
     def next_step(self, view: BatchView) -> StepPlan:
         """See `Batcher.next_step`."""
-        output_tokens = self.mean_output_tokens()
+        output_tokens = self.lengths.mean()
 
         def steps_to_come(adapter: int | None, num_rows: int, batch_rows: int) -> float:
             queues = (view.running_adapter, view.waiting_adapter)
@@ -166,15 +171,27 @@ class CostBatcher:
             rows += 0 if adapter is None else self.rows_to_come(adapter)
             return output_tokens / 2 * max(1.0, rows / batch_rows)
 
+        num_running, num_waiting = len(view.running_adapter), len(view.waiting_adapter)
         merge_s = self.cost.merge_s * (2.0 if view.merged_adapter is None else 1.0)
+        self._has_merged |= view.merged_adapter is not None
+        if not self._has_merged:
+            merge_s += self.cost.first_merge_s
         patience = max(1.0, output_tokens)
-        batcher = AdaptiveBatcher(self.cost, self.ranks(), steps_to_come, patience=patience, merge_s=merge_s)
+        batcher = AdaptiveBatcher(
+            self.cost,
+            self.ranks(),
+            steps_to_come,
+            patience=patience,
+            merge_s=merge_s,
+            # Prompts of rows that run are computed.
+            prompt_share=self.lengths.mean_prompt / patience * num_waiting / max(1.0, num_waiting + num_running / 2),
+        )
         return batcher.next_step(view)
 
 
 def choosing_by_cost(facts: ReplicaFacts) -> Batcher:
     """The cost of each step decides, mixture included."""
-    inner = CostBatcher(facts.cost, facts.ranks, facts.mean_output_tokens, facts.rows_to_come)
+    inner = CostBatcher(facts.cost, facts.ranks, facts.lengths, facts.rows_to_come)
     return MergeWaveBatcher(InClusters(inner), facts.must_merge, None)
 
 

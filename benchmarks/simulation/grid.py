@@ -170,13 +170,13 @@ def dealt(instance: Instance, make: Maker, *, by_work: bool) -> float:
 def _our_batcher(instance: Instance) -> Maker:
     workload = instance.workload
     ranks = np.array([adapter.rank for adapter in workload.adapters], dtype=np.float64)
-    lengths = LengthEstimator.of_rows(workload.max_tokens)
+    lengths = LengthEstimator.of_rows(workload.max_tokens, workload.prompt_tokens)
     facts = ReplicaFacts(
         cost=instance.cost,
         ranks=lambda: ranks,
         must_merge=lambda adapter: False,
         max_batch_rows=BATCH_ROWS,
-        mean_output_tokens=lengths.mean,
+        lengths=lengths,
     )
     return lambda: instance.settings.batcher(facts)
 

@@ -166,7 +166,7 @@ def _replica(job: Job, number: int, timeline: Timeline) -> SimulatedReplica:
         ranks=lambda: ranks,
         must_merge=lambda adapter: False,
         max_batch_rows=job.settings.limits.batch_rows,
-        mean_output_tokens=lengths.mean,
+        lengths=lengths,
     )
     cost, batcher = job.settings.cost.scaled(job.slowness[number]), job.planned.batcher(facts)
     return SimulatedReplica(number, job.rows, cost, batcher, job.settings.replica(), timeline, lengths)

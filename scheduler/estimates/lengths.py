@@ -74,7 +74,7 @@ class LengthEstimator:
     """Mean output tokens of rows, by adapter and over all; the base model has the name ""."""
 
     def __init__(self) -> None:
-        self._asked_rows = self._asked_tokens = 0
+        self._asked_rows = self._asked_tokens = self._prompt_tokens = self._reused_tokens = 0
         #: Rows of any adapter that have finished, and their output tokens.
         self.num_finished = self.finished_tokens = 0
         # Adapter -> rows finished so far and their output tokens.
@@ -84,21 +84,25 @@ class LengthEstimator:
         self._tokens = np.zeros(_NUM_CLASSES)
 
     @classmethod
-    def of_rows(cls, max_tokens: NDArray[np.int32]) -> LengthEstimator:
-        """An estimator for rows of which none has finished."""
+    def of_rows(cls, max_tokens: Integers, prompt_tokens: Integers) -> LengthEstimator:
+        """An estimator for rows of which none has finished; both `[num_rows]`."""
         lengths = cls()
-        lengths.asked(int(max_tokens.sum()), len(max_tokens))
+        lengths.asked(int(max_tokens.sum()), len(max_tokens), int(prompt_tokens.sum()))
         return lengths
 
-    def asked(self, max_tokens: int, num_rows: int = 1) -> None:
-        """Take in rows to be run. `max_tokens`: what all of them together may generate."""
+    def asked(self, max_tokens: int, num_rows: int = 1, prompt_tokens: int = 0) -> None:
+        """Take in rows to be run. `max_tokens`: what all of them together may generate; `prompt_tokens`: of their
+        prompts.
+        """
         self._asked_rows += num_rows
         self._asked_tokens += max_tokens
+        self._prompt_tokens += prompt_tokens
 
-    def finished(self, output_tokens: int, num_rows: int = 1, adapter: str = "") -> None:
+    def finished(self, output_tokens: int, num_rows: int = 1, adapter: str = "", reused_tokens: int = 0) -> None:
         """Take in finished rows of one adapter and about the same length. `output_tokens`: what all of them together
-        have generated.
+        have generated; `reused_tokens`: of their prompts, what another row had computed.
         """
+        self._reused_tokens += reused_tokens
         if num_rows:
             number = length_class(output_tokens / num_rows)
             self._rows[number] += num_rows
@@ -112,6 +116,12 @@ class LengthEstimator:
         """Expected output tokens of a row of any adapter; 1 before any row was asked for."""
         prior = self._asked_tokens / self._asked_rows * PRIOR_SHARE if self._asked_rows else 1.0
         return (_PRIOR_ROWS * prior + self.finished_tokens) / (_PRIOR_ROWS + self.num_finished)
+
+    @property
+    def mean_prompt(self) -> float:
+        """Prompt tokens of a row of any adapter that no other row computes for it; 0 before any row was asked for."""
+        reused = self._reused_tokens / max(1, self.num_finished)
+        return max(0.0, self._prompt_tokens / max(1, self._asked_rows) - reused)
 
     def measured(self, adapter: str) -> float | None:
         """Mean output tokens of an adapter's finished rows; None while there are fewer than `MIN_FINISHED_ROWS`."""

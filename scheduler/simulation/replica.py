@@ -155,7 +155,8 @@ class SimulatedReplica:
     def add(self, rows: NDArray[np.int64]) -> None:
         """Rows join the end of the queue."""
         self.waiting = np.concatenate([self.waiting, rows])
-        self._lengths.asked(int(self._workload.max_tokens[rows].sum()), len(rows))
+        prompts = int(self._workload.computed_of(rows).sum())
+        self._lengths.asked(int(self._workload.max_tokens[rows].sum()), len(rows), prompts)
 
     def take_waiting(self, adapter: int, num_rows: int) -> NDArray[np.int64]:
         """Remove and return up to `num_rows` waiting rows of one adapter, the last to arrive first."""

@@ -56,7 +56,7 @@ def run_planned(
             ranks=lambda: ranks,
             must_merge=lambda adapter: False,
             max_batch_rows=settings.max_batch_rows,
-            mean_output_tokens=lengths.mean,
+            lengths=lengths,
             rows_to_come=expected.__getitem__,
         )
         own = cost if slowness is None else cost.scaled(slowness[number])

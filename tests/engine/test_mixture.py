@@ -27,6 +27,7 @@ from lorabatch.scheduler.batching import (
 )
 from lorabatch.scheduler.cost import DLORA_A800_LLAMA_2_7B
 from lorabatch.scheduler.cost_batching import CostBatcher
+from lorabatch.scheduler.estimates.lengths import LengthEstimator
 
 
 class Chosen:
@@ -168,7 +169,11 @@ def test_a_merged_wave_filled_with_other_rows_has_a_fuller_batch_than_one_that_d
     steps, occupancy, modes, tokens = {}, {}, {}, {}
     for name in ("drained", "filled"):
         ranks = np.array([1.0, 8.0, 20.0, 64.0])
-        filling = InClusters(CostBatcher(lora_is_dear, lambda ranks=ranks: ranks, lambda: 500.0))
+        filling = InClusters(
+            CostBatcher(
+                lora_is_dear, lambda ranks=ranks: ranks, LengthEstimator.of_rows(np.array([1000]), np.array([0]))
+            )
+        )
         engine = make_mixing_engine(tiny_llama, draining if name == "drained" else filling)
         ids = list(register_all(engine, tiny_adapters).values())
         rng.seed(5)

@@ -22,6 +22,7 @@ from lorabatch.scheduler.batching import (
 )
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
 from lorabatch.scheduler.cost_batching import PromptsTogether
+from lorabatch.scheduler.estimates.lengths import LengthEstimator
 from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
 from lorabatch.scheduler.simulation.synthetic import make_workload
 from lorabatch.scheduler.simulation.timeline import Timeline
@@ -181,7 +182,7 @@ def test_every_batcher_serves_the_rows_at_hand_and_gives_forced_adapters_a_wave(
         ranks=lambda: np.full(3, 8.0),
         must_merge=lambda adapter: adapter == 2,
         max_batch_rows=8,
-        mean_output_tokens=lambda: 60.0,
+        lengths=LengthEstimator.of_rows(np.array([120]), np.array([0])),
     )
     merges_first = batcher in ("merged-only", "peft-like")
     for waiting, expected in (

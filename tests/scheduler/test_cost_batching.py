@@ -12,6 +12,7 @@ from lorabatch.scheduler.baselines.serving import RoundRobinDispatcher, ServingS
 from lorabatch.scheduler.batching import Batcher, BatchView, ClusteredBatcher, InClusters, MergeWaveBatcher
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, DLORA_A800_LLAMA_2_7B, H200_LLAMA_3_8B, CostModel
 from lorabatch.scheduler.cost_batching import CostBatcher
+from lorabatch.scheduler.estimates.lengths import LengthEstimator
 from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
 from lorabatch.scheduler.simulation.synthetic import (
     draw_adapters,
@@ -25,6 +26,13 @@ from lorabatch.scheduler.simulation.timeline import Timeline
 from lorabatch.scheduler.workload import Workload
 
 RANKS = np.array([8.0, 16.0, 64.0, 32.0])
+
+
+def expecting(output_tokens: float, prompt_tokens: int = 0) -> LengthEstimator:
+    """Of rows that are all expected to generate so many tokens, none of which has finished."""
+    return LengthEstimator.of_rows(np.array([2 * output_tokens]), np.array([prompt_tokens]))
+
+
 BATCH = 64
 
 
@@ -64,7 +72,7 @@ def test_on_a_cpu_choosing_by_cost_is_never_slower_than_unmerged(merge_s, num_ro
     cost = replace(CPU_SMOLLM2_135M, merge_s=merge_s)
     workload = draw_workload(1, num_rows, popularity)
     unmerged = makespan_s(workload, cost, InClusters(ClusteredBatcher()))
-    chosen = makespan_s(workload, cost, InClusters(CostBatcher(cost, lambda: RANKS, lambda: 60.0)))
+    chosen = makespan_s(workload, cost, InClusters(CostBatcher(cost, lambda: RANKS, expecting(60))))
     assert chosen <= unmerged * 1.001
 
 
@@ -72,7 +80,7 @@ def test_where_lora_is_dear_choosing_by_cost_gains_what_dlora_gains():
     cost = DLORA_A800_LLAMA_2_7B
     workload = draw_workload(2, 500, power_popularity(4, 1.5))
     unmerged = makespan_s(workload, cost, InClusters(ClusteredBatcher()))
-    chosen = makespan_s(workload, cost, InClusters(CostBatcher(cost, lambda: RANKS, lambda: 60.0)))
+    chosen = makespan_s(workload, cost, InClusters(CostBatcher(cost, lambda: RANKS, expecting(60))))
     dlora = makespan_s(workload, cost, DloraBatcher(cost, lambda: RANKS, BATCH))
     assert chosen < unmerged * 0.95
     assert chosen < dlora * 1.05
@@ -91,7 +99,7 @@ def test_where_memory_holds_few_rows_choosing_by_cost_comes_near_the_better_of_m
     batchers = (
         InClusters(ClusteredBatcher()),
         MergeWaveBatcher(ClusteredBatcher(), lambda adapter: False, min_rows=1),
-        InClusters(CostBatcher(cost, lambda: RANKS, lambda: 60.0)),
+        InClusters(CostBatcher(cost, lambda: RANKS, expecting(60))),
     )
     *others, chosen = (simulated(workload, cost, batcher, kv_tokens=kv_tokens) for batcher in batchers)
     assert chosen.num_steps[0] <= min(other.num_steps[0] for other in others) * 1.2
@@ -106,14 +114,25 @@ def test_a_merge_must_pay_for_the_way_back_too():
     nothing = {name: 0.0 for name in CPU_SMOLLM2_135M.to_json() if name.endswith("_s") and "bytes" not in name}
     for merge_s, mode in ((0.4, "merged"), (0.6, "unmerged")):
         cost = replace(CPU_SMOLLM2_135M, **(nothing | {"step_s": 1.0, "lora_step_s": 0.1, "merge_s": merge_s}))
-        batcher = CostBatcher(cost, lambda: RANKS, lambda: 20.0)
+        batcher = CostBatcher(cost, lambda: RANKS, expecting(20))
+        assert batcher.next_step(make_view([], [0] * 16)).mode == mode
+
+
+def test_prompts_count_in_what_a_merge_saves():
+    # A token of an adapter costs 0.01 s. Twenty tokens are expected: ten steps of 16 rows save 1.6 s without prompts.
+    nothing = {name: 0.0 for name in CPU_SMOLLM2_135M.to_json() if name.endswith("_s") and "bytes" not in name}
+    cost = replace(CPU_SMOLLM2_135M, **(nothing | {"step_s": 1.0, "lora_token_s": 0.01, "merge_s": 1.0}))
+    for prompt_tokens, reused_tokens, mode in ((0, 0, "unmerged"), (20, 0, "merged"), (300, 300, "unmerged")):
+        lengths = expecting(20, prompt_tokens)
+        lengths.finished(20, reused_tokens=reused_tokens)
+        batcher = CostBatcher(cost, lambda: RANKS, lengths)
         assert batcher.next_step(make_view([], [0] * 16)).mode == mode
 
 
 def test_adapters_may_become_known_between_steps():
     ranks = [np.array([8.0])]
     batchers = (
-        CostBatcher(CPU_SMOLLM2_135M, lambda: ranks[0], lambda: 10.0),
+        CostBatcher(CPU_SMOLLM2_135M, lambda: ranks[0], expecting(10)),
         DloraBatcher(CPU_SMOLLM2_135M, lambda: ranks[0], 16),
     )
     for batcher in batchers:
@@ -129,12 +148,13 @@ def test_adapters_may_become_known_between_steps():
     running=st.lists(st.integers(-1, 3), max_size=16),
     waiting=st.lists(st.integers(-1, 3), max_size=30),
     merged=st.sampled_from([None, 0, 3]),
-    output_tokens=st.floats(1.0, 1e4),
+    output_tokens=st.integers(1, 10_000),
+    prompt_tokens=st.integers(0, 10_000),
 )
-def test_every_step_is_sound_and_never_idle(running, waiting, merged, output_tokens):
+def test_every_step_is_sound_and_never_idle(running, waiting, merged, output_tokens, prompt_tokens):
     view = make_view(running, waiting, merged=merged)
     for inner in (
-        CostBatcher(DLORA_A800_LLAMA_2_7B, lambda: RANKS, lambda: output_tokens),
+        CostBatcher(DLORA_A800_LLAMA_2_7B, lambda: RANKS, expecting(output_tokens, prompt_tokens)),
         DloraBatcher(DLORA_A800_LLAMA_2_7B, lambda: RANKS, 16),
     ):
         plan = InClusters(inner).next_step(view)
@@ -147,7 +167,7 @@ def test_rows_that_are_announced_make_a_merge_worth_its_price():
     view = make_view([2] * 16, [2] * 16)
 
     def mode(rows_to_come):
-        batcher = CostBatcher(cost, lambda: RANKS, lambda: 40.0, lambda adapter: rows_to_come if adapter == 2 else 0)
+        batcher = CostBatcher(cost, lambda: RANKS, expecting(40), lambda adapter: rows_to_come if adapter == 2 else 0)
         return batcher.next_step(view).mode
 
     assert mode(0) == "unmerged"

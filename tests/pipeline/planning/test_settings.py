@@ -122,7 +122,7 @@ def test_simulated_workers_learn_lengths_as_engines_do(tiny_llama: Path) -> None
     def facts_seen(facts: ReplicaFacts) -> Batcher:
         class Watching:
             def next_step(self, view: Any) -> Any:
-                means.append(facts.mean_output_tokens())
+                means.append(facts.lengths.mean())
                 return inner.next_step(view)
 
         inner = settings.batcher(facts)

@@ -23,7 +23,7 @@ def test_before_any_row_has_finished_half_of_max_tokens_is_expected() -> None:
     lengths.asked(100)
     lengths.asked(300)
     assert lengths.mean() == 100.0
-    assert LengthEstimator.of_rows(np.array([100, 300], np.int32)).mean() == 100.0
+    assert LengthEstimator.of_rows(np.array([100, 300], np.int32), np.array([7, 9], np.int32)).mean() == 100.0
 
 
 def test_many_finished_rows_outweigh_what_was_expected() -> None:
@@ -33,6 +33,18 @@ def test_many_finished_rows_outweigh_what_was_expected() -> None:
     assert 90 < lengths.mean() < 100
     lengths.finished(20_000, 2000)
     assert abs(lengths.mean() - 10) < 1
+
+
+def test_prompts_are_those_of_rows_asked_for_less_what_finished_rows_reused() -> None:
+    lengths = LengthEstimator()
+    assert lengths.mean_prompt == 0.0
+    lengths.asked(100, 2, prompt_tokens=600)
+    assert lengths.mean_prompt == 300.0
+    lengths.finished(50, 1, reused_tokens=0)
+    lengths.finished(50, 1, reused_tokens=200)
+    assert lengths.mean_prompt == 200.0
+    lengths.finished(50, 1, reused_tokens=2000)
+    assert lengths.mean_prompt == 0.0
 
 
 def test_an_adapter_is_measured_once_enough_of_its_rows_have_finished() -> None:
