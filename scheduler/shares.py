@@ -15,6 +15,8 @@ from .estimates.lengths import LengthEstimator
 from .estimates.pace import PaceEstimator
 from .planning.waves import Shard
 
+# Seconds in which replicas report what their first steps took, with a margin.
+_KNOWN_AFTER_S = 2.0
 # Of a job without any work left.
 _LEAST_WORK = 1e-6
 
@@ -81,8 +83,9 @@ class WorkShares:
     def of(self, candidates: Sequence[ReplicaState], replicas: Mapping[str, ReplicaState]) -> dict[str, Share]:
         """By candidate: two batches, but not more than its share by pace of the work left.
 
-        A replica that would not finish a row begun now before faster ones have finished the job gets none. One whose
-        pace is not known counts as like the others. Shards that are a replica's own are not shared by pace.
+        A replica that would not finish a row begun now before faster ones have finished the job gets none. Until its
+        pace is known it counts as like the others, and gets one batch if that lasts for so long: a slow one would have
+        to give back the second. Shards that are a replica's own are not shared by pace.
         """
         if not self._queue.is_shared:
             return {r.replica_id: Share(max(1, round(self._open_batches * r.batch_rows))) for r in candidates}
@@ -98,7 +101,9 @@ class WorkShares:
             each_s, alone_s = self._paces.row_seconds(self._lengths.mean(), replica.batch_rows)
             if factor > 1.0 and factor * alone_s > work_left * each_s / speed + alone_s:
                 continue
-            num_rows = max(1, round(self._open_batches * replica.batch_rows))
+            lasts = each_s * replica.batch_rows >= _KNOWN_AFTER_S
+            batches = 1.0 if lasts and not self._paces.is_known(replica.replica_id) else self._open_batches
+            num_rows = max(1, round(batches * replica.batch_rows))
             shares[replica.replica_id] = Share(num_rows, work_left / (speed * factor), spare)
         return shares
 

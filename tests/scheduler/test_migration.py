@@ -150,7 +150,7 @@ STEP_S = CPU.step_s + 16 * (CPU.decode_row_s + 300 * CPU.context_token_s)
 
 
 def after_reports(slowness):
-    """A scheduler of twenty shards after the first reports of two replicas that have opened two each, and the commands
+    """A scheduler of twenty shards after the first reports of two replicas that have opened one each, and the commands
     that the second gave: it takes `slowness` times as long as the cost model says."""
     shards = [Shard(i, 0, "unmerged", ("a",), 16, 16 * 200, 16 * 200) for i in range(20)]
     scheduler = Scheduler(shards, settings=SchedulerSettings(expected_replicas=2, tail=SETTINGS, cost=CPU))
@@ -158,8 +158,8 @@ def after_reports(slowness):
     commands = []
     for name, factor in (("fast", 1.0), ("slow", slowness)):
         rows = tuple((command.shard_id, 16) for command in opened[name])
-        assert len(rows) == 2
-        report = Progress(5.0, name, 32, 16, 0.0, (), rows, running_tokens=160)
+        assert len(rows) == 1
+        report = Progress(5.0, name, 16, 16, 0.0, (), rows, running_tokens=160)
         totals = {"engine_s": 1000 * factor * STEP_S, "steps": astuple(StepTotals(1000, 0, 16_000, 4_800_000))}
         commands = scheduler.handle(replace(report, **totals))
     return scheduler, commands
@@ -167,8 +167,7 @@ def after_reports(slowness):
 
 def test_a_replica_so_slow_that_the_job_ends_before_its_rows_gives_them_back_while_shards_are_queued():
     scheduler, commands = after_reports(slowness=60.0)
-    assert {(c.from_replica_id, c.to_replica_id) for c in commands} == {("slow", "fast")}
-    assert sum(c.num_rows for c in commands) == 32
+    assert [(c.from_replica_id, c.to_replica_id, c.num_rows) for c in commands] == [("slow", "fast", 16)]
     assert scheduler.num_queued
     scheduler.check_integrity()
 
@@ -210,23 +209,25 @@ def test_rows_move_to_no_replica_at_work_whose_pace_is_not_known():
 def test_rows_of_a_shard_that_was_opened_after_the_last_report_move():
     shards = [Shard(i, 0, "unmerged", ("a",), 16, 16 * 200, 16 * 200) for i in range(3)]
     scheduler = Scheduler(shards, settings=SchedulerSettings(expected_replicas=1, tail=SETTINGS, cost=CPU))
-    rows = tuple((command.shard_id, 8) for command in scheduler.handle(ReplicaJoined(0.0, "owner", 16)))
-    assert len(rows) == 2
-    report = Progress(5.0, "owner", 16, 16, 0.0, (), rows, running_tokens=160)
+    (first,) = scheduler.handle(ReplicaJoined(0.0, "owner", 16))
+    report = Progress(5.0, "owner", 8, 8, 0.0, (), ((first.shard_id, 8),), running_tokens=80)
     totals = {"engine_s": 1000 * STEP_S, "steps": astuple(StepTotals(1000, 0, 16_000, 4_800_000))}
-    (opened,) = scheduler.handle(replace(report, **totals))
-    assert not scheduler.num_queued
+    opened = {command.shard_id for command in scheduler.handle(replace(report, **totals))}
+    assert len(opened) == 2
     moves = scheduler.handle(ReplicaJoined(5.1, "helper", 16))
-    assert opened.shard_id in {move.shard_id for move in moves if isinstance(move, MigrateRows)}
+    assert opened & {move.shard_id for move in moves if isinstance(move, MigrateRows)}
     scheduler.check_integrity()
 
 
 def test_rows_of_a_shard_that_a_report_lists_no_more_count_as_done_before_it_is_committed():
     shards = [Shard(i, 0, "unmerged", ("a",), 16, 16 * 200, 16 * 200) for i in range(4)]
     scheduler = Scheduler(shards, settings=SchedulerSettings(expected_replicas=1, tail=SETTINGS, cost=CPU))
-    first, second = (command.shard_id for command in scheduler.handle(ReplicaJoined(0.0, "owner", 16)))
-    assert scheduler.handle(Progress(5.0, "owner", 32, 16, 0.0, (), ((first, 16), (second, 16)))) == []
-    opened = scheduler.handle(Progress(6.0, "owner", 16, 16, 0.0, (), ((second, 16),)))
+    (first,) = scheduler.handle(ReplicaJoined(0.0, "owner", 16))
+    totals = {"engine_s": 1000 * STEP_S, "steps": astuple(StepTotals(1000, 0, 16_000, 4_800_000))}
+    (second,) = scheduler.handle(Progress(5.0, "owner", 16, 16, 0.0, (), ((first.shard_id, 16),), **totals))
+    both = ((first.shard_id, 16), (second.shard_id, 16))
+    assert scheduler.handle(Progress(6.0, "owner", 32, 16, 0.0, (), both, **totals)) == []
+    opened = scheduler.handle(Progress(7.0, "owner", 16, 16, 0.0, (), both[1:], **totals))
     assert [type(command) for command in opened] == [RunShard]
     scheduler.check_integrity()
 
@@ -236,10 +237,12 @@ def test_a_replica_whose_rows_are_all_done_helps_before_its_last_shard_is_commit
     scheduler = Scheduler(shards, settings=SchedulerSettings(expected_replicas=2, tail=SETTINGS, cost=CPU))
     opened = {name: scheduler.handle(ReplicaJoined(0.0, name, 16)) for name in ("owner", "helper")}
     totals = {"engine_s": 1000 * STEP_S, "steps": astuple(StepTotals(1000, 0, 16_000, 4_800_000))}
-    rows = {name: tuple((command.shard_id, 16) for command in commands) for name, commands in opened.items()}
-    for name in opened:
-        scheduler.handle(Progress(5.0, name, 32, 16, 0.0, (), rows[name], running_tokens=160, **totals))
-    moves = scheduler.handle(Progress(6.0, "helper", 0, 0, 0.0, (), (), **totals))
+    for name, time_s in (("owner", 5.0), ("helper", 5.0), ("owner", 6.0), ("helper", 6.0)):
+        rows = tuple((command.shard_id, 16) for command in opened[name])
+        report = Progress(time_s, name, 16 * len(rows), 16, 0.0, (), rows, running_tokens=160, **totals)
+        opened[name] += scheduler.handle(report)
+    assert [len(commands) for commands in opened.values()] == [2, 2]
+    moves = scheduler.handle(Progress(7.0, "helper", 0, 0, 0.0, (), (), **totals))
     assert {(move.from_replica_id, move.to_replica_id) for move in moves} == {("owner", "helper")}
     scheduler.check_integrity()
 

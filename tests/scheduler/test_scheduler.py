@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import astuple
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -369,9 +370,12 @@ def test_while_others_are_to_come_a_replica_stops_near_its_share():
     assert len(opened(alone.handle(ReplicaJoined(0.0, "a", 64)))) == 7
 
 
-def test_a_replica_gets_two_batches_before_its_pace_is_known():
-    _, given = make_paced(100)
-    assert [len(shards) for shards in given] == [16, 16]
+@pytest.mark.parametrize(("output_tokens", "num_batches"), [(1, 2), (100, 1)])
+def test_until_its_pace_is_known_a_replica_gets_one_batch_unless_that_is_over_before(output_tokens, num_batches):
+    shards = [Shard(i, 0, "unmerged", ("a",), 8, 8, 8 * output_tokens) for i in range(100)]
+    scheduler = Scheduler(shards, settings=SchedulerSettings(expected_replicas=2, cost=CPU))
+    given = [opened(scheduler.handle(ReplicaJoined(0.0, name, 64))) for name in ("fast", "slow")]
+    assert [len(shards) for shards in given] == [8 * num_batches] * 2
 
 
 def test_a_slow_replica_gets_its_share_by_pace():
@@ -380,8 +384,8 @@ def test_a_slow_replica_gets_its_share_by_pace():
     idle = tuple((s, 0) for s, _, _ in given[1])
     more = opened(scheduler.handle(worked("slow", 3.0, open_shards=idle)))
     more += opened(scheduler.handle(worked("slow", 3.0, open_shards=idle, time_s=6.0)))
-    # Of 352 rows that are left about a quarter, and not two batches.
-    assert 64 <= 8 * len(more) <= 104
+    # Of 416 rows that are left a quarter, to within a shard, and not two batches.
+    assert 104 <= 8 * len(more) <= 112
     scheduler.check_integrity()
 
 
