@@ -45,7 +45,7 @@ def check_engine(device: torch.device, max_tokens: int, shape: ModelShape = TINY
 
 def check_graphs(device: torch.device, max_tokens: int, shape: ModelShape = TINY) -> list[str]:
     """Whether steps that replay graphs give the bits of steps launched kernel by kernel: rows of many lengths and
-    adapters, which end one after the other, so that a graph serves many mixes."""
+    adapters, some with rules, which end one after the other, so that a graph serves many mixes."""
     with tempfile.TemporaryDirectory() as name:
         folder = write_model_folder(Path(name) / "model", shape)
         write_weights(folder)
@@ -89,7 +89,8 @@ def _mixed_rows(engine: Engine, folder: Path, max_tokens: int) -> list[Result]:
     ids = _registered(engine, folder)
     rows = []
     for i in range(4 * max_tokens):
-        sampling = SamplingParams(max_tokens=1 + (i * 5) % max_tokens, ignore_eos=True, logprobs=True)
+        penalty = 1.5 if i % 5 == 0 else 1.0
+        sampling = SamplingParams(1 + (i * 5) % max_tokens, ignore_eos=True, logprobs=True, repetition_penalty=penalty)
         prompt = tuple((i * 13 + j * 7) % 90 + 1 for j in range(1 + (3 * i) % 11))
         rows.append(Request(f"{i:04}", prompt, ids[(i * i) % len(ids)], sampling, i))
     return sorted(engine.run(rows), key=lambda result: result.request_id)

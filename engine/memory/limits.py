@@ -174,13 +174,13 @@ def step_bytes(limits: StepLimits, model: ModelConfig, itemsize: int) -> int:
     """Numbers of the largest step that live at once: a layer's, and the logits of every running row.
 
     Per token: residual stream, normed input and the product that joins it (3 hidden), and the wider of attention
-    (qkv, queries' answers) and the MLP (its packed product and the activation). Per row: logits, their copy for
-    log-probabilities, and one in fp32 for the sum of their exponentials.
+    (qkv, queries' answers) and the MLP (its packed product and the activation). Per row: logits, their copies
+    for log-probabilities and behind a graph that ends with them, and one in fp32 for the sum of their exponentials.
     """
     attention = 2 * model.q_size + 2 * model.kv_size
     mlp = (3 if model.has_gate else 2) * model.intermediate_size
     per_token = (3 * model.hidden_size + max(attention, mlp)) * itemsize
-    per_row = model.vocab_size * (2 * itemsize + _FP32_BYTES)
+    per_row = model.vocab_size * (3 * itemsize + _FP32_BYTES)
     return limits.step_tokens * per_token + limits.batch_rows * per_row
 
 

@@ -36,14 +36,15 @@ def bucket_of(num_rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """Steps that run the same kernels on the same addresses. `draws`: some row is not greedy. `splits`: long contexts
-    are cut into pieces."""
+    """Steps that run the same kernels on the same addresses. `splits`: long contexts are cut into pieces. `chooses`:
+    the graph chooses tokens, of greedy rows alone or of others too (`draws`); if not, it ends with logits."""
 
     bucket: int
     has_lora: bool
-    wants_logprobs: bool
-    draws: bool
     splits: bool
+    chooses: bool = False
+    wants_logprobs: bool = False
+    draws: bool = False
 
 
 class StepExecutor(Protocol):

@@ -105,8 +105,8 @@ class PlannedStep:
 
     @property
     def needs_host(self) -> bool:
-        """Whether some row asks for what no graph computes."""
-        return bool(self.ruled or self.num_top or self.asked or self.scored)
+        """Whether some row asks of its logits what no graph computes."""
+        return bool(self.ruled or self.num_top or self.asked)
 
     @property
     def num_withheld(self) -> int:

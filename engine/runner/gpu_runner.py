@@ -10,8 +10,8 @@ A step with prompts is two launches: its decode rows by their graph in tiles of 
 kernel in tiles of 64. Together, each decode row of an adapter of its own would fill a tile of 64 rows. The weights are
 read twice, which costs less from a few adapters on.
 
-Rows with rules (grammars, penalties) need their last token on the host: they take part in every second step, which is
-launched kernel by kernel; the steps between are as usual.
+Rows with rules (grammars, penalties) need their last token on the host, and take part in every second step. The graph
+of such a step ends with logits, which stay where they are for what the host changes and chooses.
 """
 
 from __future__ import annotations
@@ -158,6 +158,8 @@ class GpuRunner:
         # whose they are
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self._read_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        # of graphs that end with them, [rows, vocab_size]
+        self._logits: Tensor | None = None
         self._logprobs = torch.zeros(rows, dtype=torch.float32, device=device)
         self._top_ids = torch.zeros((rows, MOST_TOP_LOGPROBS), dtype=torch.int64, device=device)
         self._top_logprobs = torch.zeros((rows, MOST_TOP_LOGPROBS), dtype=torch.float32, device=device)
@@ -190,12 +192,14 @@ class GpuRunner:
         """By which graph each part is run: the first one only may have one, since graphs put their tokens at the
         beginning."""
         planned = parts[0]
-        bucket = None if planned.needs_host else self._bucket(planned)
+        bucket = self._bucket(planned)
         others = [None] * (len(parts) - 1)
         if bucket is None:
             return [None, *others]
-        kind = planned.has_lora, planned.wants_logprobs, planned.draws, planned.split_keys > 0
-        return [self._executor.choose(GraphKey(bucket, *kind)), *others]
+        key = GraphKey(bucket, planned.has_lora, planned.split_keys > 0)
+        if not planned.needs_host:
+            key = replace(key, chooses=True, wants_logprobs=planned.wants_logprobs, draws=planned.draws)
+        return [self._executor.choose(key), *others]
 
     def _launch_parts(self, parts: Items[PlannedStep], graphs: Items[GraphKey | None]) -> LaunchedStep:
         """Launch parts by these graphs, or kernel by kernel."""
@@ -220,30 +224,46 @@ class GpuRunner:
         planned.write(host, self._places)
         host.copy_to(target, planned.num_pages)
 
-        def work() -> None:
-            step = target.step(
+        def step() -> GpuStep:
+            made = target.step(
                 self._decoder.model,
                 has_lora=planned.has_lora,
                 wants_logprobs=planned.wants_logprobs,
                 draws=planned.draws,
                 first_place=first,
             )
-            if self._prompt_attention is not None and not planned.is_decode:
-                library = self._prompt_attention.of_step(planned.spans(), self._memory.heads, target.buffer.device)
-                step = replace(step, library=library)
-            self.compute(step, planned)
+            if self._prompt_attention is None or planned.is_decode:
+                return made
+            spans, heads = planned.spans(), self._memory.heads
+            return replace(made, library=self._prompt_attention.of_step(spans, heads, target.buffer.device))
 
         if key is None:
-            work()
+            self.compute(step(), planned)
+        elif key.chooses:
+            self._executor.run(key, lambda: self.compute(step(), planned))
         else:
-            self._executor.run(key, work)
+            self._executor.run(key, lambda: self._keep(self.forward(step())))
+            assert self._logits is not None, "the work of a graph was never run"
+            self._choose(self._logits[: key.bucket], step(), planned)
 
     def compute(self, step: GpuStep, planned: PlannedStep) -> None:
-        """Launch the device's part: forward pass and sampling; the tokens stay on the device for the next step, on
-        every member of a group."""
+        """Launch the device's part of a step."""
+        self._choose(self.forward(step), step, planned)
+
+    def forward(self, step: GpuStep) -> Tensor:
+        """Launch the forward pass; logits of the sampled rows."""
         fed = self._tokens.index_select(0, step.sources.clamp(min=0)).to(torch.int32)
         token_ids = torch.where(step.sources >= 0, fed, step.token_ids)
-        logits = self._decoder.forward_step(replace(step, token_ids=token_ids), self._memory)
+        return self._decoder.forward_step(replace(step, token_ids=token_ids), self._memory)
+
+    def _keep(self, logits: Tensor) -> None:
+        """Copy a graph's logits to where they stay after it."""
+        if self._logits is None:  # not in a capture: the first run of a key is none
+            self._logits = logits.new_empty(len(self._tokens), logits.shape[1])
+        self._logits[: len(logits)].copy_(logits)
+
+    def _choose(self, logits: Tensor, step: GpuStep, planned: PlannedStep) -> None:
+        """Launch the sampling; the tokens stay on the device for the next step, on every member of a group."""
         # places of prompts stand behind the rows that get tokens, as rows of padding do
         count = len(step.sampled_rows) - planned.num_scored
         if not len(step.sampled_rows):
@@ -346,8 +366,8 @@ class GpuRunner:
         self._executor.forget()
 
     def _bucket(self, planned: PlannedStep) -> int | None:
-        """The bucket that serves a step; None for prefill, and for what no bucket has room for."""
-        if not planned.is_decode:
+        """The bucket that serves a step; None for prompts, and for what no bucket has room for."""
+        if not planned.is_decode or planned.scored:
             return None
         bucket = bucket_of(planned.num_rows)
         sizes = self._bucket_sizes(bucket, planned.split_keys)

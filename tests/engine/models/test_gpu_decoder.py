@@ -18,7 +18,6 @@ from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, Result, SamplingParams
 from lorabatch.engine.runner.backend import GpuBackend, MakeBackend, choose_backend
 from lorabatch.engine.runner.gpu_graphs import EagerExecutor
-from lorabatch.engine.runner.gpu_plan import PlannedStep
 from lorabatch.engine.runner.gpu_runner import FirstSizes, GpuRunner
 from lorabatch.kernels.launch import is_interpreted
 
@@ -64,9 +63,9 @@ def watched(seen: list[GpuStep], first: FirstSizes | None) -> MakeBackend:
             for scratch in (self._memory.scratch, self._memory.partials.values, self._memory.partials.stats):
                 scratch.fill_(torch.nan)
 
-        def compute(self, step: GpuStep, planned: PlannedStep) -> None:
+        def forward(self, step: GpuStep) -> torch.Tensor:
             seen.append(step)
-            super().compute(step, planned)
+            return super().forward(step)
 
     class Backend(GpuBackend):
         def runner(self, live: Any, memory: Any, layout: Any, config: Any, stop_tokens: Any) -> GpuRunner:

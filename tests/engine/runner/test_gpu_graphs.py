@@ -22,7 +22,7 @@ def test_buckets_are_few() -> None:
 
 
 def key(bucket: int, has_lora: bool = True) -> GraphKey:
-    return GraphKey(bucket, has_lora, wants_logprobs=False, draws=False, splits=False)
+    return GraphKey(bucket, has_lora, splits=False, chooses=True)
 
 
 def test_a_batch_that_drains_replays_larger_graphs_and_captures_none() -> None:

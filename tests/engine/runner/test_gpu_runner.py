@@ -147,6 +147,61 @@ class Noting(EagerExecutor):
         super().run(key, work)
 
 
+class Replaying(EagerExecutor):
+    """Runs the first work of each key again and again, as a graph does: what the host knows of later steps is not in
+    it."""
+
+    def __init__(self) -> None:
+        self.works: dict[GraphKey, Callable[[], None]] = {}
+        self.runs: list[GraphKey] = []
+
+    def run(self, key: GraphKey, work: Callable[[], None]) -> None:
+        self.runs.append(key)
+        self.works.setdefault(key, work)()
+
+    def forget(self) -> None:
+        self.works.clear()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"regex": "[a-c]{5,9}", "ignore_eos": False, "logprobs": True},
+        pytest.param({"repetition_penalty": 1.5, "temperature": 0.8}, marks=pytest.mark.long),
+        pytest.param({"top_logprobs": 2, "logprobs": True}, marks=pytest.mark.long),
+    ],
+)
+def test_rows_beside_one_that_asks_for_more_keep_their_graph(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], asked: dict[str, Any]
+) -> None:
+    """All steps but the prompts' run by graphs, and those with that row by ones that end with logits."""
+    graphs, launched = Replaying(), list[int]()
+
+    class Runner(GpuRunner):
+        def launch(self, entries: Any) -> LaunchedStep:
+            launched.append(sum(entry.is_decode for entry in entries))
+            return super().launch(entries)
+
+    class Backend(GpuBackend):
+        def runner(self, live: Any, memory: Any, layout: Any, config: Any, rules: Any) -> GpuRunner:
+            return Runner(self.decoder, live, memory, layout, config, rules, graphs)
+
+    found = []
+    for engine in (device_engine(tiny_llama, make_backend=Backend), make_engine(tiny_llama)):
+        ids = [None, *register_all(engine, {"rank1": tiny_adapters["rank1"]}).values()]
+        requests = [replace(row, adapter_id=ids[i % 2]) for i, row in enumerate(rows(4, max_tokens=6, ignore_eos=True))]
+        requests[1] = replace(requests[1], sampling=replace(requests[1].sampling, seed=3, **asked))
+        found.append(by_id(list(engine.run(requests))))
+    assert {key: r.token_ids for key, r in found[0].items()} == {key: r.token_ids for key, r in found[1].items()}
+    for name, result in found[0].items():
+        assert result.error is None
+        assert result.token_logprobs == pytest.approx(found[1][name].token_logprobs, abs=1e-4)
+    assert len(graphs.runs) == sum(count > 0 for count in launched)
+    kinds = [key.chooses for key in graphs.runs]
+    assert kinds.count(False) >= 2, "steps with that row"
+    assert "top_logprobs" in asked or kinds.count(True) >= 2, "steps between, without it"
+
+
 @pytest.mark.long
 def test_a_padded_bucket_gives_what_the_rows_alone_give(tiny_llama: Path) -> None:
     noting = Noting()
@@ -160,7 +215,7 @@ def test_a_padded_bucket_gives_what_the_rows_alone_give(tiny_llama: Path) -> Non
     found = by_id(list(engine.run(requests)))
     expected = by_id(list(make_engine(tiny_llama).run(requests)))
     assert {key: r.token_ids for key, r in found.items()} == {key: r.token_ids for key, r in expected.items()}
-    keys = [GraphKey(10, False, False, False, False), GraphKey(1, False, False, False, False)]
+    keys = [GraphKey(10, False, False, chooses=True), GraphKey(1, False, False, chooses=True)]
     assert noting.keys == keys, "9 rows run in a bucket of 10"
 
 
