@@ -23,6 +23,7 @@ from ..model_config.model import PACKED_SITES, ModelConfig, PackedSite
 from .decoder import Decoder
 from .gpu_step import GpuStep
 from .layers import DecoderLayer
+from .rope import Rope
 
 _SITE_NUMBERS = {site: number for number, site in enumerate(PACKED_SITES)}
 _FUSED_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_tanh": "gelu_tanh"}
@@ -74,14 +75,11 @@ class GpuDecoder(Decoder):
     def forward_step(self, step: GpuStep, memory: GpuMemory) -> Tensor:
         """Logits of the sampled rows, [num_sampled, vocab_size]; stores the step's keys and values in the pool."""
         x = self._embed(step.token_ids, step.positions)  # [T, hidden]
-        rotaries = [rope.tables(step.positions, step.row_lengths, torch.float32) for rope in self._ropes]
+        rotaries = [self._angles(rope, step) for rope in self._ropes]
         no_angles = torch.empty(len(x), 0, dtype=torch.float32, device=x.device)
         for layer in self.layers:
             norms = layer.norms
-            angles = (no_angles, no_angles)
-            if layer.rope is not None:
-                cos, sin = rotaries[layer.rope]
-                angles = (cos.flatten(1).contiguous(), sin.flatten(1).contiguous())
+            angles = (no_angles, no_angles) if layer.rope is None else rotaries[layer.rope]
             attended = self._attend_pages(self._norm(x, norms.before_attention), layer, step, memory, angles)
             x = self._join(x, attended, "o", norms.attention_output, layer, step, memory)
             x = self._norm(x, norms.after_attention)
@@ -89,6 +87,12 @@ class GpuDecoder(Decoder):
             x = self._join(x, active, "down", norms.mlp_output, layer, step, memory)
             x = self._norm(x, norms.after_mlp)
         return self._logits(x.index_select(0, step.sampled_rows))
+
+    @staticmethod
+    def _angles(rope: Rope, step: GpuStep) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of the step's rows, each [T, F]."""
+        cos, sin = rope.tables(step.positions, step.row_lengths, torch.float32)
+        return cos.flatten(1).contiguous(), sin.flatten(1).contiguous()
 
     def _norm(self, x: Tensor, module: str | None) -> Tensor:
         """RMS norms in one kernel."""

@@ -53,8 +53,8 @@ class StepSizes:
 class GpuStep:
     """Views of the step's buffer on the device. `token_ids`, `sources`, `positions`, `slots` int32 [T]: where a
     source is not negative, the token is the one sampled at that place of the step before. `sampled_rows` int32 [S];
-    `withheld` int32 [S, n]: tokens that a row must not choose, filled up with -1. Attention items name places in
-    `pages`. `library`: what computes attention instead of our kernel. `draws`: some row is not greedy. `first_place`:
+    `withheld` int32 [S, n]: tokens that a row must not choose, filled up with -1. `block_tables`: overlapping rows over
+    the flat list of pages, row i starts at place i, which attention items name. `library`: what computes attention instead of our kernel. `draws`: some row is not greedy. `first_place`:
     where its tokens are left for the next step.
     """
 
@@ -63,7 +63,7 @@ class GpuStep:
     positions: Tensor
     slots: Tensor
     sampled_rows: Tensor
-    pages: Tensor
+    block_tables: Tensor
     segments: Segments
     attention: AttentionWork
     sampling: SamplingRows
@@ -74,12 +74,6 @@ class GpuStep:
     first_place: int
     row_lengths: RowLengths | None
     library: StepAttention | None = None
-
-    @property
-    def block_tables(self) -> Tensor:
-        """Row i starts at place i of `pages`: overlapping rows over the flat list."""
-        width = len(self.pages) // 2
-        return self.pages.as_strided((width, width), (1, 1))
 
 
 class StepBuffer:
@@ -126,7 +120,7 @@ class StepBuffer:
             positions=self.view("positions"),
             slots=self.view("slots"),
             sampled_rows=self.view("sampled_rows"),
-            pages=self.view("pages"),
+            block_tables=self.view("pages").as_strided((self.sizes.pages, self.sizes.pages), (1, 1)),
             segments=Segments(self.sizes.segments, self.view("segments")),
             attention=AttentionWork(self.sizes.attention, self.view("attention")),
             sampling=SamplingRows(

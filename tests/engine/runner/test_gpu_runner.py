@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.model_config.model import ModelConfig
 from lorabatch.engine.model_config.partition import Partition
+from lorabatch.engine.models.gpu_decoder import GpuDecoder
+from lorabatch.engine.models.gpu_step import GpuStep
 from lorabatch.engine.models.part import PartOfModel
 from lorabatch.engine.parallel.collectives import shared_memory
 from lorabatch.engine.parallel.device_sums import DeviceSums
@@ -348,6 +351,54 @@ class _DeviceOnly(TorchDispatchMode):
         if name in ("index", "index_put_", "_index_put_impl_"):
             assert all(i is None or i.dtype != torch.bool for i in args[1]), "a mask's count must be known on the host"
         return func(*args, **(kwargs or {}))
+
+
+class _Counted(TorchDispatchMode):
+    """Counts tensor operators, views and allocations among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(not is_interpreted(), reason="compiled kernels are not launched by the interpreter's function")
+def test_a_layer_costs_the_host_few_launches_views_and_allocations(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a step that is launched kernel by kernel: its host time is these. What all layers read is made once a step."""
+    forward, num_launched, checked = GpuDecoder.forward_step, [0], []
+
+    def launched(kernel: Any, *args: Any, **options: Any) -> None:
+        num_launched[0] += 1
+
+    def cost(decoder: GpuDecoder, num_layers: int, *place: Any) -> Counter[str]:
+        with monkeypatch.context() as cut, _Counted() as counted:
+            cut.setattr(decoder, "layers", decoder.layers[:num_layers])
+            num_launched[0] = 0
+            forward(decoder, *place)
+        return counted.operators + Counter(launches=num_launched[0])
+
+    def forward_step(decoder: GpuDecoder, step: GpuStep, *place: Any) -> torch.Tensor:
+        logits = forward(decoder, step, *place)
+        more = cost(decoder, 2, step, *place) - cost(decoder, 1, step, *place)
+        assert more.pop("launches") == (11 if step.has_lora else 7)
+        assert more.pop("linear") == 4
+        assert more.total() <= 7, more
+        checked.append(step.has_lora)
+        return logits.zero_()
+
+    engine = device_engine(tiny_llama)
+    (adapter_id,) = register_all(engine, {"rank20": tiny_adapters["rank20"]}).values()
+    monkeypatch.setattr(InterpretedFunction, "run", launched)
+    monkeypatch.setattr(GpuDecoder, "forward_step", forward_step)
+    for which in (None, adapter_id):
+        results = list(engine.run([replace(row, adapter_id=which) for row in rows(1, max_tokens=2, ignore_eos=True)]))
+        assert [result.error for result in results] == [None]
+    assert checked == [False, False, True, True]
 
 
 @pytest.mark.skipif(not is_interpreted(), reason="a GPU's graphs and copies are watched by the benchmark's own check")
