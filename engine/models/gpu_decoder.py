@@ -5,7 +5,7 @@ Legend: T tokens of the step, H query heads, D head_dim.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -81,12 +81,18 @@ class GpuDecoder(Decoder):
             norms = layer.norms
             angles = (no_angles, no_angles) if layer.rope is None else rotaries[layer.rope]
             attended = self._attend_pages(self._norm(x, norms.before_attention), layer, step, memory, angles)
+            if step.sampled_segments is not None and layer is self.layers[-1]:
+                # what other rows would give here is read by nothing
+                x, attended = (rows.index_select(0, step.sampled_rows) for rows in (x, attended))
+                step = replace(step, segments=step.sampled_segments)
+                if not len(x):
+                    return self._logits(x)
             x = self._join(x, attended, "o", norms.attention_output, layer, step, memory)
             x = self._norm(x, norms.after_attention)
             active = self._activate(self._norm(x, norms.before_mlp), layer, step, memory)
             x = self._join(x, active, "down", norms.mlp_output, layer, step, memory)
             x = self._norm(x, norms.after_mlp)
-        return self._logits(x.index_select(0, step.sampled_rows))
+        return self._logits(x if step.sampled_segments is not None else x.index_select(0, step.sampled_rows))
 
     @staticmethod
     def _angles(rope: Rope, step: GpuStep) -> tuple[Tensor, Tensor]:

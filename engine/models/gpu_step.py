@@ -39,7 +39,8 @@ _SAMPLED_LISTS: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """Lengths of a step's lists. `withheld`: tokens that one sampled row may have withheld."""
+    """Lengths of a step's lists. `withheld`: tokens that one sampled row may have withheld. `sampled_segments`: of the
+    sampled rows, where the last layer goes on with them alone."""
 
     rows: int
     sampled: int
@@ -47,6 +48,7 @@ class StepSizes:
     pages: int
     segments: SegmentLimits
     attention: WorkLimits
+    sampled_segments: SegmentLimits | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,9 @@ class GpuStep:
     """Views of the step's buffer on the device. `token_ids`, `sources`, `positions`, `slots` int32 [T]: where a
     source is not negative, the token is the one sampled at that place of the step before. `sampled_rows` int32 [S];
     `withheld` int32 [S, n]: tokens that a row must not choose, filled up with -1. `block_tables`: overlapping rows over
-    the flat list of pages, row i starts at place i, which attention items name. `library`: what computes attention instead of our kernel. `draws`: some row is not greedy. `first_place`:
-    where its tokens are left for the next step.
+    the flat list of pages, row i starts at place i, which attention items name. `library`: what computes attention
+    instead of our kernel. `draws`: some row is not greedy. `first_place`: where its tokens are left for the next step.
+    `sampled_segments`: of the sampled rows, with which alone the last layer goes on behind its attention.
     """
 
     token_ids: Tensor
@@ -74,6 +77,7 @@ class GpuStep:
     first_place: int
     row_lengths: RowLengths | None
     library: StepAttention | None = None
+    sampled_segments: Segments | None = None
 
 
 class StepBuffer:
@@ -114,6 +118,7 @@ class StepBuffer:
         lengths = None
         if model.has_length_dependent_rope:
             lengths = RowLengths(self.view("prompt_tokens"), self.view("total_tokens"))
+        sampled = self.sizes.sampled_segments
         return GpuStep(
             token_ids=self.view("token_ids"),
             sources=self.view("sources"),
@@ -132,6 +137,7 @@ class StepBuffer:
             draws=draws,
             first_place=first_place,
             row_lengths=lengths,
+            sampled_segments=None if sampled is None else Segments(sampled, self.view("sampled_segments")),
         )
 
 
@@ -152,6 +158,8 @@ def _layout(sizes: StepSizes) -> tuple[dict[str, tuple[int, int, torch.dtype]], 
         place(name, sizes.sampled, dtype)
     place("withheld", sizes.sampled * sizes.withheld)
     place("segments", sizes.segments.length)
+    if sizes.sampled_segments is not None:
+        place("sampled_segments", sizes.sampled_segments.length)
     place("attention", sizes.attention.length)
     place("pages", 2 * sizes.pages)
     return places, end

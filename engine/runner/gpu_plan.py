@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ...kernels.layouts.heads import HeadLayout
 from ...kernels.layouts.segments import SegmentLimits, plan_segments
@@ -96,7 +97,12 @@ class PlannedStep:
         self.num_pages = int(self._num_pages.sum())
         self.is_decode = self.num_rows == count
         self.split_keys = split_keys_of(self._context[self._num_tokens == 1], geometry.full_rows)
-        self.num_lora_items, self.scratch_rows = self._lora_needs()
+        self.num_lora_items, self.scratch_rows = self._lora_needs(self._num_tokens, self.tile_rows)
+        #: Of each entry, rows whose logits are asked. Where most rows are others, the last layer goes on without them.
+        self._num_sampled = yields.astype(np.int64)
+        for i, places in self.scored:
+            self._num_sampled[i] += len(places.token_ids)
+        self.cuts_last_layer = not self.is_decode and 2 * int(self._num_sampled.sum()) <= self.num_rows
 
     @property
     def tile_rows(self) -> int:
@@ -127,16 +133,21 @@ class PlannedStep:
         pieces = -(-self._context // self.split_keys)
         return int(pieces[(self._num_tokens == 1) & (pieces > 1)].sum())
 
-    def _lora_needs(self) -> tuple[int, int]:
-        """Shrink items of a site, and rows of scratch for one plane."""
+    def _lora_needs(self, num_rows: _Int64s, tile_rows: int) -> tuple[int, int]:
+        """Shrink items of a site, and rows of scratch for one plane, for so many rows of each entry."""
         pairs, where = np.unique(np.stack((self._plus, self._minus)), axis=1, return_inverse=True)
-        rows = np.bincount(where, weights=self._num_tokens, minlength=pairs.shape[1]).astype(np.int64)
+        rows = np.bincount(where, weights=num_rows, minlength=pairs.shape[1]).astype(np.int64)
         most_chunks = self._geometry.chunk_counts.max(1, initial=0)
         chunks = np.where(pairs >= 0, most_chunks[pairs], 0).sum(0)
-        return int((-(-rows // self.tile_rows) * chunks).sum()), int((rows * chunks).sum())
+        return int((-(-rows // tile_rows) * chunks).sum()), int((rows * chunks).sum())
 
     def exact_sizes(self, scratch_rows: int) -> StepSizes:
         """Lists of exactly the step's lengths: what is not there is not copied."""
+        sampled = None
+        if self.cuts_last_layer:
+            num_items, _ = self._lora_needs(self._num_sampled, DECODE_TILE_ROWS)
+            num_rows = rounded(int(self._num_sampled.sum()))
+            sampled = SegmentLimits(num_rows, rounded(num_items), scratch_rows, DECODE_TILE_ROWS)
         return StepSizes(
             rows=self.num_rows,
             sampled=len(self.sampled) + self.num_scored,
@@ -149,6 +160,7 @@ class PlannedStep:
                 tile_rows_for(self._geometry.layout, self._geometry.dtype, self.is_decode),
                 self.split_keys,
             ),
+            sampled_segments=sampled,
         )
 
     def write(self, host: StepBuffer, places: dict[int, int]) -> None:
@@ -168,6 +180,12 @@ class PlannedStep:
             # the pending token is the sequence's last, which only a row that yields the next one needs
             if self._context[i] == self._total[i]:
                 sources[row_starts[i] + self._num_tokens[i] - 1] = places[id(self.entries[i].sequence)]
+        sampled_rows = np.concatenate(
+            [
+                (row_starts + self._num_tokens - 1)[self._yielding],
+                *(row_starts[i] + p.offset + np.arange(len(p.token_ids)) for i, p in self.scored),
+            ]
+        )
         columns: dict[str, NDArray[np.generic]] = {
             "token_ids": np.fromiter((t for e in self.entries for t in _token_ids(e)), np.int32, num_rows),
             "sources": sources,
@@ -175,12 +193,7 @@ class PlannedStep:
             "slots": pages_of_rows * geometry.layout.page_tokens + positions % geometry.layout.page_tokens,
             "prompt_tokens": prompts[entry_of_row],
             "total_tokens": self._total[entry_of_row],
-            "sampled_rows": np.concatenate(
-                [
-                    (row_starts + self._num_tokens - 1)[self._yielding],
-                    *(row_starts[i] + p.offset + np.arange(len(p.token_ids)) for i, p in self.scored),
-                ]
-            ),
+            "sampled_rows": sampled_rows,
             **_sampling_columns(self.sampled),
             "withheld": _filled_up(self._withheld, host.sizes.sampled, host.sizes.withheld),
             "pages": pages,
@@ -191,7 +204,12 @@ class PlannedStep:
             # padding reads row 0 and is greedy; nothing names its pages
             if name != "pages":
                 array[len(values) :] = 0
-        self._plan_kernels(host, entry_of_row, row_starts, page_starts)
+        self._plan_lora(entry_of_row, host.sizes.segments, host.view("segments"))
+        if host.sizes.sampled_segments is not None:
+            self._plan_lora(entry_of_row[sampled_rows], host.sizes.sampled_segments, host.view("sampled_segments"))
+        columns_of_spans = (row_starts, self._num_tokens, self._stored, page_starts)
+        spans = [Span(*numbers) for numbers in zip(*(c.tolist() for c in columns_of_spans), strict=True)]
+        plan_attention(spans, geometry.layout.group, host.sizes.attention, into=host.view("attention"))
 
     def spans(self) -> PromptSpans:
         """Sequences as libraries for attention take them."""
@@ -199,19 +217,9 @@ class PlannedStep:
         pages = [_pages(entry, count) for entry, count in zip(self.entries, counts, strict=True)]
         return PromptSpans(self._num_tokens, self._context, np.concatenate(pages))
 
-    def _plan_kernels(self, host: StepBuffer, entry_of_row: _Int64s, row_starts: _Int64s, page_starts: _Int64s) -> None:
-        geometry, sizes = self._geometry, host.sizes
-        plan_segments(
-            self._plus[entry_of_row],
-            self._minus[entry_of_row],
-            geometry.chunk_counts,
-            sizes.segments,
-            geometry.num_programs,
-            into=host.view("segments"),
-        )
-        columns = (row_starts, self._num_tokens, self._stored, page_starts)
-        spans = [Span(*numbers) for numbers in zip(*(column.tolist() for column in columns), strict=True)]
-        plan_attention(spans, geometry.layout.group, sizes.attention, into=host.view("attention"))
+    def _plan_lora(self, entry_of_row: _Int64s, limits: SegmentLimits, into: Tensor) -> None:
+        plus, minus, geometry = self._plus[entry_of_row], self._minus[entry_of_row], self._geometry
+        plan_segments(plus, minus, geometry.chunk_counts, limits, geometry.num_programs, into)
 
 
 def rounded(length: int) -> int:

@@ -13,6 +13,7 @@ from peft_oracle import weights_sha256
 
 from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
+from lorabatch.engine.models import gpu_decoder
 from lorabatch.engine.models.gpu_step import GpuStep, StepBuffer
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, Result, SamplingParams
@@ -171,6 +172,43 @@ def test_a_rank_beyond_what_buckets_and_scratch_were_made_for(
         tiny_llama, [wide], lambda ids: requests(ids)[::-1], FirstSizes(num_residents=64, num_chunks=4, scratch_rows=16)
     )
     assert max(step.segments.limits.scratch_rows for step in steps) > 16
+
+
+def test_the_last_layer_goes_on_with_the_rows_whose_logits_are_asked(
+    tiny_llama: Path,
+    tiny_adapters: dict[str, Path],
+    steps: list[GpuStep],
+    compare: Callable[..., list[Result]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts of 60, 9 and 5 tokens in steps of 24, of the base and of two adapters; some step asks for no logits."""
+    joined: list[tuple[int, int]] = []
+    lora_residual_ = gpu_decoder.lora_residual_
+
+    def noted(y: torch.Tensor, residual: Any, bias: Any, table: Any, segments: Any, scratch: Any, *place: int) -> Any:
+        joined.append((place[0], len(y)))
+        return lora_residual_(y, residual, bias, table, segments, scratch, *place)
+
+    def rows(ids: list[str | None]) -> list[Request]:
+        asked = {"max_tokens": 2, "ignore_eos": True, "logprobs": True}
+        lengths = [60, 9, 5]
+        return [
+            Request(str(i), tuple((7 * i + 3 * j) % 250 for j in range(n)), ids[i], SamplingParams(**asked), i)
+            for i, n in enumerate(lengths)
+        ]
+
+    monkeypatch.setattr(gpu_decoder, "lora_residual_", noted)
+    compare(tiny_llama, [tiny_adapters["rank8"], tiny_adapters["rank20"]], rows)
+    last = read_model_config(tiny_llama).num_layers - 1
+    for step in steps:
+        of_layers = [[joined.pop(0) for _ in range(2)] for _ in range(last)]
+        assert {count for layer in of_layers for _, count in layer} == {len(step.token_ids)}
+        if len(step.sampled_rows):
+            assert [joined.pop(0) for _ in range(2)] == [(last, len(step.sampled_rows))] * 2
+    assert not joined, "a step that asks for no logits ends with its attention"
+    assert {len(step.sampled_rows) < len(step.token_ids) for step in steps} == {True, False}
+    assert any(step.has_lora and 0 < len(step.sampled_rows) < len(step.token_ids) for step in steps)
+    assert any(not len(step.sampled_rows) for step in steps)
 
 
 @pytest.mark.long
