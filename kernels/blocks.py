@@ -90,14 +90,17 @@ def load_b(pool, of_chunk, columns, in_columns):
 
 @triton.jit
 def load_h(scratch, of_chunk, scratch_row, num_rows, rows_in_tile, num_splits, plane_stride, BLOCK_M: tl.constexpr):
-    """Scaled [BLOCK_M, 16] of a chunk's shrink, planes added in order; zeros where there is no chunk."""
+    """Scaled [BLOCK_M, 16] of a chunk's shrink, planes added in order; zeros where there is no chunk. Up to four planes
+    are one wait: none of their loads waits for another."""
     position, scale = of_chunk
     rows = (scratch_row + position * num_rows + rows_in_tile).to(tl.int64)
     at = scratch + rows[:, None] * 16 + tl.arange(0, 16)[None, :]
     inside = (rows_in_tile < tl.where(position >= 0, num_rows, 0))[:, None]
     h = tl.zeros((BLOCK_M, 16), dtype=tl.float32)
-    for split in range(0, num_splits):
-        h += tl.load(at + split * plane_stride, mask=inside, other=0.0)
+    for first in range(0, num_splits, 4):
+        for plane in tl.static_range(4):
+            is_there = inside & (first + plane < num_splits)
+            h += tl.load(at + (first + plane) * plane_stride, mask=is_there, other=0.0)
     return h * scale
 
 

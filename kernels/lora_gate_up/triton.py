@@ -62,8 +62,8 @@ def _gate_up(
         num_steps = (tl.minimum(first_block + blocks, num_blocks) - first_block) * chunks_per_block
         block, c = first_block, 0
         columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        next_gate, gate_shrink = chunk_fields(chunks, scales, of_gate, 0, True, ALIGN)
-        next_up, up_shrink = chunk_fields(chunks, scales, of_up, 0, True, ALIGN)
+        next_gate, next_gate_shrink = chunk_fields(chunks, scales, of_gate, 0, True, ALIGN)
+        next_up, next_up_shrink = chunk_fields(chunks, scales, of_up, 0, True, ALIGN)
         next_gate_b = load_b(pool, next_gate, columns, columns < intermediate)
         next_up_b = load_b(pool, next_up, columns + intermediate, columns < intermediate)
         gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -79,14 +79,16 @@ def _gate_up(
             up_y = tl.load(at_y + intermediate, mask=inside, other=0.0)
             gate_b = next_gate_b
             up_b = next_up_b
-            gate_h = load_h(scratch, gate_shrink, scratch_row, num_rows, m, num_splits, plane_stride, BLOCK_M)
-            up_h = load_h(scratch, up_shrink, scratch_row, num_rows, m, num_splits, plane_stride, BLOCK_M)
+            gate_shrink = next_gate_shrink
+            up_shrink = next_up_shrink
             # B of the next chunk or block is on its way while this one is multiplied
             ahead = block * BLOCK_N + tl.arange(0, BLOCK_N)
-            next_gate, gate_shrink = chunk_fields(chunks, scales, of_gate, c, step + 1 < num_steps, ALIGN)
-            next_up, up_shrink = chunk_fields(chunks, scales, of_up, c, step + 1 < num_steps, ALIGN)
+            next_gate, next_gate_shrink = chunk_fields(chunks, scales, of_gate, c, step + 1 < num_steps, ALIGN)
+            next_up, next_up_shrink = chunk_fields(chunks, scales, of_up, c, step + 1 < num_steps, ALIGN)
             next_gate_b = load_b(pool, next_gate, ahead, ahead < intermediate)
             next_up_b = load_b(pool, next_up, ahead + intermediate, ahead < intermediate)
+            gate_h = load_h(scratch, gate_shrink, scratch_row, num_rows, m, num_splits, plane_stride, BLOCK_M)
+            up_h = load_h(scratch, up_shrink, scratch_row, num_rows, m, num_splits, plane_stride, BLOCK_M)
             gate = multiply(gate_h.to(gate_b.dtype), gate_b, gate, EXACT)
             up = multiply(up_h.to(up_b.dtype), up_b, up, EXACT)
             if is_last:

@@ -4,10 +4,11 @@ Bytes per row: y read, queries and keys and values written, 2 x 6144 x 2 = 24 Ki
 separate norm, rotation and store would move them twice more. On top only B, 16 x 6144 x 2 = 192 KiB per adapter of
 rank 16 and tile. The block of columns is a head: a rotation needs both halves of one, a norm all of it, and nothing
 needs more. It is computed as two halves (and a rest that is not rotated), so that partners of a rotation meet in one
-thread and nothing is shuffled; both halves take the same chunks and shrinks. An item is up to 4 heads of a tile: only
-the first waits for the tile's fields to come from the L2 cache. 16 x 128 fp32 in 64 threads are 32 registers each,
-128 in all: 8 programs fit on a multiprocessor. Each waits for its 4 KiB of B for about 0.7 of 1.3 us: 18 KiB in
-flight, where the full bandwidth needs 25. Tiles of 64 rows (prefill) take 256 threads, and one head per item.
+thread and nothing is shuffled; both halves take the same chunks and shrinks. An item is up to 8 heads of a tile,
+walked chunk by chunk as `lora_gate_up` does: while one chunk of a head is multiplied, B of the next chunk or head is on
+its way, 4 KiB. 16 x 128 fp32 in 64 threads are 32 registers each, at most 168 in all: 6 programs fit on a
+multiprocessor, with 24 KiB of B in flight, as good as the 25 of the full bandwidth. Tiles of 64 rows (prefill) take
+256 threads, 128 for heads of 64, and one head per item.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from ..layouts.lora_table import NUM_SITES, QKV, LoraTable
 from ..layouts.segments import SPLITS_AT, Segments
 from .types import HeadFinish
 
-PROGRAMS_PER_MULTIPROCESSOR = 8
+PROGRAMS_PER_MULTIPROCESSOR = 6
 _SUMS_PER_THREAD = 32
-_MOST_HEADS = 4  # of an item
+_MOST_HEADS = 8  # of an item
 
 
 @triton.jit
@@ -46,6 +47,13 @@ def _norm_weight(q_norm, k_norm, head, H: tl.constexpr, dims, in_dims, offset):
     else:
         weight = tl.load(k_norm + dims, mask=in_dims, other=0.0)
     return (weight.to(tl.float32) + offset)[None, :]
+
+
+@triton.jit
+def _chunks_of_head(sites, plus, minus, site_row, rows_per_resident, head, H: tl.constexpr, K: tl.constexpr):
+    """`tile_chunks` of a head: those of queries, keys or values."""
+    member = tl.where(head < H, 0, tl.where(head < H + K, 1, 2))
+    return tile_chunks(sites, plus, minus, site_row, rows_per_resident, member, 2)
 
 
 @triton.jit(do_not_specialize=["layer", "site_row", "scratch_rows"])
@@ -60,7 +68,6 @@ def _qkv(
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     heads: tl.constexpr = H + 2 * K
     num_splits = tl.load(header + SPLITS)
     num_tiles = tl.load(header)
@@ -83,6 +90,16 @@ def _qkv(
             num_heads: tl.constexpr = 1
         else:
             num_heads = tl.minimum(heads_per_item, heads - first_head)
+        of_head = _chunks_of_head(sites, plus, minus, site_row, rows_per_resident, first_head, H, K)
+        next_chunk, next_shrink = chunk_fields(chunks, scales, of_head, 0, True, ALIGN)
+        next_at = first_head * HEAD_DIM
+        if HALF > 0:
+            next_first_b = load_b(pool, next_chunk, next_at + halves, in_half)
+            next_second_b = load_b(pool, next_chunk, next_at + HALF + halves, in_half)
+        if 2 * HALF < HEAD_DIM:
+            next_rest_b = load_b(pool, next_chunk, next_at + rests, in_rest)
+        if PDL:
+            gdc_wait()  # tiles, table and B were there before the kernels whose y and shrinks are read from here on
         for number in range(0, num_heads):
             head = first_head + number
             rows = tl.load(perm + row_start + m, mask=m < num_rows, other=0).to(tl.int64)
@@ -103,10 +120,7 @@ def _qkv(
             to_y = (m < rows_in_y)[:, None]
             to_pool = ((m < rows_in_pool) & (slot >= 0))[:, None]
 
-            member = tl.where(head < H, 0, tl.where(head < H + K, 1, 2))
-            of_tile = tile_chunks(sites, plus, minus, site_row, rows_per_resident, member, 2)
             begin = head * HEAD_DIM
-            squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
             if HALF > 0:
                 at = y + at_y[:, None] + halves[None, :]
                 inside = (m < num_rows)[:, None] & in_half[None, :]
@@ -114,27 +128,51 @@ def _qkv(
                 second_y = tl.load(at + HALF, mask=inside, other=0.0)
                 first = tl.zeros((BLOCK_M, HALF_BLOCK), dtype=tl.float32)
                 second = tl.zeros((BLOCK_M, HALF_BLOCK), dtype=tl.float32)
-                for c in range(0, of_tile[1]):
-                    chunk, shrink = chunk_fields(chunks, scales, of_tile, c, True, ALIGN)
-                    first_b = load_b(pool, chunk, begin + halves, in_half)
-                    second_b = load_b(pool, chunk, begin + HALF + halves, in_half)
-                    h = load_h(scratch, shrink, scratch_row, num_rows, m, num_splits, plane_stride, BLOCK_M)
+            if 2 * HALF < HEAD_DIM:
+                inside = (m < num_rows)[:, None] & in_rest[None, :]
+                rest_y = tl.load(y + at_y[:, None] + rests[None, :], mask=inside, other=0.0)
+                rest = tl.zeros((BLOCK_M, REST_BLOCK), dtype=tl.float32)
+            if MOST_HEADS == 1:
+                of_next_head = of_head
+            else:
+                of_next_head = _chunks_of_head(sites, plus, minus, site_row, rows_per_resident, head + 1, H, K)
+            num_chunks = tl.maximum(of_head[1], 1)
+            for c in range(0, num_chunks):
+                shrink = next_shrink
+                if HALF > 0:
+                    first_b = next_first_b
+                    second_b = next_second_b
+                if 2 * HALF < HEAD_DIM:
+                    rest_b = next_rest_b
+                # B of the next chunk or head is on its way while this one is multiplied
+                is_last = c + 1 == num_chunks
+                is_needed = (number + 1 < num_heads) | (c + 1 < num_chunks)
+                of_next = of_head
+                if is_last:
+                    of_next = of_next_head
+                next_c = tl.where(is_last, 0, c + 1)
+                next_chunk, next_shrink = chunk_fields(chunks, scales, of_next, next_c, is_needed, ALIGN)
+                next_at = begin + tl.where(is_last, HEAD_DIM, 0)
+                if HALF > 0:
+                    next_first_b = load_b(pool, next_chunk, next_at + halves, in_half)
+                    next_second_b = load_b(pool, next_chunk, next_at + HALF + halves, in_half)
+                if 2 * HALF < HEAD_DIM:
+                    next_rest_b = load_b(pool, next_chunk, next_at + rests, in_rest)
+                h = load_h(scratch, shrink, scratch_row, num_rows, m, num_splits, plane_stride, BLOCK_M)
+                if HALF > 0:
                     first = multiply(h.to(first_b.dtype), first_b, first, EXACT)
                     second = multiply(h.to(second_b.dtype), second_b, second, EXACT)
+                if 2 * HALF < HEAD_DIM:
+                    rest = multiply(h.to(rest_b.dtype), rest_b, rest, EXACT)
+            of_head = of_next_head
+            squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
+            if HALF > 0:
                 first += first_y.to(tl.float32)
                 second += second_y.to(tl.float32)
                 first = finish_columns(first, begin + halves, in_half, vectors, pool_fp32, bias, HAS_BIAS)
                 second = finish_columns(second, begin + HALF + halves, in_half, vectors, pool_fp32, bias, HAS_BIAS)
                 squares += tl.sum(first * first + second * second, axis=1)
             if 2 * HALF < HEAD_DIM:
-                inside = (m < num_rows)[:, None] & in_rest[None, :]
-                rest_y = tl.load(y + at_y[:, None] + rests[None, :], mask=inside, other=0.0)
-                rest = tl.zeros((BLOCK_M, REST_BLOCK), dtype=tl.float32)
-                for c in range(0, of_tile[1]):
-                    chunk, shrink = chunk_fields(chunks, scales, of_tile, c, True, ALIGN)
-                    rest_b = load_b(pool, chunk, begin + rests, in_rest)
-                    h = load_h(scratch, shrink, scratch_row, num_rows, m, num_splits, plane_stride, BLOCK_M)
-                    rest = multiply(h.to(rest_b.dtype), rest_b, rest, EXACT)
                 rest += rest_y.to(tl.float32)
                 rest = finish_columns(rest, begin + rests, in_rest, vectors, pool_fp32, bias, HAS_BIAS)
                 squares += tl.sum(rest * rest, axis=1)
@@ -163,6 +201,8 @@ def _qkv(
                 pool_at = pool + at_pool[:, None] + halves[None, :]
                 tl.store(pool_at, turned_first.to(pool.dtype.element_ty), mask=kept_pool)
                 tl.store(pool_at + HALF, turned_second.to(pool.dtype.element_ty), mask=kept_pool)
+    if PDL:
+        gdc_wait()  # programs without items too: who waits for this kernel waits for those before it
 
 
 def qkv(
@@ -180,6 +220,11 @@ def qkv(
     half_block = max(16, next_power_of_2(half))
     rest_block = max(16, next_power_of_2(layout.head_dim - 2 * half))
     num_columns = (2 * half_block if half else 0) + (rest_block if 2 * half < layout.head_dim else 0)
+    is_decode = tile_rows < 64
+    num_warps = num_warps_for(tile_rows * num_columns, _SUMS_PER_THREAD, fewest=2)
+    max_registers = None  # of a thread's registers; larger tiles are left to the compiler
+    if is_decode or num_warps == 4:
+        max_registers = most_registers(y.dtype, PROGRAMS_PER_MULTIPROCESSOR // 2 if is_decode else 4)
     num_programs = num_persistent_programs(y.device, PROGRAMS_PER_MULTIPROCESSOR)
     launch(
         _qkv, num_programs,
@@ -190,9 +235,8 @@ def qkv(
         segments.header, segments.perm, segments.tiles, scratch, len(scratch),
         H=layout.num_heads, K=layout.num_kv_heads, HEAD_DIM=layout.head_dim, HALF=half, PAGE=layout.page_tokens,
         HALF_BLOCK=half_block, REST_BLOCK=rest_block, SPLITS=SPLITS_AT + QKV,
-        MOST_HEADS=_MOST_HEADS if tile_rows < 64 else 1,
+        MOST_HEADS=_MOST_HEADS if is_decode else 1,
         HAS_NORM=finish.q_norm is not None, HAS_BIAS=finish.bias is not None,
         BLOCK_M=tile_rows, EXACT=is_exact_dot(y.dtype), ALIGN=table.alignment, num_stages=1,
-        num_warps=num_warps_for(tile_rows * num_columns, _SUMS_PER_THREAD, fewest=2),
-        maxnreg=most_registers(y.dtype, PROGRAMS_PER_MULTIPROCESSOR // 2) if tile_rows < 64 else None,
+        num_warps=num_warps, maxnreg=max_registers,
     )  # fmt: skip

@@ -5,6 +5,7 @@ move as well; on top of that only B, 16 x 4096 x 2 = 128 KiB per chunk and tile.
 columns of a tile, walked as `lora_gate_up` does: while one chunk of a block is multiplied, B of the next chunk or
 block is on its way, 8 KiB. 168 registers x 128 threads let 3 programs fit on a multiprocessor: 24 KiB in flight, as
 good as the 25 of the full bandwidth; y and residual come from the L2 cache. Tiles of 64 rows (prefill) take 64 columns.
+In fp32 blocks have half as many columns: products run on the ordinary cores, which need more registers.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ..layouts.lora_table import NUM_SITES, LoraTable
 from ..layouts.segments import SPLITS_AT, Segments
 
 PROGRAMS_PER_MULTIPROCESSOR = 3
-_BLOCK_N, _PREFILL_BLOCK_N = 256, 64
+_BLOCK_BYTES, _PREFILL_BLOCK_BYTES = 512, 128  # of a row of B
 
 
 @triton.jit(do_not_specialize=["site_row", "splits_at", "scratch_rows"])
@@ -60,7 +61,7 @@ def _add_residual(
         num_steps = (tl.minimum(first_block + blocks, num_blocks) - first_block) * chunks_per_block
         block, c = first_block, 0
         columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        next_chunk, shrink = chunk_fields(chunks, scales, of_tile, 0, True, ALIGN)
+        next_chunk, next_shrink = chunk_fields(chunks, scales, of_tile, 0, True, ALIGN)
         next_b = load_b(pool, next_chunk, columns, columns < out_features)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         if PDL:
@@ -74,11 +75,12 @@ def _add_residual(
             if HAS_RESIDUAL:
                 kept = tl.load(residual + at, mask=inside, other=0.0)
             b = next_b
-            h = load_h(scratch, shrink, scratch_row, num_rows, m, num_splits, plane_stride, BLOCK_M)
+            shrink = next_shrink
             # B of the next chunk or block is on its way while this one is multiplied
             ahead = block * BLOCK_N + tl.arange(0, BLOCK_N)
-            next_chunk, shrink = chunk_fields(chunks, scales, of_tile, c, step + 1 < num_steps, ALIGN)
+            next_chunk, next_shrink = chunk_fields(chunks, scales, of_tile, c, step + 1 < num_steps, ALIGN)
             next_b = load_b(pool, next_chunk, ahead, ahead < out_features)
+            h = load_h(scratch, shrink, scratch_row, num_rows, m, num_splits, plane_stride, BLOCK_M)
             acc = multiply(h.to(b.dtype), b, acc, EXACT)
             if is_last:
                 acc += base.to(tl.float32)
@@ -111,7 +113,7 @@ def add_residual(
         SPLITS_AT + site, table.pool, table.pool_fp32, table.sites, table.chunks, table.scales,
         segments.header, segments.perm, segments.tiles, scratch, len(scratch),
         HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None,
-        BLOCK_M=tile_rows, BLOCK_N=_BLOCK_N if tile_rows < 64 else _PREFILL_BLOCK_N,
+        BLOCK_M=tile_rows, BLOCK_N=(_BLOCK_BYTES if tile_rows < 64 else _PREFILL_BLOCK_BYTES) // y.element_size(),
         EXACT=is_exact_dot(y.dtype), ALIGN=table.alignment,
         num_stages=1, num_warps=4, maxnreg=most_registers(y.dtype, PROGRAMS_PER_MULTIPROCESSOR),
     )  # fmt: skip

@@ -20,7 +20,7 @@ from ..layouts.lora_table import NUM_SITES, LoraTable
 from ..layouts.segments import ITEMS_AT, SPLITS_AT, Segments
 
 PROGRAMS_PER_MULTIPROCESSOR = 4
-_BLOCK_K = 128
+_BLOCK_K_BYTES = 256  # of a row of A and of x
 
 
 @triton.jit(do_not_specialize=["site", "site_row", "max_items", "scratch_rows"])
@@ -77,6 +77,6 @@ def shrink(x: Tensor, table: LoraTable, segments: Segments, scratch: Tensor, lay
         table.pool, table.sites, table.chunks,
         segments.header, segments.perm, segments.tiles, segments.items, segments.limits.max_items,
         scratch, len(scratch),
-        ITEMS=ITEMS_AT, SPLITS=SPLITS_AT, BLOCK_M=segments.limits.tile_rows, BLOCK_K=_BLOCK_K,
+        ITEMS=ITEMS_AT, SPLITS=SPLITS_AT, BLOCK_M=segments.limits.tile_rows, BLOCK_K=_BLOCK_K_BYTES // x.element_size(),
         EXACT=is_exact_dot(x.dtype), ALIGN=table.alignment, num_warps=4, num_stages=4,
     )  # fmt: skip

@@ -3,8 +3,9 @@
     TRITON_INTERPRET=0 python tests/kernels/compile_kernels.py CAPABILITY HEAD_DIM
 
 CAPABILITY is 80 (A100), 90 (H100, H200) or 100 (B200). The compiler is real; a driver that only names its target
-stands in for the GPU's, and kernels are reached through their own wrappers, in bf16, but are not launched. Shapes are
-those of Llama-3-8B but for HEAD_DIM; with another one than its 128, only kernels that depend on it are compiled.
+stands in for the GPU's, and kernels are reached through their own wrappers, but are not launched. Shapes are those of
+Llama-3-8B but for HEAD_DIM, numbers are in bf16. With another one than its 128, only kernels that depend on it are
+compiled; with 128 LoRA and attention in fp16 and fp32 too, and the activation of Gemma.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from lorabatch.kernels.sampling import triton as sampling
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 HIDDEN, INTERMEDIATE = 4096, 14336
 LLAMA_HEAD_DIM = 128
+NUMBERS = {torch.bfloat16: "", torch.float16: " in fp16", torch.float32: " in fp32"}
 PARTS = [(4096, 1024, 1024), (HIDDEN,), (INTERMEDIATE, INTERMEDIATE), (HIDDEN,)]
 
 
@@ -69,17 +71,23 @@ def main() -> None:
     JITFunction.run = compile_only
     # As a model's layers and steps of several sizes would. Triton compiles anew for numbers that are 1, or multiples of
     # 16 where others were not; 255 more rows of scratch make other multiples of 16 than the rows are.
-    for layer, num_rows in ((0, 2), (1, 3), (2, 40), (16, 16), (5, 1), (3, 17)):
-        _reach_kernels_of_heads(layout, layer, num_rows, DECODE_TILE_ROWS)
-        if compile_all:
-            _reach_tiled_kernels(layer, num_rows, DECODE_TILE_ROWS)
-            _reach_other_kernels(layer, num_rows)
-    kind = " in prefill"
-    for layer, num_rows in ((0, 200), (1, 97), (16, 256), (2, 37)):
-        _reach_kernels_of_heads(layout, layer, num_rows, PREFILL_TILE_ROWS)
-        if compile_all:
-            _reach_tiled_kernels(layer, num_rows, PREFILL_TILE_ROWS)
+    for tile_rows, of_steps, steps in (
+        (DECODE_TILE_ROWS, "", ((0, 2), (1, 3), (2, 40), (16, 16), (5, 1), (3, 17))),
+        (PREFILL_TILE_ROWS, " in prefill", ((0, 200), (1, 97), (16, 256), (2, 37))),
+    ):
+        for dtype, of_numbers in NUMBERS.items() if compile_all else [(torch.bfloat16, "")]:
+            kind = of_steps + of_numbers
+            for layer, num_rows in steps:
+                _reach_kernels_of_heads(layout, layer, num_rows, tile_rows, dtype)
+                if compile_all:
+                    _reach_tiled_kernels(layer, num_rows, tile_rows, dtype)
+        kind = of_steps + " with gelu"
+        for layer, num_rows in steps if compile_all else ():
+            _reach_gate_up(layer, num_rows, tile_rows, torch.bfloat16, "gelu_tanh")
     if compile_all:
+        kind = ""
+        for num_rows in (2, 3, 40, 16, 1, 17):
+            _reach_other_kernels(num_rows)
         kind = " of wide rows"
         for num_rows in (1, 3, 64):
             fp8.quantize(bf16(num_rows, INTERMEDIATE))
@@ -92,7 +100,12 @@ def main() -> None:
 
 def bf16(*shape: int) -> torch.Tensor:
     """Zeros, [*shape]."""
-    return torch.zeros(shape, dtype=torch.bfloat16)
+    return zeros(torch.bfloat16, *shape)
+
+
+def zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """[*shape]"""
+    return torch.zeros(shape, dtype=dtype)
 
 
 def make_segments(num_rows: int, tile_rows: int) -> Segments:
@@ -104,19 +117,21 @@ def make_segments(num_rows: int, tile_rows: int) -> Segments:
     return plan_segments(plus, minus, counts, limits, num_programs=1)
 
 
-def make_table() -> LoraTable:
+def make_table(dtype: torch.dtype = torch.bfloat16) -> LoraTable:
     """An empty table of Llama-3-8B's 32 layers."""
-    return LoraTable.allocate(bf16(1 << 16), num_residents=2, num_layers=32, num_chunks=8, parts=PARTS, alignment=8)
+    return LoraTable.allocate(
+        zeros(dtype, 1 << 16), num_residents=2, num_layers=32, num_chunks=8, parts=PARTS, alignment=8
+    )
 
 
-def _reach_kernels_of_heads(layout: HeadLayout, layer: int, num_rows: int, tile_rows: int) -> None:
+def _reach_kernels_of_heads(layout: HeadLayout, layer: int, num_rows: int, tile_rows: int, dtype: torch.dtype) -> None:
     head_dim, heads, is_decode = layout.head_dim, layout.num_heads + 2 * layout.num_kv_heads, tile_rows < 64
-    segments, weight = make_segments(num_rows, tile_rows), bf16(head_dim)
+    segments, weight = make_segments(num_rows, tile_rows), zeros(dtype, head_dim)
     angles, slots = torch.zeros(num_rows, head_dim // 2), torch.zeros(num_rows, dtype=torch.int32)
-    finish = HeadFinish(angles, angles, slots, bias=bf16(heads * head_dim), q_norm=weight, k_norm=weight)
-    y = bf16(num_rows, heads * head_dim)
-    qkv.qkv(y, finish, layout, make_table(), segments, segments.allocate_scratch(), layer)
-    pool, q = bf16(4 * layout.page_elements), bf16(num_rows, layout.num_heads, head_dim)
+    finish = HeadFinish(angles, angles, slots, bias=zeros(dtype, heads * head_dim), q_norm=weight, k_norm=weight)
+    y = zeros(dtype, num_rows, heads * head_dim)
+    qkv.qkv(y, finish, layout, make_table(dtype), segments, segments.allocate_scratch(), layer)
+    pool, q = zeros(dtype, 4 * layout.page_elements), zeros(dtype, num_rows, layout.num_heads, head_dim)
     spans = [Span(row, 1, 900 if row == 0 else 5, row) for row in range(num_rows)]
     limits = WorkLimits(rounded(2 * num_rows), num_rows, tile_rows_for(layout, q.dtype, is_decode), 512)
     work = plan_attention(spans, layout.group, limits)
@@ -126,19 +141,25 @@ def _reach_kernels_of_heads(layout: HeadLayout, layer: int, num_rows: int, tile_
     attention.attend(q, q, pool, tables, work, partials, layout, layer, rule)
 
 
-def _reach_tiled_kernels(layer: int, num_rows: int, tile_rows: int) -> None:
-    table, segments = make_table(), make_segments(num_rows, tile_rows)
+def _reach_tiled_kernels(layer: int, num_rows: int, tile_rows: int, dtype: torch.dtype) -> None:
+    table, segments = make_table(dtype), make_segments(num_rows, tile_rows)
     scratch = segments.allocate_scratch()
-    x = bf16(num_rows, HIDDEN)
+    x = zeros(dtype, num_rows, HIDDEN)
     for site in range(NUM_SITES):
         shrink.shrink(x, table, segments, scratch, layer, site)
     for site in (O_PROJ, DOWN):
-        residual.add_residual(x, bf16(num_rows, HIDDEN), x, None, table, segments, scratch, layer, site)
-    y, active = bf16(num_rows, 2 * INTERMEDIATE), bf16(num_rows, INTERMEDIATE)
-    gate_up.gate_up(active, y, None, "silu", table, segments, scratch, layer)
+        residual.add_residual(x, zeros(dtype, num_rows, HIDDEN), x, None, table, segments, scratch, layer, site)
+    _reach_gate_up(layer, num_rows, tile_rows, dtype, "silu")
 
 
-def _reach_other_kernels(layer: int, num_rows: int) -> None:
+def _reach_gate_up(layer: int, num_rows: int, tile_rows: int, dtype: torch.dtype, activation: str) -> None:
+    segments = make_segments(num_rows, tile_rows)
+    y, active = zeros(dtype, num_rows, 2 * INTERMEDIATE), zeros(dtype, num_rows, INTERMEDIATE)
+    scratch = segments.allocate_scratch()
+    gate_up.gate_up(active, y, None, activation, make_table(dtype), segments, scratch, layer)
+
+
+def _reach_other_kernels(num_rows: int) -> None:
     x = bf16(num_rows, HIDDEN)
     rms_norm.norm(x, x, bf16(HIDDEN), 1e-5, 0.0)
     fp8.quantize(x)

@@ -72,6 +72,10 @@ def case(request: pytest.FixtureRequest) -> Case:
 def scratch_of(table: LoraTable, segments: Segments, x: Tensor, site: int) -> Tensor:
     scratch = torch.full_like(segments.allocate_scratch(), torch.nan)
     lora_shrink(x, table, segments, scratch, LAYER, site)
+    # what a longer contraction leaves in the planes of its other splits; NaN where nothing was written stays NaN
+    plane_rows = len(scratch) // int(segments.header[SPLITS_AT + site])
+    later = scratch[plane_rows:]
+    later += torch.randn(later.shape, generator=torch.Generator().manual_seed(5)).to(later)
     return scratch
 
 
@@ -171,3 +175,20 @@ def test_the_kernel_gives_what_its_twin_gives(
         alone, _ = run(table, group(table, [-1] * len(minus)), len(minus))
         assert torch.equal(found[untouched], alone[untouched]), "rows without an adapter changed"
         assert all(not torch.equal(found[i], alone[i]) for i in touched), "an adapter did nothing"
+
+
+@pytest.mark.parametrize("num_splits", [2, 3, 4, 5, 8, 16])
+@pytest.mark.parametrize("kernel", ["qkv", "gate_up", "residual"])
+def test_all_planes_of_a_shrink_are_added(
+    kernel: str,
+    num_splits: int,
+    make_table: Callable[..., LoraTable],
+    group: Callable[..., Segments],
+    assert_close: Callable[..., None],
+    dtype: torch.dtype,
+) -> None:
+    run, site, members = KERNELS[kernel]
+    table = make_table(site, IN, members, [(20,) * len(members), (8,) * len(members)])
+    segments = group(table, [0, 1, 0])
+    segments.header[SPLITS_AT + site] = num_splits
+    assert_close(*run(table, segments, 3))
