@@ -27,7 +27,7 @@ from lorabatch.benchmarks.gpu.shapes import LLAMA_3_8B, MODELS
 from lorabatch.benchmarks.provenance import provenance
 from lorabatch.engine.config import read_model_config
 from lorabatch.engine.memory.loader import AdapterLoader, HostTier
-from lorabatch.engine.memory.packed import PackedAdapter, pack_adapter
+from lorabatch.engine.memory.packed import PackedAdapter, pack_adapter, read_packed
 from lorabatch.engine.memory.registry import AdapterRegistry
 from lorabatch.engine.memory.residency import ResidentAdapter
 from lorabatch.engine.model_config.model import ModelConfig
@@ -114,7 +114,9 @@ def _parts(audit: AdapterAudit, model: ModelConfig, device: torch.device) -> dic
         weights = load_adapter(audit, "cpu")
     with timed("pack_ms"):
         packed = pack_adapter(weights, model, _POOL, in_panels=False, device=device)
-    del weights
+    del weights, packed
+    with timed("read_hash_and_pack_ms"):
+        packed = read_packed(audit, audit.content_sha256 or "", model, _POOL, in_panels=False, device=device)
     return took | _table_row(packed, model, device)
 
 

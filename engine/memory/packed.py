@@ -18,8 +18,9 @@ from ...kernels.packed_weight.panels import MatrixRows, RowForm, has_panels, pac
 from ...kernels.segment_lora import AdapterSites, LoraMember, LoraSiteWeights
 from ..model_config.model import PACKED_SITES, ModelConfig, packed_members
 from ..model_config.partition import Partition
+from ..peft import AdapterAudit
 from ..peft.cut import cut_pairs
-from ..peft.weights import AdapterWeights, LoraPair
+from ..peft.weights import AdapterWeights, LoraPair, load_adapter, read_adapter
 
 # Layouts that are remembered: the adapters of a job have few shapes.
 _MAX_LAYOUTS = 32
@@ -161,6 +162,37 @@ def pack_adapter(
     else:
         numbers = torch.empty(layout.num_elements, dtype=dtype, device=some.a.device)
     _write(numbers, layout, pairs)
+    return PackedAdapter(numbers, layout)
+
+
+def read_packed(
+    audit: AdapterAudit,
+    adapter_id: str,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    in_panels: bool,
+    device: torch.device,
+) -> PackedAdapter:
+    """`pack_adapter` of an adapter's files, each part while it is read and hashed: it is held packed and not as stored.
+    Raises what `read_adapter` and `pack_adapter` raise."""
+    if audit.verdict != "exact" or not (has_panels() and dtype in POOL_TYPES):
+        weights = load_adapter(audit, "cpu", adapter_id)
+        return pack_adapter(weights, model, dtype, in_panels=in_panels, device=device)
+    of_module = {site.module: site for site in audit.sites}
+    shapes = ((site.module, site.rank, site.in_features, site.out_features, site.scaling) for site in audit.sites)
+    layout = _lay_out(frozenset(shapes), model, in_panels)
+    places, modules = _places(layout, dtype)
+    keys = [key for module in modules for key in (of_module[module].a_key, of_module[module].b_key)]
+    place_of = {key: number for number, key in enumerate(keys)}
+    assert len(place_of) == len(places), f"{len(place_of)} tensors of {len(places)} matrices"
+    numbers = empty_pinned(layout.num_elements, dtype, device)
+
+    def pack(part: Mapping[str, Tensor]) -> None:
+        packed = [key for key in part if key in place_of]
+        pack_matrices_(numbers, places[[place_of[key] for key in packed]], [part[key] for key in packed])
+
+    read_adapter(audit, pack, adapter_id)
     return PackedAdapter(numbers, layout)
 
 

@@ -15,7 +15,7 @@ from ..model_config.partition import Partition
 from ..peft import AdapterAudit, audit_adapter
 from ..peft.random import dummy_adapter_weights, dummy_audit
 from ..peft.weights import AdapterWeights, load_adapter
-from .packed import PackedAdapter, pack_adapter, pack_for_group
+from .packed import PackedAdapter, pack_adapter, pack_for_group, read_packed
 
 BASE_CODE = -1
 
@@ -122,8 +122,14 @@ class AdapterRegistry:
     def load_packed(self, adapter_id: str, *, in_panels: bool) -> PackedAdapter:
         """Read what the pool holds of an adapter to the host; random ones are made where they are to go, for a group on
         the host. Raises `AdapterUnusableError`. Any thread may call."""
-        place = self._device if adapter_id in self._dummy_ids else torch.device("cpu")
-        weights = self._load(adapter_id, place)
+        is_dummy = adapter_id in self._dummy_ids
+        if not is_dummy and not self._partitions:
+            audit, model, dtype = self._audits[adapter_id], self._model, self._dtype
+            try:
+                return read_packed(audit, adapter_id, model, dtype, in_panels=in_panels, device=self._device)
+            except (AdapterRefusedError, OSError) as error:
+                raise AdapterUnusableError(adapter_id, f"{error}") from error
+        weights = self._load(adapter_id, self._device if is_dummy else torch.device("cpu"))
         if self._partitions:
             return pack_for_group(weights, self._partitions, self._dtype, in_panels=in_panels, device=self._device)
         return pack_adapter(weights, self._model, self._dtype, in_panels=in_panels, device=self._device)

@@ -6,7 +6,7 @@ Shapes: A [rank, in_features], B [out_features, rank], a layer's weight [out_fea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +20,8 @@ from .folder import open_folder
 from .sites import LoraSite
 from .tensor_file import TensorEntry, TensorReader
 
+# Half of a core's L2 cache: what was read is hashed and packed from there, in memory that is used again.
+_PART_BYTES = 1 << 20
 _TORCH_TYPES: Mapping[str, torch.dtype] = {
     "F32": torch.float32,
     "F16": torch.float16,
@@ -155,8 +157,23 @@ def _row_squares(values: Tensor) -> Tensor:
 
 
 def load_adapter(audit: AdapterAudit, device: torch.device | str, identity_sha256: str | None = None) -> AdapterWeights:
-    """Read an audited adapter to `device`: each byte once, hashed on the way.
+    """Read an audited adapter to `device`. Arguments and errors are those of `read_adapter`."""
+    stored: dict[str, Tensor] = {}
+    read_adapter(audit, lambda part: stored.update((k, t.to(device)) for k, t in part.items()), identity_sha256)
+    pairs = {
+        site.module: LoraPair(stored[site.a_key], stored[site.b_key], site.scaling)
+        for site in audit.sites
+        if audit.verdict == "exact"
+    }
+    return AdapterWeights(audit, stored, pairs, {change.parameter: change for change in audit.changes})
 
+
+def read_adapter(
+    audit: AdapterAudit, take: Callable[[Mapping[str, Tensor]], None], identity_sha256: str | None = None
+) -> None:
+    """Read an audited adapter part by part: each byte once, hashed on the way, while it is in the processor's cache.
+
+    `take` gets the tensors of each part by their keys; what it made of them counts only if this returns.
     `identity_sha256`: what the adapter must be (None: what the audit found, which must have read the values). Raises
     `AdapterRefusedError` when the audit refused it, did not read its values, or when the files have changed.
     """
@@ -170,21 +187,36 @@ def load_adapter(audit: AdapterAudit, device: torch.device | str, identity_sha25
     missing = sorted(used.keys() - entries.keys())
     if missing:
         raise AdapterRefusedError(f"adapter {audit.name!r}: {missing[0]} is gone since the audit. Start again.")
+    parts = _parts([entries[key] for key in used])
+    data: dict[str, TensorData] = {}
+
+    def read(key: str) -> TensorData:
+        if key not in data:  # the first of the next part: hashing asks for them in the same order
+            part = next(parts)
+            data.clear()
+            data.update(reader.read_all(part))
+            take({entry.key: _tensor(entry, data[entry.key]) for entry in part})
+        return data[key]
+
     with TensorReader(audit.folder) as reader:
-        data = reader.read_all(entries[key] for key in used)
-    found = audit.identity_of(content_sha256(audit.changes, entries, data.__getitem__))
+        found = audit.identity_of(content_sha256(audit.changes, entries, read))
     if found != expected:
         raise AdapterRefusedError(
             f"adapter {audit.name!r}: {audit.folder} holds content {found[:12]}, expected {expected[:12]}. "
             "Its files have changed since they were audited. Run the job again, and its rows are planned anew."
         )
-    stored = {key: _tensor(entries[key], data[key]).to(device) for key in used}
-    pairs = {
-        site.module: LoraPair(stored[site.a_key], stored[site.b_key], site.scaling)
-        for site in audit.sites
-        if audit.verdict == "exact"
-    }
-    return AdapterWeights(audit, stored, pairs, {change.parameter: change for change in audit.changes})
+
+
+def _parts(entries: Sequence[TensorEntry]) -> Iterator[list[TensorEntry]]:
+    """Tensors in order, in parts of at most `_PART_BYTES`, or of one."""
+    part: list[TensorEntry] = []
+    for entry in entries:
+        if part and sum(e.num_bytes for e in part) + entry.num_bytes > _PART_BYTES:
+            yield part
+            part = []
+        part.append(entry)
+    if part:
+        yield part
 
 
 def _tensor(entry: TensorEntry, data: TensorData) -> Tensor:

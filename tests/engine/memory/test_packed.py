@@ -14,7 +14,8 @@ import torch
 
 from lorabatch.benchmarks.gpu.shapes import TINY
 from lorabatch.engine.config import read_model_config
-from lorabatch.engine.memory.packed import PackedAdapter, pack_adapter
+from lorabatch.engine.errors import AdapterRefusedError
+from lorabatch.engine.memory.packed import PackedAdapter, pack_adapter, read_packed
 from lorabatch.engine.model_config.model import ModelConfig, packed_members
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.peft.random import dummy_adapter_weights, dummy_audit
@@ -24,6 +25,8 @@ from lorabatch.kernels.native.segments import SiteRecord
 from lorabatch.kernels.packed_weight.panels import has_panels, unpack
 
 needs_library = pytest.mark.skipif(not has_panels(), reason="compiled kernels were not built on this machine")
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -128,6 +131,28 @@ def test_rank_rows_are_the_same_by_compiled_kernels_and_by_torch(
     monkeypatch.setattr("lorabatch.engine.memory.packed.has_panels", lambda: False)
     by_torch = pack_adapter(weights, model, dtype, in_panels=False, device=torch.device("cpu"))
     assert compiled.numbers.equal(by_torch.numbers)
+
+
+# every tensor by itself, several at a time, all at once
+@pytest.mark.parametrize("part_bytes", [1, 5000, 1 << 20])
+@pytest.mark.parametrize("in_panels", [False, pytest.param(True, marks=needs_library)])
+@pytest.mark.parametrize("name", ["rank1", "rank20"])
+def test_an_adapter_that_is_packed_while_it_is_read_has_the_same_numbers(
+    tiny_adapters: dict[str, Path],
+    model: ModelConfig,
+    name: str,
+    in_panels: bool,
+    part_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    audit = audit_adapter(tiny_adapters[name], model, name)
+    packed = pack_adapter(load_adapter(audit, "cpu"), model, torch.bfloat16, in_panels=in_panels, device=CPU)
+    monkeypatch.setattr("lorabatch.engine.peft.weights._PART_BYTES", part_bytes)
+    found = read_packed(audit, audit.identity_sha256 or "", model, torch.bfloat16, in_panels=in_panels, device=CPU)
+    assert found.layout is packed.layout
+    assert found.numbers.equal(packed.numbers)
+    with pytest.raises(AdapterRefusedError, match="have changed since they were audited"):
+        read_packed(audit, "0" * 64, model, torch.bfloat16, in_panels=in_panels, device=CPU)
 
 
 @pytest.fixture
