@@ -290,7 +290,7 @@ H200_LLAMA_3_8B = CostModel(
     prefill_pair_s=1.8e-9,
     mixed_step_s=0.005,
     # with top-p, at 256 rows (benchmarks/results/2026-11-26-gpu-sampling.md)
-    draw_s=3e-6,
+    draw_s=7e-7,
 )
 # dLoRA (OSDI 24): one A800 80 GB, Llama-2-7B, rank 8. An iteration of decode takes 50 ms (section 7.1: the
 # SLO of

@@ -2,9 +2,10 @@
 
 `sample_tokens` works on the device, `choose_tokens` on a CPU. One uniform number u in [0, 1) per row decides, a pure
 function of (seed, stream, position): SplitMix64's finaliser applied once per key (Steele, Lea, Flood 2014). With
-weights w = exp((logit - largest) / temperature), the draw is the first token whose running sum of w exceeds u times
-their total: in order of falling logits where top-k or top-p cut, else in order of token ids. Equal logits are in order
-of token ids.
+weights w = exp((logit - largest) / temperature), top-k and then top-p keep the first tokens in order of falling logits,
+equal ones in order of token ids. The draw is the first kept token, in order of token ids, whose running sum of w
+exceeds u times the total of kept ones. Weights are whole numbers (`types.weights_of`), whose sums are exact: all
+implementations choose the same tokens.
 """
 
 from __future__ import annotations

@@ -8,32 +8,41 @@
 /* Weights are summed in parts of a vocabulary, so that a draw walks through one part alone. */
 #define PARTS 1024
 #define LEAST_PART 256
-/* Top-p counts weights by their exponent, from 0 to -FAR; what is smaller is one class. */
+/* Top-p adds up weights by their exponent, from 0 to FAR; what is smaller has no weight. */
 #define CLASSES 512
-#define FAR 40.0
+#define FAR (-48.0f)
 /* The k largest are looked for within this distance of the largest, then twice as far and so on. */
 #define NEAR 4.0f
 #define NOT_NEAR 256.0f
 #define NO_TOKEN (-1)
-/* Of all weights: where less is left, sums of what is left are not exact enough. */
-#define LEAST_LEFT 1e-6
+/* Of all weights: where less than 2^-LEAST_LEFT is left, too few bits of what is left are in them. */
+#define LEAST_LEFT 20
 
-/* Eight lanes in every build: sums have the same bits in all. No function with them is called but inlined. */
-#define LANES 8
+/* As many as a vector of the build has. No function with them is called but inlined. */
+#define LANES WIDTH
 #pragma GCC diagnostic ignored "-Wpsabi"
-typedef double lanes __attribute__((vector_size(LANES * sizeof(double))));
-typedef int64_t lanes_of_int __attribute__((vector_size(LANES * sizeof(int64_t))));
 typedef float floats __attribute__((vector_size(LANES * sizeof(float))));
+typedef int32_t ints __attribute__((vector_size(LANES * sizeof(int32_t))));
+typedef uint64_t lanes __attribute__((vector_size(LANES * sizeof(uint64_t))));
 
-/* A row of logits; `largest` of them; `slope`: 1 / temperature. */
+/* A row of logits; `largest` of them; `slope`: log2(e) / temperature. Kept are those above `cut`, and those at it up to
+ * token `last`. */
 struct row {
     const float *logits;
     int64_t vocab_size;
-    double largest, slope;
+    float largest, slope, cut;
+    int32_t last;
 };
 
-/* Logits from `first` on, minus infinity behind the vocabulary, as exponents of weights: none above 0. */
-INLINE lanes exponents(const struct row *row, int64_t first)
+static struct row row_of(const float *logits, int64_t vocab_size, float largest, double temperature)
+{
+    const double least = 1e-30, most = 1e30; /* as on a GPU: beyond them draws are the same */
+    temperature = temperature < least ? least : temperature > most ? most : temperature;
+    return (struct row){logits, vocab_size, largest, 1.4426950408889634f / (float)temperature, -INFINITY, INT32_MAX};
+}
+
+/* Logits from `first` on, minus infinity behind the vocabulary. */
+INLINE floats logits_at(const struct row *row, int64_t first)
 {
     floats found;
     if (first + LANES <= row->vocab_size) {
@@ -42,35 +51,77 @@ INLINE lanes exponents(const struct row *row, int64_t first)
         found = (floats){0} - INFINITY;
         memcpy(&found, row->logits + first, (row->vocab_size - first) * sizeof(float));
     }
-    return (__builtin_convertvector(found, lanes) - row->largest) * row->slope;
+    return found;
 }
 
-/* e^x for x <= 0, to some 1e-14 of it; 0 below -708. 2^n times the series of e^f, |f| <= ln(2) / 2. */
-INLINE lanes powers(lanes x)
+/* a * b, rounded before anything is added. */
+INLINE floats product(floats a, floats b)
 {
-    const lanes shift = (lanes){0} + 6755399441055744.0; /* 1.5 * 2^52 rounds to whole numbers */
-    const lanes_of_int is_seen = x >= -708.0;
-    x = (lanes)((lanes_of_int)x & is_seen);
-    const lanes shifted = x * 1.4426950408889634 + shift, n = shifted - shift;
-    const lanes f = (x - n * 0.6931471803691238) - n * 1.9082149292705877e-10;
-    lanes series = f * (1.0 / 39916800) + 1.0 / 3628800;
-    series = series * f + 1.0 / 362880;
-    series = series * f + 1.0 / 40320;
-    series = series * f + 1.0 / 5040;
-    series = series * f + 1.0 / 720;
-    series = series * f + 1.0 / 120;
-    series = series * f + 1.0 / 24;
-    series = series * f + 1.0 / 6;
-    series = series * f + 0.5;
-    series = series * f + 1.0;
-    series = series * f + 1.0;
-    const lanes_of_int scale = ((lanes_of_int)shifted + 1023) << 52;
-    return (lanes)((lanes_of_int)(series * (lanes)scale) & is_seen);
+    a *= b;
+    __asm__("" : "+v"(a));
+    return a;
 }
 
-INLINE double sum_of(lanes v)
+/* Where the mask has ones a, else b. */
+INLINE floats either(ints mask, floats a, floats b)
 {
-    return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+    return (floats)(((ints)a & mask) | ((ints)b & ~mask));
+}
+
+/* Logarithms of weights, from 0 to FAR. */
+INLINE floats exponents(const struct row *row, floats logits)
+{
+    const floats x = product(logits - row->largest, (floats){0} + row->slope);
+    return either(x > FAR, x, (floats){0} + FAR);
+}
+
+/* 2^(44 + x), whole numbers. See `weights_of` in types.py, which has the same bits. */
+INLINE lanes powers(floats x)
+{
+    const floats shifted = (x - 0.5f) + 12582912.0f, f = x - (shifted - 12582912.0f);
+    floats series = product(f, (floats){0} + 0.0018671301659196615f) + 0.009017029777169228f;
+    series = product(series, f) + 0.05579991266131401f;
+    series = product(series, f) + 0.24016444385051727f;
+    series = product(series, f) + 0.6931512951850891f;
+    series = product(series, f) + 1.0f;
+    const ints mantissa = (ints)series - 0x3F000000, shift = 0x4B400000 - (ints)shifted;
+    return (__builtin_convertvector(mantissa, lanes) << 21) >> __builtin_convertvector(shift, lanes);
+}
+
+INLINE lanes weights_at(const struct row *row, int64_t first)
+{
+    return powers(exponents(row, logits_at(row, first)));
+}
+
+/* Weights of kept tokens, and 0 for the others. */
+INLINE lanes kept_weights(const struct row *row, int64_t first)
+{
+    ints places;
+    for (int lane = 0; lane < LANES; lane++)
+        places[lane] = lane;
+    const floats logits = logits_at(row, first);
+    const ints is_kept = (logits > row->cut) | ((logits == row->cut) & (places + (int32_t)first <= row->last));
+    return powers(exponents(row, logits)) & (lanes)__builtin_convertvector(is_kept, lanes);
+}
+
+INLINE int64_t sum_of(lanes v)
+{
+    uint64_t sum = 0;
+    for (int lane = 0; lane < LANES; lane++)
+        sum += v[lane];
+    return (int64_t)sum;
+}
+
+/* `share` times the total. */
+INLINE int64_t portion(int64_t total, double share)
+{
+    return smaller((int64_t)((double)total * share), total);
+}
+
+/* What a running sum must exceed; it does, in the end. */
+INLINE int64_t target_of(int64_t total, double u)
+{
+    return smaller(portion(total, u), total - 1);
 }
 
 /* The first of the largest logits; NO_TOKEN where they have NaN or the largest is infinite. */
@@ -119,42 +170,38 @@ INLINE int64_t part_size(int64_t vocab_size)
     return size < LEAST_PART ? LEAST_PART : (size + LANES - 1) / LANES * LANES;
 }
 
-/* Sums of the weights of each part; returns the total. */
-static double part_sums(const struct row *row, double *sums)
+/* Sums of the weights of each part that are kept; returns the total. */
+static int64_t part_sums(const struct row *row, int64_t *sums)
 {
     const int64_t size = part_size(row->vocab_size);
-    double total = 0;
+    int64_t total = 0;
     for (int64_t first = 0, part = 0; first < row->vocab_size; first += size, part++) {
         const int64_t end = smaller(first + size, row->vocab_size);
         lanes sum = {0};
         for (int64_t i = first; i < end; i += LANES)
-            sum += powers(exponents(row, i));
+            sum += kept_weights(row, i);
         sums[part] = sum_of(sum);
         total += sums[part];
     }
     return total;
 }
 
-/* In order of ids, the first token whose running sum exceeds `u` times the total. */
+/* In order of ids, the first kept token whose running sum exceeds `u` times the total. */
 static int64_t drawn_by_id(const struct row *row, double u)
 {
-    double sums[PARTS + 1];
-    const double target = u * part_sums(row, sums);
-    const int64_t size = part_size(row->vocab_size);
-    double reached = 0;
-    int64_t first = 0, last = 0;
-    for (int part = 0; first + size < row->vocab_size && reached + sums[part] <= target; part++, first += size)
+    int64_t sums[PARTS + 1];
+    const int64_t target = target_of(part_sums(row, sums), u), size = part_size(row->vocab_size);
+    int64_t reached = 0, first = 0;
+    for (int part = 0; reached + sums[part] <= target; part++, first += size)
         reached += sums[part];
-    for (; first < row->vocab_size; first += LANES) {
-        const lanes weights = powers(exponents(row, first));
+    for (;; first += LANES) {
+        const lanes weights = kept_weights(row, first);
         for (int lane = 0; lane < LANES; lane++) {
-            reached += weights[lane];
+            reached += (int64_t)weights[lane];
             if (reached > target)
                 return first + lane;
-            last = weights[lane] > 0 ? first + lane : last;
         }
     }
-    return last; /* for rounding */
 }
 
 /* Rises as the logit falls, then with the id. */
@@ -213,12 +260,12 @@ static uint64_t *memory_for(int64_t count)
     return memory;
 }
 
-/* The `count` largest logits, in order; the caller frees them. */
+/* The `count` largest logits, in any order; the caller frees them. */
 static uint64_t *largest_keys(const struct row *row, int64_t count)
 {
     uint64_t *keys = memory_for(row->vocab_size);
     for (float distance = NEAR;; distance *= 2) {
-        const float least = distance < NOT_NEAR ? (float)row->largest - distance : -INFINITY;
+        const float least = distance < NOT_NEAR ? row->largest - distance : -INFINITY;
         int64_t num_keys = 0;
         for (int64_t token = 0; token < row->vocab_size; token++) {
             keys[num_keys] = key_of(row->logits[token], token);
@@ -226,174 +273,168 @@ static uint64_t *largest_keys(const struct row *row, int64_t count)
         }
         if (num_keys >= count) {
             select_first(keys, num_keys, count);
-            qsort(keys, count, sizeof *keys, in_order);
             return keys;
         }
     }
 }
 
-/* The first token in order whose running sum, from `reached` on, exceeds the target. */
-static int64_t walked(const uint64_t *keys, const double *weights, int64_t count, double reached, double target)
-{
-    int64_t last = 0; /* for rounding */
-    for (int64_t i = 0; i < count && reached <= target; i++) {
-        reached += weights[i];
-        last = weights[i] > 0 ? i : last;
-    }
-    return token_of(keys[last]);
-}
-
 /* Weights of the tokens at these keys; one spare vector is allotted. The caller frees them. */
-static double *weights_of(const struct row *row, const uint64_t *keys, int64_t count)
+static int64_t *weights_of(const struct row *row, const uint64_t *keys, int64_t count)
 {
-    double *weights = (double *)memory_for(count + LANES);
+    int64_t *weights = (int64_t *)memory_for(count + LANES);
     for (int64_t i = 0; i < count; i += LANES) {
-        lanes x = {0};
+        floats logits = (floats){0} - INFINITY;
         for (int lane = 0; lane < LANES && i + lane < count; lane++)
-            x[lane] = ((double)row->logits[token_of(keys[i + lane])] - row->largest) * row->slope;
-        x = powers(x);
-        memcpy(weights + i, &x, sizeof x);
+            logits[lane] = row->logits[token_of(keys[i + lane])];
+        const lanes found = powers(exponents(row, logits));
+        memcpy(weights + i, &found, sizeof found);
     }
     return weights;
 }
 
-/* How many of the first weights are kept: those behind which the sum, from `reached` on, has not come to `goal`, and
- * one at least. `reached` becomes what they add up to. */
-static int64_t num_kept(const double *weights, int64_t count, double goal, double *reached)
+/* How many of the first weights are kept: those before which the sum, from `reached` on, has not come to `goal`, and
+ * one at least. */
+static int64_t num_kept(const int64_t *weights, int64_t count, int64_t goal, int64_t reached)
 {
     int64_t kept = 0;
-    while (kept < count && (kept == 0 || *reached < goal))
-        *reached += weights[kept++];
+    while (kept < count && (kept == 0 || reached < goal))
+        reached += weights[kept++];
     return kept;
+}
+
+/* Put tokens in the place of keys, in order: by a bit for each of the vocabulary. */
+static void sort_by_id(uint64_t *keys, int64_t count, int64_t vocab_size)
+{
+    const int64_t num_words = vocab_size / 64 + 1;
+    uint64_t *bits = memory_for(num_words);
+    memset(bits, 0, num_words * sizeof *bits);
+    for (int64_t i = 0; i < count; i++)
+        bits[token_of(keys[i]) / 64] |= (uint64_t)1 << token_of(keys[i]) % 64;
+    for (int64_t word = 0; word < num_words; word++)
+        for (uint64_t left = bits[word]; left; left &= left - 1)
+            *keys++ = (uint64_t)(word * 64 + __builtin_ctzll(left));
+    free(bits);
+}
+
+/* The first of some tokens, in order of ids, whose running sum exceeds `u` times their total. */
+static int64_t drawn_of_keys(const struct row *row, uint64_t *keys, int64_t count, double u)
+{
+    sort_by_id(keys, count, row->vocab_size);
+    int64_t *weights = weights_of(row, keys, count), total = 0, reached = 0, place = 0;
+    for (int64_t i = 0; i < count; i++)
+        total += weights[i];
+    const int64_t target = target_of(total, u);
+    while ((reached += weights[place]) <= target)
+        place++;
+    free(weights);
+    return token_of(keys[place]);
 }
 
 static int64_t drawn_of_largest(const struct row *row, int64_t top_k, double top_p, double u)
 {
-    int64_t count = smaller(top_k, row->vocab_size);
-    uint64_t *keys = largest_keys(row, count);
-    double *weights = weights_of(row, keys, count), total = 0, reached = 0;
-    for (int64_t i = 0; i < count; i++)
-        total += weights[i];
-    if (top_p < 1)
-        count = num_kept(weights, count, top_p * total, &reached);
-    else
-        reached = total;
-    const int64_t token = walked(keys, weights, count, 0, u * reached);
+    uint64_t *keys = largest_keys(row, top_k);
+    if (top_p < 1) {
+        qsort(keys, top_k, sizeof *keys, in_order);
+        int64_t *weights = weights_of(row, keys, top_k), total = 0;
+        for (int64_t i = 0; i < top_k; i++)
+            total += weights[i];
+        top_k = num_kept(weights, top_k, portion(total, top_p), 0);
+        free(weights);
+    }
+    const int64_t token = drawn_of_keys(row, keys, top_k, u);
     free(keys);
-    free(weights);
     return token;
 }
 
-INLINE int class_of(double exponent)
+INLINE ints classes_of(floats exponents)
 {
-    return exponent > -FAR ? (int)(exponent * (-(CLASSES - 1) / FAR)) : CLASSES - 1;
+    return __builtin_convertvector(exponents * ((CLASSES - 1) / FAR), ints);
 }
 
 /* The tokens of one class, in order; the caller frees them. */
 static uint64_t *keys_of_class(const struct row *row, int wanted, int64_t count)
 {
-    uint64_t *keys = memory_for(count);
+    uint64_t *keys = memory_for(count + LANES);
     int64_t found = 0;
     for (int64_t first = 0; first < row->vocab_size; first += LANES) {
-        const lanes x = exponents(row, first);
+        const ints classes = classes_of(exponents(row, logits_at(row, first)));
         const int64_t end = smaller(LANES, row->vocab_size - first);
-        for (int lane = 0; lane < end; lane++)
-            if (class_of(x[lane]) == wanted)
-                keys[found++] = key_of(row->logits[first + lane], first + lane);
+        for (int lane = 0; lane < end; lane++) {
+            keys[found] = key_of(row->logits[first + lane], first + lane);
+            found += classes[lane] == wanted;
+        }
     }
     qsort(keys, count, sizeof *keys, in_order);
     return keys;
 }
 
-/* Classes hold falling weights, so that two of them need be sorted: where the kept ones end, and the drawn one's. */
-static int64_t drawn_of_top_p(const struct row *row, double top_p, double u)
+/* Classes hold falling weights, so that one need be sorted: where the kept ones end. */
+static int64_t drawn_of_top_p(struct row *row, double top_p, double u)
 {
-    double sums[CLASSES] = {0}, total = 0;
-    int64_t counts[CLASSES] = {0};
+    int64_t sums[CLASSES] = {0}, counts[CLASSES] = {0}, total = 0;
     for (int64_t first = 0; first < row->vocab_size; first += LANES) {
-        const lanes x = exponents(row, first), weights = powers(x);
+        const floats x = exponents(row, logits_at(row, first));
+        const lanes weights = powers(x);
+        const ints classes = classes_of(x);
         const int64_t end = smaller(LANES, row->vocab_size - first);
         for (int lane = 0; lane < end; lane++) {
-            const int class = class_of(x[lane]);
-            sums[class] += weights[lane];
-            counts[class]++;
+            sums[classes[lane]] += (int64_t)weights[lane];
+            counts[classes[lane]]++;
         }
     }
-    int last = 0;
-    for (int class = 0; class < CLASSES; class++) {
+    for (int class = 0; class < CLASSES; class++)
         total += sums[class];
-        last = counts[class] ? class : last;
-    }
+    const int64_t goal = larger(portion(total, top_p), 1);
+    int64_t before = 0;
     int ending = 0;
-    double before = 0;
-    while (ending < last && (counts[ending] == 0 || before + sums[ending] < top_p * total))
+    while (before + sums[ending] < goal)
         before += sums[ending++];
     uint64_t *keys = keys_of_class(row, ending, counts[ending]);
-    double *weights = weights_of(row, keys, counts[ending]), kept = before;
-    int64_t count = num_kept(weights, counts[ending], top_p * total, &kept);
-    const double target = u * kept;
-    if (target < before) {
-        free(keys);
-        free(weights);
-        before = 0;
-        for (ending = 0; counts[ending] == 0 || before + sums[ending] <= target; ending++)
-            before += sums[ending];
-        count = counts[ending];
-        keys = keys_of_class(row, ending, count);
-        weights = weights_of(row, keys, count);
-    }
-    const int64_t token = walked(keys, weights, count, before, target);
+    int64_t *weights = weights_of(row, keys, counts[ending]);
+    const int64_t last = token_of(keys[num_kept(weights, counts[ending], goal, before) - 1]);
     free(keys);
     free(weights);
-    return token;
+    row->cut = row->logits[last];
+    row->last = (int32_t)last;
+    return drawn_by_id(row, u);
 }
 
 /* In order of ids, the first token of those not taken whose running sum, from `reached` on, exceeds the target. */
-static int64_t walked_by_id(const struct row *row, int64_t first, double reached, double target, const int64_t *taken,
+static int64_t walked_by_id(const struct row *row, int64_t first, int64_t reached, int64_t target, const int64_t *taken,
                             int64_t num_taken)
 {
-    int64_t last = NO_TOKEN; /* for rounding */
-    for (; first < row->vocab_size; first += LANES) {
-        const lanes weights = powers(exponents(row, first));
+    for (;; first += LANES) {
+        const lanes weights = weights_at(row, first);
         for (int lane = 0; lane < LANES; lane++) {
-            int is_taken = !(weights[lane] > 0);
+            int is_taken = 0;
             for (int64_t i = 0; i < num_taken; i++)
                 is_taken |= taken[i] == first + lane;
-            if (is_taken)
-                continue;
-            reached += weights[lane];
-            last = first + lane;
+            reached += is_taken ? 0 : (int64_t)weights[lane];
             if (reached > target)
-                return last;
+                return first + lane;
         }
     }
-    return last;
 }
 
 /* Draws without replacement. tokens [1 + count]: the first is given; NO_TOKEN where too little is left. */
 static void draw_more(int64_t *tokens, int64_t count, const struct row *row, const double *uniforms)
 {
-    double sums[PARTS + 1], left = part_sums(row, sums);
-    const double least = left * LEAST_LEFT;
-    const int64_t size = part_size(row->vocab_size);
+    int64_t sums[PARTS + 1], left = part_sums(row, sums);
+    const int64_t least = left >> LEAST_LEFT, size = part_size(row->vocab_size);
     for (int64_t i = 0; i < count; i++) {
-        const int64_t drawn = tokens[i];
-        const double weight = powers((lanes){0} + ((double)row->logits[drawn] - row->largest) * row->slope)[0];
-        sums[drawn / size] -= weight;
+        const int64_t weight = (int64_t)weights_at(row, tokens[i])[0];
+        sums[tokens[i] / size] -= weight;
         left -= weight;
-        int64_t next = NO_TOKEN, first = 0;
-        if (left > least) {
-            double reached = 0;
-            for (; first + size < row->vocab_size && reached + sums[first / size] <= uniforms[i] * left; first += size)
-                reached += sums[first / size];
-            next = walked_by_id(row, first, reached, uniforms[i] * left, tokens, i + 1);
-        }
-        tokens[i + 1] = next;
-        if (next == NO_TOKEN) {
-            for (int64_t rest = i + 1; rest < count; rest++)
+        if (left <= least) {
+            for (int64_t rest = i; rest < count; rest++)
                 tokens[rest + 1] = NO_TOKEN;
             return;
         }
+        const int64_t target = target_of(left, uniforms[i]);
+        int64_t reached = 0, first = 0;
+        for (; reached + sums[first / size] <= target; first += size)
+            reached += sums[first / size];
+        tokens[i + 1] = walked_by_id(row, first, reached, target, tokens, i + 1);
     }
 }
 
@@ -402,6 +443,7 @@ static void list_largest(int64_t *tokens, int64_t count, const struct row *row)
 {
     const int64_t found = smaller(count + 1, row->vocab_size);
     uint64_t *keys = largest_keys(row, found);
+    qsort(keys, found, sizeof *keys, in_order);
     for (int64_t i = 1; i <= count; i++) {
         const int64_t token = i < found ? token_of(keys[i]) : NO_TOKEN;
         tokens[i] = token != NO_TOKEN && row->logits[token] > -INFINITY ? token : NO_TOKEN;
@@ -414,9 +456,8 @@ static int64_t chosen(const float *logits, int64_t vocab_size, double temperatur
     const int64_t largest = first_largest(logits, vocab_size);
     if (temperature == 0 || largest == NO_TOKEN)
         return largest;
-    /* Below 1e-300 only the largest are left, as at it. */
-    const struct row row = {logits, vocab_size, logits[largest], 1 / (temperature < 1e-300 ? 1e-300 : temperature)};
-    if (top_k > 0)
+    struct row row = row_of(logits, vocab_size, logits[largest], temperature);
+    if (top_k > 0 && top_k < vocab_size)
         return drawn_of_largest(&row, top_k, top_p, u);
     return top_p < 1 ? drawn_of_top_p(&row, top_p, u) : drawn_by_id(&row, u);
 }
@@ -488,7 +529,7 @@ void choose_further_tokens(int64_t *tokens, int64_t count, const float *logits, 
         const double temperature = temperatures[i];
         const float *of_row = logits + places[i] * stride;
         const int64_t largest = temperature > 0 ? first_largest(of_row, vocab_size) : found[0];
-        const struct row row = {of_row, vocab_size, of_row[largest], 1 / (temperature < 1e-300 ? 1e-300 : temperature)};
+        const struct row row = row_of(of_row, vocab_size, of_row[largest], temperature);
         if (temperature > 0)
             draw_more(found, count, &row, uniforms + i * count);
         else

@@ -1,7 +1,6 @@
 """Chooses tokens on a CPU: one compiled call for all rows, or torch, a row after the other.
 
-Both do what `sample_tokens` does, with the uniform numbers given. They differ in the rounding of sums of weights alone,
-fp64 in both.
+Both do what `sample_tokens` does, to the bit, with the uniform numbers given.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..native import ADDRESS, COUNT, native_function
-from .types import NO_TOKEN, Choices
+from .types import NO_TOKEN, Choices, share_of, weights_of
 
 # Sorting a whole vocabulary is avoided: top-p looks at the largest candidates first, and widens when they fall short.
 _FIRST_CANDIDATES = 256
 # The largest of many are looked for within this distance of the largest, then twice as far and so on.
 _NEAR, _FAR, _FEW = 4.0, 256.0, 8
-# Of all weights: where less is left, sums of what is left are not exact enough.
-_LEAST_LEFT = 1e-6
+# Of all weights: where less than 2^-_LEAST_LEFT is left, too few bits of what is left are in them.
+_LEAST_LEFT = 20
 _FURTHER_ARGUMENTS = (ADDRESS, COUNT, ADDRESS, COUNT, COUNT, ADDRESS, ADDRESS, ADDRESS, COUNT)
 _COMPILED_ARGUMENTS = (ADDRESS, ADDRESS, COUNT, COUNT, *[ADDRESS] * 5, COUNT, ADDRESS, COUNT)
 
@@ -69,16 +68,13 @@ def choose_further_tokens(
 
 def _further_by_torch(logits: Tensor, temperature: float, token: int, uniforms: list[float]) -> Iterator[int]:
     """Of one row; `logits` [vocab_size] are overwritten."""
-    largest, total = float(logits.max()), 0.0
+    weights = weights_of(logits, float(logits.max()), temperature)
+    least = int(weights.sum()) >> _LEAST_LEFT
     for u in uniforms:
-        if temperature > 0:
-            weights = logits.double().sub_(largest).div_(temperature).exp_()
-            total = total or float(weights.sum())
         logits[token] = -torch.inf
+        weights[token] = 0
         if temperature > 0:
-            weights[token] = 0.0
-            is_left = float(weights.sum()) > total * _LEAST_LEFT
-            token = _pick(weights.cumsum(-1), u) if is_left else NO_TOKEN
+            token = _pick(weights, u) if int(weights.sum()) > least else NO_TOKEN
         else:
             token = int(logits.argmax()) if logits.max() > -torch.inf else NO_TOKEN
         if token == NO_TOKEN:
@@ -120,29 +116,26 @@ def largest_tokens(logits: Tensor, count: int) -> Tensor:
 def _draw(logits: Tensor, largest: float, temperature: float, top_k: int, top_p: float, u: float) -> int:
     """One token from `logits` [vocab_size], of which `largest` is the largest."""
     vocab_size = logits.numel()
-
-    def weights_of(values: Tensor) -> Tensor:
-        # distances from the largest: no temperature is too small for them
-        return values.double().sub_(largest).div_(temperature).exp_()
-
     if top_k == 0 and top_p >= 1.0:
-        return _pick(weights_of(logits).cumsum(-1), u)
-    # the last running sum, not the sum: that rounds by the number of threads
-    total = None if top_k else weights_of(logits).cumsum(-1)[-1]
+        return _pick(weights_of(logits, largest, temperature), u)
+    total = None if top_k else int(weights_of(logits, largest, temperature).sum())
     width = min(top_k or _FIRST_CANDIDATES, vocab_size)
     while True:
         ids = largest_tokens(logits, width)
-        candidates = weights_of(logits[ids])
+        candidates = weights_of(logits[ids], largest, temperature)
         reached = candidates.cumsum(-1)
         # top-p is a share of what top-k leaves
-        goal = top_p * (reached[-1] if total is None else total)
-        num_kept = max(1, int((reached - candidates < goal).sum()))
+        goal = share_of(int(reached[-1]) if total is None else total, top_p)
+        num_kept = max(1, int((reached - candidates < goal).sum())) if top_p < 1 else width
         if top_k or num_kept < width or width == vocab_size:
-            return int(ids[_pick(reached[:num_kept], u)])
+            kept, order = ids[:num_kept].sort()
+            return int(kept[_pick(candidates[order], u)])
         width = min(width * 8, vocab_size)
 
 
-def _pick(cumulative: Tensor, u: float) -> int:
-    """Index at which the running sum (fp64) first exceeds `u` times its end."""
-    index = int(torch.searchsorted(cumulative, u * cumulative[-1:], right=True)[0])
-    return min(index, cumulative.numel() - 1)
+def _pick(weights: Tensor, u: float) -> int:
+    """Index at which the running sum of `weights` first exceeds `u` times its end."""
+    reached = weights.cumsum(-1)
+    total = int(reached[-1])
+    target = torch.tensor([min(share_of(total, u), total - 1)])
+    return int(torch.searchsorted(reached, target, right=True)[0])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from .types import SamplingRows
+from .types import SamplingRows, share_of, weights_of
 
 _MASK = (1 << 64) - 1
 
@@ -23,20 +22,19 @@ def uniform(seed: int, stream: int, position: int) -> float:
 
 def sample(tokens: Tensor, logits: Tensor, rows: SamplingRows) -> None:
     """See `sample_tokens`."""
-    for row in range(len(logits)):
+    for row, values in enumerate(logits.float()):
         temperature, top_k, top_p = float(rows.temperature[row]), int(rows.top_k[row]), float(rows.top_p[row])
         if temperature == 0:
-            tokens[row] = logits[row].argmax()
+            tokens[row] = values.argmax()
             continue
-        values = logits[row].double()
-        is_cut = top_k > 0 or top_p < 1
-        order = values.argsort(descending=True, stable=True) if is_cut else torch.arange(len(values))
-        weights = ((values - values.max()) / temperature).exp()[order.to(values.device)]
-        weights = weights[: top_k or len(weights)]
+        weights = weights_of(values, float(values.max()), temperature)
+        kept = values.argsort(descending=True, stable=True)[: top_k or len(values)]
         if top_p < 1:
-            before = weights.cumsum(0) - weights
-            weights = weights[: max(1, int((before < top_p * weights.sum()).sum()))]
+            reached = weights[kept].cumsum(0)
+            goal = share_of(int(reached[-1]), top_p)
+            kept = kept[: max(1, int((reached - weights[kept] < goal).sum()))]
+        kept = kept.sort().values
+        reached = weights[kept].cumsum(0)
         u = uniform(int(rows.seeds[row]), int(rows.streams[row]), int(rows.positions[row]))
-        cumulative = weights.cumsum(0)
-        index = int((cumulative <= u * cumulative[-1]).sum())
-        tokens[row] = order[min(index, len(weights) - 1)]
+        target = min(share_of(int(reached[-1]), u), int(reached[-1]) - 1)
+        tokens[row] = kept[int((reached <= target).sum())]

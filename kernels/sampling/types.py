@@ -1,4 +1,4 @@
-"""How each row of logits is sampled."""
+"""How each row of logits is sampled, and what a logit weighs in a draw."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -14,6 +15,15 @@ from torch import Tensor
 SMALLEST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-30, 1e30
 # In place of a token where the logits choose none: NaN or infinity among them, or nothing left to choose.
 NO_TOKEN = -1
+LOG2_E = 1.4426950408889634
+# Of 2^f for f from 0 to 1, to 1.7e-7 of it in fp32: coefficients of f^5 to f^1; that of f^0 is 1.
+POWERS_OF_2 = (
+    0.0018671301659196615,
+    0.009017029777169228,
+    0.05579991266131401,
+    0.24016444385051727,
+    0.6931512951850891,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +55,27 @@ class Choices(NamedTuple):
     top_k: NDArray[np.int64]
     top_p: NDArray[np.float64]
     uniforms: NDArray[np.float64]
+
+
+def weights_of(logits: Tensor, largest: float, temperature: float) -> Tensor:
+    """`2^44 exp((logit - largest) / temperature)` as whole numbers, int64 of the shape of `logits`; 0 for NaN.
+
+    Whole numbers have the same sum in any order. All operations are in fp32 and rounded one by one, so that every
+    implementation has the same bits.
+    """
+    slope = np.float32(LOG2_E) / np.float32(min(max(temperature, SMALLEST_TEMPERATURE), LARGEST_TEMPERATURE))
+    exponent = (logits.float() - largest) * float(slope)
+    exponent = torch.where(exponent > -48, exponent, -48.0)
+    whole = (exponent - 0.5 + 12582912.0) - 12582912.0  # 1.5 * 2^23 rounds to whole numbers
+    fraction = exponent - whole
+    power = torch.full_like(fraction, POWERS_OF_2[0])
+    for coefficient in (*POWERS_OF_2[1:], 1.0):
+        power = power * fraction + coefficient
+    # a fraction of 2^23 from its bits, which has 1 where the exponent is that of 1
+    mantissa = power.view(torch.int32).long() - 0x3F000000
+    return (mantissa << 21) >> -whole.long()
+
+
+def share_of(total: int, share: float) -> int:
+    """`share`, at most 1, times `total`, cut to a whole number."""
+    return min(int(float(total) * share), total)

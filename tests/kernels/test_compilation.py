@@ -39,7 +39,8 @@ TILED = {"_shrink", "_add_residual", "_gate_up", *OF_HEADS}  # other programs fo
 NUMBERS = ("", " in fp16", " in fp32")  # bf16 goes without saying
 WITH_GELU = {"_gate_up with gelu", "_gate_up in prefill with gelu"}
 MERGES = {"_merge of fp32 pairs", "_merge of packed pairs"}
-OTHERS = {"_norm", "_sample", "_quantize", "_quantize of wide rows", *MERGES}
+SAMPLING = {"_find_largest", "_narrow", "_copy", "_draw"}
+OTHERS = {"_norm", "_quantize", "_quantize of wide rows", *SAMPLING, *MERGES}
 # Where kernels are launched early, those that read tiles, table and B before they wait for the ones before them.
 READS_EARLY = {"_gate_up", "_add_residual", "_qkv"}
 # A few registers, read back from the L1 cache: of a kernel, and of the one that multiplies by the ordinary cores. The
@@ -165,7 +166,7 @@ class TestCompiled:
             for name, kernel in kernels.items():
                 usual, operator = compiled[capability, head_dim][name], name.split()[0]
                 assert usual["early_loads"] is None
-                if capability < 90 or operator in ("_merge", "_sample"):
+                if capability < 90 or operator in ("_merge", *SAMPLING):
                     assert kernel == usual
                     continue
                 assert (kernel["early_loads"] > 0) == (operator in READS_EARLY), f"{name}, sm_{capability}"

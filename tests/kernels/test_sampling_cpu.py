@@ -42,9 +42,7 @@ def test_compiled_choices_are_those_of_torch(seed: int, vocab_size: int, spread:
     values[:, -4] = spread
     logits = torch.from_numpy(values.astype(np.float32))[:, :vocab_size]
     asked = choices(5, generator, len(logits))
-    found, expected = choose_tokens(logits.clone(), asked), choose_by_torch(logits, asked)
-    # sums of weights are rounded in another order: among so many draws one may be on a border
-    assert sum(a != b for a, b in zip(found, expected, strict=True)) <= (vocab_size > 5000)
+    assert choose_tokens(logits.clone(), asked) == choose_by_torch(logits, asked)
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -69,7 +67,7 @@ def test_what_a_mask_does_not_allow_is_not_chosen(seed: int, vocab_size: int, sh
     masked = logits[torch.from_numpy(asked.places)].masked_fill(torch.from_numpy(~bits[:, :vocab_size]), -torch.inf)
     expected = choose_by_torch(masked, asked._replace(places=np.arange(5)))
     assert choose_by_torch(logits, asked, allowed) == expected
-    assert sum(a != b for a, b in zip(found, expected, strict=True)) <= (vocab_size >= 5000)
+    assert found == expected
     assert all(
         bits[row, token] if token != NO_TOKEN else not bits[row, :vocab_size].any() for row, token in enumerate(found)
     )
@@ -113,7 +111,7 @@ def test_further_tokens_are_what_would_be_chosen_without_those_before(
     of_torch = [list(_further_by_torch(before[i].clone(), t, int(chosen[i]), list(uniforms[i]))) for i, t in
                 enumerate(asked.temperature)]  # fmt: skip
     of_kernel = choose_further_tokens(logits, asked, chosen, uniforms)
-    assert sum(list(a) != b for a, b in zip(of_kernel, of_torch, strict=True)) <= (vocab_size >= 5000)
+    assert [list(row) for row in of_kernel] == of_torch
 
 
 def test_draws_of_many_rows_are_as_frequent_as_their_probabilities() -> None:

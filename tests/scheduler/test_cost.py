@@ -136,7 +136,7 @@ def test_the_h200_preset_has_the_ratios_of_the_compiled_kernels():
         lora = {"num_adapters": num_adapters, "rank_sum": 16 * num_adapters, "rank_tokens": 16 * 256}
         assert alone / H200_LLAMA_3_8B.step_seconds(StepLoad(**steady, **lora)) == pytest.approx(ratio, abs=0.005)
     drawn = H200_LLAMA_3_8B.step_seconds(StepLoad(**steady, drawn_tokens=256))
-    assert alone / drawn == pytest.approx(0.957, abs=0.005)
+    assert alone / drawn == pytest.approx(0.99, abs=0.005)
 
 
 def test_terms_that_an_older_profile_lacks_are_nothing():
