@@ -205,7 +205,7 @@ def _narrow(
             row = logits + index.to(tl.int64) * stride
             each, mass, count = (), (), ()
             for place in tl.static_range(BOUNDS):
-                each += (tl.max(tl.where(places == place, limits, float("-inf")), axis=0),)
+                each += (tl.max(tl.where(places == place, limits, float("-inf")), axis=0),)  # type: ignore[assignment]
                 mass += (tl.zeros((LANES,), dtype=tl.int64),)
                 count += (tl.zeros((LANES,), dtype=tl.int32),)
             end = tl.minimum((split + 1) * split_size, vocab_size)
@@ -215,8 +215,8 @@ def _narrow(
                 more_mass, more_count = (), ()
                 for place in tl.static_range(BOUNDS):
                     is_above = value >= each[place]
-                    more_mass += (mass[place] + tl.sum(tl.where(is_above, weights, 0), axis=1),)
-                    more_count += (count[place] + tl.sum(is_above.to(tl.int32), axis=1),)
+                    more_mass += (mass[place] + tl.sum(tl.where(is_above, weights, 0), axis=1),)  # type: ignore[assignment]
+                    more_count += (count[place] + tl.sum(is_above.to(tl.int32), axis=1),)  # type: ignore[assignment]
                 mass, count = more_mass, more_count
             base = ((round * num_rows + index) * SPLITS + split) * BOUNDS
             for place in tl.static_range(BOUNDS):

@@ -127,6 +127,7 @@ def test_the_number_of_rows_may_be_zero(device: torch.device) -> None:
     assert sample_tokens(torch.empty(0, 10, device=device), rows_for(device, [])).shape == (0,)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # differences that overflow are meant to
 @settings(max_examples=examples(12), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
