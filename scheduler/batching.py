@@ -26,7 +26,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cost import CostModel
-from .estimates.lengths import LengthEstimator
 
 #: Places of prompts whose log-probabilities one step computes. Each takes a row of logits, 0.5 MB at 128k tokens.
 MOST_SCORED_PLACES = 128
@@ -293,6 +292,17 @@ class MergeWaveBatcher:
 Ranks = Callable[[], NDArray[np.float64]]
 
 
+class MeanLengths(Protocol):
+    """Mean tokens of a replica's rows, as known now."""
+
+    def mean(self) -> float:
+        """Of an answer, as expected."""
+
+    @property
+    def mean_prompt(self) -> float:
+        """Of a prompt, without those that another row computes."""
+
+
 def no_more_rows(adapter: int) -> int:
     """All rows are at hand."""
     return 0
@@ -308,7 +318,7 @@ class ReplicaFacts:
     ranks: Ranks
     must_merge: Callable[[int], bool]
     max_batch_rows: int
-    lengths: LengthEstimator
+    lengths: MeanLengths
     rows_to_come: Callable[[int], int] = no_more_rows
 
 

@@ -20,6 +20,7 @@ from .batching import (
     Batcher,
     BatchView,
     InClusters,
+    MeanLengths,
     MergeWaveBatcher,
     Ranks,
     ReplicaFacts,
@@ -29,7 +30,6 @@ from .batching import (
     no_more_rows,
 )
 from .cost import CostModel, lora_load
-from .estimates.lengths import LengthEstimator
 
 # How long a choice will hold: steps until so many rows of an adapter (None: of all), and those still to arrive, are
 # done, with so many rows at once.
@@ -157,7 +157,7 @@ class CostBatcher:
 
     cost: CostModel
     ranks: Ranks
-    lengths: LengthEstimator
+    lengths: MeanLengths
     rows_to_come: Callable[[int], int] = no_more_rows
     _has_merged: bool = False
 
