@@ -196,6 +196,8 @@ def audit(
 ) -> None:
     """Say of each adapter whether it is applied exactly, exactly when merged, or refused, and why.
 
+    With --base-quantization a job rounds the base's weights, not the adapter's: verdicts are of the adapter, and hold.
+
     Exit code 1 when any is refused.
     """
     with errors_as_exit_codes():

@@ -212,7 +212,7 @@ def _engines(found: DryRun) -> list[str]:
         f"Engines{processes}: {limits.batch_rows} rows and {limits.step_tokens} tokens a step, "
         f"{limits.pool_bytes / 1e9:.1f} GB for keys, values and adapters "
         f"({device.title}, {device.memory_bytes / 1e9:.0f} GB); linear layers multiply in {found.settings.products}",
-        *filter(None, [found.settings.rounding]),
+        *filter(None, [found.settings.rounded_weights, found.settings.rounding]),
     ]
     if device.assumption:
         lines.append(f"The device is not known: {device.assumption}. Seconds and price depend on it")

@@ -32,6 +32,7 @@ from ...engine.memory.limits import (
     adapter_growth,
     engine_limits,
     has_room_to_merge,
+    weight_bytes,
 )
 from ...engine.memory.prefix_cache import shares_prefixes
 from ...engine.model_config import parse_model_config
@@ -216,8 +217,20 @@ class RunSettings:
             notes.append(f"an engine is {self.engine.tensor_parallel} processes that share the model{gpus}{each}")
         if self.products != dtype_on(self.device.kind, "auto"):
             notes.append(f"linear layers multiply in {self.products} ({self.device.title})")
-            notes += [self.rounding] if self.rounding else []
+            notes += filter(None, (self.rounded_weights, self.rounding))
         return tuple(notes)
+
+    @property
+    def rounded_weights(self) -> str:
+        """How a base in floating point numbers of 8 bits is held, and its adapters; "" for others."""
+        if self.products != "fp8":
+            return ""
+        pool = pool_format(self.device.kind, self.engine.dtype, self.engine.base_quantization)
+        before, now = (weight_bytes(self.model, ITEM_BYTES[pool], size) for size in (None, 1))
+        return (
+            f"layers' weights are rounded to fp8 with a scale for each output: a base of {now / 1e9:.3g} GB instead of "
+            f"{before / 1e9:.3g}; adapters are added unmerged in {pool}, and layers that must be merged are held in it"
+        )
 
     @property
     def rounding(self) -> str:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -202,12 +203,17 @@ def test_a_plan_in_8_bits_on_a_gpu_says_so_and_takes_less_time(options: dict[str
     on_gpu = options | {"device": "cuda:77", "mode": "unmerged"}
     plain, found = dry_run(on_gpu), dry_run(on_gpu | {"base_quantization": "fp8"})
     said = "fp8 was not compared with float32 yet: `lorabatch compare OUTPUT` does after a job"
-    assert found.settings.notes == (f"linear layers multiply in fp8 ({found.settings.device.title})", said)
+    multiply, weights, compared = found.settings.notes
+    assert (multiply, compared) == (f"linear layers multiply in fp8 ({found.settings.device.title})", said)
+    now, before = map(float, re.findall(r"([\d.e-]+) GB instead of ([\d.e-]+);", weights)[0])
+    assert before / 2 < now < before, weights
+    assert "adapters are added unmerged in bfloat16" in weights
     assert plain.settings.notes == ()
     console = Console(width=200, record=True)
     print_plan(found, None, console)
     text = console.export_text()
     assert "linear layers multiply in fp8" in text
+    assert weights in text.replace("\n", " ")
     assert said in text
     assert found.settings.cost.to_json() == pytest.approx(plain.settings.cost.scaled(0.7).to_json())
     assert found.forecast.predicted_s < plain.forecast.predicted_s
