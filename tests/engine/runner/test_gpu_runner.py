@@ -213,7 +213,7 @@ def test_a_padded_bucket_gives_what_the_rows_alone_give(tiny_llama: Path) -> Non
     assert noting.keys == keys, "9 rows run in a bucket of 10"
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.8])
 def test_decode_rows_beside_prompts_keep_their_graph_and_their_tokens(
     tiny_llama: Path, tiny_adapters: dict[str, Path], temperature: float
 ) -> None:
@@ -298,7 +298,8 @@ def test_rows_that_grow_and_lose_their_pages_generate_what_they_would_with_all_m
         results += engine.step()
         engine.check_integrity()
     assert engine.num_preempted > 0
-    assert by_id(results) == by_id(list(device_engine(tiny_llama).run(asked)))
+    expected = by_id(list(make_engine(tiny_llama).run(asked)))
+    assert {key: r.token_ids for key, r in by_id(results).items()} == {key: r.token_ids for key, r in expected.items()}
 
 
 def test_rows_share_prefixes_page_by_page(tiny_llama: Path) -> None:
