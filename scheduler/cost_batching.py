@@ -147,12 +147,13 @@ def _most_wanted(types: NDArray[np.int32]) -> int | None:
 
 @dataclass(slots=True)
 class CostBatcher:
-    """`AdaptiveBatcher` whose steps to come are those of the rows at hand and announced. Keeps no state.
+    """`AdaptiveBatcher` whose steps to come are those of the rows at hand and announced.
 
     `lengths`: of this replica's rows. Half of a mean answer counts as steps to come, for a batch is rarely as full as
-    at its start. A merge is charged with the way back: the weights that are merged now were paid for, so that leaving
-    them is decided by the steps alone. `rows_to_come`: of an adapter, rows that a
-    plan will still bring here. No row sits out more steps than a row is expected to take.
+    at its start; prompts count while rows wait. A merge is charged with the way back: the weights that are merged now
+    were paid for, so that leaving them is decided by the steps alone. The first one is also charged with the second
+    copy of the weights, which is all the state that is kept. `rows_to_come`: of an adapter, rows that a plan will still
+    bring here. No row sits out more steps than a row is expected to take.
     """
 
     cost: CostModel
