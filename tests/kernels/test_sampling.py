@@ -184,7 +184,7 @@ def test_logits_that_are_no_numbers_give_some_token_and_leave_other_rows_alone(d
 def test_sums_of_the_largest_vocabularies_fit_whole_numbers(device: torch.device, top_p: float) -> None:
     """Of 262,208 equal logits the weights are 2^62."""
     logits = torch.zeros(1, 262_208, device=device)
-    found, expected = both(logits, rows_for(device, [(1.0, 0, top_p)], seed=11))
+    found, expected = both(logits, rows_for(device, [(1.0, 0, top_p)], seed=12))
     assert found.tolist() == expected.tolist()
     assert found.max() > 2**17
 
