@@ -54,6 +54,7 @@ def answers(engine: Engine, adapters: dict[str, Path]) -> dict[str, Result]:
     return serve(engine, [Request(name, prompts(1, 300)[0], served[name], sampling) for name in served])
 
 
+@pytest.mark.long
 def test_gpu_kernels_serve_a_base_of_8_bits(tiny_llama: Path, adapters: dict[str, Path]) -> None:
     engine = Engine(tiny_llama, EngineConfig(base_quantization="fp8", **CONFIG, **ON_DEVICE))
     linears = [linear for layer in engine.backend.decoder.layers for linear in layer.linears.values()]

@@ -169,6 +169,7 @@ def test_members_on_devices_compute_together_what_one_process_does(
         assert group.telemetry().adapter_loads > len(adapters)
 
 
+@pytest.mark.long
 def test_members_on_devices_merge_and_serve_rows_beside_merged_adapters(
     small: tuple[Path, dict[str, Path]], make_adapter: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -180,6 +180,7 @@ def test_what_cannot_be_scored_is_said(tiny_llama: Path) -> None:
     assert not SamplingParams(choice=many.choice, score_choices=False).problems()
 
 
+@pytest.mark.long
 def test_rows_that_lose_their_memory_begin_again(tiny_llama: Path) -> None:
     """Block tables grow; a pool that is too small for all preempts rows in the middle of their texts."""
     given = [replace(row, sampling=replace(row.sampling, temperature=0.0)) for row in rows_for([None], 4, choice=FEW)]
