@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -78,6 +80,8 @@ def launch(kernel: Any, num_programs: int, *args: Any, **constants: Any) -> None
     would ask the driver whether they are the device's. `constants` are the kernel's constants and the compiler's
     options, always the same names in the same order. The kernel's constant `PDL` is set here: see `uses_pdl`.
     """
+    if (asked := tuning()) is not None:
+        constants = asked.of(constants)
     if is_interpreted():
         kernel[num_programs,](*args, PDL=False, **constants)
         return
@@ -109,6 +113,52 @@ def launch(kernel: Any, num_programs: int, *args: Any, **constants: Any) -> None
     if is_aligned and compiled is not None:  # None: a hook of Triton's has noted the kernel instead
         of_kernel = options | constants
         launches.code[key] = compiled, [of_kernel[name] for name in launches.constants]
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How all kernels are compiled otherwise than they ask, to compare. `block`: times the columns or depth of a tile,
+    `warps`: times the warps, with as many registers for a program; `stages`: plus the stages of a pipelined loop."""
+
+    block: float = 1.0
+    warps: float = 1.0
+    stages: int = 0
+
+    def of(self, constants: Mapping[str, Any]) -> dict[str, Any]:
+        """The constants of a launch. 16 is a tensor core's least side, 255 what a thread has of registers."""
+        tuned = dict(constants)
+        for name in tuned.keys() & {"BLOCK_N", "BLOCK_K"}:
+            tuned[name] = max(int(tuned[name] * self.block), 16)
+        if "num_stages" in tuned:
+            tuned["num_stages"] = max(tuned["num_stages"] + self.stages, 1)
+        if "num_warps" in tuned:
+            tuned["num_warps"] = min(max(int(tuned["num_warps"] * self.warps), 1), 16)
+            if tuned.get("maxnreg"):
+                registers = tuned["maxnreg"] * constants["num_warps"] // tuned["num_warps"]
+                tuned["maxnreg"] = min(registers // 8 * 8, 255)
+        return tuned
+
+
+@cache
+def tuning() -> Tuning | None:
+    """That of `LORABATCH_TUNING`, as in `block=2,warps=0.5,stages=-1`; none if it is not set.
+
+    Raises:
+        ValueError: it is not of that form.
+    """
+    asked = os.environ.get("LORABATCH_TUNING", "")
+    if not asked:
+        return None
+    try:
+        pairs = dict(part.split("=") for part in asked.split(","))
+        numbers = {name: (int if name == "stages" else float)(value) for name, value in pairs.items()}
+        if all(name == "stages" or math.log2(number).is_integer() for name, number in numbers.items()):
+            return Tuning(**numbers)  # type: ignore[arg-type]
+    except (ValueError, TypeError):
+        pass
+    raise ValueError(
+        f"LORABATCH_TUNING={asked}: expected powers of 2 and a whole number, as in block=2,warps=0.5,stages=-1"
+    )
 
 
 class _Launches:

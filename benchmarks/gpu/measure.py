@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from triton.errors import TritonError
 
 from lorabatch.benchmarks.gpu.budget import Deadline
 from lorabatch.benchmarks.gpu.device import Peaks, eager_median_s, median_s
@@ -61,10 +62,15 @@ def measure_kernels(
         for case in kernel_cases(_layer(shape, batch, context, ranks, device, tokens), ranks):
             if not deadline.allows(f"{name}, {case.name}"):
                 continue
-            seconds = median_s(case.run, device)
+            found: dict[str, Any] = {"kernel": case.name, "batch": batch, "tokens": tokens, "adapters": count}
             floor_s = peaks.floor_s(case.num_bytes, case.flops)
-            found = {"us": seconds * 1e6, "floor_us": floor_s * 1e6, "fraction": floor_s / seconds}
-            rows.append({"kernel": case.name, "batch": batch, "tokens": tokens, "adapters": count} | found)
+            try:
+                seconds = median_s(case.run, device)
+            except TritonError as error:  # it takes more shared memory than there is, say; nothing was launched
+                rows.append(found | {"failed": str(error)})
+            else:
+                found |= {"us": seconds * 1e6, "floor_us": floor_s * 1e6, "fraction": floor_s / seconds}
+                rows.append(found)
             save(rows)
     return rows
 

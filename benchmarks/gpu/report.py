@@ -77,6 +77,8 @@ def _ours(row: dict[str, Any]) -> str:
 
 def _kernel(row: dict[str, Any]) -> str:
     sizes = f"{row['kernel']:<22}{row['batch']:>5}{row['tokens']:>7}{row['adapters']:>9}"
+    if "failed" in row:
+        return f"{sizes}  failed: {row['failed']}"
     return f"{sizes}{row['us']:>8.1f}{row['floor_us']:>8.1f}{row['fraction']:>10.0%}"
 
 

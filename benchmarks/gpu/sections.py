@@ -25,7 +25,7 @@ from lorabatch.benchmarks.gpu.reading import Reading, measure_reading
 from lorabatch.benchmarks.gpu.sanitizer import run_sanitizer
 from lorabatch.benchmarks.gpu.shapes import TINY, ModelShape
 from lorabatch.benchmarks.gpu.steady import SteadyMatrix, full_jobs, measure_steady, tiny_jobs
-from lorabatch.benchmarks.gpu.variants import VARIANT_S, measure_variant, tiny_variants, variant_matrix
+from lorabatch.benchmarks.gpu.variants import VARIANT_S, VariantSizes, measure_variant, tiny_variants, variant_sizes
 from lorabatch.benchmarks.gpu.vllm_peer import measure_vllm
 from lorabatch.benchmarks.gpu.warm_up import compile_all
 
@@ -46,7 +46,7 @@ class Scale:
     kernels: Matrix
     engine: EngineMatrix
     steady: SteadyMatrix
-    variant: EngineMatrix
+    variant: VariantSizes
     reading: Reading
     ours: tuple[PeerWorkload, ...]
     peer_batch: int
@@ -82,7 +82,7 @@ def full_scale(shape: ModelShape) -> Scale:
         Matrix(),
         full_matrix(),
         full_jobs(),
-        variant_matrix(),
+        variant_sizes(),
         Reading(num_adapters=8, threads=(1, 4, 8), repeats=2),
         # PEFT's and vLLM's
         (*_peers("peft", 64, 32, 32, 8), *_peers("vllm", 256, 128, 64, 16)),
@@ -164,7 +164,7 @@ def _sanitizer(scale: Scale, place: Place) -> dict[str, Any]:
 def _variant(scale: Scale, place: Place) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = write_model_folder(Path(name) / "model", scale.shape)
-        sizes = scale.shape, scale.variant, scale.dtypes[0]
+        sizes = scale.shape, scale.variant, _peaks(place), scale.dtypes[0]
         return measure_variant(folder, *sizes, place.device, _pool_bytes(place.device), place.deadline, place.save)
 
 

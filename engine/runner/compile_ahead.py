@@ -57,8 +57,9 @@ class EngineKernels:
 
 def _variables() -> Iterator[tuple[str, str]]:
     """Of the environment, those that kernels are compiled by."""
+    ours, others = ("LORABATCH_PDL", "LORABATCH_TUNING"), ("TRITON_CACHE_DIR", *_ENVIRONMENT)
     for name, value in os.environ.items():
-        if name == "LORABATCH_PDL" or (name.startswith("TRITON_") and name not in ("TRITON_CACHE_DIR", *_ENVIRONMENT)):
+        if name in ours or (name.startswith("TRITON_") and name not in others):
             yield name, value
 
 

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 import lorabatch
 from lorabatch.benchmarks.gpu import __main__ as command
-from lorabatch.benchmarks.gpu import checks, correctness, engine_matrix, run
+from lorabatch.benchmarks.gpu import checks, correctness, engine_matrix, measure, run
 from lorabatch.benchmarks.gpu.budget import Deadline
 from lorabatch.benchmarks.gpu.device import Peaks, describe, peaks_of
 from lorabatch.benchmarks.gpu.engine_matrix import full_matrix
@@ -30,6 +31,7 @@ from lorabatch.benchmarks.gpu.reading import measure_reading
 from lorabatch.benchmarks.gpu.report import as_table, problems_of
 from lorabatch.benchmarks.gpu.sections import SECTIONS, Place, Section, tiny_scale
 from lorabatch.benchmarks.gpu.shapes import LLAMA_3_8B, TINY
+from lorabatch.benchmarks.gpu.variants import variants_table
 from lorabatch.benchmarks.provenance import COMMIT_VARIABLE
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.runner.gpu_plan import SPLIT_KEYS
@@ -202,19 +204,41 @@ def test_a_run_that_is_cut_short_leaves_what_its_sections_have_found(
 
 @pytest.mark.long
 def test_variants_are_measured_in_processes_of_their_own_environments(tmp_path: Path) -> None:
-    """Two of them; on a CPU they are launched alike, and the one that needs a GPU says so."""
+    """Three of them; the one that needs a GPU says so, and is launched like the first on a CPU."""
     command_line = [sys.executable, "-m", "lorabatch.benchmarks.gpu", "--tiny", "--json", str(tmp_path / "found.json")]
     done = subprocess.run(
-        [*command_line, "--variants", "usual", "varlen"],
+        [*command_line, "--variants", "usual", "wider-tiles", "varlen"],
         capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"}, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert "LORABATCH_PROMPT_ATTENTION='varlen': it needs a GPU" in done.stderr
     found = json.loads((tmp_path / "found.json").read_text())["variants"]
-    assert list(found) == ["usual", "varlen"]
+    assert list(found) == ["usual", "wider-tiles", "varlen"]
     assert all(len(value["points"]) == len(value["decoding"]) == 1 for value in found.values()), done.stderr[-3000:]
-    lines = [line.split() for line in done.stdout.splitlines()]
-    assert [line[1] for line in lines if line[0] == "varlen"] == ["decode", "decode", "prompts"]
+    (usual, *others) = ([row["kernel"] for row in value["kernels"]] for value in found.values())
+    assert others == [usual, usual]
+    measured = [line[16:] for line in done.stdout.splitlines() if line.startswith("wider-tiles ")]
+    assert [line.partition(",")[0] for line in measured] == [*usual, "decode", "decode", "prompts"]
+
+
+def test_a_kernel_that_does_not_fit_the_gpu_costs_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(call: Any, device: torch.device) -> float:
+        if "shrink" in call.__qualname__:
+            raise OutOfResources(300_000, 232_448, "shared memory")
+        return 1e-6
+
+    monkeypatch.setattr(measure, "median_s", too_large)
+    matrix, saved = replace(tiny_scale().kernels, adapters=(2,), prompts=()), []
+    rows = measure.measure_kernels(TINY, matrix, Peaks(1e12, 1e12), CPU, Deadline.after(60.0), saved.append)
+    assert "out of resource: shared memory" in rows[0]["failed"]
+    assert (rows[0]["kernel"], len(rows)) == ("LoRA shrink qkv", 10)
+    assert all(row["us"] == 1.0 for row in rows[1:])
+    assert saved[-1] is rows
+    found = {"model": "tiny", "machine": {"device": "x", "date": "y"}, "kernels": rows}
+    assert "LoRA shrink qkv" in as_table(found)
+    assert "failed: out of resource" in as_table(found)
+    table = variants_table(found | {"variants": {"more-stages": {"kernels": rows}}})
+    assert "more-stages: LoRA shrink qkv: out of resource: shared memory" in table
 
 
 def test_an_unknown_variant_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

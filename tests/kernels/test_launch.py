@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,8 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from lorabatch.benchmarks.gpu.kernel_cases import kernel_cases
+from lorabatch.benchmarks.gpu.layer import StepLayer
+from lorabatch.benchmarks.gpu.shapes import TINY
 from lorabatch.kernels import launch
-from lorabatch.kernels.launch import empty_pinned
+from lorabatch.kernels.launch import Tuning, empty_pinned
 
 
 @pytest.mark.parametrize("number", [torch.uint8, torch.int64, torch.bfloat16])
@@ -97,3 +101,41 @@ def test_kernels_are_launched_early_if_asked_where_the_gpu_can_and_then_none_run
     monkeypatch.setattr(launch, "uses_pdl", launch.uses_pdl.__wrapped__)
     assert launch.uses_pdl() == expected
     assert launch.has_side_stream.__wrapped__() != expected
+
+
+def test_tiles_warps_and_stages_of_all_kernels_can_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program keeps its registers: half the warps have twice as many each."""
+    monkeypatch.setenv("LORABATCH_TUNING", "block=0.5,warps=0.5,stages=-1")
+    tuning = launch.tuning.__wrapped__()
+    own = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 16, "num_stages": 4, "num_warps": 4, "maxnreg": 72}
+    assert tuning.of(own) == {
+        "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 16, "num_stages": 3, "num_warps": 2, "maxnreg": 144
+    }  # fmt: skip
+    assert tuning.of({"num_stages": 1, "num_warps": 1, "maxnreg": None}) == {
+        "num_stages": 1, "num_warps": 1, "maxnreg": None
+    }  # fmt: skip
+    assert Tuning(warps=4).of({"num_warps": 8, "maxnreg": 128})["num_warps"] == 16
+    monkeypatch.delenv("LORABATCH_TUNING")
+    assert launch.tuning.__wrapped__() is None
+
+
+@pytest.mark.parametrize(
+    "asked", ["block", "block=3", "tiles=2", "warps=0", "stages=1.5", "block=2;warps=2", "warps=inf"]
+)
+def test_a_tuning_of_another_form_is_refused(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORABATCH_TUNING", asked)
+    with pytest.raises(
+        ValueError, match=f"LORABATCH_TUNING={re.escape(asked)}: expected powers of 2 and a whole number"
+    ):
+        launch.tuning.__wrapped__()
+
+
+@pytest.mark.parametrize("tuning", [Tuning(block=2), Tuning(block=0.5)])
+def test_kernels_with_other_tiles_compute_the_same(tuning: Tuning, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "tuning", lambda: tuning)
+    ranks = [8, 20]
+    for new_tokens in (1, 13):
+        layer = StepLayer(TINY, 2, 20, ranks, torch.float32, torch.device("cpu"), num_programs=2, new_tokens=new_tokens)
+        for case in kernel_cases(layer, ranks):
+            expected = case.twin()
+            torch.testing.assert_close(case.run().double(), expected.double(), rtol=1e-4, atol=1e-4)
