@@ -154,7 +154,7 @@ def print_plan(
 
 def totals(found: DryRun, gpu_hour_price: float | None) -> list[str]:
     """Rows, seconds, the placement's bound and gap, money, and where the cost model comes from."""
-    forecast, placement = found.forecast, found.forecast.placement
+    forecast = found.forecast
     output = sum(adapter.predicted_output_tokens for adapter in forecast.adapters)
     lines = [
         f"{found.workload.num_rows} rows, {int(found.workload.prompt_tokens.sum())} prompt tokens, about {output} "
@@ -165,8 +165,7 @@ def totals(found: DryRun, gpu_hour_price: float | None) -> list[str]:
         *_range(found),
         *_engines(found),
         *_policy(found),
-        f"Placement: {placement.makespan_s:.1f} s, no placement ends before {placement.bound_s:.1f} s "
-        f"(gap of the placement {placement.gap:.2%}, {placement.method})",
+        *_placement(found),
         f"Cost model: {found.settings.cost_origin}",
     ]
     if forecast.shared_prompt_tokens:
@@ -226,17 +225,28 @@ def _policy(found: DryRun) -> list[str]:
     return [f"Policy: {policy}{dealt}"] if found.settings.is_dealt else []
 
 
+def _placement(found: DryRun) -> list[str]:
+    """How well shards of given seconds are dealt to workers, all of which count as alike; no bound of the job."""
+    if found.slowness is not None:
+        return []
+    placement = found.forecast.placement
+    return [
+        f"Placement of the shards, each priced alone: {placement.makespan_s:.1f} s, at best {placement.bound_s:.1f} s "
+        f"(gap of the placement {placement.gap:.2%}, {placement.method})"
+    ]
+
+
 def _range(found: DryRun) -> list[str]:
     """The assumption about answer lengths, where no answer has been seen yet, and the range that follows."""
-    if found.range_s is None:
-        return []
-    shortest_s, longest_s = found.range_s
     known = len(found.settings.lengths)
-    others = f"Answers of {known} adapters are taken to be as long as in earlier jobs, others" if known else "Answers"
-    return [
-        f"{others} are assumed to be half of max_tokens long. "
-        f"{shortest_s:.1f} s if they take a quarter of it, {longest_s:.1f} s if they take all"
-    ]
+    lines = [f"Answers of {known} adapters are taken to be as long as in earlier jobs"] if known else []
+    if found.range_s is not None:
+        shortest_s, longest_s = found.range_s
+        lines.append(
+            f"{'Other answers' if known else 'Answers'} are assumed to be half of max_tokens long. "
+            f"{shortest_s:.1f} s if they take a quarter of it, {longest_s:.1f} s if they take all"
+        )
+    return lines
 
 
 def _by_seconds(found: DryRun) -> list[AdapterForecast]:

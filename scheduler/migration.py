@@ -195,7 +195,7 @@ class TailMigration:
         output = sum(left.get(shard.shard_id, 0) * self._output_tokens(shard) for shard in shards) / max(1, weight)
         generated = report.running_tokens / max(1, report.running_rows - report.prefilling_rows)
         planned = sum(shard.predicted_output_tokens for shard in shards) / sum(shard.num_rows for shard in shards)
-        return output, self._lengths.left(generated, planned / PRIOR_SHARE)
+        return output, self._lengths.left(generated, planned / self._settings.length_share)
 
     def _look(self, replicas: Mapping[str, ReplicaState]) -> None:
         """Find the fastest replicas with most room and those with most left, among all."""
@@ -341,11 +341,13 @@ class Pace:
 class TailSettings:
     """`hop_s`: from the decision until a moved row runs again, beside the step that its owner is in and its second
     prefill. Rows move when the owner's end comes sooner by `least_gain` of what is left, and by `least_gain_s`.
+    `length_share`: of a row's `max_tokens`, which the plan expects where it knows no better.
     """
 
     hop_s: float = 0.1
     least_gain: float = 0.05
     least_gain_s: float = 0.0
+    length_share: float = PRIOR_SHARE
 
 
 def lend(

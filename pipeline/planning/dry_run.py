@@ -38,8 +38,8 @@ _SIMULATED_ROWS = 20_000
 class DryRun:
     """A job as planned. `weight_bytes`: of the base model on each worker, as stored. `bound_s`: no run takes less, if
     answers are as long as expected. `range_s`: predicted for answers of a quarter of `max_tokens` and of all of it;
-    None when their lengths are known. `slowness`: of each worker over the cost model, where it was given. `notes`: on
-    adapters, files and rows.
+    None where their lengths are known, or those of earlier jobs. `slowness`: of each worker over the cost model, where
+    it was given. `notes`: on adapters, files and rows.
     """
 
     spec: JobSpec
@@ -76,7 +76,7 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None, speeds: str
         predict = partial(settings.forecast, workload, num_workers, max_rows=_SIMULATED_ROWS, slowness=slowness)
         forecast = predict()
         range_s = None
-        if not spec.sampling.ignore_eos:
+        if settings.guesses_lengths(workload):
             range_s = (predict(length_share=0.25).predicted_s, predict(length_share=1.0).predicted_s)
         weight_bytes = sum(file.stat().st_size for file in job.model_folder.glob("*.safetensors"))
         return DryRun(

@@ -268,7 +268,7 @@ class RunSettings:
         policy = POLICIES[self.policy]
         settings = SchedulerSettings(
             expected_replicas=num_workers,
-            tail=TailSettings(_HOP_S, least_gain_s=_LEAST_GAIN_S) if self.migrates and policy.moves_rows else None,
+            tail=self._tail if self.migrates and policy.moves_rows else None,
             cost=self.cost,
             shares_adapters=self.shares_adapters,
             policy=self.policy,
@@ -281,6 +281,10 @@ class RunSettings:
             memory = ReplicaMemory(self.limits.pool_bytes, self.limits.token_bytes, sizes)
             settings = replace(settings, memory=memory)
         return settings
+
+    @property
+    def _tail(self) -> TailSettings:
+        return TailSettings(_HOP_S, least_gain_s=_LEAST_GAIN_S, length_share=self.length_share)
 
     def batcher(self, facts: ReplicaFacts) -> Batcher:
         """Of one engine, or of one simulated replica."""
@@ -360,6 +364,15 @@ class RunSettings:
         fixed = rows.fixed_tokens
         return expected if fixed is None else np.where(fixed > 0, fixed, expected)
 
+    def guesses_lengths(self, rows: Workload) -> bool:
+        """Whether a row's answer may have any length: none that is known beforehand, and earlier jobs have not had its
+        adapter."""
+        names = [*(adapter.name for adapter in rows.adapters), ""]
+        is_known = np.array([name in self.lengths for name in names])[rows.adapter_index]
+        if rows.fixed_tokens is not None:
+            is_known |= rows.fixed_tokens > 0
+        return self.length_share < 1 and bool((~is_known & (rows.max_tokens > 0)).any())
+
     def _corrected(self, expected: NDArray[np.float64], rows: Workload) -> NDArray[np.float64]:
         """By the lengths that earlier jobs have had."""
         found = [self.lengths.get(adapter.name) for adapter in rows.adapters] + [self.lengths.get("")]
@@ -417,7 +430,7 @@ class RunSettings:
         `play`."""
         return job_bound(
             self.with_reuse(rows),
-            self.expected_tokens(rows),
+            np.rint(self.expected_tokens(rows)),  # as a plan is played
             self.step_prices,
             batch_rows=self.limits.batch_rows,
             step_tokens=self.limits.step_tokens,

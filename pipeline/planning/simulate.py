@@ -117,7 +117,7 @@ def make_job(request: SimulationRequest) -> tuple[Workload, RunSettings]:
         if request.cost_model is not None and request.cost_model in MACHINES:
             engine = replace(settings.engine, cost=MACHINES[request.cost_model])
             settings = replace(settings, engine=engine, cost_origin=request.cost_model, prices=None)
-        return _with_drawn_answers(found.workload, generator), settings
+        return with_drawn_answers(found.workload, settings, generator), settings
     settings = _machine_settings(request)
     if request.trace is not None:
         prompts, outputs = read_trace_lengths(request.trace)
@@ -164,13 +164,18 @@ def _check_cost_model(name: str) -> None:
         )
 
 
-def _with_drawn_answers(workload: Workload, generator: np.random.Generator) -> Workload:
-    """Answers of which no length is known end anywhere up to `max_tokens`, each length alike: half of it on average, as
-    plans expect.
+def with_drawn_answers(workload: Workload, settings: RunSettings, generator: np.random.Generator) -> Workload:
+    """Answers are on average as long as the plan expects, each length around that alike that leaves it within
+    `max_tokens`: from 1 to all of it where nothing is known, exactly as long where their length is known.
     """
-    drawn = np.ceil(workload.max_tokens * generator.random(workload.num_rows)).astype(np.int32)
-    fixed = workload.fixed_tokens
-    return replace(workload, output_tokens=drawn if fixed is None else np.where(fixed > 0, fixed, drawn))
+    expected, fixed = settings.expected_tokens(workload), workload.fixed_tokens
+    around = np.minimum(expected, workload.max_tokens - expected)
+    if fixed is not None:
+        around[fixed > 0] = 0
+    drawn = np.ceil(expected + around * (2 * generator.random(workload.num_rows) - 1))
+    return replace(
+        workload, output_tokens=np.clip(drawn, np.minimum(1, workload.max_tokens), workload.max_tokens).astype(np.int32)
+    )
 
 
 _COLUMNS = ("ContextTokens", "GeneratedTokens")

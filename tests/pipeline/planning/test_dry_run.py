@@ -12,10 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from lorabatch.console.plan_tables import plan_json, print_plan
+from lorabatch.console.plan_tables import plan_json, print_plan, totals
 from lorabatch.engine.config import BLOCKS_KEY, read_model_config
 from lorabatch.engine.memory.limits import live_weight_bytes, weight_bytes
 from lorabatch.jobs.errors import ErrorBudgetError, JobRequestError
+from lorabatch.jobs.history import AnswerLengths
 from lorabatch.pipeline.cluster.devices import Device
 from lorabatch.pipeline.planning.dry_run import dry_run
 
@@ -119,6 +120,19 @@ def test_where_lengths_are_unknown_the_plan_says_what_it_assumes_and_how_far_it_
     over = found.forecast.predicted_s / found.bound_s
     assert f"takes less than {found.bound_s:.1f} s; predicted are {over:.2f} times that" in text
     assert f"{shortest_s:.1f} s if they take a quarter of it, {longest_s:.1f} s if they take all" in text
+    assert f"Placement of the shards, each priced alone: {found.forecast.placement.makespan_s:.1f} s, at best" in text
+
+
+def test_where_earlier_jobs_had_all_adapters_the_plan_says_so_and_gives_no_range(options: dict[str, Any]) -> None:
+    found = dry_run(options)
+    known = {name: AnswerLengths(40, 200) for name in ["", *(a.name for a in found.workload.adapters)]}
+    learned = replace(found, settings=replace(found.settings, lengths=known), range_s=None)
+    lines = totals(learned, None)
+    assert "Answers of 5 adapters are taken to be as long as in earlier jobs" in lines
+    assert not any("max_tokens" in line for line in lines)
+    some = totals(replace(learned, range_s=(1.0, 2.0)), None)
+    assert "Other answers are assumed to be half of max_tokens long. 1.0 s if they take a quarter" in " ".join(some)
+    assert not any("Placement" in line for line in totals(replace(found, slowness=(1.0, 4.0)), None))
 
 
 @pytest.mark.long

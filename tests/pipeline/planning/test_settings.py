@@ -226,3 +226,32 @@ def test_adapters_that_earlier_jobs_have_had_are_expected_to_answer_as_then(tiny
     assert learned.expected_tokens(rows).max() <= 100
     fixed = replace(rows, fixed_tokens=np.array([0, 3, 12], np.int32))
     assert learned.expected_tokens(fixed, length_share=1.0) == pytest.approx([100, 3, 12])
+
+
+def test_lengths_are_a_guess_where_nothing_says_how_long_an_answer_is(tiny_llama: Path) -> None:
+    rows = make_workload(
+        make_adapters([8]), np.array([-1, 0], np.int32), np.full(2, 9, np.int32), np.full(2, 100, np.int32)
+    )
+    settings, name = settings_for(tiny_llama), rows.adapters[0].name
+    learned = replace(settings, lengths={name: AnswerLengths(1000, 20_000)})
+    assert settings.guesses_lengths(rows)
+    assert learned.guesses_lengths(rows), "nothing is known of the base model"
+    assert not learned.guesses_lengths(replace(rows, fixed_tokens=np.array([7, 0], np.int32)))
+    assert not replace(learned, lengths=learned.lengths | {"": AnswerLengths(9, 90)}).guesses_lengths(rows)
+    assert not replace(settings, length_share=1.0).guesses_lengths(rows)
+
+
+@pytest.mark.parametrize("max_tokens", [3, 5, 9, 13])
+def test_a_plan_takes_no_less_than_its_bound_where_half_of_max_tokens_is_no_whole_number(
+    max_tokens: int, tiny_llama: Path
+) -> None:
+    rows = make_workload((), np.full(640, -1, np.int32), np.full(640, 20, np.int32), np.full(640, max_tokens, np.int32))
+    settings = replace(settings_for(tiny_llama), migrates=False)
+    assert settings.forecast(rows, 2, max_rows=1000).predicted_s >= settings.bound(rows, 2).seconds
+
+
+def test_rows_that_run_have_at_most_what_they_may_generate(tiny_llama: Path) -> None:
+    """Where all answers are of `max_tokens`, the plan's length is the longest; else it is half of that."""
+    settings = settings_for(tiny_llama)
+    shares = [replace(settings, length_share=share).scheduler(2).tail for share in (0.5, 1.0)]
+    assert [tail.length_share for tail in shares if tail is not None] == [0.5, 1.0]
