@@ -81,23 +81,27 @@ class CompileAhead:
         self._problem: str | None = None
         try:
             if not kernels.done.exists():
-                command = [sys.executable, "-m", _MODULE, str(os.getpid()), json.dumps(asdict(kernels))]
-                self._process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=os.environ | _ENVIRONMENT
-                )
+                self._process = start_compiler(_MODULE, json.dumps(asdict(kernels)))
         except OSError as error:
             self._problem = str(error)
 
     def wait(self, longest_s: float = _LONGEST_WAIT_S) -> Compiled:
         """Wait until all are compiled, at most so long; warns once of what is not."""
-        compiled = Compiled(problem=self._problem) if self._process is None else _result(self._process, longest_s)
+        compiled = Compiled(problem=self._problem) if self._process is None else result_of(self._process, longest_s)
         missing = compiled.problem or ", ".join(compiled.failed)
         if missing:
             logger.warning("not compiled ahead, but when they are first launched: GPU kernels (%s)", missing)
         return compiled
 
 
-def _result(process: subprocess.Popen[bytes], longest_s: float) -> Compiled:
+def start_compiler(module: str, argument: str) -> subprocess.Popen[bytes]:
+    """Start a process that compiles kernels: `python -m MODULE PARENT ARGUMENT`. It prints what `result_of` reads."""
+    command = [sys.executable, "-m", module, str(os.getpid()), argument]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=os.environ | _ENVIRONMENT)
+
+
+def result_of(process: subprocess.Popen[bytes], longest_s: float) -> Compiled:
+    """Wait for a process that compiles kernels, at most so long."""
     try:
         output, _ = process.communicate(timeout=longest_s)
     except subprocess.TimeoutExpired:

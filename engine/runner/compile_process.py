@@ -12,7 +12,8 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,21 +83,26 @@ class TargetOnly:
 
 def note_kernels(kernels: EngineKernels) -> dict[str, Noted]:
     """Kernels that an engine launches, by what they are compiled by."""
-    triton.runtime.driver.set_active(TargetOnly(kernels.capability))
+    return note_launches(kernels.capability, _META.type, lambda: _launch_all(kernels))
+
+
+def note_launches(capability: int, device_type: str, launch_all: Callable[[], object]) -> dict[str, Noted]:
+    """Kernels that `launch_all` launches on devices of this type, by what they are compiled by for a GPU."""
+    triton.runtime.driver.set_active(TargetOnly(capability))
     noted: dict[str, Noted] = {}
 
     def note(*, key: str, fn: Any, compile: dict[str, Any], **others: Any) -> bool:
         noted[f"{fn.module}.{fn.name} {key}"] = fn.jit_function, compile["specialization_data"]
         return True  # not to be compiled now, nor launched
 
-    launch.TRITON_DEVICES.add(_META.type)
+    launch.TRITON_DEVICES.add(device_type)
     triton.knobs.runtime.jit_cache_hook = note
     try:
         with torch.inference_mode():
-            _launch_all(kernels)
+            launch_all()
     finally:
         triton.knobs.runtime.jit_cache_hook = None
-        launch.TRITON_DEVICES.remove(_META.type)
+        launch.TRITON_DEVICES.remove(device_type)
     return noted
 
 
@@ -181,6 +187,11 @@ class _OneOfMany:
         return x.new_empty(len(x), self.head_outputs)
 
 
+def compile_noted(noted: dict[str, Noted]) -> dict[str, Any]:
+    """Compile kernels on all cores; what the process prints of it."""
+    return {"num_kernels": len(noted), "failed": compile_each(noted, len(os.sched_getaffinity(0)))}
+
+
 def compile_each(noted: dict[str, Noted], num_processes: int) -> list[str]:
     """Compile kernels in a process each, so many at once; names of those that failed."""
     failed: list[str] = []
@@ -209,11 +220,20 @@ def compile_each(noted: dict[str, Noted], num_processes: int) -> list[str]:
 def _compile_and_exit(function: Any, specialization: str, parent: int) -> None:
     try:
         end_with(parent)
-        function.preload(specialization)
+        _build_launcher(function.preload(specialization))
         os._exit(0)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
+
+
+def _build_launcher(kernel: Any) -> None:
+    """Before Triton 3.7 each kind of arguments has a launcher in C of its own, which its first launch would build."""
+    from triton.backends.nvidia import driver
+
+    if kernel is not None and hasattr(driver, "make_launcher"):
+        with suppress(AssertionError):  # there is no libcuda to link with, and no GPU to launch on
+            driver.CudaLauncher(kernel.src, kernel.metadata)
 
 
 def _how_it_ended(status: int) -> str:
@@ -229,8 +249,7 @@ def main() -> int:
     done = kernels.done
     with file_lock(done.with_suffix(".lock")):
         if not done.exists():
-            noted = note_kernels(kernels)
-            result = {"num_kernels": len(noted), "failed": compile_each(noted, len(os.sched_getaffinity(0)))}
+            result = compile_noted(note_kernels(kernels))
             if not result["failed"]:
                 done.touch()
     print(json.dumps(result))
