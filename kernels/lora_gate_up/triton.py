@@ -35,7 +35,7 @@ PROGRAMS_PER_MULTIPROCESSOR = 4
 _BLOCK_N, _PREFILL_BLOCK_N = 128, 32
 
 
-@triton.jit(do_not_specialize=["site_row", "scratch_rows"])
+@triton.jit(do_not_specialize=["site_row", "rows_per_resident", "scratch_rows"])
 def _gate_up(
     out, y, bias, intermediate, site_row, rows_per_resident,
     pool, pool_fp32, sites, chunks, scales, header, perm, tiles, scratch, scratch_rows,

@@ -56,7 +56,7 @@ def _chunks_of_head(sites, plus, minus, site_row, rows_per_resident, head, H: tl
     return tile_chunks(sites, plus, minus, site_row, rows_per_resident, member, 2)
 
 
-@triton.jit(do_not_specialize=["layer", "site_row", "scratch_rows"])
+@triton.jit(do_not_specialize=["layer", "site_row", "rows_per_resident", "scratch_rows"])
 def _qkv(
     y, bias, q_norm, k_norm, norm_eps, norm_offset, cos, sin, slots, layer, page_elements,
     site_row, rows_per_resident,

@@ -35,7 +35,7 @@ PROGRAMS_PER_MULTIPROCESSOR = 3
 _BLOCK_BYTES, _PREFILL_BLOCK_BYTES = 512, 128  # of a row of B
 
 
-@triton.jit(do_not_specialize=["site_row", "splits_at", "scratch_rows"])
+@triton.jit(do_not_specialize=["site_row", "rows_per_resident", "splits_at", "scratch_rows"])
 def _add_residual(
     out, y, residual, bias, out_features, site_row, rows_per_resident, splits_at,
     pool, pool_fp32, sites, chunks, scales, header, perm, tiles, scratch, scratch_rows,

@@ -23,7 +23,7 @@ PROGRAMS_PER_MULTIPROCESSOR = 4
 _BLOCK_K_BYTES = 256  # of a row of A and of x
 
 
-@triton.jit(do_not_specialize=["site", "site_row", "max_items", "scratch_rows"])
+@triton.jit(do_not_specialize=["site", "site_row", "rows_per_resident", "max_items", "scratch_rows"])
 def _shrink(
     x, x_stride, in_features, site, site_row, rows_per_resident,
     pool, sites, chunks, header, perm, tiles, items, max_items, scratch, scratch_rows,

@@ -71,7 +71,7 @@ def _block(
     return new_largest, total * shrink + tl.sum(weights, axis=1), acc
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer", "table_stride"])
 def _attend(
     out, q, q_stride, pool, page_elements, layer, block_tables, table_stride, header, items, values, stats,
     scale, softcap, window,
