@@ -1,6 +1,8 @@
 """Compiles every kernel that the other sections launch, many at once, into the cache that all their processes share.
 
-It is how engines compile theirs while they load (`engine.runner.compile_ahead`), in every number format.
+Engines of the measured model do it as when they load (`engine.runner.compile_ahead`), in every number format. One more
+process compiles what checks and single layers launch beside them: it runs them once on a CPU, where nothing is launched
+and Triton says what it would compile.
 """
 
 from __future__ import annotations
@@ -9,21 +11,32 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lorabatch.benchmarks.gpu.budget import Deadline
+from lorabatch.benchmarks.gpu.correctness import check_all
+from lorabatch.benchmarks.gpu.kernel_cases import kernel_cases
+from lorabatch.benchmarks.gpu.layer import StepLayer
 from lorabatch.benchmarks.gpu.model_folder import write_model_folder
-from lorabatch.benchmarks.gpu.shapes import ModelShape
-from lorabatch.engine.runner.compile_ahead import CompileAhead, EngineKernels
+from lorabatch.benchmarks.gpu.shapes import TINY, ModelShape
+from lorabatch.engine.confinement import end_with
+from lorabatch.engine.runner.compile_ahead import CompileAhead, Compiled, EngineKernels, result_of, start_compiler
+from lorabatch.engine.runner.compile_process import Noted, compile_noted, note_kernels, note_launches
+from lorabatch.kernels.merge import merge_weights
 
 # Without a GPU an H200's, to see that they compile.
 _H200_CAPABILITY = 90
+# Rows of a layer and ranks: multiples of 16 as those of all measured steps, by which Triton compiles.
+_ROWS, _RANKS = 16, [16]
 
 
 def compile_all(
@@ -33,15 +46,19 @@ def compile_all(
     deadline: Deadline,
     save: Callable[[Any], None],
 ) -> dict[str, Any]:
-    """Seconds until those of each number format were compiled, how many, and what failed."""
+    """Seconds until those of each number format were compiled, how many, and what failed; `others`: of what is launched
+    beside the measured model's engines. The first of `dtypes` is the measured one."""
     names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
     found: dict[str, Any] = {"cores": os.cpu_count(), "seconds": {}, "num_kernels": {}, "not_compiled": {}}
     with tempfile.TemporaryDirectory() as folder:
         model = write_model_folder(Path(folder) / "model", shape)
-        began_s = time.perf_counter()
-        asked = {name: CompileAhead(EngineKernels(str(model), name, _capability(device))) for name in names}
-        for name, ahead in asked.items():
-            compiled = ahead.wait(deadline.left_s)
+        began_s, capability = time.perf_counter(), _capability(device)
+        engines = {name: CompileAhead(EngineKernels(str(model), name, capability)) for name in names}
+        others = start_compiler(__name__, json.dumps([asdict(shape), names, capability]))
+        waits: dict[str, Callable[[float], Compiled]] = {name: ahead.wait for name, ahead in engines.items()}
+        waits["others"] = partial(result_of, others)
+        for name, wait in waits.items():
+            compiled = wait(deadline.left_s)
             found["seconds"][name] = round(time.perf_counter() - began_s, 1)
             found["num_kernels"][name] = compiled.num_kernels
             if compiled.problem or compiled.failed:
@@ -56,6 +73,28 @@ def _capability(device: torch.device) -> int:
         return _H200_CAPABILITY
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def note_others(shape: ModelShape, dtypes: list[torch.dtype], capability: int) -> dict[str, Noted]:
+    """Kernels that sections launch beside engines of the measured model, by what they are compiled by."""
+    cpu = torch.device("cpu")
+    noted: dict[str, Noted] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        tiny = write_model_folder(Path(folder) / "tiny", TINY)
+        for dtype in dtypes if shape != TINY else ():
+            noted |= note_kernels(EngineKernels(str(tiny), str(dtype).removeprefix("torch."), capability))
+    noted |= note_launches(capability, cpu.type, lambda: check_all(dtypes, cpu))
+    return noted | note_launches(capability, cpu.type, lambda: _launch_layers(shape, dtypes[0], cpu))
+
+
+def _launch_layers(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
+    """Each kernel alone, in decode and over prompts, and a merge into all layers."""
+    for new_tokens in (1, _ROWS):
+        layer = StepLayer(shape, _ROWS, _ROWS, _RANKS, dtype, device, num_programs=1, new_tokens=new_tokens)
+        for case in kernel_cases(layer, _RANKS):
+            case.run()
+    _, jobs = layer.merge_jobs(0)
+    merge_weights(jobs * shape.num_layers)
 
 
 def resources_of(cache: Path) -> list[dict[str, Any]]:
@@ -80,3 +119,16 @@ def resources_of(cache: Path) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def main() -> int:
+    """Entry point of the process that compiles what sections launch beside engines."""
+    parent, (shape, names, capability) = int(sys.argv[1]), json.loads(sys.argv[2])
+    end_with(parent)
+    dtypes = [getattr(torch, name) for name in names]
+    print(json.dumps(compile_noted(note_others(ModelShape(**shape), dtypes, capability))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
