@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from lorabatch.benchmarks.gpu.device import describe, peaks_of
+from lorabatch.benchmarks.gpu.device import describe, warnings_about
 from lorabatch.benchmarks.gpu.report import as_table, problems_of
 from lorabatch.benchmarks.gpu.run import run_all, run_one, run_variants
 from lorabatch.benchmarks.gpu.sections import SECTIONS, VARIANT, full_scale, tiny_scale
@@ -55,6 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
         (section,) = (section for section in (*SECTIONS, VARIANT) if section.name == options.only)
         run_one(section, scale, device, options.seconds, options.json or Path(f"{options.only}.json"))
         return 0
+    for warning in warnings_about(device, describe(device)):
+        print(f"warning: {warning}", file=sys.stderr)
     model = TINY.name if options.tiny else options.model
     scale_arguments = ["--tiny"] if options.tiny else ["--model", options.model]
     folder = None
@@ -95,9 +97,6 @@ def _cannot_run(is_tiny: bool) -> str | None:
         return None if is_interpreted else "--tiny runs in Triton's interpreter: set TRITON_INTERPRET=1"
     if not torch.cuda.is_available():
         return "no GPU: torch.cuda.is_available() is false. Run this where one is, or try --tiny."
-    name = describe(torch.device("cuda"))["device"]
-    if peaks_of(name) is None:
-        return f"device {name!r}: its peaks are not listed in benchmarks/gpu/device.py; add them"
     return None
 
 

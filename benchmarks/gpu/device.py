@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import platform
+import re
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lorabatch.benchmarks.provenance import commit, installed_versions
+from lorabatch.kernels.native import native_build
 
-# Name part -> bytes per second of memory, dense bf16 operations per second, from the makers' data sheets.
-_PEAKS = {"H200": (4.8e12, 989e12), "H100": (3.35e12, 989e12), "A100": (2.04e12, 312e12), "L40S": (0.864e12, 362e12)}
+# Word of a name -> bytes per second of memory, dense bf16 operations per second, from the makers' data sheets (where a
+# GPU has several forms, of the SXM one).
+_PEAKS = {
+    "B200": (8e12, 2250e12),
+    "H200": (4.8e12, 989e12),
+    "H100": (3.35e12, 989e12),
+    "A100": (2.04e12, 312e12),
+    "L40S": (0.864e12, 362e12),
+    "L4": (0.3e12, 121e12),
+}
 _FLUSH_BYTES = 256 << 20  # several times an L2 cache
 _CALLS = 8  # in one graph
 _PACKAGES = ("torch", "triton", "transformers", "peft", "vllm", "numpy")
@@ -34,15 +44,13 @@ class Peaks:
 
 
 def peaks_of(name: str) -> Peaks | None:
-    """The data sheet's numbers for a device name, None for a device that is not listed."""
-    for part, numbers in _PEAKS.items():
-        if part in name:
-            return Peaks(*numbers)
-    return None
+    """The data sheet's numbers for a device name, None for a device that is not listed: "GH200" is no "H200"."""
+    words = re.split(r"[\s-]+", name)
+    return next((Peaks(*numbers) for word, numbers in _PEAKS.items() if word in words), None)
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Device, driver, versions and commit, for the result file."""
+    """Device, driver, versions, commit and build of the CPU kernels, for the result file."""
     facts: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} (no GPU)",
         "driver": _first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
@@ -51,8 +59,25 @@ def describe(device: torch.device) -> dict[str, Any]:
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "versions": installed_versions(_PACKAGES),
+        "compiled_kernels": native_build(),
     }
     return facts
+
+
+def warnings_about(device: torch.device, facts: Mapping[str, Any]) -> list[str]:
+    """What a reader of the results should know of what `describe` says of a device's machine, as sentences."""
+    warnings = []
+    if device.type == "cuda" and peaks_of(facts["device"]) is None:
+        warnings.append(
+            f"device {facts['device']!r} is not in benchmarks/gpu/device.py: floors of kernels follow from the rates "
+            "that section 'ceilings' measures, and from an H200's where there are none"
+        )
+    if facts["compiled_kernels"] is None:
+        warnings.append(
+            "the compiled CPU kernels are missing: adapters are read by slower copies of torch. docs/kernels.md says "
+            "how to build them in place"
+        )
+    return warnings
 
 
 def median_s(call: Callable[[], object], device: torch.device) -> float:

@@ -21,7 +21,7 @@ import lorabatch
 from lorabatch.benchmarks.gpu import __main__ as command
 from lorabatch.benchmarks.gpu import checks, correctness, engine_matrix, measure, run
 from lorabatch.benchmarks.gpu.budget import Deadline
-from lorabatch.benchmarks.gpu.device import Peaks, describe, peaks_of
+from lorabatch.benchmarks.gpu.device import Peaks, describe, peaks_of, warnings_about
 from lorabatch.benchmarks.gpu.engine_matrix import full_matrix
 from lorabatch.benchmarks.gpu.kernel_cases import kernel_cases
 from lorabatch.benchmarks.gpu.layer import StepLayer
@@ -36,6 +36,7 @@ from lorabatch.benchmarks.provenance import COMMIT_VARIABLE
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.runner.gpu_plan import SPLIT_KEYS
 from lorabatch.engine.runner.gpu_runner import full_rows_of
+from lorabatch.kernels.native import native_build
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, CostModel
 
 KNOWN = CPU_SMOLLM2_135M.to_json().keys()
@@ -86,8 +87,32 @@ def test_a_floor_is_the_slower_of_bytes_and_flops() -> None:
     peaks = Peaks(bytes_per_s=10.0, flops_per_s=100.0)
     assert peaks.floor_s(20.0, 10.0) == 2.0
     assert peaks.floor_s(1.0, 500.0) == 5.0
-    assert peaks_of("NVIDIA H200") == Peaks(4.8e12, 989e12)
-    assert peaks_of("abacus") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "peaks"),
+    [
+        ("NVIDIA H200", Peaks(4.8e12, 989e12)),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA A100-SXM4-80GB", Peaks(2.04e12, 312e12)),
+        ("NVIDIA L4", Peaks(0.3e12, 121e12)),
+        ("NVIDIA L40S", Peaks(0.864e12, 362e12)),
+        ("NVIDIA B200", Peaks(8e12, 2250e12)),
+        ("abacus", None),
+    ],
+)
+def test_peaks_are_those_of_the_whole_name(name: str, peaks: Peaks | None) -> None:
+    assert peaks_of(name) == peaks
+
+
+def test_a_machine_that_is_not_listed_or_not_built_is_warned_of() -> None:
+    facts, gpu = describe(CPU) | {"device": "NVIDIA H200", "compiled_kernels": "avx512"}, torch.device("cuda")
+    assert warnings_about(gpu, facts) == []
+    (unlisted,) = warnings_about(gpu, facts | {"device": "NVIDIA GH200 480GB"})
+    assert unlisted.startswith("device 'NVIDIA GH200 480GB' is not in benchmarks/gpu/device.py")
+    (not_built,) = warnings_about(CPU, facts | {"device": "", "compiled_kernels": None})
+    assert not_built.startswith("the compiled CPU kernels are missing")
+    assert describe(CPU)["compiled_kernels"] == native_build()
 
 
 def test_mixed_ranks_come_in_turn() -> None:
