@@ -19,7 +19,7 @@ from triton.runtime.errors import OutOfResources
 
 import lorabatch
 from lorabatch.benchmarks.gpu import __main__ as command
-from lorabatch.benchmarks.gpu import checks, correctness, engine_matrix, measure, run
+from lorabatch.benchmarks.gpu import checks, correctness, engine_checks, engine_matrix, measure, run
 from lorabatch.benchmarks.gpu.budget import Deadline
 from lorabatch.benchmarks.gpu.device import Peaks, describe, peaks_of, warnings_about
 from lorabatch.benchmarks.gpu.engine_matrix import full_matrix
@@ -34,6 +34,7 @@ from lorabatch.benchmarks.gpu.shapes import LLAMA_3_8B, TINY
 from lorabatch.benchmarks.gpu.variants import variants_table
 from lorabatch.benchmarks.provenance import COMMIT_VARIABLE
 from lorabatch.engine.engine import Engine
+from lorabatch.engine.request import Request
 from lorabatch.engine.runner.gpu_plan import SPLIT_KEYS
 from lorabatch.engine.runner.gpu_runner import full_rows_of
 from lorabatch.kernels.native import native_build
@@ -321,6 +322,24 @@ def test_a_point_that_fails_is_reported_and_the_next_has_a_new_engine(monkeypatc
     assert [p["error"] for p in found["failed_points"]] == ["RuntimeError: out of memory"]
     assert engines[0] is engines[1] is not engines[2]
     assert [len(value["points"]) for value in saved][-3:] == [1, 1, 2]
+
+
+def test_rows_beside_graphs_are_of_the_base_and_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And rows of all adapters come before them, so that none is read while they run. None is served here."""
+    served: list[list[str | None]] = []
+
+    class Noting(Engine):
+        def run(self, requests: Any) -> Any:
+            rows: list[Request] = list(requests)
+            served.append([row.adapter_id for row in rows])
+            return iter(())
+
+    monkeypatch.setattr(engine_checks, "Engine", Noting)
+    assert engine_checks.check_graphs(CPU, 2) == []
+    first, rows = served[:2]
+    assert len(first) == len(set(first)) == 4
+    assert set(rows) == set(first)
+    assert served == [first, rows] * 2
 
 
 def test_a_section_that_fails_keeps_what_it_had(tmp_path: Path) -> None:
