@@ -1,7 +1,8 @@
 """Whole engine runs: prompts and decoding, per batch, adapters, ranks and mode, beside the base model alone.
 
-One engine serves all points; its batcher is exchanged between them. A point's rows are added, their prompts computed
-(prefill), and then decode steps of the full batch are timed on the wall clock, from device idle to device idle.
+One engine serves all points that its pool holds (`points.engine_parts`); its batcher is exchanged between them. A
+point's rows are added, their prompts computed (prefill), and then decode steps of the full batch are timed on the wall
+clock, from device idle to device idle.
 
 What only decodes begins behind a context whose keys and values are whatever the pages hold. It is measured several
 times, each beside the base of the same rows, since a device's clock drifts.
@@ -13,8 +14,8 @@ import gc
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,89 +23,20 @@ import numpy as np
 import torch
 
 from lorabatch.benchmarks.gpu.budget import Deadline
-from lorabatch.benchmarks.gpu.measure import ranks_for
-from lorabatch.engine.config import EngineConfig
+from lorabatch.benchmarks.gpu.points import (
+    RANK,
+    Decoding,
+    EngineMatrix,
+    EngineMode,
+    PagesNeeded,
+    Point,
+    engine_parts,
+)
+from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
+from lorabatch.engine.memory.limits import total_host_bytes
 from lorabatch.engine.request import ExportedRow, Request, SamplingParams
 from lorabatch.scheduler.batching import BatchView, ReplicaMode, StepPlan
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """`batch` rows of `prompt_tokens`, dealt to `adapters` (0: the base alone) of `rank`, or of mixed ranks."""
-
-    batch: int
-    adapters: int
-    rank: int | str | None
-    mode: ReplicaMode
-    prompt_tokens: int
-
-    @property
-    def name(self) -> str:
-        """For the results."""
-        rank = "" if self.rank is None else f" of rank {self.rank}"
-        return f"{self.batch} x {self.prompt_tokens} tokens, {self.adapters} adapters{rank}, {self.mode}"
-
-
-@dataclass(frozen=True, slots=True)
-class Decoding:
-    """`batch` rows behind `context` tokens each, dealt to each number of `adapters` of rank 16."""
-
-    batch: int
-    context: int
-    adapters: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineMatrix:
-    """Points in the order in which they are measured: what matters most first. `warm_steps` capture graphs and are
-    not timed. `decoding` comes before all points, `repeats` times each."""
-
-    points: tuple[Point, ...]
-    decoding: tuple[Decoding, ...] = ()
-    repeats: int = 3
-    decode_steps: int = 48
-    warm_steps: int = 6
-    max_step_tokens: int = 8192
-
-
-def full_matrix() -> EngineMatrix:
-    """Batches 64 to 512, adapters 0 to 256, ranks 8, 16, 64 and mixed, unmerged, merged and mixture; prompts of 128
-    tokens where decoding counts, of 1024 where prefill does, and four of 2048 or one of 8000 where attention does."""
-    short, long = 128, 1024
-    points = []
-    for batch in (256, 64, 512, 128):
-        points.append(Point(batch, 0, None, "unmerged", short))
-        points += [Point(batch, count, 16, "unmerged", short) for count in (1, 16, 64, 256) if count <= batch]
-        if batch in (256, 64):
-            points.append(Point(batch, 1, 16, "merged", short))
-            points.append(Point(batch, 16, 16, "mixture", short))
-            points += [
-                Point(batch, count, rank, "unmerged", short)
-                for rank in (64, 8, "mixed")
-                for count in (16, 256)
-                if count <= batch
-            ]
-        if batch == 256:
-            points.append(Point(64, 0, None, "unmerged", long))
-            points += [Point(64, count, 16, "unmerged", long) for count in (1, 16, 64)]
-            points += [Point(4, 0, None, "unmerged", 2048), Point(4, 4, 16, "unmerged", 2048)]
-            points.append(Point(1, 0, None, "unmerged", 8000))
-    counts = (1, 16, 64, 256)
-    return EngineMatrix(tuple(points), (Decoding(256, 1024, counts), Decoding(64, 1024, counts[:3])))
-
-
-def tiny_matrix() -> EngineMatrix:
-    """For a machine without a GPU, to see that all of it runs."""
-    points = (
-        Point(3, 0, None, "unmerged", 4),
-        Point(3, 2, 8, "unmerged", 4),
-        Point(3, 1, 8, "merged", 4),
-        Point(3, 2, 8, "mixture", 4),
-        Point(1, 1, "mixed", "unmerged", 20),
-    )
-    decoding = (Decoding(3, 20, (1, 2)),)
-    return EngineMatrix(points, decoding, repeats=2, decode_steps=2, warm_steps=1, max_step_tokens=16)
 
 
 class ExchangeableBatcher:
@@ -131,8 +63,9 @@ def measure_engine(
     deadline: Deadline,
     save: Callable[[Any], None],
 ) -> dict[str, Any]:
-    """Points measured before the deadline, and what loading took. A point that fails says why, and the next one has a
-    new engine."""
+    """Points measured before the deadline, and the engines that measured them. A point that fails says why, and the
+    next one has a new engine. `pool_bytes` None: what weights, merged copies and steps leave of the device's memory.
+    """
     config = EngineConfig(
         max_batch_rows=max(point.batch for point in matrix.points),
         max_step_tokens=matrix.max_step_tokens,
@@ -143,58 +76,164 @@ def measure_engine(
         uses_prefix_cache=False,
         kernels="triton" if device.type == "cpu" else "auto",
     )
-    batcher = ExchangeableBatcher()
-    start = time.perf_counter()
-    engine: Engine | None = Engine(folder, config, batcher)
-    _wait(device)
-    rows: list[dict[str, Any]] = []
-    result: dict[str, Any] = {
-        "load_s": time.perf_counter() - start,
-        "decoding": [],
-        "points": rows,
-        "failed_points": [],
-    }
-    for decoding in matrix.decoding:
+    memory_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else total_host_bytes()
+    measuring = _Measuring(folder, config, matrix, device, deadline, save)
+    for part in engine_parts(matrix, config, measuring.model, memory_bytes):
+        for decoding in part.decoding:
+            measuring.decode(part.mode, decoding)
+        for point in part.points:
+            measuring.serve(part.mode, point)
+    measuring.drop_engine()
+    return measuring.result
+
+
+class _Measuring:
+    """One engine at a time, and what it measures: `result` is saved after each measurement."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: EngineConfig,
+        matrix: EngineMatrix,
+        device: torch.device,
+        deadline: Deadline,
+        save: Callable[[Any], None],
+    ) -> None:
+        self.model = read_model_config(folder)
+        self.result: dict[str, Any] = {
+            "engines": [], "decoding": [], "points": [], "failed_points": [], "too_large": []
+        }  # fmt: skip
+        self._folder, self._config, self._matrix, self._device = folder, config, matrix, device
+        self._deadline, self._save = deadline, save
+        self._needed = PagesNeeded(matrix, self.model, config.page_tokens)
+        self._batcher = ExchangeableBatcher()
+        self._engine: Engine | None = None
+        self._adapters_of: dict[int, list[str]] = {}
+        self._have_graphs: set[Decoding] = set()
+        self._base_of: dict[tuple[int, int], dict[str, float]] = {}
+
+    def decode(self, mode: EngineMode, decoding: Decoding) -> None:
+        """Decode steps of each number of adapters, each repeat right after one of the base. Saves medians, and the
+        spread of the ratios. Where the pool is too small, behind a shorter context; a number of adapters that fails
+        is not tried again."""
+        times: dict[int, list[tuple[float, float]]] = {}
+        fitting: dict[int, Decoding] = {}
+        ended: set[int] = set()
+        others = list(self.result["decoding"])
+        for repeat in range(self._matrix.repeats):
+            for count in decoding.adapters:
+                name = f"{decoding.name(count)}, repeat {repeat + 1}"
+                if count in ended or not self._deadline.allows(name):
+                    continue
+                asked = replace(decoding, adapters=(count,))
+                try:
+                    num_pages = self._engine_of(mode).telemetry().pages_total
+                    smaller = self._needed.largest_decoding(asked, count, num_pages)
+                    if smaller is None:
+                        ended.add(count)
+                        self._keep_too_large(asked, self._needed.of_decoding(asked, count), num_pages)
+                        continue
+                    fitting[count] = smaller
+                    pair_s = self._pair_s(self._engine_of(mode), smaller)
+                except Exception as error:
+                    ended.add(count)
+                    self._keep_failure(asked, error)
+                    continue
+                times.setdefault(count, []).append(pair_s)
+                rows = [
+                    _decoding_row(fitting[of], decoding, found, self._matrix.decode_steps)
+                    for of, found in times.items()
+                ]
+                self.result["decoding"] = others + rows
+                self._save(self.result)
+
+    def _pair_s(self, engine: Engine, decoding: Decoding) -> tuple[float, float]:
+        """Seconds of steps of the base, and of its one number of adapters."""
+        (count,) = decoding.adapters
+        if count not in self._adapters_of:
+            self._adapters_of[count] = _adapters(engine, [RANK] * count)
+        adapter_ids = self._adapters_of[count]
+
+        def adapters_s() -> float:
+            _make_resident(engine, adapter_ids)  # another's rows may have taken their place
+            return _decode_s(engine, decoding, adapter_ids, self._matrix, self._device)
+
+        if decoding not in self._have_graphs:
+            adapters_s()  # graphs of this kind of step are captured
+            self._have_graphs.add(decoding)
+        base_s = _decode_s(engine, decoding, [], self._matrix, self._device)
+        return base_s, adapters_s()
+
+    def serve(self, mode: EngineMode, point: Point) -> None:
+        """Measure a point, with its ratio to the base of the same rows."""
+        if not self._deadline.allows(point.name):
+            return
+        self._batcher.mode = "unmerged"
         try:
-            engine = engine or Engine(folder, config, batcher)
-            _measure_decoding(engine, decoding, matrix, device, deadline, result, save)
+            needed, num_pages = self._needed.of_point(point), self._engine_of(mode).telemetry().pages_total
+            if needed > num_pages:
+                self._keep_too_large(point, needed, num_pages)
+                return
+            measured = measure_point(self._engine_of(mode), self._batcher, point, self._matrix, self._device)
         except Exception as error:
-            engine = None
-            _keep_failure(decoding, error, result, save, device)
-    base_of: dict[tuple[int, int], dict[str, float]] = {}
-    for point in matrix.points:
-        batcher.mode = "unmerged"
-        if not deadline.allows(point.name):
-            continue
-        try:
-            engine = engine or Engine(folder, config, batcher)
-            measured = measure_point(engine, batcher, point, matrix, device)
-        except Exception as error:
-            engine = None
-            _keep_failure(point, error, result, save, device)
-            continue
+            self._keep_failure(point, error)
+            return
         if point.adapters == 0:
-            base_of[point.batch, point.prompt_tokens] = measured
-        base = base_of.get((point.batch, point.prompt_tokens))
-        rows.append(asdict(point) | measured | (_ratios(measured, base) if base else {}))
-        save(result)
-    return result
+            self._base_of[point.batch, point.prompt_tokens] = measured
+        self.result["points"].append(asdict(point) | measured)
+        for row in self.result["points"]:  # of another engine's points, the base may come later
+            base = self._base_of.get((row["batch"], row["prompt_tokens"]))
+            row |= _ratios(row, base) if base and row["adapters"] else {}
+        self._save(self.result)
+
+    def _engine_of(self, mode: EngineMode) -> Engine:
+        """The engine, or a new one in place of another mode's."""
+        if self._engine is not None and self._engine.config.mode == mode:
+            return self._engine
+        self.drop_engine()
+        began_s = time.perf_counter()
+        self._engine = engine = Engine(self._folder, replace(self._config, mode=mode), self._batcher)
+        _wait(self._device)
+        num_pages, load_s = engine.telemetry().pages_total, time.perf_counter() - began_s
+        self.result["engines"].append({"mode": mode, "load_s": load_s, "pool_pages": num_pages})
+        return engine
+
+    def drop_engine(self) -> None:
+        """Free what the engine holds before the next one takes as much."""
+        self._engine = None
+        self._adapters_of.clear()
+        self._have_graphs.clear()
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _keep_too_large(self, point: Point | Decoding, needed: int, num_pages: int) -> None:
+        self.result["too_large"].append(asdict(point) | {"needed_pages": needed, "pool_pages": num_pages})
+        self._save(self.result)
+
+    def _keep_failure(self, point: Point | Decoding, error: Exception) -> None:
+        """Save why a point failed, and drop its engine."""
+        traceback.print_exception(error)
+        self.result["failed_points"].append(asdict(point) | {"error": f"{type(error).__name__}: {error}"})
+        self._save(self.result)
+        link: BaseException | None = error
+        while link is not None:  # its frames hold the engine, and so do those of what it was raised for
+            link.__traceback__ = None
+            link = link.__context__
+        self.drop_engine()
 
 
 def measure_point(
     engine: Engine, batcher: ExchangeableBatcher, point: Point, matrix: EngineMatrix, device: torch.device
 ) -> dict[str, float]:
     """Tokens per second of prefill and decode, milliseconds per decode step, and the host's share of a step."""
-    adapter_ids = _adapters(engine, point)
+    adapter_ids = _adapters(engine, point.ranks)
     start = time.perf_counter()
     _make_resident(engine, adapter_ids)
     resident_s = time.perf_counter() - start
     switching_s = engine.switching_s
     batcher.mode = point.mode
-    # the rows computed first decode while the prompts of others are computed: no row may end before the last step
-    prefill_steps = -(-point.batch * point.prompt_tokens // matrix.max_step_tokens)
-    num_steps = 2 * prefill_steps + matrix.warm_steps + matrix.decode_steps
-    sampling = SamplingParams(max_tokens=num_steps + 4, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=matrix.answer_tokens(point), ignore_eos=True)
     requests = [_request(engine, point, index, adapter_ids, sampling) for index in range(point.batch)]
     engine.add(requests)
     before = engine.telemetry().prompt_tokens
@@ -216,7 +255,7 @@ def measure_point(
     decode_s = time.perf_counter() - start
     result = {
         "prefill_tokens_per_s": point.batch * point.prompt_tokens / prefill_s,
-        # counted: where adapters fill the pool, fewer rows than the batch run at once
+        # counted: fewer rows than the batch may run at once
         "decode_tokens_per_s": (engine.telemetry().generated_tokens - generated) / decode_s,
         "num_running": num_running,
         "step_ms": decode_s / matrix.decode_steps * 1e3,
@@ -230,49 +269,16 @@ def measure_point(
     return result
 
 
-def _measure_decoding(
-    engine: Engine,
-    decoding: Decoding,
-    matrix: EngineMatrix,
-    device: torch.device,
-    deadline: Deadline,
-    result: dict[str, Any],
-    save: Callable[[Any], None],
-) -> None:
-    """Decode steps of each number of adapters, each repeat right after one of the base. Saves medians, and the spread
-    of the ratios.
-    """
-    adapters = {
-        count: _adapters(engine, Point(decoding.batch, count, 16, "unmerged", 0)) for count in decoding.adapters
-    }
-    times: dict[int, list[tuple[float, float]]] = {}
-    others = list(result["decoding"])
-    for repeat in range(matrix.repeats):
-        for count, adapter_ids in adapters.items():
-            name = f"decoding {decoding.batch} rows behind {decoding.context} tokens, {count} adapters"
-            if not deadline.allows(f"{name}, repeat {repeat + 1}"):
-                continue
-            _make_resident(engine, adapter_ids)
-            if not repeat:  # graphs of this kind of step are captured
-                _decode_s(engine, decoding, adapter_ids, matrix, device)
-            pair = (
-                _decode_s(engine, decoding, [], matrix, device),
-                _decode_s(engine, decoding, adapter_ids, matrix, device),
-            )
-            times.setdefault(count, []).append(pair)
-            rows = [_decoding_row(decoding, of, found, matrix.decode_steps) for of, found in times.items()]
-            result["decoding"] = others + rows
-            save(result)
-
-
 def _decoding_row(
-    decoding: Decoding, adapters: int, times: Sequence[tuple[float, float]], num_steps: int
+    decoding: Decoding, asked: Decoding, times: Sequence[tuple[float, float]], num_steps: int
 ) -> dict[str, Any]:
+    """Medians of a decoding with one number of adapters, and the context that the pool had no room for."""
     ratios = [base_s / seconds for base_s, seconds in times]
     return {
         "batch": decoding.batch,
         "context": decoding.context,
-        "adapters": adapters,
+        "instead_of_context": None if decoding.context == asked.context else asked.context,
+        "adapters": decoding.adapters[0],
         "base_step_ms": statistics.median(base_s for base_s, _ in times) / num_steps * 1e3,
         "step_ms": statistics.median(seconds for _, seconds in times) / num_steps * 1e3,
         "of_base": statistics.median(ratios),
@@ -286,7 +292,7 @@ def _decode_s(
     engine: Engine, decoding: Decoding, adapter_ids: Sequence[str], matrix: EngineMatrix, device: torch.device
 ) -> float:
     """Seconds of `matrix.decode_steps` steps."""
-    sampling = SamplingParams(max_tokens=matrix.warm_steps + matrix.decode_steps + 8, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=matrix.decoding_tokens, ignore_eos=True)
     point = Point(decoding.batch, len(adapter_ids), None, "unmerged", decoding.context)
     requests = [_request(engine, point, index, adapter_ids, sampling) for index in range(decoding.batch)]
     engine.import_rows(ExportedRow(request, (1,)) for request in requests)
@@ -303,7 +309,8 @@ def _decode_s(
     try:
         for _ in range(matrix.warm_steps):
             engine.step()
-        assert engine.telemetry().num_running == decoding.batch, "the pool does not hold all rows"
+        num_running = engine.telemetry().num_running
+        assert num_running == decoding.batch, f"{num_running} of {decoding.batch} rows run"
         _wait(device)
         began_s = time.perf_counter()
         for _ in range(matrix.decode_steps):
@@ -311,7 +318,7 @@ def _decode_s(
         _wait(device)
         return time.perf_counter() - began_s
     finally:
-        engine._batch.admit = admit  # type: ignore[method-assign]
+        del engine._batch.admit  # the class's own again
         engine.abort([request.request_id for request in requests])
         engine.check_integrity()
 
@@ -323,10 +330,7 @@ def _ratios(measured: dict[str, float], base: dict[str, float]) -> dict[str, flo
     }
 
 
-def _adapters(engine: Engine, point: Point) -> list[str]:
-    if point.rank is None:
-        return []
-    ranks = ranks_for(point.rank, point.adapters)
+def _adapters(engine: Engine, ranks: Iterable[int]) -> list[str]:
     return [engine.register_dummy_adapter(f"{rank}-{index}", rank) for index, rank in enumerate(ranks)]
 
 
@@ -343,19 +347,6 @@ def _request(engine: Engine, point: Point, index: int, adapter_ids: Sequence[str
     prompt = tuple((first + place * 31) % (vocab_size - 1) + 1 for place in range(point.prompt_tokens))
     adapter_id = adapter_ids[index % len(adapter_ids)] if adapter_ids else None
     return Request(f"{point.mode}-{index}", prompt, adapter_id, sampling, index)
-
-
-def _keep_failure(
-    point: Point | Decoding, error: Exception, result: dict[str, Any], save: Callable[[Any], None], device: torch.device
-) -> None:
-    """Save why a point failed, and free what its engine held before the next one takes as much."""
-    traceback.print_exception(error)
-    result["failed_points"].append(asdict(point) | {"error": f"{type(error).__name__}: {error}"})
-    save(result)
-    error.__traceback__ = None  # its frames hold the engine
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _wait(device: torch.device) -> None:

@@ -31,7 +31,7 @@ def measure_ours(
     folder: Path,
     workloads: tuple[PeerWorkload, ...],
     device: torch.device,
-    pool_bytes: int,
+    pool_bytes: int | None,
     deadline: Deadline,
     save: Callable[[Any], None],
 ) -> list[dict[str, Any]]:

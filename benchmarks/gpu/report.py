@@ -35,6 +35,7 @@ def as_table(result: dict[str, Any]) -> str:
     lines += ["", "batch  prompt adapters   rank      mode  prefill t/s  decode t/s   step ms  of base"]
     lines += [_point(row) for row in engine.get("points", [])]
     lines += [f"point failed: {point}" for point in engine.get("failed_points", [])]
+    lines += [f"point too large for the pool: {point}" for point in engine.get("too_large", [])]
     ours = result["ours"] if isinstance(result.get("ours"), list) else []
     lines += ["", *(_ours(row) for row in ours)]
     for peer in ("peft", "vllm", "vllm_base"):
@@ -86,7 +87,8 @@ def _decoding(row: dict[str, Any]) -> str:
     sizes = (
         f"{row['batch']:>5}{row['context']:>8}{row['adapters']:>9}{row['step_ms']:>10.2f}{row['base_step_ms']:>9.2f}"
     )
-    return f"{sizes}{row['of_base']:>9.1%} ({row['of_base_from']:.1%}, {row['of_base_to']:.1%})"
+    smaller = f" instead of a context of {row['instead_of_context']}" if row.get("instead_of_context") else ""
+    return f"{sizes}{row['of_base']:>9.1%} ({row['of_base_from']:.1%}, {row['of_base_to']:.1%}){smaller}"
 
 
 def _job(row: dict[str, Any]) -> str:

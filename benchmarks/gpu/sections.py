@@ -15,12 +15,13 @@ from lorabatch.benchmarks.gpu.budget import Deadline
 from lorabatch.benchmarks.gpu.ceilings import measure_ceilings, measured_peaks
 from lorabatch.benchmarks.gpu.checks import run_checks
 from lorabatch.benchmarks.gpu.device import Peaks, describe, peaks_of
-from lorabatch.benchmarks.gpu.engine_matrix import EngineMatrix, full_matrix, measure_engine, tiny_matrix
+from lorabatch.benchmarks.gpu.engine_matrix import measure_engine
 from lorabatch.benchmarks.gpu.loading import measure_loading
 from lorabatch.benchmarks.gpu.measure import Matrix, measure_kernels, measure_layer, measure_switches
 from lorabatch.benchmarks.gpu.model_folder import write_model_folder
 from lorabatch.benchmarks.gpu.ours import PeerWorkload, measure_ours
 from lorabatch.benchmarks.gpu.peers import measure_peft
+from lorabatch.benchmarks.gpu.points import EngineMatrix, full_matrix, tiny_matrix
 from lorabatch.benchmarks.gpu.reading import Reading, measure_reading
 from lorabatch.benchmarks.gpu.sanitizer import run_sanitizer
 from lorabatch.benchmarks.gpu.shapes import TINY, ModelShape
@@ -29,9 +30,6 @@ from lorabatch.benchmarks.gpu.variants import VARIANT_S, VariantSizes, measure_v
 from lorabatch.benchmarks.gpu.vllm_peer import measure_vllm
 from lorabatch.benchmarks.gpu.warm_up import compile_all
 
-# Of a free H200 (149 GB) the pool gets 101 GB: 256 adapters of rank 64 for an 8B model (86 GB) and their rows fit, and
-# so do the weights (16 GB), their merged copies (14 GB) and the largest step beside it.
-_POOL_SHARE = 0.68
 _H200 = Peaks(4.8e12, 989e12)
 
 Save = Callable[[Any], None]
@@ -210,7 +208,7 @@ VARIANT = Section("variant", VARIANT_S, _variant)
 
 
 def _peaks(place: Place) -> Peaks:
-    """As the section before has measured them, else of the data sheet; on a CPU an H200's, to have a table."""
+    """As the section before has measured them, else of the data sheet; an H200's for what is not listed."""
     listed = peaks_of(describe(place.device)["device"]) or _H200
     path = None if place.folder is None else place.folder / "ceilings.json"
     if path is None or not path.exists():
@@ -218,8 +216,6 @@ def _peaks(place: Place) -> Peaks:
     return measured_peaks(json.loads(path.read_text(encoding="utf-8")).get("value"), listed)
 
 
-def _pool_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 8 << 20
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free * _POOL_SHARE)
+def _pool_bytes(device: torch.device) -> int | None:
+    """None on a GPU: engines give the pool what weights, merged copies and the largest step leave."""
+    return None if device.type == "cuda" else 8 << 20

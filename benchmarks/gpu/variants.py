@@ -16,8 +16,9 @@ import torch
 
 from lorabatch.benchmarks.gpu.budget import Deadline
 from lorabatch.benchmarks.gpu.device import Peaks
-from lorabatch.benchmarks.gpu.engine_matrix import Decoding, EngineMatrix, Point, measure_engine
+from lorabatch.benchmarks.gpu.engine_matrix import measure_engine
 from lorabatch.benchmarks.gpu.measure import Matrix, measure_kernels
+from lorabatch.benchmarks.gpu.points import Decoding, EngineMatrix, Point
 from lorabatch.benchmarks.gpu.shapes import ModelShape
 from lorabatch.benchmarks.gpu.warm_up import compile_all
 
@@ -79,7 +80,7 @@ def measure_variant(
     peaks: Peaks,
     dtype: torch.dtype,
     device: torch.device,
-    pool_bytes: int,
+    pool_bytes: int | None,
     deadline: Deadline,
     save: Callable[[Any], None],
 ) -> dict[str, Any]:

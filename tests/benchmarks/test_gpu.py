@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import weakref
 from copy import deepcopy
 from dataclasses import replace
@@ -22,17 +23,18 @@ from lorabatch.benchmarks.gpu import __main__ as command
 from lorabatch.benchmarks.gpu import checks, correctness, engine_checks, engine_matrix, measure, run
 from lorabatch.benchmarks.gpu.budget import Deadline
 from lorabatch.benchmarks.gpu.device import Peaks, describe, peaks_of, warnings_about
-from lorabatch.benchmarks.gpu.engine_matrix import full_matrix
 from lorabatch.benchmarks.gpu.kernel_cases import kernel_cases
 from lorabatch.benchmarks.gpu.layer import StepLayer
 from lorabatch.benchmarks.gpu.measure import MIXED, ranks_for
 from lorabatch.benchmarks.gpu.model_folder import write_model_folder
+from lorabatch.benchmarks.gpu.points import Decoding, PagesNeeded, Point, engine_parts, full_matrix, planned_pages
 from lorabatch.benchmarks.gpu.reading import measure_reading
 from lorabatch.benchmarks.gpu.report import as_table, problems_of
 from lorabatch.benchmarks.gpu.sections import SECTIONS, Place, Section, tiny_scale
 from lorabatch.benchmarks.gpu.shapes import LLAMA_3_8B, TINY
 from lorabatch.benchmarks.gpu.variants import variants_table
 from lorabatch.benchmarks.provenance import COMMIT_VARIABLE
+from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.request import Request
 from lorabatch.engine.runner.gpu_plan import SPLIT_KEYS
@@ -324,6 +326,37 @@ def test_a_point_that_fails_is_reported_and_the_next_has_a_new_engine(monkeypatc
     assert [len(value["points"]) for value in saved][-3:] == [1, 1, 2]
 
 
+@pytest.mark.long
+def test_each_number_of_adapters_fails_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third adapter's rows do not fit the pool; the second one fails, and the first one's repeats go on."""
+
+    class Failing(Engine):
+        def register_dummy_adapter(self, name: str, rank: int) -> str:
+            if name == "16-1":
+                raise RuntimeError("out of memory")
+            return super().register_dummy_adapter(name, rank)
+
+    monkeypatch.setattr(engine_matrix, "Engine", Failing)
+    scale, saved = tiny_scale(), []
+    points, decoding = (Point(1, 0, None, "unmerged", 2),), (Decoding(1, 4, (1, 2, 3)),)
+    matrix = replace(scale.engine, points=points, decoding=decoding, decode_steps=1)
+    page_bytes = 16 * 2 * TINY.num_layers * TINY.num_kv_heads * TINY.head_dim * 4
+    with tempfile.TemporaryDirectory() as name, torch.inference_mode():
+        folder = write_model_folder(Path(name) / "model", TINY)
+        arguments = CPU, 30 * page_bytes, Deadline.after(600.0), lambda value: saved.append(deepcopy(value))
+        found = engine_matrix.measure_engine(folder, matrix, *arguments)
+    assert [(row["adapters"], row["repeats"]) for row in found["decoding"]] == [(1, 2)]
+    assert [(row["adapters"], row["error"]) for row in found["failed_points"]] == [
+        ((2,), "RuntimeError: out of memory")
+    ]
+    assert [(row["adapters"], row["pool_pages"]) for row in found["too_large"]] == [((3,), 30)]
+    assert found["too_large"][0]["needed_pages"] > 30
+    assert [row["batch"] for row in found["points"]] == [1]
+    assert [row["mode"] for row in found["engines"]] == ["unmerged"] * 2, "the one that failed was dropped"
+    result = {"model": "tiny", "machine": {"device": "x", "date": "y"}, "engine": found}
+    assert "point too large for the pool: {'batch': 1, 'context': 4, 'adapters': (3,)" in as_table(result)
+
+
 def test_rows_beside_graphs_are_of_the_base_and_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """And rows of all adapters come before them, so that none is read while they run. None is served here."""
     served: list[list[str | None]] = []
@@ -340,6 +373,34 @@ def test_rows_beside_graphs_are_of_the_base_and_of_all_ranks(monkeypatch: pytest
     assert len(first) == len(set(first)) == 4
     assert set(rows) == set(first)
     assert served == [first, rows] * 2
+
+
+# Free bytes of cards, and bytes of their pools for an 8B model beside merged weights and without them.
+CARDS = {"H200": (139.2, 110.1, 124.1), "H100": (78.6, 48.3, 62.3), "L40S": (44.0, 13.0, 27.0)}
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_pools_are_what_weights_copies_and_steps_leave(card: str, tmp_path: Path) -> None:
+    """On an H200 one engine measures everything. An H100 holds 256 adapters and 256 rows behind 1,024 tokens only where
+    no copy of the weights is kept; an L40S holds shorter contexts, and one point is for an H200 alone."""
+    model = read_model_config(write_model_folder(tmp_path / "model", LLAMA_3_8B))
+    matrix, (gib, *pools) = full_matrix(), CARDS[card]
+    config = EngineConfig(device="cuda", max_batch_rows=512, max_step_tokens=matrix.max_step_tokens)
+    memory_bytes, page_bytes = int(gib * 2**30), 131_072 * config.page_tokens
+    pages = {mode: planned_pages(replace(config, mode=mode), model, memory_bytes) for mode in ("auto", "unmerged")}
+    assert [num_pages * page_bytes / 1e9 for num_pages in pages.values()] == pytest.approx(pools, abs=0.1)
+    parts, needed = engine_parts(matrix, config, model, memory_bytes), PagesNeeded(matrix, model, config.page_tokens)
+    assert sorted(map(str, (point for part in parts for point in part.points))) == sorted(map(str, matrix.points))
+    assert [part.mode for part in parts] == (["auto"] if card == "H200" else ["unmerged", "auto"])
+    assert parts[0].decoding == matrix.decoding
+    assert all(point.mode == "unmerged" for part in parts for point in part.points if part.mode == "unmerged")
+    many = matrix.decoding[0]
+    found = [needed.largest_decoding(many, count, pages[parts[0].mode]) for count in many.adapters]
+    contexts = [None if decoding is None else decoding.context for decoding in found]
+    assert contexts == ([512, 512, 512, None] if card == "L40S" else [1024] * 4)
+    too_large = [p.name for part in parts for p in part.points if needed.of_point(p) > pages[part.mode]]
+    largest = "256 x 128 tokens, 256 adapters of rank 64, unmerged"
+    assert (largest in too_large, len(too_large)) == {"H200": (False, 0), "H100": (True, 1), "L40S": (True, 4)}[card]
 
 
 def test_a_section_that_fails_keeps_what_it_had(tmp_path: Path) -> None:
