@@ -31,7 +31,11 @@ def as_table(result: dict[str, Any]) -> str:
         *map(_decoding, engine.get("decoding", [])),
     ]
     steady = result.get("steady", {})
-    lines += ["", "adapters  drawn  output t/s  steps  with prompts  host waits s", *map(_job, steady.get("jobs", []))]
+    lines += [
+        "",
+        "adapters  drawn  output t/s  steps  with prompts  by graph: decode, mixed  host waits s",
+        *map(_job, steady.get("jobs", [])),
+    ]
     lines += ["", "batch  prompt adapters   rank      mode  prefill t/s  decode t/s   step ms  of base"]
     lines += [_point(row) for row in engine.get("points", [])]
     lines += [f"point failed: {point}" for point in engine.get("failed_points", [])]
@@ -93,7 +97,10 @@ def _decoding(row: dict[str, Any]) -> str:
 
 def _job(row: dict[str, Any]) -> str:
     sizes = f"{row['adapters']:>8}{'yes' if row['draws'] else 'no':>7}{row['output_tokens_per_s']:>12.0f}"
-    return f"{sizes}{row['num_steps']:>7}{row['steps_with_prompts']:>14.0%}{row['host_waits_s']:>14.2f}"
+    steps = f"{row['num_steps']:>7}{row['steps_with_prompts']:>14.0%}"
+    shares = (row[f"{kind}_steps_by_graph"] for kind in ("decode", "mixed"))
+    graphs = "".join(f"{'-' if share is None else f'{share:.0%}':>12}" for share in shares)
+    return f"{sizes}{steps}{graphs}{row['host_waits_s']:>14.2f}"
 
 
 def _point(row: dict[str, Any]) -> str:

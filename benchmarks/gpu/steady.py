@@ -6,7 +6,9 @@ tables of kernels and traces for a browser (`chrome://tracing`).
 
 from __future__ import annotations
 
+import gc
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,35 +33,47 @@ _MORE_TOKENS = 32
 @dataclass(frozen=True, slots=True)
 class Job:
     """`num_rows` rows over `adapters` of rank 16 (0: the base), greedy or drawn with top-p. Prompts and answers have
-    log-normal lengths of these means, in tokens."""
+    log-normal lengths of these means, in tokens; answers at most three times theirs, so that few rows do not decode
+    long beside empty places."""
 
     num_rows: int
     adapters: int
     draws: bool
-    batch: int = 256
     prompt_tokens: float = 300.0
     answer_tokens: float = 150.0
+
+    @property
+    def name(self) -> str:
+        """For the results."""
+        return f"{self.adapters} adapters, {'drawn' if self.draws else 'greedy'}"
 
 
 @dataclass(frozen=True, slots=True)
 class SteadyMatrix:
-    """Jobs in the order in which they are measured, and steps of each kind that a profiler watches, behind others in
-    which the graph of their decode rows is captured."""
+    """Jobs in the order in which one engine of `batch` places serves them, and steps of each kind that a profiler
+    watches, behind others in which the graph of their decode rows is captured."""
 
     jobs: tuple[Job, ...]
+    batch: int = 256
     steps_before: int = 8
     profiled_steps: int = 3
 
 
 def full_jobs() -> SteadyMatrix:
-    """1,500 rows at 256 places: the base, 16 and 256 adapters; greedy, then drawn."""
-    return SteadyMatrix(tuple(Job(1500, count, draws) for draws in (False, True) for count in (0, 16, 256)))
+    """600 rows at 256 places: the base, 256 adapters drawn, 16 greedy; then the same numbers of adapters the other way.
+
+    By arithmetic, for an 8B model on an H100, each of the first three takes 15 to 19 s: 9 s for prompts (180,000 tokens
+    at 20,000 a second), the rest for 630 steps at four fifths of the memory's rate. Loading (8 s), first rows (2 s
+    each), their graphs and adapters (15 s) and profiles (12 s) included, they end within 100 s.
+    """
+    kinds = ((0, False), (256, True), (16, False), (256, False), (16, True), (0, True))
+    return SteadyMatrix(tuple(Job(600, count, draws) for count, draws in kinds))
 
 
 def tiny_jobs() -> SteadyMatrix:
     """For a machine without a GPU, to see that all of it runs."""
-    jobs = (Job(4, 0, draws=False, batch=2, prompt_tokens=4.0, answer_tokens=2.0),)
-    return SteadyMatrix((*jobs, Job(4, 2, draws=True, batch=2, prompt_tokens=4.0, answer_tokens=2.0)), 0, 1)
+    jobs = (Job(4, count, draws, prompt_tokens=4.0, answer_tokens=2.0) for count, draws in ((0, False), (2, True)))
+    return SteadyMatrix(tuple(jobs), batch=2, steps_before=0, profiled_steps=1)
 
 
 def measure_steady(
@@ -76,31 +90,34 @@ def measure_steady(
     rows: list[dict[str, Any]] = []
     samples: list[StepSample] = []
     found: dict[str, Any] = {"jobs": rows}
+    engine: Engine | None = None
     for job in matrix.jobs:
-        name = f"{job.adapters} adapters, {'drawn' if job.draws else 'greedy'}"
-        if not deadline.allows(name):
+        if not deadline.allows(job.name):
             continue
-        engine = _engine(folder, job, device, pool_bytes)
-        requests = _requests(engine, job)
-        rows.append(asdict(job) | _served(engine, requests, job, device, samples))
+        engine = engine or steady_engine(folder, matrix, device, pool_bytes)
+        requests = job_requests(engine, job)
+        rows.append(asdict(job) | {"batch": matrix.batch} | serve_job(engine, requests, device, samples))
         found["cost_model"] = _fitted(samples)
         save(found)
         if job.adapters and "profiles" not in found and deadline.allows("profiles"):
-            found["profiles"] = _profiles(engine, requests[: job.batch], matrix, device, folder_of_traces)
+            profiles = _profiles(engine, requests[: matrix.batch], matrix, device, folder_of_traces)
+            found["profiles"] = {"job": job.name} | profiles
             save(found)
-        del engine
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+    del engine
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     return found
 
 
-def _engine(folder: Path, job: Job, device: torch.device, pool_bytes: int | None) -> Engine:
+def steady_engine(folder: Path, matrix: SteadyMatrix, device: torch.device, pool_bytes: int | None) -> Engine:
+    """The engine of all jobs. `pool_bytes` None: what weights and steps leave."""
     config = EngineConfig(
         device=device.type,
         kernels="triton" if device.type == "cpu" else "auto",
         load_format="dummy",
         mode="unmerged",
-        max_batch_rows=job.batch,
+        max_batch_rows=matrix.batch,
         pool_bytes=pool_bytes,
         host_tier_bytes=0,
         uses_prefix_cache=False,
@@ -108,13 +125,14 @@ def _engine(folder: Path, job: Job, device: torch.device, pool_bytes: int | None
     return Engine(folder, config)
 
 
-def _requests(engine: Engine, job: Job) -> list[Request]:
+def job_requests(engine: Engine, job: Job) -> list[Request]:
+    """Its rows, the same ones on every call; their adapters are registered."""
     adapters = [engine.register_dummy_adapter(f"{i}", _RANK) for i in range(job.adapters)]
     draw = np.random.default_rng(0)
     spread = 0.6
     lengths = draw.lognormal(-(spread**2) / 2, spread, (2, job.num_rows))
     prompts = np.maximum(lengths[0] * job.prompt_tokens, 1).astype(int)
-    answers = np.maximum(lengths[1] * job.answer_tokens, 1).astype(int)
+    answers = np.clip(lengths[1] * job.answer_tokens, 1, 3 * job.answer_tokens).astype(int)
     chosen: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9} if job.draws else {}
     rows = []
     for i, (prompt, answer) in enumerate(zip(prompts.tolist(), answers.tolist(), strict=True)):
@@ -124,12 +142,12 @@ def _requests(engine: Engine, job: Job) -> list[Request]:
     return rows
 
 
-def _served(
-    engine: Engine, requests: list[Request], job: Job, device: torch.device, samples: list[StepSample]
-) -> dict[str, float]:
+def serve_job(
+    engine: Engine, requests: list[Request], device: torch.device, samples: list[StepSample]
+) -> dict[str, float | None]:
     """Tokens per second of the whole job, and what its steps were. Adds each step to `samples`."""
     # the first rows compile, load adapters and capture graphs
-    for _ in engine.run(requests[: job.batch]):
+    for _ in engine.run(_shortened(requests[: engine.config.batch_rows])):
         pass
     watch = _Watch(engine)
     before = engine.telemetry()
@@ -150,36 +168,68 @@ def _served(
         "output_tokens_per_s": (after.generated_tokens - before.generated_tokens) / seconds,
         "prompt_tokens_per_s": (after.prompt_tokens - before.prompt_tokens) / seconds,
         "num_steps": watch.num_steps,
-        "steps_with_prompts": watch.num_mixed / max(watch.num_steps, 1),
-        "steps_by_graph": watch.num_by_graph / max(watch.num_steps, 1),
+        "steps_with_prompts": 1 - watch.steps["decode"] / max(watch.num_steps, 1),
+        "decode_steps_by_graph": watch.share_by_graph("decode"),
+        "mixed_steps_by_graph": watch.share_by_graph("mixed"),
+        "steps_without_graph": watch.num_without_graph,
         "mean_rows": watch.num_rows / max(watch.num_steps, 1),
         "host_waits_s": watch.waited_s,
         "adapter_stall_s": after.adapter_stall_s - before.adapter_stall_s,
     }
 
 
+def _shortened(requests: list[Request]) -> list[Request]:
+    """The same adapters, with a quarter of the prompts and answers: a batch that drains visits most buckets."""
+    return [
+        replace(
+            request,
+            prompt_token_ids=request.prompt_token_ids[: -(-len(request.prompt_token_ids) // 4)],
+            sampling=replace(request.sampling, max_tokens=-(-request.sampling.max_tokens // 4)),
+        )
+        for request in requests
+    ]
+
+
 class _Watch:
-    """Counts an engine's steps and what each does, and the time that its host waits for their tokens. `num_by_graph`:
-    steps whose decode rows have a bucket, and all of whose rows decode; `load`: of the step before."""
+    """Counts an engine's steps by what is in them, and the time that its host waits for their tokens.
+
+    `steps`: by kind, `decode` rows alone, `prompts` alone or `mixed`. `steps_by_graph`: those with a part that a graph
+    serves, which is their decode rows. `load`: of the latest step.
+    """
 
     def __init__(self, engine: Engine) -> None:
         assert isinstance(engine._runner, GpuRunner)
-        self._engine = engine
-        self._launch, self._run = engine._runner.launch, engine._runner._executor.run
-        self.num_steps = self.num_mixed = self.num_rows = self.num_by_graph = 0
+        self._runner, self._executor = engine._runner, engine._runner._executor
+        self._launch, self._run = self._runner.launch, self._executor.run
+        self.num_steps = self.num_rows = 0
+        self.steps: Counter[str] = Counter()
+        self.steps_by_graph: Counter[str] = Counter()
         self.waited_s = 0.0
         self.load = StepLoad()
-        engine._runner.launch = self._launched  # type: ignore[method-assign]
-        engine._runner._executor.run = self._bucketed  # type: ignore[method-assign]
+        self._kind = ""
+        self._runner.launch = self._launched  # type: ignore[method-assign]
+        self._executor.run = self._by_graph  # type: ignore[method-assign]
 
-    def _bucketed(self, key: Any, work: Any) -> None:
-        self.num_by_graph += self.load.prefill_tokens == 0
+    def share_by_graph(self, kind: str) -> float | None:
+        """Of the steps of a kind, those by graph; None where there are none of the kind."""
+        return self.steps_by_graph[kind] / self.steps[kind] if self.steps[kind] else None
+
+    @property
+    def num_without_graph(self) -> int:
+        """Steps whose decode rows no bucket has room for: they are launched kernel by kernel."""
+        return sum(self.steps[kind] - self.steps_by_graph[kind] for kind in ("decode", "mixed"))
+
+    def _by_graph(self, key: Any, work: Any) -> None:
+        """The executor runs what has a bucket, at most one part of a step."""
+        self.steps_by_graph[self._kind] += 1
         self._run(key, work)
 
     def _launched(self, entries: Any) -> LaunchedStep:
         self.num_steps += 1
         self.load = _load_of(entries)
-        self.num_mixed += any(not entry.is_decode for entry in entries)
+        kinds = {entry.is_decode for entry in entries}
+        self._kind = "mixed" if len(kinds) == 2 else "decode" if True in kinds else "prompts"
+        self.steps[self._kind] += 1
         self.num_rows += len(entries)
         step = self._launch(entries)
 
@@ -192,10 +242,9 @@ class _Watch:
         return LaunchedStep(step.sampled, read)
 
     def end(self) -> None:
-        """Leave the engine as it was."""
-        runner = self._engine._runner
-        assert isinstance(runner, GpuRunner)
-        runner.launch, runner._executor.run = self._launch, self._run  # type: ignore[method-assign]
+        """Leave the engine as it was. Steps in flight hold this object, so it lets go of the engine's parts."""
+        del self._runner.launch, self._executor.run  # the classes' own again
+        del self._runner, self._executor, self._launch, self._run
 
 
 def _load_of(entries: Any) -> StepLoad:

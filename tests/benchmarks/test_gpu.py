@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -32,6 +33,7 @@ from lorabatch.benchmarks.gpu.reading import measure_reading
 from lorabatch.benchmarks.gpu.report import as_table, problems_of
 from lorabatch.benchmarks.gpu.sections import SECTIONS, Place, Section, tiny_scale
 from lorabatch.benchmarks.gpu.shapes import LLAMA_3_8B, TINY
+from lorabatch.benchmarks.gpu.steady import Job, SteadyMatrix, job_requests, serve_job, steady_engine
 from lorabatch.benchmarks.gpu.variants import variants_table
 from lorabatch.benchmarks.provenance import COMMIT_VARIABLE
 from lorabatch.engine.config import EngineConfig, read_model_config
@@ -355,6 +357,25 @@ def test_each_number_of_adapters_fails_by_itself(monkeypatch: pytest.MonkeyPatch
     assert [row["mode"] for row in found["engines"]] == ["unmerged"] * 2, "the one that failed was dropped"
     result = {"model": "tiny", "machine": {"device": "x", "date": "y"}, "engine": found}
     assert "point too large for the pool: {'batch': 1, 'context': 4, 'adapters': (3,)" in as_table(result)
+
+
+@pytest.mark.long
+def test_a_job_leaves_nothing_that_holds_its_runner(tmp_path: Path) -> None:
+    """No garbage collection: the next engine would find the GPU's memory taken. Graphs serve all decode rows."""
+    matrix = SteadyMatrix((Job(4, 0, draws=False, prompt_tokens=3.0, answer_tokens=3.0),), batch=2)
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.inference_mode():
+            engine = steady_engine(write_model_folder(tmp_path / "model", TINY), matrix, CPU, 8 << 20)
+            runner = weakref.ref(engine._runner)
+            found = serve_job(engine, job_requests(engine, matrix.jobs[0]), CPU, [])
+        del engine
+        assert runner() is None
+    finally:
+        gc.enable()
+    assert found["steps_with_prompts"] > 0
+    assert (found["decode_steps_by_graph"], found["mixed_steps_by_graph"], found["steps_without_graph"]) == (1, 1, 0)
 
 
 def test_rows_beside_graphs_are_of_the_base_and_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
