@@ -66,7 +66,7 @@ class StepLayer:
         positions = torch.arange(context - new_tokens, context)
         slots = (order[:, positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS).flatten()
         angles = torch.rand(len(slots), shape.head_dim // 2, device=device)
-        self.finish = HeadFinish(angles.cos(), angles.sin(), slots.to(device))
+        self.finish = HeadFinish(angles.cos(), angles.sin(), slots.int().to(device))
         self.work = _attention_work(shape, batch, context, new_tokens, dtype, device)
         self.partials = Partials.allocate(self.work.limits.max_items, shape.num_heads, shape.head_dim, device)
         self.rule = AttentionRule(shape.head_dim**-0.5)
