@@ -153,7 +153,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Comp
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "lorabatch.benchmarks.gpu", "--tiny", "--json", str(folder / "result.json")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=580, check=False)
     assert (folder / "result.json").exists(), done.stderr[-3000:]
     return done, json.loads((folder / "result.json").read_text())
 

@@ -52,6 +52,7 @@ def data(tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path, monke
         "DAGSTER_HOME": tmp_path / "dagster",
         "DAGSTER_DISABLE_TELEMETRY": "1",
         "PREFECT_HOME": tmp_path / "prefect",
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "200",  # on a busy machine its server takes minutes
         "DO_NOT_TRACK": "1",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
