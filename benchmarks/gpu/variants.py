@@ -91,7 +91,7 @@ def measure_variant(
         return lambda value: save(found | {name: value})
 
     if device.type == "cuda":
-        found["compile"] = compile_all(shape, (dtype,), device, deadline, saved("compile"))
+        found["compile"] = compile_all(shape, (dtype,), device, deadline, saved("compile"), with_checks=False)
     found["kernels"] = measure_kernels(shape, sizes.kernels, peaks, device, deadline, saved("kernels"))
     return found | measure_engine(folder, sizes.engine, device, pool_bytes, deadline, lambda value: save(found | value))
 

@@ -45,16 +45,18 @@ def compile_all(
     device: torch.device,
     deadline: Deadline,
     save: Callable[[Any], None],
+    *,
+    with_checks: bool = True,
 ) -> dict[str, Any]:
     """Seconds until those of each number format were compiled, how many, and what failed; `others`: of what is launched
-    beside the measured model's engines. The first of `dtypes` is the measured one."""
+    beside the measured model's engines, checks only if asked. The first of `dtypes` is the measured one."""
     names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
     found: dict[str, Any] = {"cores": os.cpu_count(), "seconds": {}, "num_kernels": {}, "not_compiled": {}}
     with tempfile.TemporaryDirectory() as folder:
         model = write_model_folder(Path(folder) / "model", shape)
         began_s, capability = time.perf_counter(), _capability(device)
         engines = {name: CompileAhead(EngineKernels(str(model), name, capability)) for name in names}
-        others = start_compiler(__name__, json.dumps([asdict(shape), names, capability]))
+        others = start_compiler(__name__, json.dumps([asdict(shape), names, capability, with_checks]))
         waits: dict[str, Callable[[float], Compiled]] = {name: ahead.wait for name, ahead in engines.items()}
         waits["others"] = partial(result_of, others)
         for name, wait in waits.items():
@@ -75,16 +77,19 @@ def _capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def note_others(shape: ModelShape, dtypes: list[torch.dtype], capability: int) -> dict[str, Noted]:
+def note_others(
+    shape: ModelShape, dtypes: list[torch.dtype], capability: int, *, with_checks: bool = True
+) -> dict[str, Noted]:
     """Kernels that sections launch beside engines of the measured model, by what they are compiled by."""
     cpu = torch.device("cpu")
-    noted: dict[str, Noted] = {}
+    noted = note_launches(capability, cpu.type, lambda: _launch_layers(shape, dtypes[0], cpu))
+    if not with_checks:
+        return noted
     with tempfile.TemporaryDirectory() as folder:
         tiny = write_model_folder(Path(folder) / "tiny", TINY)
         for dtype in dtypes if shape != TINY else ():
             noted |= note_kernels(EngineKernels(str(tiny), str(dtype).removeprefix("torch."), capability))
-    noted |= note_launches(capability, cpu.type, lambda: check_all(dtypes, cpu))
-    return noted | note_launches(capability, cpu.type, lambda: _launch_layers(shape, dtypes[0], cpu))
+    return noted | note_launches(capability, cpu.type, lambda: check_all(dtypes, cpu))
 
 
 def _launch_layers(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
@@ -123,10 +128,11 @@ def resources_of(cache: Path) -> list[dict[str, Any]]:
 
 def main() -> int:
     """Entry point of the process that compiles what sections launch beside engines."""
-    parent, (shape, names, capability) = int(sys.argv[1]), json.loads(sys.argv[2])
+    parent, (shape, names, capability, with_checks) = int(sys.argv[1]), json.loads(sys.argv[2])
     end_with(parent)
     dtypes = [getattr(torch, name) for name in names]
-    print(json.dumps(compile_noted(note_others(ModelShape(**shape), dtypes, capability))))
+    noted = note_others(ModelShape(**shape), dtypes, capability, with_checks=with_checks)
+    print(json.dumps(compile_noted(noted)))
     return 0
 
 

@@ -250,8 +250,8 @@ def test_a_plan_takes_no_less_than_its_bound_where_half_of_max_tokens_is_no_whol
     assert settings.forecast(rows, 2, max_rows=1000).predicted_s >= settings.bound(rows, 2).seconds
 
 
-def test_rows_that_run_have_at_most_what_they_may_generate(tiny_llama: Path) -> None:
-    """Where all answers are of `max_tokens`, the plan's length is the longest; else it is half of that."""
+def test_the_scheduler_knows_which_share_of_max_tokens_a_plan_expects(tiny_llama: Path) -> None:
+    """From it follows the longest that a row can have left."""
     settings = settings_for(tiny_llama)
     shares = [replace(settings, length_share=share).scheduler(2).tail for share in (0.5, 1.0)]
     assert [tail.length_share for tail in shares if tail is not None] == [0.5, 1.0]
