@@ -55,6 +55,7 @@ SYSTEMS = {
     "dLoRA": ("dlora", "planner"),
     "S-LoRA": ("s-lora", "planner"),
     "vLLM-like": ("vllm-like", "planner"),
+    "LoRAServe": ("s-lora", "loraserve"),
     "ours, LoRAServe's placement": ("planner", "loraserve"),
 }
 RANKS = (4, 8, 16, 32, 64, 128)
