@@ -14,37 +14,24 @@ import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..engine.local_cache import default_cache_root, file_lock, make_private
 from ..engine.untrusted import MALFORMED, parse_json
 from ..scheduler.cost import CostModel
+from ..scheduler.estimates.lengths import AnswerLengths
 from .agreement import Agreement
 from .cost_profile import machine, profile_name
 
 logger = logging.getLogger(__name__)
-_FORMAT = 1
+_FORMAT = 2
 _VARIABLE, _OFF = "LORABATCH_HISTORY", "off"
 # Adapters whose lengths are kept: those of the last jobs.
 _MAX_ADAPTERS = 2_000
 # More rows count as these: what an adapter answered long ago gives way.
 _MAX_ROWS = 1_000.0
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerLengths:
-    """Rows of one adapter that were answered, and their output tokens."""
-
-    num_rows: float
-    output_tokens: float
-
-    def joined(self, later: AnswerLengths) -> AnswerLengths:
-        """With those of a later job; of many rows the mean counts as that of some."""
-        rows = self.num_rows + later.num_rows
-        kept = min(rows, _MAX_ROWS)
-        return AnswerLengths(kept, kept * (self.output_tokens + later.output_tokens) / rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +48,8 @@ class ModelHistory:
         all_lengths = {name: found for name, found in self.lengths.items() if name not in lengths}
         for name, found in lengths.items():
             before = self.lengths.get(name)
-            all_lengths[name] = found if before is None else before.joined(found)
+            both = found if before is None else AnswerLengths.joined([before, found])
+            all_lengths[name] = both.scaled(min(1.0, _MAX_ROWS / both.num_rows))
         latest = list(all_lengths.items())[-_MAX_ADAPTERS:]
         return ModelHistory(cost or self.cost, dict(latest))
 
@@ -71,7 +59,7 @@ class ModelHistory:
             "format": _FORMAT,
             "machine": machine(),
             "cost": None if self.cost is None else self.cost.to_json(),
-            "lengths": {name: asdict(found) for name, found in self.lengths.items()},
+            "lengths": {name: found.to_json() for name, found in self.lengths.items()},
         }
 
     @classmethod
@@ -82,10 +70,7 @@ class ModelHistory:
         if raw["machine"] != machine():
             raise ValueError(f"it was measured on another machine, {raw['machine']!r}")
         cost = None if raw["cost"] is None else CostModel.from_json(raw["cost"])
-        lengths = {name: AnswerLengths(**found) for name, found in raw["lengths"].items()}
-        for found in lengths.values():
-            if not (found.num_rows > 0 and found.output_tokens >= 0):
-                raise ValueError(f"{found}: expected a number of rows above 0")
+        lengths = {name: AnswerLengths.from_json(found) for name, found in raw["lengths"].items()}
         return cls(cost, lengths)
 
 

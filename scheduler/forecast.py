@@ -1,15 +1,16 @@
 """Forecast of a job before it starts: the numbers that `lorabatch plan` prints.
 
-Seconds come from playing the plan in the simulator on expected lengths. Of a large job a sample of its shards is played
-(`JobSample`). The placement of shards on replicas, with its bound and its gap, says what each worker would hold; it is
-no forecast, for it lacks the last part of a job, and rows that batches of several adapters share.
+Seconds come from playing the plan in the simulator, on answers of the lengths that are expected. Of a large job a
+sample of its shards is played (`JobSample`). The placement of shards on replicas, with its bound and its gap, says what
+each worker would hold; it is no forecast, for it lacks the last part of a job, and rows that batches of several
+adapters share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,7 +129,7 @@ class JobSample:
         for shard in (s for s, taken in zip(shards, is_taken | self._is_whole, strict=True) if taken):
             of_shard = cut.plan.rows_of(shard.shard_id)
             self._shards.append(replace(shard, wave_id=shard.wave_id + first_wave))
-            self._blocks.append(_rows_of(rows, of_shard, cut.predicted))
+            self._blocks.append(rows.part(of_shard))
             self._sizes.append(len(of_shard))
             self._row_s.append(cut.row_s[of_shard])
         self.num_rows = sum(self._sizes)
@@ -148,7 +149,7 @@ class JobSample:
 
     def _played(self) -> tuple[Workload, ShardPlan]:
         """The sample as a job of its own."""
-        rows = _joined(self._blocks)
+        rows = Workload.joined(self._blocks)
         starts = np.concatenate([[0], np.cumsum(self._sizes)])
         order = dispatch_order(self._shards) if self._num_blocks > 1 else range(len(self._shards))
         chosen = [self._shards[i] for i in order]
@@ -160,40 +161,6 @@ class JobSample:
         offsets = np.concatenate([[0], np.cumsum([self._sizes[i] for i in order])])
         shards = tuple(replace(shard, shard_id=number) for number, shard in enumerate(chosen))
         return rows, ShardPlan(row_order, offsets, shards)
-
-
-def _rows_of(rows: Workload, chosen: NDArray[np.int64], predicted: NDArray[np.float64]) -> Workload:
-    """Some rows, whose answers are as long as predicted."""
-    return Workload(
-        rows.adapters,
-        rows.adapter_index[chosen],
-        rows.prompt_tokens[chosen],
-        rows.max_tokens[chosen],
-        rows.prefix_hash[chosen],
-        output_tokens=np.rint(predicted[chosen]).astype(np.int32),
-        shared_tokens=None if rows.shared_tokens is None else rows.shared_tokens[chosen],
-        is_drawn=None if rows.is_drawn is None else rows.is_drawn[chosen],
-        is_scored=None if rows.is_scored is None else rows.is_scored[chosen],
-    )
-
-
-def _joined(blocks: Sequence[Workload]) -> Workload:
-    """Rows of the same adapters, block after block."""
-
-    def column(name: str) -> NDArray[Any]:
-        return np.concatenate([getattr(block, name) for block in blocks])
-
-    return Workload(
-        blocks[0].adapters,
-        column("adapter_index"),
-        column("prompt_tokens"),
-        column("max_tokens"),
-        column("prefix_hash"),
-        output_tokens=column("output_tokens"),
-        shared_tokens=None if blocks[0].shared_tokens is None else column("shared_tokens"),
-        is_drawn=None if blocks[0].is_drawn is None else column("is_drawn"),
-        is_scored=None if blocks[0].is_scored is None else column("is_scored"),
-    )
 
 
 def _pace(finish_s: NDArray[np.float64], work_s: NDArray[np.float64], all_s: float) -> float:
@@ -261,7 +228,7 @@ def _planned_apart(rows: RowsToDeal, replica_of: NDArray[np.int64], mode: WaveMo
     rows_of: list[NDArray[np.int64]] = []
     for replica in np.unique(owner).tolist():
         mine = np.flatnonzero(owner == replica)
-        share = _rows_of(rows.workload, mine, rows.output_tokens)
+        share = rows.workload.part(mine)
         plan = plan_shards(
             share,
             batch_rows=rows.batch_rows,

@@ -5,7 +5,8 @@ Shapes: every per-row array is `[num_rows]`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,12 @@ class Workload:
     @property
     def input_order(self) -> NDArray[np.int64]:
         """Row numbers in the order of the input, int64 `[num_rows]`."""
-        return np.arange(self.num_rows) if self.input_place is None else np.argsort(self.input_place, kind="stable")
+        return np.argsort(self.places, kind="stable")
+
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """See `input_place`."""
+        return np.arange(self.num_rows) if self.input_place is None else self.input_place
 
     @property
     def num_rows(self) -> int:
@@ -84,6 +90,18 @@ class Workload:
         return np.bincount(self.adapter_index % (len(self.adapters) + 1), minlength=len(self.adapters) + 1).astype(
             np.int64
         )
+
+    def part(self, rows: NDArray[np.int64]) -> Workload:
+        """Some rows, in this order."""
+        columns: dict[str, Any] = {name: array[rows] for name, array, _ in self._arrays()}
+        return replace(self, **columns)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Workload]) -> Workload:
+        """Rows of the same adapters, part after part."""
+        names = [name for name, _, _ in parts[0]._arrays()]
+        columns: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+        return replace(parts[0], **columns)
 
     def check_integrity(self) -> None:
         """Raise AssertionError, naming the array and the first bad row, when the numbers contradict each

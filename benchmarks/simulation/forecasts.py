@@ -1,4 +1,5 @@
-"""Forecasts of jobs: continuous in the length of prompts, and as good from a sample of the rows as from all of them.
+"""Forecasts of jobs: continuous in the length of prompts, as good from a sample of the rows as from all of them, and
+how far off where only an earlier job says how long answers are.
 
 python -m lorabatch.benchmarks.simulation.forecasts [--trace CSV …] [--output benchmarks/results]
 
@@ -9,6 +10,7 @@ seconds of the CPU depend on the machine and on what else it does.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import time
 from collections.abc import Sequence
@@ -22,6 +24,7 @@ from lorabatch.benchmarks.fidelity_results import RESULTS
 from lorabatch.benchmarks.provenance import cpu_name
 from lorabatch.benchmarks.simulation.lengths import Lengths, read_trace, synthetic_lengths
 from lorabatch.pipeline.planning.settings import RunSettings
+from lorabatch.scheduler.estimates.lengths import AnswerLengths
 from lorabatch.scheduler.forecast import Forecast, forecast_job
 from lorabatch.scheduler.simulation.synthetic import draw_adapters, make_adapters, make_workload, power_popularity
 from lorabatch.scheduler.workload import BASE_MODEL, Workload
@@ -31,6 +34,11 @@ RANKS = (8, 16, 32, 64, 128)
 #: Rows, adapters and workers of jobs whose plan is played as a whole and as a sample.
 JOBS = ((6_000, 1, 1), (8_000, 50, 2), (8_000, 500, 8), (10_000, 50, 16), (10_000, 2_000, 4))
 PLAYED_ROWS = 4_000
+MAX_TOKENS = 1_000
+#: Machines with rows in a batch, workers, and full batches for each, of jobs of which an earlier job tells.
+EARLIER_JOBS = tuple(
+    itertools.product((("cpu-smollm2-135m", 16), ("h200-llama-3-8b", 64)), (1, 3), (1, 4, 12)),
+)
 
 
 def by_prompt() -> list[str]:
@@ -88,11 +96,53 @@ def sampled(lengths: Lengths, sizes: Sequence[tuple[int, int, int]]) -> list[str
     return [*lines, ""]
 
 
+def after_earlier(lengths: Lengths, seeds: Sequence[int]) -> list[str]:
+    """A table of jobs of four adapters, predicted with the answers of an equal one with other rows, and played."""
+    lines = [
+        f"## After an earlier job: {lengths.source}",
+        "Four adapters by Zipf's exponent 0.9, answers of up to 1,000 tokens. An equal job with other rows ran before. "
+        f"Deviations of the predicted from the played job, over {len(seeds)} pairs of jobs: mean, mean of their sizes.",
+        "",
+        "| machine | rows in a batch | workers | batches each | mean | mean size |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for (machine, batch_rows), num_workers, num_batches in EARLIER_JOBS:
+        found = []
+        for seed in seeds:
+            generator, num_rows = np.random.default_rng(seed), batch_rows * num_workers * num_batches
+            before, job = (four_adapters(lengths, num_rows, generator) for _ in range(2))
+            settings = replace(RunSettings.of_machine(machine, batch_rows=batch_rows), lengths=answers_of(before))
+            predicted_s = settings.forecast(job, num_workers, max_rows=num_rows).predicted_s
+            found.append(predicted_s / settings.simulate(job, num_workers).metrics.makespan_s - 1)
+        sizes = f"{np.mean(found):+.1%} | {np.mean(np.abs(found)):.1%}"
+        lines.append(f"| {machine} | {batch_rows} | {num_workers} | {num_batches} | {sizes} |")
+        print(lines[-1], flush=True)
+    return [*lines, ""]
+
+
+def four_adapters(lengths: Lengths, num_rows: int, generator: np.random.Generator) -> Workload:
+    """Rows as in the trace, with answers of up to `MAX_TOKENS`."""
+    prompt, output = lengths.draw(generator, num_rows, most=MAX_TOKENS)
+    adapter = draw_adapters(generator, num_rows, power_popularity(4, 0.9))
+    return make_workload(make_adapters(RANKS[:4]), adapter, prompt, output, max_tokens=MAX_TOKENS)
+
+
+def answers_of(job: Workload) -> dict[str, AnswerLengths]:
+    """What a job keeps of its answers."""
+    assert job.output_tokens is not None
+    return {
+        job.adapters[number].name: AnswerLengths.of(
+            (1, tokens, tokens == MAX_TOKENS) for tokens in job.output_tokens[job.adapter_index == number].tolist()
+        )
+        for number in np.unique(job.adapter_index).tolist()
+    }
+
+
 def timed(settings: RunSettings, rows: Workload, num_workers: int, played_rows: int) -> tuple[Forecast, float]:
     """A forecast that plays about so many rows, and its seconds of the CPU, planning included."""
     start = time.process_time()
     cut = settings.cut(rows, num_workers)
-    found = forecast_job(rows, cut, settings.cost, num_workers, settings.play, played_rows)
+    found = forecast_job(rows, cut, settings.cost, num_workers, settings.play_expected, played_rows)
     return found, time.process_time() - start
 
 
@@ -102,6 +152,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, nargs="*", default=[], help="Azure LLM inference traces (CSV)")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result page")
     parser.add_argument("--largest", type=int, default=10_000, help="largest job of the second table, in rows")
+    parser.add_argument("--pairs", type=int, default=10, help="of jobs in each line of the third table")
     chosen = parser.parse_args()
     sizes = [size for size in JOBS if size[0] <= chosen.largest]
     day = f"{datetime.now(UTC):%Y-%m-%d}"
@@ -112,8 +163,11 @@ def main() -> None:
         "",
         *by_prompt(),
     ]
-    for lengths in map(read_trace, chosen.trace) if chosen.trace else [synthetic_lengths()]:
+    traces = [read_trace(path) for path in chosen.trace] or [synthetic_lengths()]
+    for lengths in traces:
         lines += sampled(lengths, sizes)
+    for lengths in traces:
+        lines += after_earlier(lengths, range(chosen.pairs))
     path = chosen.output / f"{day}-forecasts.md"
     path.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
     print(f"wrote {path}")

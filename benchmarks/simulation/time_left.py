@@ -3,7 +3,8 @@
 python -m lorabatch.benchmarks.simulation.time_left [--jobs 60] [--seed 0]
 
 Jobs of 20 to 300 rows (ten times as many on GPUs) on one to three workers. In half of them lengths are known; in the
-others answers are much shorter than half of `max_tokens`, as they often are. Costs of the plan are exact, as a profile
+others answers are much shorter than half of `max_tokens`, as they often are; these are played once more with what an
+earlier job of the same kind has kept of its answers. Costs of the plan are exact, as a profile
 of another hour (off by 12 %, one standard deviation), or a guess (off by half). Once a second the estimate is made as a
 coordinator makes it, from the reports of simulated workers; only what steps cost is not fitted: it is known once a
 second of steps was seen. Every job counts alike.
@@ -12,7 +13,7 @@ second of steps was seen. Every job counts alike.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +23,7 @@ from lorabatch.pipeline.messages import FinishedRows, ShardOutcome, WorkerReport
 from lorabatch.pipeline.monitoring.job_monitor import JobMonitor, WorkLeft
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.batching import ReplicaFacts
-from lorabatch.scheduler.estimates.lengths import LengthEstimator
+from lorabatch.scheduler.estimates.lengths import AnswerLengths, LengthEstimator
 from lorabatch.scheduler.estimates.time_left import PlannedJob, TimeLeft, Work
 from lorabatch.scheduler.messages import Command, Event, Progress, ShardCommitted
 from lorabatch.scheduler.planning.waves import ShardPlan
@@ -43,28 +44,37 @@ _HOP_S = 0.3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """A job, and what its plan does not know: `slowness` of its workers. `error`: costs of the plan over the true."""
+    """A job, and what its plan does not know: `slowness` of its workers. `is_known`: lengths of answers are. `earlier`:
+    those of an earlier job, by adapter. `error`: costs of the plan over the true.
+    """
 
     rows: Workload
     settings: RunSettings
     slowness: tuple[float, ...]
     is_known: bool
+    earlier: Mapping[str, AnswerLengths]
     is_guess: bool
     error: float
 
     @property
     def planned(self) -> RunSettings:
         """As the plan takes the workers to be."""
-        return replace(self.settings, engine=replace(self.settings.engine, cost=self.settings.cost.scaled(self.error)))
+        engine = replace(self.settings.engine, cost=self.settings.cost.scaled(self.error))
+        return replace(self.settings, engine=engine, lengths=self.earlier)
 
     @property
-    def known_lengths(self) -> tuple[str, ...] | None:
+    def known_lengths(self) -> Mapping[str, AnswerLengths] | None:
         """As `JobMonitor` takes them."""
-        return None if self.is_known else ()
+        return None if self.is_known else self.earlier
+
+    @property
+    def lengths(self) -> str:
+        """For the table."""
+        return "known" if self.is_known else "of an earlier job" if self.earlier else "unknown"
 
 
-def draw(seed: int) -> Job:
-    """The job of a seed."""
+def draw(seed: int) -> list[Job]:
+    """The job of a seed, and where lengths are unknown the same with those of an earlier job."""
     generator = np.random.default_rng(seed)
     machine = str(generator.choice(["cpu-smollm2-135m", "h200-llama-3-8b"]))
     settings = RunSettings.of_machine(machine, batch_rows=int(generator.choice([16, 32, 64])))
@@ -72,18 +82,29 @@ def draw(seed: int) -> Job:
     num_adapters, num_workers = int(generator.choice([1, 4, 16])), int(generator.choice([1, 2, 3]))
     adapters = make_adapters(generator.choice([8, 16, 32], num_adapters).tolist())
     prompt = draw_lengths(generator, num_rows, int(generator.choice([40, 120, 400])), 0.7, 1500)
-    even, tailed = generator.integers(8, 120, num_rows), draw_lengths(generator, num_rows, 60, 0.9, MAX_TOKENS)
-    output = np.clip(even if generator.random() < 0.5 else tailed, 1, MAX_TOKENS).astype(np.int32)
+    both = generator.integers(8, 120, num_rows), draw_lengths(generator, num_rows, 60, 0.9, MAX_TOKENS)
+    is_even = generator.random() < 0.5
+    output = np.clip(both[not is_even], 1, MAX_TOKENS).astype(np.int32)
     is_known, error = bool(generator.random() < 0.5), float(generator.choice(_ERRORS))
     adapter = draw_adapters(generator, num_rows, np.full(num_adapters, 1 / num_adapters))
-    return Job(
+    job = Job(
         make_workload(adapters, adapter, prompt, output, max_tokens=output if is_known else MAX_TOKENS),
         replace(settings, length_share=1.0 if is_known else settings.length_share),
         tuple(np.exp(generator.normal(0, 0.05, num_workers)).tolist()),
         is_known,
+        {},
         error == max(_ERRORS),
         float(np.exp(generator.normal(0, error))),
     )
+    if is_known:
+        return [job]
+    before = generator.integers(8, 120, num_rows), draw_lengths(generator, num_rows, 60, 0.9, MAX_TOKENS)
+    answers = np.clip(before[not is_even], 1, MAX_TOKENS)
+    earlier = {
+        adapters[number].name: AnswerLengths.of((1, n, n == MAX_TOKENS) for n in answers[adapter == number].tolist())
+        for number in np.unique(adapter).tolist()
+    }
+    return [job, replace(job, earlier=earlier)]
 
 
 class Watched:
@@ -140,8 +161,7 @@ def play(job: Job) -> tuple[float, list[tuple[float, TimeLeft]]]:
     """Seconds that the job took, and what was shown while it ran."""
     planned, num_workers = job.planned, len(job.slowness)
     cut = planned.cut(job.rows, num_workers)
-    expected = np.maximum(1, np.rint(cut.predicted)).astype(np.int32)
-    predicted_s = planned.play(replace(job.rows, output_tokens=expected), cut.plan, num_workers).metrics.makespan_s
+    predicted_s = planned.play_expected(job.rows, cut.plan, num_workers).metrics.makespan_s
     work = WorkLeft(cut.plan.shards, job.known_lengths).now(job.settings.limits.batch_rows * num_workers, Work())
     timeline = Timeline.empty(job.rows.num_rows, num_workers)
     scheduler = make_scheduler(cut.plan.shards, settings=planned.scheduler(num_workers, job.rows.adapters))
@@ -176,17 +196,16 @@ def table(found: Sequence[tuple[Job, float, list[tuple[float, TimeLeft]]]]) -> s
     """By what is known and how far the job was: share of ranges that held, and the error as a share of the job."""
     lines = ["| lengths | of the job done | jobs | end within the range | median error, share of the job |"]
     lines.append("|---|---|---:|---:|---:|")
-    for is_known in (True, False):
+    for kind in ("known", "of an earlier job", "unknown"):
         for least, most in ((0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0), (0.0, 1.0)):
             held, errors = [], []
             for job, end_s, shown in found:
                 moments = [(end_s - at_s, left) for at_s, left in shown if least * end_s <= at_s < most * end_s]
-                if job.is_known is is_known and moments:
+                if job.lengths == kind and moments:
                     held.append(np.mean([left.least_s <= true_s <= left.most_s for true_s, left in moments]))
                     errors.append(np.mean([abs(left.seconds - true_s) / end_s for true_s, left in moments]))
             if held:
-                kind, median = "known" if is_known else "unknown", float(np.median(errors))
-                part = f"{least:.0%} to {most:.0%}"
+                part, median = f"{least:.0%} to {most:.0%}", float(np.median(errors))
                 lines.append(f"| {kind} | {part} | {len(held)} | {np.mean(held):.0%} | {median:.1%} |")
     return "\n".join(lines)
 
@@ -197,7 +216,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0, help="of the first job")
     chosen = parser.parse_args()
-    jobs = [draw(chosen.seed + number) for number in range(chosen.jobs)]
+    jobs = [job for number in range(chosen.jobs) for job in draw(chosen.seed + number)]
     print(table([(job, *play(job)) for job in jobs]))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,7 @@ from ...jobs.input.columns import readable_values
 from ...jobs.input.completions import completions
 from ...jobs.record import JobRecord
 from ...jobs.store import JobStore
+from ...scheduler.estimates.lengths import AnswerLengths, length_class
 from ..dataset.writer import check_writer, num_reused_rows
 from ..planning.plan import JobPlan
 from ..result import AdapterCount, KindOfError
@@ -25,7 +26,8 @@ _LISTS = ("completion_tokens", "finish_reason")
 @dataclass(slots=True)
 class Account:
     """Counts over some parts; `add` joins two. Adapters are keyed by name, "" is the base model. `num_reused`: rows
-    that earlier runs had done.
+    that earlier runs had done. `answers`, `answer_tokens`: by adapter, class of length, and whether `max_tokens` ended
+    them.
 
     `engine_errors`: rows that an engine gave up; `first_engine_error` is (place, sentence) of the first.
     """
@@ -40,6 +42,8 @@ class Account:
     rows: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
+    answers: Counter[tuple[str, int, bool]] = field(default_factory=Counter)
+    answer_tokens: Counter[tuple[str, int, bool]] = field(default_factory=Counter)
     first_engine_error: tuple[str, str] | None = None
 
     def add(self, other: Account) -> None:
@@ -54,6 +58,8 @@ class Account:
         self.rows.update(other.rows)
         self.errors.update(other.errors)
         self.tokens.update(other.tokens)
+        self.answers.update(other.answers)
+        self.answer_tokens.update(other.answer_tokens)
         self.first_engine_error = self.first_engine_error or other.first_engine_error
 
     def check_complete(self, plan: JobPlan) -> None:
@@ -69,6 +75,14 @@ class Account:
         return tuple(
             AdapterCount(name, self.rows[name], self.errors[name], self.tokens[name]) for name in sorted(self.rows)
         )
+
+    def answer_lengths(self) -> dict[str, AnswerLengths]:
+        """Of each adapter that has answered a row."""
+        groups: defaultdict[str, list[tuple[float, float, bool]]] = defaultdict(list)
+        for key, num_rows in self.answers.items():
+            name, _, is_cut = key
+            groups[name].append((num_rows, self.answer_tokens[key], is_cut))
+        return {name: AnswerLengths.of(of_adapter) for name, of_adapter in groups.items()}
 
     def engine_error_kind(self) -> tuple[KindOfError, ...]:
         """The rows that engines gave up, as one kind of error; empty when there are none."""
@@ -114,6 +128,9 @@ def _count(account: Account, completion: Mapping[str, Any], adapter: str | None,
     account.prompt_tokens += completion["prompt_tokens"]
     account.completion_tokens += completion["completion_tokens"]
     if error is None:
+        key = (name, length_class(completion["completion_tokens"]), completion["finish_reason"] == "length")
+        account.answers[key] += 1
+        account.answer_tokens[key] += completion["completion_tokens"]
         return
     account.errors[name] += 1
     account.num_errors += 1

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from distributed import Reschedule, get_worker, secede
 
 from ...jobs.errors import JobFailedError, OutputConflictError, StorageError
-from ...jobs.history import AnswerLengths, add_to_history
+from ...jobs.history import add_to_history
 from ...jobs.opening import OpenedJob
 from ...jobs.record import changed_adapters
 from ...jobs.status.notes import row_notes
 from ...jobs.storage.redaction import redacted_url
 from ...jobs.store import part_name
 from ...scheduler.cost import CostModel
+from ...scheduler.estimates.lengths import AnswerLengths
 from ...scheduler.estimates.time_left import PlannedJob, Work
 from ...scheduler.planning.bound import JobWork, work_bound
 from ...scheduler.policies import make_scheduler
@@ -232,7 +233,7 @@ def coordinate(run: JobRun, plan: JobPlan) -> Coordinated:
     found = _count(run, sorted(rows_of_part), "errors")
     run.reporter.check_budget(found.num_errors, plan.num_rows)
     names = {adapter.sha256: adapter.name for adapter in job.record.adapters if not adapter.is_refused}
-    known_lengths = None if job.spec.sampling.ignore_eos else run.settings.lengths.keys()
+    known_lengths = None if job.spec.sampling.ignore_eos else run.settings.lengths
     before = replace(
         run.reporter.latest,
         rows_error=found.num_errors,
@@ -260,7 +261,7 @@ def coordinate(run: JobRun, plan: JobPlan) -> Coordinated:
 
 
 def _planned(
-    settings: RunSettings, plan: JobPlan, num_workers: int, known_lengths: Collection[str] | None
+    settings: RunSettings, plan: JobPlan, num_workers: int, known_lengths: Mapping[str, AnswerLengths] | None
 ) -> PlannedJob:
     work = WorkLeft(plan.shards, known_lengths).now(settings.limits.batch_rows * num_workers, Work())
     return PlannedJob(plan.predicted_s, work, settings.step_prices, num_workers, settings.is_guess)
@@ -355,8 +356,5 @@ def _keep_history(run: JobRun, account: Account, done: Coordinated) -> None:
     lengths = {}
     if not run.job.spec.sampling.ignore_eos:
         hashes = {adapter.name: adapter.sha256 for adapter in run.job.record.adapters} | {"": ""}
-        for name, num_rows in account.rows.items():
-            num_answers = num_rows - account.errors[name]
-            if name in hashes and num_answers:
-                lengths[hashes[name]] = AnswerLengths(num_answers, account.tokens[name])
+        lengths = {hashes[name]: found for name, found in account.answer_lengths().items() if name in hashes}
     add_to_history(run.settings.history, done.measured, lengths)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ...jobs.record import JobState, WorkerState
 from ...jobs.status.worker_names import WorkerNames
-from ...scheduler.estimates.lengths import PRIOR_SHARE, LengthDistribution, LengthEstimator
+from ...scheduler.estimates.lengths import PRIOR_SHARE, AnswerLengths, LengthDistribution, LengthEstimator
 from ...scheduler.estimates.time_left import TimeLeft, Work
 from ...scheduler.planning.bound import JobWork
 from ...scheduler.planning.waves import Shard
@@ -27,12 +28,12 @@ class JobMonitor:
         committed_rows: Mapping[int, int],
         adapter_names: Mapping[str, str],
         before: JobState | None = None,
-        known_lengths: Collection[str] | None = (),
+        known_lengths: Mapping[str, AnswerLengths] | None = MappingProxyType({}),
         num_reused: int = 0,
     ) -> None:
         """`committed_rows`: rows of the parts that exist already, by shard, `num_reused` of them of earlier runs.
         `before` has their errors and tokens, and how many rows were known to be done and reused. `known_lengths`:
-        adapters whose answers' lengths the plan knew, from earlier jobs (None: of all, exactly).
+        of the answers that adapters had in earlier jobs, as the plan knew them (None: it knew all lengths exactly).
         """
         self._shards = {shard.shard_id: shard for shard in shards}
         self._names = dict(adapter_names)
@@ -200,8 +201,11 @@ class WorkLeft:
     `JobMonitor`.
     """
 
-    def __init__(self, shards: Iterable[Shard], known_lengths: Collection[str] | None = ()) -> None:
-        self._known = frozenset(known_lengths or ())
+    def __init__(
+        self, shards: Iterable[Shard], known_lengths: Mapping[str, AnswerLengths] | None = MappingProxyType({})
+    ) -> None:
+        earlier = known_lengths or {}
+        self._known = frozenset(earlier)
         #: Of this run's answers so far.
         self.lengths = LengthEstimator()
         # Adapters -> rows, prompt tokens, predicted output tokens.
@@ -210,6 +214,10 @@ class WorkLeft:
         for shard in with_work:
             self._add(shard, 1.0)
         self._total = _Rows.sum(self._sums.values())
+        for adapters, counts in self._sums.items():
+            share = counts[0] / self._total.rows / max(1, len(adapters))
+            for name in self._known.intersection(adapters or ("",)):
+                self.lengths.had(earlier[name], share)
         # Of lengths that are known.
         self._planned = (
             None

@@ -138,7 +138,7 @@ def plan_job(
             num_rows=num_rows,
             errors=checked.kinds,
             adapter_names=draft.adapter_names,
-            predicted_s=sample.predict(settings.play),
+            predicted_s=sample.predict(settings.play_expected),
         )
         with draft.references({_FACTS_KEY: json.dumps(plan_facts(plan))}) as references:
             is_ours = store.write_plan(references)

@@ -39,13 +39,13 @@ from ...engine.model_config import parse_model_config
 from ...engine.model_config.model import ModelConfig
 from ...jobs.agreement import Agreement
 from ...jobs.errors import JobRequestError
-from ...jobs.history import AnswerLengths, history_path, known_agreement, read_history
+from ...jobs.history import history_path, known_agreement, read_history
 from ...jobs.opening import OpenedJob
 from ...jobs.spec import JobSpec, policy_problem
 from ...jobs.storage.local_copy import is_remote
 from ...scheduler.batching import Batcher, ReplicaFacts
 from ...scheduler.cost import MACHINES, CostModel
-from ...scheduler.estimates.lengths import PRIOR_SHARE, expected_tokens, known_tokens
+from ...scheduler.estimates.lengths import PRIOR_SHARE, AnswerLengths, AnswerModel, spread_quantiles
 from ...scheduler.forecast import (
     CutRows,
     Forecast,
@@ -356,13 +356,27 @@ class RunSettings:
         return CutRows.of(plan, predicted, row_seconds(rows, predicted, self.step_prices, batch_rows))
 
     def expected_tokens(self, rows: Workload, length_share: float | None = None) -> NDArray[np.float64]:
-        """That rows will generate, float64 `[num_rows]`: what is known of them, else a share of `max_tokens` and, where
-        earlier jobs have had their adapter, the mean of its answers."""
-        expected = expected_tokens(rows.max_tokens, self.length_share if length_share is None else length_share)
-        if self.lengths:
-            expected = self._corrected(expected, rows)
+        """That rows will generate on average, float64 `[num_rows]`: what is known of them, else as in earlier jobs that
+        have had their adapter, else a share of `max_tokens`."""
+        expected = self._answers(rows.adapters, length_share).mean(rows.max_tokens, rows.adapter_index)
         fixed = rows.fixed_tokens
         return expected if fixed is None else np.where(fixed > 0, fixed, expected)
+
+    def with_answers(
+        self, rows: Workload, length_share: float | None = None, quantile: NDArray[np.float64] | None = None
+    ) -> Workload:
+        """The rows with answers of the lengths that are expected, of some more, of others less. `quantile`: of each
+        row's, from 0 to below 1; by default spread evenly over the rows, and always the same for a row of the input.
+        """
+        if quantile is None:
+            quantile = spread_quantiles(rows.places)
+        model = self._answers(rows.adapters, length_share)
+        drawn, fixed = model.drawn(rows.max_tokens, rows.adapter_index, quantile), rows.fixed_tokens
+        return replace(rows, output_tokens=drawn if fixed is None else np.where(fixed > 0, fixed, drawn))
+
+    def _answers(self, adapters: Sequence[AdapterInfo], length_share: float | None) -> AnswerModel:
+        earlier = [self.lengths.get(name) for name in (*(adapter.name for adapter in adapters), "")]
+        return AnswerModel(self.length_share if length_share is None else length_share, earlier)
 
     def guesses_lengths(self, rows: Workload) -> bool:
         """Whether a row's answer may have any length: none that is known beforehand, and earlier jobs have not had its
@@ -372,13 +386,6 @@ class RunSettings:
         if rows.fixed_tokens is not None:
             is_known |= rows.fixed_tokens > 0
         return self.length_share < 1 and bool((~is_known & (rows.max_tokens > 0)).any())
-
-    def _corrected(self, expected: NDArray[np.float64], rows: Workload) -> NDArray[np.float64]:
-        """By the lengths that earlier jobs have had."""
-        found = [self.lengths.get(adapter.name) for adapter in rows.adapters] + [self.lengths.get("")]
-        counted = np.array([(0.0, 0.0) if each is None else (each.num_rows, each.output_tokens) for each in found])
-        num_rows, output_tokens = counted[rows.adapter_index].T
-        return known_tokens(expected, rows.max_tokens, num_rows, output_tokens)
 
     def play(
         self, rows: Workload, plan: ShardPlan, num_workers: int, slowness: Sequence[float] | None = None
@@ -404,6 +411,10 @@ class RunSettings:
             slowness,
         )
 
+    def play_expected(self, rows: Workload, plan: ShardPlan, num_workers: int) -> PolicyRun:
+        """The same, with answers of the lengths that are expected."""
+        return self.play(self.with_answers(rows), plan, num_workers)
+
     def forecast(
         self,
         rows: Workload,
@@ -417,20 +428,24 @@ class RunSettings:
 
         `slowness`: see `play`. A sample on fewer workers has some of them, as fast together as all are on average.
         """
+        rows = replace(rows, input_place=rows.places)
         cut = self.cut(rows, num_workers, length_share=length_share)
         played = self._rows_to_play(rows.num_rows, max_rows)
 
         def play(rows: Workload, plan: ShardPlan, num_played: int) -> PolicyRun:
-            return self.play(rows, plan, num_played, None if slowness is None else some_of(slowness, num_played))
+            of_played = None if slowness is None else some_of(slowness, num_played)
+            return self.play(self.with_answers(rows, length_share), plan, num_played, of_played)
 
         return forecast_job(self.with_reuse(rows), cut, self.cost, num_workers, play, played)
 
     def bound(self, rows: Workload, num_workers: int, slowness: Sequence[float] | None = None) -> JobBound:
-        """Seconds below which no run of these rows ends, if answers have the expected lengths. `slowness`: as in
-        `play`."""
+        """Seconds below which no run of these rows ends, if answers have the lengths with which `forecast` plays them.
+        `slowness`: as in `play`."""
+        rows = self.with_answers(rows)
+        assert rows.output_tokens is not None
         return job_bound(
             self.with_reuse(rows),
-            np.rint(self.expected_tokens(rows)),  # as a plan is played
+            rows.output_tokens.astype(np.float64),
             self.step_prices,
             batch_rows=self.limits.batch_rows,
             step_tokens=self.limits.step_tokens,

@@ -1,7 +1,8 @@
 """Simulates one offline job on simulated workers under several policies: `lorabatch simulate`.
 
-The rows come from a job (indexed, with answer lengths drawn at random), from a CSV file of real lengths as the Azure
-LLM inference traces have them (Azure public data set, 2023), or from log-normal lengths. All draws come from the seed.
+The rows come from a job (indexed, with answers of lengths that its plan expects), from a CSV file of real lengths as
+the Azure LLM inference traces have them (Azure public data set, 2023), or from log-normal lengths. All draws come from
+the seed.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def make_job(request: SimulationRequest) -> tuple[Workload, RunSettings]:
         if request.cost_model is not None and request.cost_model in MACHINES:
             engine = replace(settings.engine, cost=MACHINES[request.cost_model])
             settings = replace(settings, engine=engine, cost_origin=request.cost_model, prices=None)
-        return with_drawn_answers(found.workload, settings, generator), settings
+        return settings.with_answers(found.workload, quantile=generator.random(found.workload.num_rows)), settings
     settings = _machine_settings(request)
     if request.trace is not None:
         prompts, outputs = read_trace_lengths(request.trace)
@@ -162,20 +163,6 @@ def _check_cost_model(name: str) -> None:
         raise JobRequestError(
             f"cost_model={name!r}: neither a file nor a known machine. Machines: {', '.join(MACHINES)}."
         )
-
-
-def with_drawn_answers(workload: Workload, settings: RunSettings, generator: np.random.Generator) -> Workload:
-    """Answers are on average as long as the plan expects, each length around that alike that leaves it within
-    `max_tokens`: from 1 to all of it where nothing is known, exactly as long where their length is known.
-    """
-    expected, fixed = settings.expected_tokens(workload), workload.fixed_tokens
-    around = np.minimum(expected, workload.max_tokens - expected)
-    if fixed is not None:
-        around[fixed > 0] = 0
-    drawn = np.ceil(expected + around * (2 * generator.random(workload.num_rows) - 1))
-    return replace(
-        workload, output_tokens=np.clip(drawn, np.minimum(1, workload.max_tokens), workload.max_tokens).astype(np.int32)
-    )
 
 
 _COLUMNS = ("ContextTokens", "GeneratedTokens")

@@ -6,7 +6,8 @@ The planner, the cluster's scheduler, batchers and engines all take their estima
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,8 @@ _NUM_CLASSES = 1 + 24 * _CLASSES_PER_OCTAVE
 _SPREAD_ROWS = 2.0
 # Finished rows from which it is about half as far from the longest of them to the limit for others.
 _FEW_ROWS = 32.0
+# Rows of earlier jobs, in all, that say as much of answers as a guess does.
+_FEW_ANSWERS = 2.0
 # Rows of the mean of all that are added to those of each class of prompts.
 _CLASS_PRIOR_ROWS = 8
 Integers = NDArray[np.integer[Any]]
@@ -56,18 +59,155 @@ def tokens_to_hold(
     return held
 
 
-def known_tokens(
-    expected: NDArray[np.float64],
-    max_tokens: NDArray[np.int32],
-    num_rows: NDArray[np.float64],
-    output_tokens: NDArray[np.float64],
-) -> NDArray[np.float64]:
-    """Expected output tokens, corrected by finished rows of the same adapters; all arrays `[num_rows]`.
-
-    `num_rows`, `output_tokens`: of the rows of each row's adapter that have finished, in this job or an earlier one.
+@dataclass(frozen=True, slots=True)
+class AnswerLengths:
+    """Lengths of answers that earlier jobs have had. `classes`: by length class, the rows that ended by themselves,
+    those that their `max_tokens` ended, and the output tokens of both.
     """
-    mean = (_PRIOR_ROWS * expected + output_tokens) / (_PRIOR_ROWS + num_rows)
-    return np.where(max_tokens > 0, np.clip(mean, 1.0, np.maximum(max_tokens, 1)), 0.0)
+
+    classes: Mapping[int, tuple[float, float, float]]
+
+    @classmethod
+    def of(cls, groups: Iterable[tuple[float, float, bool]]) -> AnswerLengths:
+        """From groups of rows of about the same length: their number, their output tokens, and whether `max_tokens`
+        ended them.
+        """
+        return cls.joined(
+            cls({length_class(tokens / rows): (rows * (not is_cut), rows * is_cut, tokens)})
+            for rows, tokens, is_cut in groups
+        )
+
+    @property
+    def num_rows(self) -> float:
+        """Of all lengths."""
+        return sum(ended + cut for ended, cut, _ in self.classes.values())
+
+    def to_json(self) -> list[tuple[float, ...]]:
+        """As stored: number of each class, and its counts."""
+        return [(number, *counts) for number, counts in self.classes.items()]
+
+    @classmethod
+    def from_json(cls, raw: Iterable[Sequence[float]]) -> AnswerLengths:
+        """What `to_json` gave. Raises ValueError, TypeError."""
+        classes: dict[int, tuple[float, float, float]] = {}
+        for number, ended, cut, tokens in raw:
+            in_order = number == int(number) and max(classes, default=-1) < number < _NUM_CLASSES
+            if not (in_order and 0 < ended + cut < math.inf and min(ended, cut) >= 0 and 0 <= tokens < math.inf):
+                raise ValueError(f"{[number, ended, cut, tokens]}: expected a class of lengths, its rows and tokens")
+            classes[int(number)] = (float(ended), float(cut), float(tokens))
+        if not classes:
+            raise ValueError("no rows")
+        return cls(classes)
+
+    @classmethod
+    def joined(cls, parts: Iterable[AnswerLengths]) -> AnswerLengths:
+        """All rows together."""
+        classes: defaultdict[int, tuple[float, float, float]] = defaultdict(lambda: _NO_ROWS)
+        for part in parts:
+            for number, counts in part.classes.items():
+                classes[number] = _sum(classes[number], counts)
+        return cls(dict(sorted(classes.items())))
+
+    def scaled(self, share: float) -> AnswerLengths:
+        """A share of all rows."""
+        return AnswerLengths({number: (share * e, share * c, share * t) for number, (e, c, t) in self.classes.items()})
+
+    def mean(self, limits: NDArray[np.int32]) -> NDArray[np.float64]:
+        """Mean output tokens of rows with these `max_tokens`, float64, of the shape of `limits`."""
+        tokens, shares = self._shares()
+        longer = np.minimum(limits, np.maximum(tokens[-1], (tokens[-1] + limits) / 2))
+        mean: NDArray[np.float64] = np.minimum(tokens, limits[..., None]) @ shares + (1 - shares.sum()) * longer
+        return mean
+
+    def at(self, quantile: NDArray[np.float64], limits: NDArray[np.int32]) -> NDArray[np.float64]:
+        """Output tokens of rows with these `max_tokens` at these quantiles, both `[num_rows]`, not rounded."""
+        tokens, shares = self._shares()
+        ends = shares.cumsum()
+        number = np.searchsorted(ends, quantile, side="right")
+        beyond = np.clip((quantile - ends[-1]) / max(1 - ends[-1], 1e-9), 0, 1)
+        longer = tokens[-1] + beyond * np.maximum(0, limits - tokens[-1])
+        return np.where(number < len(tokens), tokens[np.minimum(number, len(tokens) - 1)], longer)
+
+    def _shares(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Lengths, ascending, and the shares of rows that end there by themselves (Kaplan-Meier: a row that was cut
+        counts among those that might have ended); float64 `[num_lengths]`. Rows that the shares leave to 1 are longer
+        than all of them, any length up to `max_tokens` alike.
+        """
+        ended, cut, tokens = np.array(list(self.classes.values())).T
+        at_risk = (ended + cut)[::-1].cumsum()[::-1]
+        longer = np.cumprod(1 - ended / at_risk)
+        return tokens / (ended + cut), -np.diff(longer, prepend=1.0)
+
+
+_NO_ROWS = (0.0, 0.0, 0.0)
+
+
+def _sum(one: tuple[float, float, float], other: tuple[float, float, float]) -> tuple[float, float, float]:
+    return one[0] + other[0], one[1] + other[1], one[2] + other[2]
+
+
+class AnswerModel:
+    """How long answers are expected to be: any length around a share of `max_tokens` alike, or as in earlier jobs where
+    these have had the adapter. A few rows of all such adapters are added to its own.
+    """
+
+    def __init__(self, length_share: float, earlier: Sequence[AnswerLengths | None]) -> None:
+        """`earlier`: of each adapter, the base model's last; None where there was none."""
+        self._length_share = length_share
+        had = [lengths for lengths in earlier if lengths is not None]
+        num_rows = sum(lengths.num_rows for lengths in had)
+        # Of answers, those that may have any length although earlier jobs have had their adapter.
+        self._guessed = (_FEW_ANSWERS / (_FEW_ANSWERS + num_rows)) ** 2
+        pooled = AnswerLengths.joined(had).scaled(_PRIOR_ROWS / max(1.0, num_rows))
+        self._earlier = [None if lengths is None else AnswerLengths.joined([lengths, pooled]) for lengths in earlier]
+
+    def mean(self, max_tokens: NDArray[np.int32], adapter_index: NDArray[np.int32]) -> NDArray[np.float64]:
+        """Expected output tokens, float64 `[num_rows]`; 0 where `max_tokens` is 0. `adapter_index`: -1 is the base
+        model.
+        """
+        mean = expected_tokens(max_tokens, self._length_share)
+        for rows, lengths in self._known(max_tokens, adapter_index):
+            limits, number = np.unique(max_tokens[rows], return_inverse=True)
+            of_earlier = lengths.mean(limits)[number]
+            mean[rows] = np.maximum(1.0, self._guessed * mean[rows] + (1 - self._guessed) * of_earlier)
+        return mean
+
+    def drawn(
+        self, max_tokens: NDArray[np.int32], adapter_index: NDArray[np.int32], quantile: NDArray[np.float64]
+    ) -> NDArray[np.int32]:
+        """Output tokens, int32 `[num_rows]`, at these quantiles of what is expected, from 0 to below 1."""
+        expected = expected_tokens(max_tokens, self._length_share)
+        around, place = np.minimum(expected, max_tokens - expected), quantile.copy()
+        known = list(self._known(max_tokens, adapter_index))
+        for rows, _ in known:
+            place[rows] /= self._guessed
+        drawn = np.ceil(expected + around * (2 * place - 1))
+        for rows, lengths in known:
+            later = rows[place[rows] >= 1]
+            at = (quantile[later] - self._guessed) / (1 - self._guessed)
+            drawn[later] = np.rint(lengths.at(at, max_tokens[later]))
+        return np.clip(drawn, np.minimum(1, max_tokens), max_tokens).astype(np.int32)
+
+    def _known(
+        self, max_tokens: NDArray[np.int32], adapter_index: NDArray[np.int32]
+    ) -> Iterator[tuple[NDArray[np.int64], AnswerLengths]]:
+        """Rows of each adapter that earlier jobs have had, but for those that ask for nothing."""
+        if not any(self._earlier):
+            return
+        number = adapter_index % len(self._earlier)
+        order = np.argsort(number, kind="stable")
+        ends = np.bincount(number, minlength=len(self._earlier)).cumsum()
+        for lengths, rows in zip(self._earlier, np.split(order, ends[:-1]), strict=True):
+            if lengths is not None and len(rows):
+                yield rows[max_tokens[rows] > 0], lengths
+
+
+def spread_quantiles(places: NDArray[np.int64]) -> NDArray[np.float64]:
+    """A number from 0 to below 1 for each place, float64, of the shape of `places`. Places side by side, and those at
+    equal distances, have numbers that are spread evenly: they are multiples of the golden ratio.
+    """
+    multiples = places.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return (multiples >> np.uint64(11)).astype(np.float64) / 2.0**53
 
 
 class LengthEstimator:
@@ -82,6 +222,8 @@ class LengthEstimator:
         # By length class: rows of any adapter that have finished, and their output tokens.
         self._rows = np.zeros(_NUM_CLASSES)
         self._tokens = np.zeros(_NUM_CLASSES)
+        # The same of earlier jobs, a few.
+        self._earlier_rows = np.zeros(_NUM_CLASSES)
 
     @classmethod
     def of_rows(cls, max_tokens: Integers, prompt_tokens: Integers) -> LengthEstimator:
@@ -111,6 +253,13 @@ class LengthEstimator:
         self.finished_tokens += output_tokens
         rows, tokens = self._finished.get(adapter, (0, 0))
         self._finished[adapter] = (rows + num_rows, tokens + output_tokens)
+
+    def had(self, earlier: AnswerLengths, share: float) -> None:
+        """Take in the lengths of an adapter's answers in earlier jobs, for `distribution`. `share`: its rows, of all
+        rows.
+        """
+        for number, (ended, cut, _) in earlier.classes.items():
+            self._earlier_rows[number] += share * _PRIOR_ROWS * (ended + cut) / earlier.num_rows
 
     def mean(self) -> float:
         """Expected output tokens of a row of any adapter; 1 before any row was asked for."""
@@ -149,12 +298,13 @@ class LengthEstimator:
         """Of lengths of rows of any adapter. `num_running`: rows that have generated `generated_tokens` each so far, on
         average, and `num_steps` at most. `max_tokens`: what a row may generate; more where rows have generated more.
         """
-        longest = 2.0 ** ((np.flatnonzero(self._rows).max(initial=0) + 1) / _CLASSES_PER_OCTAVE)
+        finished = self._rows + self._earlier_rows
+        longest = 2.0 ** ((np.flatnonzero(finished).max(initial=0) + 1) / _CLASSES_PER_OCTAVE)
         # The more rows have finished, the less likely one is much longer than all of them.
-        limit = longest + max(0.0, max_tokens - longest) * _FEW_ROWS / (_FEW_ROWS + self.num_finished)
+        limit = longest + max(0.0, max_tokens - longest) * _FEW_ROWS / (_FEW_ROWS + finished.sum())
         oldest = max(generated_tokens, min(2 * generated_tokens, num_steps))
         ages = (2 * generated_tokens - oldest, oldest)
-        return LengthDistribution.of(self._rows, num_running, ages, max(limit, 1.2 * oldest))
+        return LengthDistribution.of(finished, num_running, ages, max(limit, 1.2 * oldest))
 
     def left(self, generated_tokens: float, max_tokens: float) -> float:
         """Expected tokens that a row still has to generate after so many, E[L - t | L > t].

@@ -20,6 +20,7 @@ from echo_job import EchoJob, Watcher, make_rows
 
 from lorabatch.console.progress import status_lines
 from lorabatch.jobs.errors import ErrorBudgetError, InputRowsError, JobFailedError, OutputConflictError
+from lorabatch.jobs.history import read_history
 from lorabatch.jobs.report.page import write_report
 from lorabatch.jobs.status.job_status import read_status
 from lorabatch.jobs.store import JobStore
@@ -30,6 +31,7 @@ from lorabatch.pipeline.planning.dry_run import dry_run
 from lorabatch.pipeline.planning.plan import read_plan, serving_adapters
 from lorabatch.pipeline.planning.simulate import SimulationRequest, make_job
 from lorabatch.pipeline.worker.registration import register_plugin
+from lorabatch.scheduler.estimates.lengths import AnswerLengths
 from lorabatch.scheduler.messages import Command, Event, RunShard
 from lorabatch.scheduler.scheduler import BEGINNING, Scheduler, SchedulerSettings
 
@@ -369,9 +371,9 @@ def test_later_jobs_expect_answers_as_long_as_those_of_earlier_ones(
     before = dry_run(echo_job.options())
     first = echo_job.run(shared_client)
     (kept,) = (tmp_path / "history").glob("*.json")
-    lengths = json.loads(kept.read_text())["lengths"]
-    assert sum(found["num_rows"] for found in lengths.values()) == 200
-    assert sum(found["output_tokens"] for found in lengths.values()) == first.completion_tokens
+    lengths = AnswerLengths.joined(read_history(kept).lengths.values())
+    assert lengths.num_rows == 200
+    assert sum(tokens for _, _, tokens in lengths.classes.values()) == first.completion_tokens
     after = dry_run(echo_job.options())
     expected, answered = sum(s.predicted_output_tokens for s in after.forecast.plan.shards), first.completion_tokens
     guessed = sum(s.predicted_output_tokens for s in before.forecast.plan.shards)

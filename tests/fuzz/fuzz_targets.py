@@ -34,7 +34,7 @@ from lorabatch.engine.text.tokenizer import Tokenizer
 from lorabatch.jobs.confined_audit import Auditors
 from lorabatch.jobs.cost_profile import read_profile
 from lorabatch.jobs.errors import JobError
-from lorabatch.jobs.history import AnswerLengths, ModelHistory, read_history
+from lorabatch.jobs.history import ModelHistory, read_history
 from lorabatch.jobs.input.columns import find_roles
 from lorabatch.jobs.input.files import pack_schema, read_footers, unified_schema
 from lorabatch.jobs.openai_batch.importing import import_batch
@@ -49,6 +49,7 @@ from lorabatch.pipeline.dataset.chunk import ChunkRef, DamagedChunkError, IndexJ
 from lorabatch.pipeline.dataset.chunk_rows import ChunkRows
 from lorabatch.pipeline.planning.plan import read_plan
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M
+from lorabatch.scheduler.estimates.lengths import AnswerLengths
 
 # Adapter folders
 
@@ -344,7 +345,7 @@ def _journal_cases() -> SearchStrategy[Case]:
         ),
     ]
     whole = encode_answers(rows) + encode_begun([BegunRow(b"h" * 16, None, (1, 2), ())])
-    history = ModelHistory(CPU_SMOLLM2_135M, {"": AnswerLengths(3.0, 40.0)}).to_json()
+    history = ModelHistory(CPU_SMOLLM2_135M, {"": AnswerLengths.of([(3, 40, False), (1, 64, True)])}).to_json()
     profile = {
         "format": 1, "model_sha256": "m", "machine": "x", "measured_at": "now", "device": "cpu", "dtype": "float32",
         "engine_threads": 1, "num_engines": 1, "batch_rows": 8, "quality": {}, "cost": CPU_SMOLLM2_135M.to_json(),

@@ -7,10 +7,18 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from lorabatch.jobs.history import AnswerLengths, ModelHistory, add_to_history, history_path, read_history
+from lorabatch.jobs.history import ModelHistory, add_to_history, history_path, read_history
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M
+from lorabatch.scheduler.estimates.lengths import AnswerLengths
+
+
+def answers(num_rows: int, output_tokens: int) -> AnswerLengths:
+    """All of the same length."""
+    return AnswerLengths.of([(num_rows, output_tokens, False)])
+
 
 COST = replace(CPU_SMOLLM2_135M, step_s=0.5)
 
@@ -25,28 +33,29 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_jobs_are_joined_and_the_latest_cost_counts(path: Path) -> None:
     assert read_history(path) == ModelHistory()
-    add_to_history(path, CPU_SMOLLM2_135M, {"a": AnswerLengths(10, 100), "": AnswerLengths(4, 8)})
-    add_to_history(path, COST, {"a": AnswerLengths(30, 60)})
+    add_to_history(path, CPU_SMOLLM2_135M, {"a": answers(10, 100), "": answers(4, 8)})
+    add_to_history(path, COST, {"a": answers(30, 60)})
     # Too short for its steps to be measured.
-    add_to_history(path, None, {"b": AnswerLengths(1, 7)})
+    add_to_history(path, None, {"b": answers(1, 7)})
     found = read_history(path)
     assert found.cost == COST
-    assert found.lengths == {"": AnswerLengths(4, 8), "a": AnswerLengths(40, 160), "b": AnswerLengths(1, 7)}
+    of_both = AnswerLengths.of([(10, 100, False), (30, 60, False)])
+    assert found.lengths == {"": answers(4, 8), "a": of_both, "b": answers(1, 7)}
     assert list(found.lengths) == ["", "a", "b"]
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
 def test_answers_of_long_ago_give_way() -> None:
-    lengths = AnswerLengths(1_000_000, 100_000_000)
+    history = ModelHistory(lengths={"a": answers(1_000_000, 100_000_000)})
     for _ in range(5):
-        lengths = lengths.joined(AnswerLengths(1_000, 10_000))
-    assert lengths.num_rows == 1_000
-    assert lengths.output_tokens / lengths.num_rows < 20
+        history = history.joined(None, {"a": answers(1_000, 10_000)})
+    assert history.lengths["a"].num_rows == pytest.approx(1_000)
+    assert history.lengths["a"].mean(np.array([1_000])) < 20
 
 
 def test_adapters_of_long_ago_are_forgotten(path: Path) -> None:
-    history = ModelHistory().joined(None, {f"a{i}": AnswerLengths(1, 1) for i in range(2_500)})
-    again = history.joined(None, {"a600": AnswerLengths(1, 1), "new": AnswerLengths(1, 1)})
+    history = ModelHistory().joined(None, {f"a{i}": answers(1, 1) for i in range(2_500)})
+    again = history.joined(None, {"a600": answers(1, 1), "new": answers(1, 1)})
     assert len(again.lengths) == 2_000
     assert {"a600", "new", "a2499"} <= again.lengths.keys()
     assert "a499" not in again.lengths
@@ -58,9 +67,13 @@ def test_adapters_of_long_ago_are_forgotten(path: Path) -> None:
         {"machine": "an abacus"},
         {"format": 9},
         {"cost": {"step_s": 1.0}},
-        {"lengths": {"a": {"num_rows": 0, "output_tokens": 3}}},
+        {"lengths": {"a": [[3, 0, 0, 3]]}},
+        {"lengths": {"a": []}},
         {"lengths": ["a"]},
-        {"lengths": {"a": {"num_rows": "many", "output_tokens": 3}}},
+        {"lengths": {"a": [[3, "many", 0, 3]]}},
+        {"lengths": {"a": [[3, 1, 0, 2], [3, 1, 0, 2]]}},
+        {"lengths": {"a": [[9e9, 1, 0, 2]]}},
+        {"lengths": {"a": [[3, 1, -1, 2]]}},
     ],
     ids=lambda change: str(next(iter(change.items()))),
 )

@@ -53,7 +53,10 @@ def test_a_forecast_with_the_right_lengths_is_the_simulated_makespan():
     workload = make_job([0] * 600 + [1] * 300)
     found = forecast(workload)
     assert found.simulated_rows == 900
-    assert found.predicted_s == SETTINGS.simulate(workload, 2).metrics.makespan_s
+    assert found.predicted_s == SETTINGS.simulate(SETTINGS.with_answers(workload), 2).metrics.makespan_s
+    known = make_job([0] * 600 + [1] * 300, output=200)
+    settings = replace(SETTINGS, length_share=1.0)
+    assert forecast(known, length_share=1.0).predicted_s == settings.simulate(known, 2).metrics.makespan_s
 
 
 def test_shorter_expected_answers_change_the_forecast():
@@ -79,7 +82,8 @@ def test_of_a_large_job_a_sample_is_played_and_gives_nearly_the_same_seconds(num
     workload = large_job(num_rows, num_adapters)
     cut = SETTINGS.cut(workload, num_replicas)
     whole, sampled = (
-        forecast_job(workload, cut, SETTINGS.cost, num_replicas, SETTINGS.play, rows) for rows in (num_rows, 1_500)
+        forecast_job(workload, cut, SETTINGS.cost, num_replicas, SETTINGS.play_expected, rows)
+        for rows in (num_rows, 1_500)
     )
     assert sampled.simulated_rows < whole.simulated_rows / 2
     assert sampled.predicted_s == pytest.approx(whole.predicted_s, rel=0.1)
@@ -96,7 +100,7 @@ def test_blocks_of_a_large_job_give_the_seconds_of_the_whole():
         block = replace(workload, **{name: getattr(workload, name)[rows] for name in columns})
         sample.add(block, SETTINGS.cut(block, 4, 6_000))
     assert sample.num_rows < 2_000
-    assert sample.predict(SETTINGS.play) == pytest.approx(forecast(workload, 4).predicted_s, rel=0.1)
+    assert sample.predict(SETTINGS.play_expected) == pytest.approx(forecast(workload, 4).predicted_s, rel=0.1)
 
 
 def test_an_empty_job_takes_no_time():

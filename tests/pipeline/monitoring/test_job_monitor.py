@@ -13,6 +13,7 @@ from lorabatch.engine.telemetry import EngineTelemetry
 from lorabatch.jobs.record import JobState
 from lorabatch.pipeline.messages import FinishedRows, PromptReuse, ShardOutcome, WorkerReport
 from lorabatch.pipeline.monitoring.job_monitor import BatchFill, JobMonitor
+from lorabatch.scheduler.estimates.lengths import AnswerLengths
 from lorabatch.scheduler.estimates.time_left import TimeLeft, Work
 from lorabatch.scheduler.planning.waves import Shard
 
@@ -86,8 +87,13 @@ def test_answers_that_have_finished_say_how_long_others_are(monitor: JobMonitor)
     assert 15 < left.num_steps < 30
 
 
-@pytest.mark.parametrize("known_lengths", [(), ["a"], None], ids=["unknown", "of earlier jobs", "exact"])
-def test_rows_that_are_expected_to_have_empty_answers_are_work_too(known_lengths: list[str] | None) -> None:
+EARLIER = {"a": AnswerLengths.of([(40, 40, False)])}
+
+
+@pytest.mark.parametrize("known_lengths", [{}, EARLIER, None], ids=["unknown", "of earlier jobs", "exact"])
+def test_rows_that_are_expected_to_have_empty_answers_are_work_too(
+    known_lengths: dict[str, AnswerLengths] | None,
+) -> None:
     shard = replace(make_shard(0, 10), prompt_tokens=0, predicted_output_tokens=0, longest_output_tokens=0)
     monitor = JobMonitor([shard], {}, {"sha-a": "a"}, known_lengths=known_lengths)
     assert monitor.work_left(8).output_tokens >= 5
@@ -101,7 +107,7 @@ def test_lengths_that_are_known_stay_what_they_are() -> None:
     exact = JobMonitor([make_shard(0, 10)], {}, {"sha-a": "a"}, known_lengths=None)
     exact.reported(make_report("w1", (), finished=(FinishedRows("sha-a", 20, 100),)))
     assert (exact.work_left(8).output_tokens, exact.work_left(8).guessed_tokens) == (10, 0)
-    earlier = JobMonitor([make_shard(0, 10)], {}, {"sha-a": "a"}, known_lengths=["a"])
+    earlier = JobMonitor([make_shard(0, 10)], {}, {"sha-a": "a"}, known_lengths=EARLIER)
     assert (earlier.work_left(8).output_tokens, earlier.work_left(8).guessed_tokens) == (10, 0)
 
 

@@ -16,9 +16,9 @@ from lorabatch.console.plan_tables import plan_json, print_plan, totals
 from lorabatch.engine.config import BLOCKS_KEY, read_model_config
 from lorabatch.engine.memory.limits import live_weight_bytes, weight_bytes
 from lorabatch.jobs.errors import ErrorBudgetError, JobRequestError
-from lorabatch.jobs.history import AnswerLengths
 from lorabatch.pipeline.cluster.devices import Device
 from lorabatch.pipeline.planning.dry_run import dry_run
+from lorabatch.scheduler.estimates.lengths import AnswerLengths
 
 NAMES = (None, "rank1", "rank8", "rank20")
 
@@ -125,7 +125,7 @@ def test_where_lengths_are_unknown_the_plan_says_what_it_assumes_and_how_far_it_
 
 def test_where_earlier_jobs_had_all_adapters_the_plan_says_so_and_gives_no_range(options: dict[str, Any]) -> None:
     found = dry_run(options)
-    known = {name: AnswerLengths(40, 200) for name in ["", *(a.name for a in found.workload.adapters)]}
+    known = {name: AnswerLengths.of([(40, 200, False)]) for name in ["", *(a.name for a in found.workload.adapters)]}
     learned = replace(found, settings=replace(found.settings, lengths=known), range_s=None)
     lines = totals(learned, None)
     assert "Answers of 5 adapters are taken to be as long as in earlier jobs" in lines

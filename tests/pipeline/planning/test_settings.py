@@ -17,12 +17,12 @@ from lorabatch.engine.engine import Engine
 from lorabatch.engine.memory.limits import total_host_bytes
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, SamplingParams
-from lorabatch.jobs.history import AnswerLengths
 from lorabatch.kernels import cpu_instructions
 from lorabatch.pipeline.cluster.devices import Device, find_device, least_device
 from lorabatch.pipeline.planning.settings import RunSettings, some_of
 from lorabatch.scheduler.batching import Batcher, ReplicaFacts
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, MACHINES
+from lorabatch.scheduler.estimates.lengths import AnswerLengths
 from lorabatch.scheduler.simulation import run as simulated
 from lorabatch.scheduler.simulation.replica import SimulatedReplica
 from lorabatch.scheduler.simulation.synthetic import make_adapters, make_workload
@@ -221,7 +221,7 @@ def test_adapters_that_earlier_jobs_have_had_are_expected_to_answer_as_then(tiny
     settings = settings_for(tiny_llama)
     assert settings.expected_tokens(rows).tolist() == [50, 50, 6]
     name = rows.adapters[0].name
-    learned = replace(settings, lengths={name: AnswerLengths(1000, 20_000)})
+    learned = replace(settings, lengths={name: AnswerLengths.of([(1000, 20_000, False)])})
     assert learned.expected_tokens(rows) == pytest.approx([50, 20, 12], rel=0.03)
     assert learned.expected_tokens(rows).max() <= 100
     fixed = replace(rows, fixed_tokens=np.array([0, 3, 12], np.int32))
@@ -233,11 +233,12 @@ def test_lengths_are_a_guess_where_nothing_says_how_long_an_answer_is(tiny_llama
         make_adapters([8]), np.array([-1, 0], np.int32), np.full(2, 9, np.int32), np.full(2, 100, np.int32)
     )
     settings, name = settings_for(tiny_llama), rows.adapters[0].name
-    learned = replace(settings, lengths={name: AnswerLengths(1000, 20_000)})
+    learned = replace(settings, lengths={name: AnswerLengths.of([(1000, 20_000, False)])})
     assert settings.guesses_lengths(rows)
     assert learned.guesses_lengths(rows), "nothing is known of the base model"
     assert not learned.guesses_lengths(replace(rows, fixed_tokens=np.array([7, 0], np.int32)))
-    assert not replace(learned, lengths=learned.lengths | {"": AnswerLengths(9, 90)}).guesses_lengths(rows)
+    of_all = learned.lengths | {"": AnswerLengths.of([(9, 90, False)])}
+    assert not replace(learned, lengths=of_all).guesses_lengths(rows)
     assert not replace(settings, length_share=1.0).guesses_lengths(rows)
 
 

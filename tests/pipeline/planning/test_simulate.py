@@ -10,15 +10,14 @@ from rich.console import Console
 
 from lorabatch.console.tables import print_simulation
 from lorabatch.jobs.errors import JobRequestError
-from lorabatch.jobs.history import AnswerLengths
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.pipeline.planning.simulate import (
     SimulationRequest,
     make_job,
     read_trace_lengths,
     simulate_job,
-    with_drawn_answers,
 )
+from lorabatch.scheduler.estimates.lengths import AnswerLengths
 from lorabatch.scheduler.simulation.synthetic import make_adapters, make_workload
 
 TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"t,{100 + i},{10 + i}\n" for i in range(50))
@@ -60,22 +59,21 @@ def test_the_same_seed_gives_the_same_seconds(tmp_path: Path) -> None:
 
 
 def test_answers_of_a_job_are_as_long_on_average_as_its_plan_expects() -> None:
-    settings, generator = RunSettings.of_machine("h200-llama-3-8b", batch_rows=8), np.random.default_rng(0)
+    settings = RunSettings.of_machine("h200-llama-3-8b", batch_rows=8)
     adapter_index, max_tokens = np.arange(4000, dtype=np.int32) % 2 - 1, np.full(4000, 100, np.int32)
     rows = make_workload(make_adapters([8]), adapter_index, np.full(4000, 9, np.int32), max_tokens)
     base, adapter = rows.adapter_index < 0, rows.adapter_index >= 0
-    drawn = with_drawn_answers(rows, settings, generator).output_tokens
+    drawn = settings.with_answers(rows).output_tokens
     assert (drawn.min(), drawn.max()) == (1, 100)
     assert drawn.mean() == pytest.approx(50, rel=0.05)
-    learned = replace(settings, lengths={rows.adapters[0].name: AnswerLengths(100_000, 8_000_000)})
-    drawn = with_drawn_answers(rows, learned, generator).output_tokens
+    learned = replace(settings, lengths={rows.adapters[0].name: AnswerLengths.of([(1000, 80_000, False)])})
+    drawn = learned.with_answers(rows).output_tokens
     assert drawn[adapter].mean() == pytest.approx(80, rel=0.05)
-    assert (drawn[adapter].min(), drawn[adapter].max()) == (60, 100)
     assert drawn[base].mean() == pytest.approx(50, rel=0.05)
-    all_of_it = with_drawn_answers(rows, replace(settings, length_share=1.0), generator)
+    all_of_it = replace(settings, length_share=1.0).with_answers(rows)
     assert set(all_of_it.output_tokens) == {100}
     fixed = replace(rows, fixed_tokens=np.where(base, 7, 0).astype(np.int32))
-    assert set(with_drawn_answers(fixed, settings, generator).output_tokens[base]) == {7}
+    assert set(settings.with_answers(fixed).output_tokens[base]) == {7}
 
 
 @pytest.mark.long

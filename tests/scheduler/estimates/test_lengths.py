@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from lorabatch.scheduler.estimates.lengths import (
     MIN_FINISHED_ROWS,
+    AnswerLengths,
+    AnswerModel,
     LengthDistribution,
     LengthEstimator,
     LengthsByPrompt,
     expected_tokens,
     length_class,
+    spread_quantiles,
 )
 
 
@@ -200,3 +206,94 @@ def test_an_expected_length_lies_between_the_shortest_and_the_longest_answer(
     outputs = np.clip([output for _, output in finished], 1, 1000)
     found = by_prompt(finished, asked)
     assert min(1000, outputs.min()) * 0.999 <= found <= 1000
+
+
+# Rows of an adapter: their number, tokens of each, and whether `max_tokens` ended them.
+GROUPS = st.lists(st.tuples(st.integers(1, 50), st.integers(1, 3000), st.booleans()), min_size=1, max_size=12)
+
+
+def answers(*groups: tuple[int, int, bool]) -> AnswerLengths:
+    return AnswerLengths.of((rows, rows * tokens, is_cut) for rows, tokens, is_cut in groups)
+
+
+def limits(*max_tokens: int) -> NDArray[np.int32]:
+    return np.array(max_tokens, np.int32)
+
+
+def test_answers_that_ended_by_themselves_have_the_mean_that_they_had() -> None:
+    lengths = answers((3, 10, False), (1, 50, False), (2, 400, False))
+    assert lengths.mean(limits(1000, 100, 20, 10)) == pytest.approx([880 / 6, 280 / 6, 15, 10])
+
+
+def test_answers_that_were_cut_say_only_that_they_would_have_been_longer() -> None:
+    """Kaplan-Meier: of four that reached 20 tokens, two were cut there, and of the others one ended at 40."""
+    lengths = answers((4, 10, False), (2, 20, True), (1, 40, False), (1, 40, True))
+    # Half end at 10, a quarter at 40, a quarter at any length from there to 100.
+    assert lengths.mean(limits(100)) == pytest.approx([5 + 10 + 70 / 4])
+    assert lengths.mean(limits(40)) == pytest.approx([5 + 20])
+    # All were cut: any length from there on.
+    assert answers((5, 16, True)).mean(limits(16, 116)) == pytest.approx([16, 66])
+
+
+@given(GROUPS, st.integers(1, 4000))
+def test_drawn_lengths_have_the_mean_that_is_expected_and_stay_within_max_tokens(
+    groups: list[tuple[int, int, bool]], max_tokens: int
+) -> None:
+    model = AnswerModel(0.5, [answers(*groups), None])
+    num_rows = 20_000
+    most, adapter = np.full(num_rows, max_tokens, np.int32), np.zeros(num_rows, np.int32)
+    drawn = model.drawn(most, adapter, spread_quantiles(np.arange(num_rows)))
+    assert 1 <= drawn.min() <= drawn.max() <= max_tokens
+    expected = model.mean(most, adapter)
+    assert drawn.mean() == pytest.approx(expected[0], rel=0.01, abs=0.51)
+
+
+@given(GROUPS)
+def test_lengths_are_stored_whole(groups: list[tuple[int, int, bool]]) -> None:
+    lengths = answers(*groups)
+    assert AnswerLengths.from_json(json.loads(json.dumps(lengths.to_json()))) == lengths
+    assert lengths.num_rows == sum(rows for rows, _, _ in groups)
+
+
+def test_an_adapter_that_had_few_rows_is_expected_to_be_like_the_others() -> None:
+    many, few = answers((1000, 20, False)), answers((4, 100, False))
+    model = AnswerModel(0.5, [many, few, None, None])
+    most, adapter = limits(1000, 1000, 1000, 1000), np.array([0, 1, 2, -1], np.int32)
+    of_many, of_few, unknown, of_base = model.mean(most, adapter)
+    assert of_many == pytest.approx(20, rel=0.05)
+    assert of_few == pytest.approx((16 * 20 + 4 * 100) / 20, rel=0.05)
+    assert (unknown, of_base) == (500, 500)
+
+
+def test_few_answers_say_little_of_others() -> None:
+    def expected(num_rows: int) -> float:
+        return float(AnswerModel(0.5, [answers((num_rows, 10, False))]).mean(limits(1000), np.zeros(1, np.int32))[0])
+
+    assert expected(1) > 200
+    assert expected(1) > expected(4) > expected(16) > expected(64)
+    assert expected(64) == pytest.approx(10, abs=1)
+
+
+def test_rows_that_ask_for_nothing_have_no_answer() -> None:
+    for earlier in (None, answers((9, 30, False))):
+        model, adapter = AnswerModel(0.5, [earlier]), np.zeros(2, np.int32)
+        assert model.mean(limits(0, 100), adapter)[0] == 0
+        assert model.drawn(limits(0, 100), adapter, np.array([0.9, 0.9]))[0] == 0
+
+
+def test_quantiles_of_any_stretch_of_rows_are_spread_evenly() -> None:
+    """Also of every seventh row, and of rows far into the input."""
+    for places in (np.arange(64), np.arange(0, 448, 7), np.arange(64) + (5 << 32)):
+        ordered = np.sort(spread_quantiles(places))
+        assert (ordered >= 0).all()
+        assert (ordered < 1).all()
+        assert np.diff(ordered, prepend=0, append=1).max() < 4 / 64
+
+
+def test_what_earlier_jobs_answered_counts_until_rows_have_finished() -> None:
+    lengths = LengthEstimator()
+    lengths.had(answers((500, 20, False)), 1.0)
+    assert lengths.distribution(0, 0, 1000).left() == pytest.approx(20, abs=60)
+    assert lengths.distribution(0, 0, 1000).left() < LengthEstimator().distribution(0, 0, 1000).left() / 4
+    lengths.finished(200 * 400, 400)
+    assert lengths.distribution(0, 0, 1000).left() == pytest.approx(200, rel=0.15)
