@@ -243,8 +243,8 @@ def _range(found: DryRun) -> list[str]:
     if found.range_s is not None:
         shortest_s, longest_s = found.range_s
         lines.append(
-            f"{'Other answers' if known else 'Answers'} are assumed to be half of max_tokens long. "
-            f"{shortest_s:.1f} s if they take a quarter of it, {longest_s:.1f} s if they take all"
+            f"{'Other answers' if known else 'Answers'} are assumed to have any length up to max_tokens, half of it on "
+            f"average. {shortest_s:.1f} s if they take a quarter of it, {longest_s:.1f} s if they take all"
         )
     return lines
 
