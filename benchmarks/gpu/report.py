@@ -17,7 +17,7 @@ def as_table(result: dict[str, Any]) -> str:
     missing += [f"{name}, no time left for: {'; '.join(late)}" for name, late in result.get("left_out", {}).items()]
     result = {name: found_until_then(value) for name, value in result.items()}
     lines += _section(
-        result, "kernels", "kernel                batch tokens adapters      us   floor  fraction", _kernel
+        result, "kernels", "kernel                batch tokens adapters         us   floor  fraction", _kernel
     )
     ceilings = result.get("ceilings", {})
     lines += ["", *(f"{name:<22}{value:>10.4g}" for name, value in ceilings.items() if _is_number(value))]
@@ -84,7 +84,7 @@ def _kernel(row: dict[str, Any]) -> str:
     sizes = f"{row['kernel']:<22}{row['batch']:>5}{row['tokens']:>7}{row['adapters']:>9}"
     if "failed" in row:
         return f"{sizes}  failed: {row['failed']}"
-    return f"{sizes}{row['us']:>8.1f}{row['floor_us']:>8.1f}{row['fraction']:>10.0%}"
+    return f"{sizes}{row['us']:>11.1f}{row['floor_us']:>8.1f}{row['fraction']:>10.0%}"
 
 
 def _decoding(row: dict[str, Any]) -> str:
