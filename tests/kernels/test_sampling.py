@@ -69,7 +69,7 @@ def test_rows_are_drawn_as_by_sorting(device: torch.device, cut: tuple[float, in
 
 
 @pytest.mark.parametrize("capacity", [16, pytest.param(128, marks=pytest.mark.long)])
-@pytest.mark.parametrize("spread", [0.01, 1.0, 8.0])
+@pytest.mark.parametrize("spread", [1.0, *(pytest.param(spread, marks=pytest.mark.long) for spread in (0.01, 8.0))])
 def test_draws_are_the_same_from_few_candidates_and_from_the_whole_row(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, capacity: int, spread: float
 ) -> None:

@@ -67,8 +67,8 @@ def test_shorter_expected_answers_change_the_forecast():
 def large_job(num_rows, num_adapters, seed=0):
     rng = np.random.default_rng(seed)
     adapter = draw_adapters(rng, num_rows, power_popularity(num_adapters, 1.0))
-    prompt, output = draw_lengths(rng, num_rows, 500, 0.9, 3000), np.full(num_rows, 50, np.int32)
-    return make_workload(make_adapters([8, 64] * num_adapters)[:num_adapters], adapter, prompt, output, max_tokens=100)
+    prompt, output = draw_lengths(rng, num_rows, 500, 0.9, 3000), np.full(num_rows, 20, np.int32)
+    return make_workload(make_adapters([8, 64] * num_adapters)[:num_adapters], adapter, prompt, output, max_tokens=40)
 
 
 @pytest.mark.parametrize(
