@@ -214,6 +214,7 @@ class WorkLeft:
         for shard in with_work:
             self._add(shard, 1.0)
         self._total = _Rows.sum(self._sums.values())
+        # A shard says which adapters its rows have, not how many rows each of them has.
         for adapters, counts in self._sums.items():
             share = counts[0] / self._total.rows / max(1, len(adapters))
             for name in self._known.intersection(adapters or ("",)):
