@@ -1,13 +1,17 @@
-"""Reads values of a job's options that are more than text or a number: pairs, storage options, the error budget, TLS
-files. Touches no storage but to see whether a file is there.
+"""Reads values of a job's options that are more than text or a number: pairs, storage options, workers' speeds, the
+error budget, TLS files. Touches no storage but to see whether a file is there.
 """
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from .errors import JobRequestError
 
 TLS_FIELDS = ("tls_ca", "tls_cert", "tls_key")
 
@@ -37,6 +41,27 @@ def parse_storage_options(text: str | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, found {type(value).__name__}")
     return value
+
+
+def parse_speeds(text: str) -> tuple[float, ...]:
+    """Slowness of each worker from its speed, as in `1,0.5`. Raises `JobRequestError`."""
+    expected = "expected a number above 0 for each worker, 1 for one as fast as the cost model says. Write for example"
+    try:
+        speeds = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise JobRequestError(f"speeds={text!r}: {expected} --speeds 1,0.5.") from None
+    if not all(0 < speed < math.inf for speed in speeds):
+        raise JobRequestError(f"speeds={text!r}: {expected} --speeds 1,0.5.")
+    return tuple(1.0 / speed for speed in speeds)
+
+
+def check_speeds(slowness: Sequence[float] | None, num_workers: int) -> None:
+    """Raise `JobRequestError` unless every worker has a speed, or none."""
+    if slowness is not None and len(slowness) != num_workers:
+        raise JobRequestError(
+            f"speeds: {len(slowness)} given for {num_workers} workers, expected one for each. Give {num_workers} of "
+            f"them, or --workers {len(slowness)}."
+        )
 
 
 @dataclass(frozen=True, slots=True)

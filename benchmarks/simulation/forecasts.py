@@ -22,9 +22,8 @@ import numpy as np
 
 from lorabatch.benchmarks.fidelity_results import RESULTS
 from lorabatch.benchmarks.provenance import cpu_name
-from lorabatch.benchmarks.simulation.lengths import Lengths, read_trace, synthetic_lengths
+from lorabatch.benchmarks.simulation.lengths import Lengths, kept_answers, read_trace, synthetic_lengths
 from lorabatch.pipeline.planning.settings import RunSettings
-from lorabatch.scheduler.estimates.lengths import AnswerLengths
 from lorabatch.scheduler.forecast import Forecast, forecast_job
 from lorabatch.scheduler.simulation.synthetic import draw_adapters, make_adapters, make_workload, power_popularity
 from lorabatch.scheduler.workload import BASE_MODEL, Workload
@@ -111,7 +110,7 @@ def after_earlier(lengths: Lengths, seeds: Sequence[int]) -> list[str]:
         for seed in seeds:
             generator, num_rows = np.random.default_rng(seed), batch_rows * num_workers * num_batches
             before, job = (four_adapters(lengths, num_rows, generator) for _ in range(2))
-            settings = replace(RunSettings.of_machine(machine, batch_rows=batch_rows), lengths=answers_of(before))
+            settings = replace(RunSettings.of_machine(machine, batch_rows=batch_rows), lengths=kept_answers(before))
             predicted_s = settings.forecast(job, num_workers, max_rows=num_rows).predicted_s
             found.append(predicted_s / settings.simulate(job, num_workers).metrics.makespan_s - 1)
         sizes = f"{np.mean(found):+.1%} | {np.mean(np.abs(found)):.1%}"
@@ -125,17 +124,6 @@ def four_adapters(lengths: Lengths, num_rows: int, generator: np.random.Generato
     prompt, output = lengths.draw(generator, num_rows, most=MAX_TOKENS)
     adapter = draw_adapters(generator, num_rows, power_popularity(4, 0.9))
     return make_workload(make_adapters(RANKS[:4]), adapter, prompt, output, max_tokens=MAX_TOKENS)
-
-
-def answers_of(job: Workload) -> dict[str, AnswerLengths]:
-    """What a job keeps of its answers."""
-    assert job.output_tokens is not None
-    return {
-        job.adapters[number].name: AnswerLengths.of(
-            (1, tokens, tokens == MAX_TOKENS) for tokens in job.output_tokens[job.adapter_index == number].tolist()
-        )
-        for number in np.unique(job.adapter_index).tolist()
-    }
 
 
 def timed(settings: RunSettings, rows: Workload, num_workers: int, played_rows: int) -> tuple[Forecast, float]:

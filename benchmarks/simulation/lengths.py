@@ -9,7 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lorabatch.pipeline.planning.simulate import read_trace_lengths
+from lorabatch.scheduler.estimates.lengths import AnswerLengths
 from lorabatch.scheduler.simulation.synthetic import draw_lengths
+from lorabatch.scheduler.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,3 +43,17 @@ def synthetic_lengths() -> Lengths:
     prompt = draw_lengths(generator, 20_000, 600, 1.0, 4000)
     output = draw_lengths(generator, 20_000, 130, 0.8, 1000)
     return Lengths(prompt, output, "log-normal lengths (prompt median 600, output median 130)")
+
+
+def kept_answers(job: Workload) -> dict[str, AnswerLengths]:
+    """What a job whose rows all have an adapter keeps of its answers, by adapter."""
+    assert job.output_tokens is not None
+    is_cut = job.output_tokens == job.max_tokens
+    return {
+        job.adapters[number].name: AnswerLengths.of(
+            (1, tokens, cut)
+            for tokens, cut in zip(job.output_tokens[of_adapter].tolist(), is_cut[of_adapter].tolist(), strict=True)
+        )
+        for number in np.unique(job.adapter_index).tolist()
+        for of_adapter in [job.adapter_index == number]
+    }

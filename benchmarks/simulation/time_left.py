@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from lorabatch.benchmarks.simulation.lengths import kept_answers
 from lorabatch.engine.telemetry import EngineTelemetry
 from lorabatch.pipeline.messages import FinishedRows, ShardOutcome, WorkerReport
 from lorabatch.pipeline.monitoring.job_monitor import JobMonitor, WorkLeft
@@ -99,11 +100,8 @@ def draw(seed: int) -> list[Job]:
     if is_known:
         return [job]
     before = generator.integers(8, 120, num_rows), draw_lengths(generator, num_rows, 60, 0.9, MAX_TOKENS)
-    answers = np.clip(before[not is_even], 1, MAX_TOKENS)
-    earlier = {
-        adapters[number].name: AnswerLengths.of((1, n, n == MAX_TOKENS) for n in answers[adapter == number].tolist())
-        for number in np.unique(adapter).tolist()
-    }
+    answers = np.clip(before[not is_even], 1, MAX_TOKENS).astype(np.int32)
+    earlier = kept_answers(replace(job.rows, output_tokens=answers))
     return [job, replace(job, earlier=earlier)]
 
 

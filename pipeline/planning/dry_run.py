@@ -16,6 +16,7 @@ from typing import Any
 
 from ...engine.local_cache import temporary_folder
 from ...jobs.opening import OpenedJob, open_job
+from ...jobs.option_values import check_speeds, parse_speeds
 from ...jobs.record import AdapterRecord
 from ...jobs.spec import JobSpec
 from ...jobs.status.notes import job_notes, messages_note, row_notes
@@ -28,7 +29,7 @@ from ..dataset.chunk import IndexJob
 from ..dataset.index import IndexTotals, index_chunk, list_chunks
 from ..result import KindOfError
 from .plan import check_rows
-from .settings import RunSettings, check_speeds, parse_speeds
+from .settings import RunSettings
 
 # Some ten seconds.
 _SIMULATED_ROWS = 20_000

@@ -6,7 +6,6 @@ what runs.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -466,27 +465,6 @@ class RunSettings:
     def simulate(self, rows: Workload, num_workers: int, slowness: Sequence[float] | None = None) -> PolicyRun:
         """A whole job on simulated workers, planned as a run plans it: without its true lengths. See `play`."""
         return self.play(rows, self.cut(rows, num_workers).plan, num_workers, slowness)
-
-
-def parse_speeds(text: str) -> tuple[float, ...]:
-    """Slowness of each worker from its speed, as in `1,0.5`. Raises `JobRequestError`."""
-    expected = "expected a number above 0 for each worker, 1 for one as fast as the cost model says. Write for example"
-    try:
-        speeds = [float(part) for part in text.split(",")]
-    except ValueError:
-        raise JobRequestError(f"speeds={text!r}: {expected} --speeds 1,0.5.") from None
-    if not all(0 < speed < math.inf for speed in speeds):
-        raise JobRequestError(f"speeds={text!r}: {expected} --speeds 1,0.5.")
-    return tuple(1.0 / speed for speed in speeds)
-
-
-def check_speeds(slowness: Sequence[float] | None, num_workers: int) -> None:
-    """Raise `JobRequestError` unless every worker has a speed, or none."""
-    if slowness is not None and len(slowness) != num_workers:
-        raise JobRequestError(
-            f"speeds: {len(slowness)} given for {num_workers} workers, expected one for each. Give {num_workers} of "
-            f"them, or --workers {len(slowness)}."
-        )
 
 
 def some_of(slowness: Sequence[float], count: int) -> list[float]:

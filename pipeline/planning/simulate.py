@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from ...jobs.cost_profile import read_profile
 from ...jobs.errors import JobRequestError
+from ...jobs.option_values import check_speeds, parse_speeds
 from ...jobs.spec import policy_problem
 from ...scheduler.cost import MACHINES
 from ...scheduler.policies import PLACEMENTS, POLICIES
@@ -33,7 +34,7 @@ from ...scheduler.simulation.synthetic import (
 )
 from ...scheduler.workload import BASE_MODEL, Workload
 from .dry_run import dry_run
-from .settings import RunSettings, check_speeds, parse_speeds
+from .settings import RunSettings
 
 _RANKS = (8, 16, 32, 64, 128)
 _MAX_TOKENS = 2048
