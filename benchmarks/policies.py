@@ -1,6 +1,7 @@
 """Real jobs under this project's and other systems' policies, and the same jobs simulated.
 
-python -m lorabatch.benchmarks.policies [--workers 2 3] [--repeats 3] [--only WORKLOAD …] [--save RESULT.json]
+python -m lorabatch.benchmarks.policies [--workers 2 3] [--repeats 3] [--only WORKLOAD …] [--systems SYSTEM …]
+    [--save RESULT.json]
 
 Real engines of one thread each on a small random base model. Each workload runs under every policy in turn, `--repeats`
 times; makespans are medians, from the first shard opened to the last part written. Engines are started once for each
@@ -129,11 +130,12 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """What all jobs have in common. `cost_model`: by number of workers."""
+    """What all jobs have in common. `cost_model`: by number of workers. `systems`: those compared, by name."""
 
     folder: Path
     model: Path
     cost_model: dict[int, Path]
+    systems: tuple[str, ...]
 
     def spec(self, system: str, workers: int, mix: Mix, seed: int) -> JobSpec:
         """A job with a new input and an output of its own. The same workload has the same lengths for every seed."""
@@ -198,7 +200,7 @@ def base_model(folder: Path) -> Path:
 def warm_engines(client: Client, rig: Rig, workers: int) -> Iterator[None]:
     """Keep an engine for every system on every worker: a run without shards that uses it."""
     held = []
-    for system in SYSTEMS:
+    for system in rig.systems:
         job = open_job(rig.spec(system, workers, MIXES[0], 0))
         settings = RunSettings.of(job, workers, find_device("cpu"))
         sha256 = job.record.model.sha256
@@ -211,21 +213,21 @@ def warm_engines(client: Client, rig: Rig, workers: int) -> Iterator[None]:
 
 def measure(rig: Rig, mix: Mix, workers: int, client: Client, repeats: int) -> list[Measured]:
     """Run a workload under every system in turn, then simulate each with the lengths that answers had."""
-    seconds: dict[str, list[float]] = {system: [] for system in SYSTEMS}
+    seconds: dict[str, list[float]] = {system: [] for system in rig.systems}
     spec = None
     for repeat in range(repeats):
-        for number, system in enumerate(SYSTEMS):
-            spec = rig.spec(system, workers, mix, seed=1 + repeat * len(SYSTEMS) + number)
+        for number, system in enumerate(rig.systems):
+            spec = rig.spec(system, workers, mix, seed=1 + repeat * len(rig.systems) + number)
             result = run(spec, client=client)
             assert (result.num_rows, result.num_errors) == (mix.num_rows, 0), result
             assert result.working_s is not None
             seconds[system].append(result.working_s)
     assert spec is not None
-    simulated = _simulated(spec, workers)
-    return [Measured(mix.name, workers, system, tuple(seconds[system]), simulated[system]) for system in SYSTEMS]
+    simulated = _simulated(spec, workers, rig.systems)
+    return [Measured(mix.name, workers, system, tuple(seconds[system]), simulated[system]) for system in rig.systems]
 
 
-def _simulated(spec: JobSpec, workers: int) -> dict[str, float]:
+def _simulated(spec: JobSpec, workers: int, systems: Sequence[str]) -> dict[str, float]:
     """Makespans of a finished job's rows, by system."""
     answers = ds.dataset(spec.output, format="parquet").to_table(columns=["id", "completion_tokens"])
     tokens = np.empty(len(answers), np.int32)
@@ -235,21 +237,22 @@ def _simulated(spec: JobSpec, workers: int) -> dict[str, float]:
     output[found.workload.input_order] = tokens
     workload = replace(found.workload, output_tokens=output)
     return {
-        system: found.settings.under(policy, placement).simulate(workload, workers).metrics.makespan_s
-        for system, (policy, placement) in SYSTEMS.items()
+        system: found.settings.under(*SYSTEMS[system]).simulate(workload, workers).metrics.makespan_s
+        for system in systems
     }
 
 
 def table(found: Sequence[Measured]) -> str:
     """One line for each workload and number of workers: measured seconds, simulated ones and their error."""
-    lines = [f"| workload | workers | {' | '.join(SYSTEMS)} |", f"|---|---:|{'---:|' * len(SYSTEMS)}"]
+    systems = list(dict.fromkeys(one.system for one in found))
+    lines = [f"| workload | workers | {' | '.join(systems)} |", f"|---|---:|{'---:|' * len(systems)}"]
     for workload, workers in dict.fromkeys((one.workload, one.workers) for one in found):
         of_system = {one.system: one for one in found if (one.workload, one.workers) == (workload, workers)}
         best_s = min(one.median_s for one in of_system.values())
         cells = [
             f"{'**' if one.median_s == best_s else ''}{one.median_s:.1f}{'**' if one.median_s == best_s else ''} "
             f"({one.simulated_s:.1f}, {one.error:+.0%})"
-            for one in (of_system[system] for system in SYSTEMS)
+            for one in (of_system[system] for system in systems)
         ]
         lines.append(f"| {workload} | {workers} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -261,6 +264,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="+", default=[mix.name for mix in MIXES], help="beginnings of workloads' names")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--scale", type=float, default=4.0, help="factor of the number of rows; 1: jobs of two seconds")
     parser.add_argument("--profile-seconds", type=float, default=40.0, help="of a cost model; too few leave gaps")
     parser.add_argument("--save", type=Path, help="JSON file")
@@ -274,7 +278,7 @@ def main() -> None:
     ]
     found: list[Measured] = []
     with tempfile.TemporaryDirectory(prefix="lorabatch-bench-") as name:
-        rig = Rig(Path(name), base_model(Path(name) / "base"), {})
+        rig = Rig(Path(name), base_model(Path(name) / "base"), {}, tuple(chosen.systems))
         for workers in chosen.workers:
             path = rig.cost_model[workers] = Path(name) / f"cost-{workers}.json"
             request = ProfileRequest(str(rig.model), workers, 1, BATCH_ROWS, max_seconds=chosen.profile_seconds)
@@ -282,7 +286,7 @@ def main() -> None:
             with embedded(workers) as client, warm_engines(client, rig, workers):
                 for mix in mixes:
                     found += measure(rig, mix, workers, client, chosen.repeats)
-                    for one in found[-len(SYSTEMS) :]:
+                    for one in found[-len(rig.systems) :]:
                         shown = ", ".join(f"{value:.2f}" for value in one.seconds)
                         print(
                             f"{one.workload}, {workers} workers, {one.system}: {shown}; {one.simulated_s:.2f}",

@@ -29,6 +29,10 @@ os.environ["LORABATCH_WEIGHT_CACHE"] = "off"
 # kernels on a GPU instead.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns when it is left open
+if os.environ["TRITON_INTERPRET"] == "1":
+    from faster_interpreter import hasten
+
+    hasten()
 
 
 class RootIsNoTestPackage:
