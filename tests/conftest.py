@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ os.environ["LORABATCH_WEIGHT_CACHE"] = "off"
 # kernels on a GPU instead.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns when it is left open
-if os.environ["TRITON_INTERPRET"] == "1":
+if os.environ["TRITON_INTERPRET"] == "1" and find_spec("triton"):  # on Linux only
     from faster_interpreter import hasten
 
     hasten()
