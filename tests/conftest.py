@@ -31,7 +31,7 @@ os.environ["LORABATCH_WEIGHT_CACHE"] = "off"
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns when it is left open
 if os.environ["TRITON_INTERPRET"] == "1" and find_spec("triton"):  # on Linux only
-    from faster_interpreter import hasten
+    from lorabatch.benchmarks.gpu.faster_interpreter import hasten
 
     hasten()
 

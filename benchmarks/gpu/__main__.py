@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from lorabatch.benchmarks.gpu.device import describe, warnings_about
+from lorabatch.benchmarks.gpu.faster_interpreter import hasten
 from lorabatch.benchmarks.gpu.report import as_table, problems_of
 from lorabatch.benchmarks.gpu.run import run_all, run_one, run_variants
 from lorabatch.benchmarks.gpu.sections import SECTIONS, VARIANT, full_scale, tiny_scale
@@ -49,6 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
     if problem:
         print(problem, file=sys.stderr)
         return 2
+    if options.tiny:
+        hasten()
     device = torch.device("cpu") if options.tiny else torch.device("cuda", torch.cuda.current_device())
     if options.only:
         scale = tiny_scale() if options.tiny else full_scale(MODELS[options.model])

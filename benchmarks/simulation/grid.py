@@ -1,6 +1,7 @@
 """Small jobs over a grid of shapes: this project beside four simple policies and the job's lower bound.
 
-python -m lorabatch.benchmarks.simulation.grid [--traces FOLDER] [--instances 36] [--seeds 5] [--batches 4] [--parts]
+python -m lorabatch.benchmarks.simulation.grid [--traces FOLDER] [--instances 36] [--only SHAPE …] [--seeds 5]
+    [--first-seed 1] [--batches 4] [--parts]
 
 A job has `--batches` full batches per worker. Adapters are popular by Zipf's law. Answers have the lengths of the Azure
 traces, or drawn ones like them, or of a mix in which one row of ten is long; all rows have one `max_tokens`. Workers
@@ -282,7 +283,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m lorabatch.benchmarks.simulation.grid", description=__doc__)
     parser.add_argument("--traces", type=Path, help="folder of AzureLLMInferenceTrace_conv.csv and …_code.csv")
     parser.add_argument("--instances", type=int, default=len(SHAPES), help=f"how many of the {len(SHAPES)} shapes")
+    names = [_name(shape) for shape in SHAPES]
+    parser.add_argument(
+        "--only", nargs="+", metavar="SHAPE", choices=names, help="shapes, by the names that are printed"
+    )
     parser.add_argument("--seeds", type=int, default=1, help="jobs of each shape")
+    parser.add_argument("--first-seed", type=int, default=1, help="of these jobs; other seeds are other jobs")
     parser.add_argument("--batches", type=float, default=4.0)
     parser.add_argument("--storage", type=float, default=40.0, help="GB/s of adapter loads; host memory by default")
     parser.add_argument("--machine", choices=sorted(MACHINES), default=_MACHINE, help="cost model of the workers")
@@ -297,7 +303,9 @@ def main() -> None:
             chosen.output.write_text(json.dumps(found_adding, indent=1))
         return
     shapes = [SHAPES[i] for i in np.linspace(0, len(SHAPES) - 1, chosen.instances).round().astype(int)]
-    seeds = range(1, chosen.seeds + 1)
+    if chosen.only:
+        shapes = [shape for shape in SHAPES if _name(shape) in chosen.only]
+    seeds = range(chosen.first_seed, chosen.first_seed + chosen.seeds)
     if chosen.parts:
         equal = [shape for shape in shapes if shape.is_equal]
         instances = [draw(shape, traces, seed, workers, chosen.batches) for shape in equal for seed in seeds]
