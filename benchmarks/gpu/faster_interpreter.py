@@ -1,4 +1,4 @@
-"""Triton's interpreter without work that changes nothing, which takes half of its time.
+"""Triton's interpreter without work that changes nothing, which takes more than half of its time.
 
 - On every call of a function in a kernel it replaces the functions of `triton.language` by its own, for 3 ms. They have
   been since the kernel's launch, and stay until it ends.
