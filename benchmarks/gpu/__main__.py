@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="NAME",
         help=f"a few numbers under each of these ways to launch, all unless named: {', '.join(VARIANTS)}",
     )
+    parser.add_argument("--resume", action="store_true", help="keep what the file of --json has of complete sections")
     options = parser.parse_args(arguments)
     # in the root of a checkout, transformers would take our folder `kernels` for Hugging Face's package
     sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != _ROOT]
@@ -69,11 +71,26 @@ def main(arguments: list[str] | None = None) -> int:
     write = partial(_write, options.json)
     if options.variants is not None:
         return _variants(options.variants or list(VARIANTS), model, scale_arguments, device, options, folder, write)
-    result = run_all(model, scale_arguments, device, options.seconds, write, folder=folder)
+    earlier = _earlier(options.json, model, device) if options.resume else {}
+    result = run_all(model, scale_arguments, device, options.seconds, write, folder=folder, earlier=earlier)
     print(as_table(result))
     for wrong in problems_of(result):
         print(f"wrong: {wrong}", file=sys.stderr)
-    return 1 if problems_of(result) else 0
+    for name in result["left_out"].get("problems", []):
+        print(f"not checked: {name}", file=sys.stderr)
+    return 1 if problems_of(result) or "problems" in result["left_out"] else 0
+
+
+def _earlier(path: Path | None, model: str, device: torch.device) -> dict[str, Any]:
+    """Results that `--resume` keeps: of the same model, device and commit."""
+    if path is None or not path.exists():
+        return {}
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    asked = {"model": model, **{name: describe(device)[name] for name in ("device", "commit")}}
+    kept = {"model": found["model"], **{name: found["machine"][name] for name in ("device", "commit")}}
+    if asked != kept:
+        sys.exit(f"--resume: {path} was measured with {kept}, expected {asked}. Name another file with --json.")
+    return found
 
 
 def _variants(

@@ -11,6 +11,7 @@ from lorabatch.benchmarks.gpu.kernel_cases import kernel_cases
 from lorabatch.benchmarks.gpu.layer import StepLayer
 from lorabatch.benchmarks.gpu.shapes import TINY
 from lorabatch.kernels.merge import merge_weights
+from lorabatch.kernels.packed_weight.fp8 import Fp8Weight, quantize_rows
 
 # Error relative to the largest number: a few roundings. A layer passes through seven products and roundings.
 KERNEL_LIMITS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -31,6 +32,17 @@ def check_all(
             problems += _problem(f"{case.name} in {dtype}", case.run(), expected, kernel_limits[dtype])
         problems += _merged_equals_unmerged(dtype, device)
     return problems
+
+
+def check_fp8(device: torch.device) -> list[str]:
+    """What differs between products in 8 bits and those of the same codes in fp64, as sentences."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    weight = (torch.randn(160, 96, device=device) * 0.02).to(dtype)
+    x = torch.randn(33, 96, device=device).to(dtype)
+    packed = Fp8Weight(weight)
+    codes, scales = quantize_rows(x)
+    expected = (codes.double() * scales) @ packed.dense().double().t()
+    return _problem("products in 8 bits", packed.multiply(x, None), expected, KERNEL_LIMITS[dtype])
 
 
 def _merged_equals_unmerged(dtype: torch.dtype, device: torch.device) -> list[str]:

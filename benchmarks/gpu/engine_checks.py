@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from dataclasses import replace
 from itertools import takewhile
@@ -10,7 +11,7 @@ from pathlib import Path
 import torch
 
 from lorabatch.benchmarks.gpu.model_folder import write_model_folder, write_weights
-from lorabatch.benchmarks.gpu.shapes import TINY, ModelShape
+from lorabatch.benchmarks.gpu.shapes import LLAMA_3_2_1B, TINY, ModelShape
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.peft import audit_adapter
@@ -20,9 +21,11 @@ from lorabatch.engine.runner.backend import GpuBackend
 from lorabatch.engine.runner.gpu_graphs import EagerExecutor, GraphExecutor, GraphKey, StepExecutor
 
 _RANKS = (1, 20, 64)
-# Of one layer and a small vocabulary: the largest log-probability of a row's next token, in bf16 and in fp32.
-_LOGPROB_LIMIT = 0.05
+# By which log-probabilities of a few layers may differ from those of the CPU path in fp32.
+_LOGPROB_LIMITS = {torch.bfloat16: 0.05, torch.float16: 0.01, torch.float32: 1e-3}
 _VOCAB = 4096
+#: Four layers of a 1B, whose products and sums are deep enough to show what one layer hides.
+DEEP = replace(LLAMA_3_2_1B, name="Llama-3.2-1B, 4 layers", num_layers=4, vocab=_VOCAB)
 
 
 def check_engine(device: torch.device, max_tokens: int, shape: ModelShape = TINY) -> list[str]:
@@ -140,27 +143,59 @@ def check_launches(device: torch.device, shape: ModelShape = TINY) -> list[str]:
         return problems
 
 
-def check_real_widths(device: torch.device, shape: ModelShape) -> list[str]:
-    """Whether one layer of the model's real widths says what the CPU path says in fp32: prompts of 300 tokens, some of
-    them begun alike, and decode steps, of the base and of three ranks. In bf16 on a GPU.
+def one_layer(shape: ModelShape) -> ModelShape:
+    """The shape with one layer and a small vocabulary, which a CPU can check."""
+    return replace(shape, num_layers=1, vocab=min(_VOCAB, shape.vocab))
+
+
+def check_real_widths(device: torch.device, shape: ModelShape, dtype: torch.dtype) -> list[str]:
+    """Whether layers of real widths say what the CPU path says in fp32: prompts of 300 tokens, some of them begun
+    alike, and decode steps, of the base and of three ranks. In `dtype` on a GPU, in 16 bits with torch's attention too.
     """
-    small = replace(shape, num_layers=1, vocab=min(_VOCAB, shape.vocab))
     is_gpu = device.type == "cuda"
     length = 300 if is_gpu else 20
+    sampling = SamplingParams(max_tokens=6 if is_gpu else 2, ignore_eos=True, logprobs=True)
     with tempfile.TemporaryDirectory() as name:
-        folder = write_model_folder(Path(name) / "model", small)
+        folder = write_model_folder(Path(name) / "model", shape)
         write_weights(folder)
         pool_bytes = 256 << 20 if is_gpu else 8 << 20
         cpu = EngineConfig(device="cpu", mode="unmerged", pool_bytes=pool_bytes, max_batch_rows=8)
         other = replace(
-            cpu, device=device.type, dtype="bfloat16" if is_gpu else "float32", kernels="auto" if is_gpu else "triton"
+            cpu,
+            device=device.type,
+            dtype=str(dtype).removeprefix("torch.") if is_gpu else "float32",
+            kernels="auto" if is_gpu else "triton",
         )
-        sampling = SamplingParams(max_tokens=6 if is_gpu else 2, ignore_eos=True, logprobs=True)
-        expected, found = (_long_rows(folder, config, length, sampling) for config in (cpu, other))
+        expected = _long_rows(Engine(folder, cpu), folder, length, sampling)
+        problems = []
+        for attention in ("own", "varlen") if is_gpu and dtype.itemsize == 2 else ("own",):
+            engine = _attending_by(attention, folder, other)
+            if attention != "own" and getattr(engine._runner, "_prompt_attention", None) is None:
+                problems.append(f"attention over prompts by {attention} does not serve here")
+                continue
+            found = _long_rows(engine, folder, length, sampling)
+            problems += _off(f"{shape.name}, {attention} attention", expected, found, _LOGPROB_LIMITS[dtype])
+    return problems
+
+
+def _attending_by(attention: str, folder: Path, config: EngineConfig) -> Engine:
+    """An engine, with a library's attention over prompts unless it is `own`."""
+    before = os.environ.get("LORABATCH_PROMPT_ATTENTION")
+    os.environ["LORABATCH_PROMPT_ATTENTION"] = attention
+    try:
+        return Engine(folder, config)
+    finally:
+        os.environ.pop("LORABATCH_PROMPT_ATTENTION")
+        if before is not None:
+            os.environ["LORABATCH_PROMPT_ATTENTION"] = before
+
+
+def _off(name: str, expected: list[Result], found: list[Result], limit: float) -> list[str]:
+    """Rows whose log-probabilities differ by more than `limit`, as sentences."""
     problems = []
     for one, two in zip(expected, found, strict=True):
         if two.error is not None:
-            problems.append(f"real widths, row {one.request_id}: {two.error}")
+            problems.append(f"{name}, row {one.request_id}: {two.error}")
             continue
         assert one.token_logprobs is not None
         assert two.token_logprobs is not None
@@ -169,13 +204,28 @@ def check_real_widths(device: torch.device, shape: ModelShape) -> list[str]:
         num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], tokens))
         pairs = list(zip(one.token_logprobs, two.token_logprobs, strict=True))[: num_same + 1]
         worst = max(abs(a - b) for a, b in pairs)
-        if not worst <= _LOGPROB_LIMIT:
-            problems.append(f"real widths, row {one.request_id}: log-probability off by {worst:.3g}")
+        if not worst <= limit:
+            problems.append(f"{name}, row {one.request_id}: log-probability off by {worst:.3g}, allowed {limit:.3g}")
     return problems
 
 
-def _long_rows(folder: Path, config: EngineConfig, length: int, sampling: SamplingParams) -> list[Result]:
-    engine = Engine(folder, config)
+def check_ahead(device: torch.device, max_tokens: int, shape: ModelShape = TINY) -> list[str]:
+    """Whether rows say the same when a step is launched before the one before it is read, in fp32."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_model_folder(Path(name) / "model", shape)
+        write_weights(folder)
+        config = EngineConfig(
+            device=device.type, dtype="float32", mode="unmerged", pool_bytes=8 << 20, max_batch_rows=8,
+            max_step_tokens=24, kernels="triton" if device.type == "cpu" else "auto",
+        )  # fmt: skip
+        expected, found = (
+            _mixed_rows(Engine(folder, replace(config, launches_ahead=is_ahead)), folder, max_tokens)
+            for is_ahead in (False, True)
+        )
+    return _off("one step ahead", expected, found, _LOGPROB_LIMITS[torch.float32])
+
+
+def _long_rows(engine: Engine, folder: Path, length: int, sampling: SamplingParams) -> list[Result]:
     ids = _registered(engine, folder)
     vocab = engine.model.vocab_size
     rows = []

@@ -4,7 +4,7 @@ One engine serves all points that its pool holds (`points.engine_parts`); its ba
 point's rows are added, their prompts computed (prefill), and then decode steps of the full batch are timed on the wall
 clock, from device idle to device idle.
 
-What only decodes begins behind a context whose keys and values are whatever the pages hold. It is measured several
+What only decodes begins behind a context whose keys and values are random numbers. It is measured several
 times, each beside the base of the same rows, since a device's clock drifts.
 """
 
@@ -28,6 +28,7 @@ from lorabatch.benchmarks.gpu.points import (
     Decoding,
     EngineMatrix,
     EngineMode,
+    EnginePart,
     PagesNeeded,
     Point,
     engine_parts,
@@ -36,6 +37,7 @@ from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.memory.limits import total_host_bytes
 from lorabatch.engine.request import ExportedRow, Request, SamplingParams
+from lorabatch.engine.runner.gpu_runner import GpuRunner
 from lorabatch.scheduler.batching import BatchView, ReplicaMode, StepPlan
 
 
@@ -62,9 +64,12 @@ def measure_engine(
     pool_bytes: int | None,
     deadline: Deadline,
     save: Callable[[Any], None],
+    *,
+    is_exact: bool = False,
 ) -> dict[str, Any]:
     """Points measured before the deadline, and the engines that measured them. A point that fails says why, and the
     next one has a new engine. `pool_bytes` None: what weights, merged copies and steps leave of the device's memory.
+    `is_exact`: by engines in mode `exact`, for points without merges.
     """
     config = EngineConfig(
         max_batch_rows=max(point.batch for point in matrix.points),
@@ -78,7 +83,8 @@ def measure_engine(
     )
     memory_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else total_host_bytes()
     measuring = _Measuring(folder, config, matrix, device, deadline, save)
-    for part in engine_parts(matrix, config, measuring.model, memory_bytes):
+    parts = [EnginePart("exact", matrix.decoding, matrix.points)]
+    for part in parts if is_exact else engine_parts(matrix, config, measuring.model, memory_bytes):
         for decoding in part.decoding:
             measuring.decode(part.mode, decoding)
         for point in part.points:
@@ -195,8 +201,20 @@ class _Measuring:
         self._engine = engine = Engine(self._folder, replace(self._config, mode=mode), self._batcher)
         _wait(self._device)
         num_pages, load_s = engine.telemetry().pages_total, time.perf_counter() - began_s
+        fill_pool(engine)
+        self._warm_up(engine)
         self.result["engines"].append({"mode": mode, "load_s": load_s, "pool_pages": num_pages})
         return engine
+
+    def _warm_up(self, engine: Engine) -> None:
+        """Compute a step of prompts as large as any, twice: the first one loads libraries, and steps of a new engine
+        are small until their time is known."""
+        self._batcher.mode = "unmerged"
+        tokens = min(engine.config.step_tokens, engine.model.max_context_tokens - 1)
+        point = Point(1, 0, None, "unmerged", tokens)
+        for _ in range(2):
+            for result in engine.run([_request(engine, point, 0, [], SamplingParams(max_tokens=1, ignore_eos=True))]):
+                assert result.error is None, result.error
 
     def drop_engine(self) -> None:
         """Free what the engine holds before the next one takes as much."""
@@ -212,10 +230,15 @@ class _Measuring:
         self._save(self.result)
 
     def _keep_failure(self, point: Point | Decoding, error: Exception) -> None:
-        """Save why a point failed, and drop its engine."""
+        """Save why a point failed, and drop its engine. Raises the error again where it spoils the process: where the
+        device takes no more work, or the point before it failed in the same way."""
         traceback.print_exception(error)
-        self.result["failed_points"].append(asdict(point) | {"error": f"{type(error).__name__}: {error}"})
+        failed, reason = self.result["failed_points"], f"{type(error).__name__}: {error}"
+        is_again = bool(failed) and failed[-1]["error"] == reason
+        failed.append(asdict(point) | {"error": reason})
         self._save(self.result)
+        if is_again or not _works(self._device):
+            raise error
         link: BaseException | None = error
         while link is not None:  # its frames hold the engine, and so do those of what it was raised for
             link.__traceback__ = None
@@ -347,6 +370,23 @@ def _request(engine: Engine, point: Point, index: int, adapter_ids: Sequence[str
     prompt = tuple((first + place * 31) % (vocab_size - 1) + 1 for place in range(point.prompt_tokens))
     adapter_id = adapter_ids[index % len(adapter_ids)] if adapter_ids else None
     return Request(f"{point.mode}-{index}", prompt, adapter_id, sampling, index)
+
+
+def fill_pool(engine: Engine) -> None:
+    """Fill the pool with random numbers: rows behind a context that is not computed would read zeros, which can be
+    faster than data."""
+    assert isinstance(engine._runner, GpuRunner)
+    engine._runner._memory.table.pool.normal_(0, 0.5)
+
+
+def _works(device: torch.device) -> bool:
+    """Whether the device still takes work: after an illegal access it does not in the same process."""
+    try:
+        torch.ones(1, device=device).add_(1)
+        _wait(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _wait(device: torch.device) -> None:

@@ -20,6 +20,8 @@ from lorabatch.kernels.lora_shrink.triton import PROGRAMS_PER_MULTIPROCESSOR
 from lorabatch.kernels.merge import merge_weights
 
 MIXED = "mixed"
+# Of 2 GiB each, about half a millisecond.
+_BUSY_FILLS = 30
 _MIXED_RANKS = (8, 16, 64)
 
 
@@ -105,6 +107,7 @@ def measure_switches(shape: ModelShape, peaks: Peaks, device: torch.device) -> d
     merges = jobs * shape.num_layers
     timer = eager_median_s if device.type == "cuda" else median_s  # its lists are made on the host: no graph
     merge_s = timer(lambda: merge_weights(merges), device)
+    kernel_s = _last_kernel_s(lambda: merge_weights(merges), device)
 
     def restore() -> None:
         for target, weight in zip(live, layer.weights, strict=True):
@@ -117,12 +120,30 @@ def measure_switches(shape: ModelShape, peaks: Peaks, device: torch.device) -> d
     floor_s = peaks.floor_s(2.0 * shape.layer_weights * blob.element_size(), 0.0)
     num_layers = shape.num_layers
     return {
-        "merge_ms": merge_s * 1e3,
+        "merge_ms": merge_s * 1e3,  # with its lists
+        "merge_kernel_ms": kernel_s * 1e3,
         "restore_ms": median_s(restore, device) * num_layers * 1e3,
         "switch_floor_ms": floor_s * num_layers * 1e3,
         "load_rank16_ms": load_s * 1e3,
         "load_gb_per_s": blob.numel() * blob.element_size() / load_s / 1e9,
     }
+
+
+def _last_kernel_s(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds on the device of `call` behind work that keeps the device busy while the host prepares."""
+    if device.type != "cuda":
+        return median_s(call, device)
+    busy = torch.empty(2 << 30, dtype=torch.uint8, device=device)
+
+    def behind(then: Callable[[], object]) -> float:
+        def both() -> None:
+            for _ in range(_BUSY_FILLS):
+                busy.zero_()
+            then()
+
+        return eager_median_s(both, device)
+
+    return behind(call) - behind(lambda: None)
 
 
 def _layer(

@@ -18,8 +18,8 @@ from lorabatch.engine.model_config.model import PACKED_SITES, ModelConfig
 from lorabatch.scheduler.batching import ReplicaMode
 
 RANK = 16  # of the adapters of `Decoding`
-#: Of engines: `auto` keeps memory for merged weights, `unmerged` does not.
-EngineMode = Literal["auto", "unmerged"]
+#: Of engines: `auto` keeps memory for merged weights, the others do not.
+EngineMode = Literal["auto", "unmerged", "exact"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +107,12 @@ def full_matrix() -> EngineMatrix:
     return EngineMatrix(tuple(points), (Decoding(256, 1024, counts), Decoding(64, 1024, counts[:3])))
 
 
+def exact_matrix() -> EngineMatrix:
+    """What engines in mode `exact` measure: some decoding and prompts of `full_matrix`."""
+    points = (Point(4, 0, None, "unmerged", 2048), Point(4, 4, 16, "unmerged", 2048))
+    return EngineMatrix(points, (Decoding(256, 1024, (1, 64)), Decoding(64, 1024, (16,))), repeats=2)
+
+
 def tiny_matrix() -> EngineMatrix:
     """For a machine without a GPU, to see that all of it runs."""
     points = (
@@ -118,6 +124,12 @@ def tiny_matrix() -> EngineMatrix:
     )
     decoding = (Decoding(3, 20, (1, 2)),)
     return EngineMatrix(points, decoding, repeats=2, decode_steps=2, warm_steps=1, max_step_tokens=16)
+
+
+def tiny_exact_matrix() -> EngineMatrix:
+    """Of `exact_matrix`, likewise."""
+    decoding = (Decoding(2, 20, (1,)),)
+    return replace(tiny_matrix(), points=(Point(1, 1, 8, "unmerged", 20),), decoding=decoding, repeats=1)
 
 
 class PagesNeeded:

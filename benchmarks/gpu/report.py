@@ -19,17 +19,19 @@ def as_table(result: dict[str, Any]) -> str:
     lines += _section(
         result, "kernels", "kernel                batch tokens adapters         us   floor  fraction", _kernel
     )
+    lines += ["", *(f"{name}: {answer}" for name, answer in result.get("probe", {}).items())]
     ceilings = result.get("ceilings", {})
     lines += ["", *(f"{name:<22}{value:>10.4g}" for name, value in ceilings.items() if _is_number(value))]
     switches = result.get("switches", {})
     lines += ["", *(f"{name:<18}{value:>8.2f}" for name, value in switches.items() if isinstance(value, float))]
     lines += [f"{name:<38}{value:>10.1f}" for name, value in result.get("loading", {}).items() if _is_number(value)]
-    engine = result.get("engine", {})
-    lines += [
-        "",
-        "batch context adapters   step ms  base ms  of base (from, to)",
-        *map(_decoding, engine.get("decoding", [])),
-    ]
+    engine, exact = result.get("engine", {}), result.get("exact", {})
+    for title, rows in (("", engine), (", mode exact", exact)):
+        lines += [
+            "",
+            f"batch context adapters   step ms  base ms  of base (from, to){title}",
+            *map(_decoding, rows.get("decoding", [])),
+        ]
     steady = result.get("steady", {})
     lines += [
         "",
@@ -38,8 +40,10 @@ def as_table(result: dict[str, Any]) -> str:
     ]
     lines += ["", "batch  prompt adapters   rank      mode  prefill t/s  decode t/s   step ms  of base"]
     lines += [_point(row) for row in engine.get("points", [])]
-    lines += [f"point failed: {point}" for point in engine.get("failed_points", [])]
-    lines += [f"point too large for the pool: {point}" for point in engine.get("too_large", [])]
+    lines += [f"{_point(row)}, mode exact" for row in exact.get("points", [])]
+    for rows in (engine, exact):
+        lines += [f"point failed: {point}" for point in rows.get("failed_points", [])]
+        lines += [f"point too large for the pool: {point}" for point in rows.get("too_large", [])]
     ours = result["ours"] if isinstance(result.get("ours"), list) else []
     lines += ["", *(_ours(row) for row in ours)]
     for peer in ("peft", "vllm", "vllm_base"):

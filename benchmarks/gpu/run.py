@@ -14,8 +14,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,14 +38,54 @@ def run_all(
     write: Callable[[Any], None],
     grace_s: float = GRACE_S,
     folder: Path | None = None,
+    earlier: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """All sections as one JSON object, written whenever one has ended, and `left_out`: by section, the names of what it
     had no time for. `grace_s`: what each may take beyond. `folder`: where each keeps what it has found so far, and its
-    other files, should this process be ended.
+    other files, should this process be ended. `earlier`: results of a run whose sections are not repeated where they
+    are complete.
     """
+    start, deadline = time.monotonic(), Deadline.after(seconds)
+    result: dict[str, Any] = {"benchmark": "gpu", "model": model, "machine": describe(device)}
+    result |= {"seconds": {}, "left_out": {}}
     with tempfile.TemporaryDirectory() as temporary:
         environment = _environment(temporary)
-        return _run_all(model, scale_arguments, device, seconds, write, grace_s, folder or Path(temporary), environment)
+        place = folder or Path(temporary)
+        for section in SECTIONS:
+            if is_complete(section.name, earlier):
+                result[section.name] = earlier[section.name]
+                result["seconds"][section.name] = earlier["seconds"][section.name]
+                continue
+            began = time.monotonic()
+            # the shares are a GPU's; in the interpreter durations mean nothing
+            left = deadline.within(section.seconds if device.type == "cuda" else seconds).left_s
+            print(f"{section.name} (at most {left:.0f} s)", file=sys.stderr, flush=True)
+            found, late = _measured(section.name, left, scale_arguments, grace_s, place, environment)
+            if section.name == "probe" and "failed" in str(found) and left > 0:
+                environment |= dict.fromkeys(ALLOCATOR, "expandable_segments:False")
+                found, late = _measured(section.name, left, scale_arguments, grace_s, place, environment)
+            result[section.name] = found
+            result["left_out"] |= {section.name: late} if late else {}
+            result["seconds"][section.name] = round(time.monotonic() - began, 1)
+            result["total_seconds"] = round(time.monotonic() - start, 1)
+            write(result)
+    return result
+
+
+def is_complete(name: str, earlier: Mapping[str, Any]) -> bool:
+    """Whether a run's results have all of a section."""
+    found = earlier.get(name)
+    is_cut = isinstance(found, dict) and bool(found.keys() & {"failed", "skipped"})
+    return found is not None and not is_cut and not earlier["left_out"].get(name)
+
+
+def _measured(
+    name: str, left: float, arguments: Sequence[str], grace_s: float, folder: Path, environment: dict[str, str]
+) -> tuple[Any, list[str]]:
+    """What a section has found in the seconds that are left, and the names of what it had no time for."""
+    if left <= 0:
+        return {"skipped": "no time left"}, []
+    return _in_a_process(name, left, arguments, grace_s, folder, environment)
 
 
 def run_variants(
@@ -65,52 +106,22 @@ def run_variants(
         for name in names:
             left = deadline.within(VARIANT.seconds if device.type == "cuda" else seconds).left_s
             print(f"{name} (at most {left:.0f} s)", file=sys.stderr, flush=True)
-            found: Any = {"skipped": "no time left"}
-            if left > 0:
-                place = (folder or Path(temporary)) / name
-                place.mkdir(parents=True, exist_ok=True)
-                environment = _environment(temporary) | dict(VARIANTS[name])
-                found, late = _in_a_process(VARIANT.name, left, scale_arguments, grace_s, place, environment)
-                result["left_out"] |= {name: late} if late else {}
+            place = (folder or Path(temporary)) / name
+            place.mkdir(parents=True, exist_ok=True)
+            environment = _environment(temporary) | dict(VARIANTS[name])
+            found, late = _measured(VARIANT.name, left, scale_arguments, grace_s, place, environment)
             result["variants"][name] = found
+            result["left_out"] |= {name: late} if late else {}
             write(result)
     return result
 
 
 def _environment(temporary: str) -> dict[str, str]:
-    """Of the sections' processes: one cache of compiled kernels, and memory as engines ask for it."""
-    usual = {"TRITON_CACHE_DIR": str(Path(temporary, "triton"))} | dict.fromkeys(ALLOCATOR, "expandable_segments:True")
+    """Of the sections' processes: one cache of compiled kernels, memory as engines ask for it, and no copies of weights
+    for engines on CPUs, which serve once."""
+    usual = {"TRITON_CACHE_DIR": str(Path(temporary, "triton")), "LORABATCH_WEIGHT_CACHE": "off"}
+    usual |= dict.fromkeys(ALLOCATOR, "expandable_segments:True")
     return usual | os.environ
-
-
-def _run_all(
-    model: str,
-    scale_arguments: Sequence[str],
-    device: torch.device,
-    seconds: float,
-    write: Callable[[Any], None],
-    grace_s: float,
-    folder: Path,
-    environment: dict[str, str],
-) -> dict[str, Any]:
-    start, deadline = time.monotonic(), Deadline.after(seconds)
-    result: dict[str, Any] = {"benchmark": "gpu", "model": model, "machine": describe(device)}
-    result |= {"seconds": {}, "left_out": {}}
-    for section in SECTIONS:
-        began = time.monotonic()
-        # the shares are a GPU's; in the interpreter durations mean nothing
-        left = deadline.within(section.seconds if device.type == "cuda" else seconds).left_s
-        print(f"{section.name} (at most {left:.0f} s)", file=sys.stderr, flush=True)
-        if left > 0:
-            found, late = _in_a_process(section.name, left, scale_arguments, grace_s, folder, environment)
-            result[section.name] = found
-            result["left_out"] |= {section.name: late} if late else {}
-        else:
-            result[section.name] = {"skipped": "no time left"}
-        result["seconds"][section.name] = round(time.monotonic() - began, 1)
-        result["total_seconds"] = round(time.monotonic() - start, 1)
-        write(result)
-    return result
 
 
 def run_one(section: Section, scale: Scale, device: torch.device, seconds: float, path: Path) -> None:

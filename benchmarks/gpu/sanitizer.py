@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,23 @@ def run_sanitizer(device: torch.device, deadline: Deadline, save: Callable[[Any]
     for tool in _TOOLS:
         if not deadline.allows(tool):
             continue
-        try:
-            done = subprocess.run(
-                [command, "--tool", tool, "--error-exitcode", str(_FOUND), sys.executable, "-c", _CHECK],
-                capture_output=True, text=True, check=False, timeout=deadline.left_s,
-                env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            found[tool] = "not done in time"
-            continue
-        found[tool] = "" if done.returncode == 0 else "\n".join((done.stdout + done.stderr).splitlines()[:_LINES])
+        checked = [command, "--tool", tool, "--error-exitcode", str(_FOUND), sys.executable, "-c", _CHECK]
+        environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        found[tool] = output_of_failure(checked, deadline.left_s, environment)
         save(found)
     return found
+
+
+def output_of_failure(command: list[str], timeout_s: float, environment: Mapping[str, str]) -> str:
+    """The first lines that a command has printed, where it failed or took too long: it is then ended with all processes
+    that it has started. Nothing where it succeeded."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return "not done in time"
+    return "" if process.returncode == 0 else "\n".join(output.splitlines()[:_LINES])

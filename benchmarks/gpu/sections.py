@@ -21,7 +21,8 @@ from lorabatch.benchmarks.gpu.measure import Matrix, measure_kernels, measure_la
 from lorabatch.benchmarks.gpu.model_folder import write_model_folder
 from lorabatch.benchmarks.gpu.ours import PeerWorkload, measure_ours
 from lorabatch.benchmarks.gpu.peers import measure_peft
-from lorabatch.benchmarks.gpu.points import EngineMatrix, full_matrix, tiny_matrix
+from lorabatch.benchmarks.gpu.points import EngineMatrix, exact_matrix, full_matrix, tiny_exact_matrix, tiny_matrix
+from lorabatch.benchmarks.gpu.probe import measure_probe
 from lorabatch.benchmarks.gpu.reading import Reading, measure_reading
 from lorabatch.benchmarks.gpu.sanitizer import run_sanitizer
 from lorabatch.benchmarks.gpu.shapes import TINY, ModelShape
@@ -43,6 +44,7 @@ class Scale:
     dtypes: tuple[torch.dtype, ...]
     kernels: Matrix
     engine: EngineMatrix
+    exact: EngineMatrix
     steady: SteadyMatrix
     variant: VariantSizes
     reading: Reading
@@ -79,13 +81,14 @@ def full_scale(shape: ModelShape) -> Scale:
         (torch.bfloat16, torch.float32, torch.float16),
         Matrix(),
         full_matrix(),
+        exact_matrix(),
         full_jobs(),
         variant_sizes(),
         Reading(num_adapters=8, threads=(1, 4, 8), repeats=2),
         # PEFT's and vLLM's
-        (*_peers("peft", 64, 32, 32, 8), *_peers("vllm", 256, 128, 64, 16)),
-        peer_batch=64,
-        peer_adapters=8,
+        (*_peers("peft", 256, 32, 32, 16), *_peers("vllm", 256, 128, 64, 16)),
+        peer_batch=256,
+        peer_adapters=16,
         peer_tokens=32,
         check_tokens=12,
     )
@@ -101,8 +104,24 @@ def tiny_scale() -> Scale:
     ours = tuple(_peers("peft", 2, 4, 3, 2))
     reading = Reading(num_adapters=2, repeats=1)
     return Scale(
-        TINY, (torch.float32,), kernels, tiny_matrix(), tiny_jobs(), tiny_variants(), reading, ours, 2, 2, 3, 2
+        TINY,
+        (torch.float32,),
+        kernels,
+        tiny_matrix(),
+        tiny_exact_matrix(),
+        tiny_jobs(),
+        tiny_variants(),
+        reading,
+        ours,
+        2,
+        2,
+        3,
+        2,
     )
+
+
+def _probe(scale: Scale, place: Place) -> dict[str, str]:
+    return measure_probe(place.device, place.deadline, place.save)
 
 
 def _compile(scale: Scale, place: Place) -> dict[str, Any]:
@@ -131,6 +150,13 @@ def _engine(scale: Scale, place: Place) -> dict[str, Any]:
         folder = write_model_folder(Path(name) / "model", scale.shape)
         pool_bytes = _pool_bytes(place.device)
         return measure_engine(folder, scale.engine, place.device, pool_bytes, place.deadline, place.save)
+
+
+def _exact(scale: Scale, place: Place) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_model_folder(Path(name) / "model", scale.shape)
+        sizes = scale.exact, place.device, _pool_bytes(place.device)
+        return measure_engine(folder, *sizes, place.deadline, place.save, is_exact=True)
 
 
 def _steady(scale: Scale, place: Place) -> dict[str, Any]:
@@ -188,16 +214,18 @@ def _layer(scale: Scale, place: Place) -> list[dict[str, Any]]:
 
 
 SECTIONS = (
+    Section("probe", 25.0, _probe),
     Section("compile", 60.0, _compile),
+    Section("problems", 90.0, _checks),
     Section("ceilings", 20.0, _ceilings),
-    Section("problems", 60.0, _checks),
     Section("engine", 140.0, _engine),
+    Section("ours", 30.0, _ours),
+    Section("peft", 40.0, _peft),
     Section("steady", 100.0, _steady),
     Section("kernels", 40.0, _kernels),
     Section("switches", 15.0, _switches),
+    Section("exact", 50.0, _exact),
     Section("loading", 35.0, _loading),
-    Section("ours", 30.0, _ours),
-    Section("peft", 40.0, _peft),
     Section("sanitizer", 30.0, _sanitizer),
     Section("vllm", 100.0, _vllm),
     Section("layer", 40.0, _layer),

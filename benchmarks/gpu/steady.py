@@ -23,7 +23,7 @@ from lorabatch.engine.engine import Engine
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.engine.runner.gpu_runner import GpuRunner
 from lorabatch.engine.runner.runner import LaunchedStep
-from lorabatch.scheduler.cost import H200_LLAMA_3_8B, StepLoad, StepSample, fit, fit_quality
+from lorabatch.scheduler.cost import H200_LLAMA_3_8B, StepSample, fit, fit_quality
 
 _TABLE_ROWS = 30
 _RANK = 16
@@ -150,18 +150,17 @@ def serve_job(
     for _ in engine.run(_shortened(requests[: engine.config.batch_rows])):
         pass
     watch = _Watch(engine)
+    engine.observe_step = lambda sample, _: samples.append(sample)
     before = engine.telemetry()
     _wait(device)
     began_s = time.perf_counter()
     engine.add(requests)
     while engine.num_unfinished:
-        num_steps, step_s = watch.num_steps, time.perf_counter()
         for result in engine.step():
             assert result.error is None, result.error
-        if watch.num_steps > num_steps:
-            samples.append(StepSample(watch.load, time.perf_counter() - step_s))
     _wait(device)
     seconds, after = time.perf_counter() - began_s, engine.telemetry()
+    engine.observe_step = None
     watch.end()
     return {
         "seconds": seconds,
@@ -194,7 +193,7 @@ class _Watch:
     """Counts an engine's steps by what is in them, and the time that its host waits for their tokens.
 
     `steps`: by kind, `decode` rows alone, `prompts` alone or `mixed`. `steps_by_graph`: those with a part that a graph
-    serves, which is their decode rows. `load`: of the latest step.
+    serves, which is their decode rows. `prompt_tokens` and `decode_rows`: of the step that was launched last.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -205,7 +204,7 @@ class _Watch:
         self.steps: Counter[str] = Counter()
         self.steps_by_graph: Counter[str] = Counter()
         self.waited_s = 0.0
-        self.load = StepLoad()
+        self.prompt_tokens = self.decode_rows = 0
         self._kind = ""
         self._runner.launch = self._launched  # type: ignore[method-assign]
         self._executor.run = self._by_graph  # type: ignore[method-assign]
@@ -226,9 +225,9 @@ class _Watch:
 
     def _launched(self, entries: Any) -> LaunchedStep:
         self.num_steps += 1
-        self.load = _load_of(entries)
-        kinds = {entry.is_decode for entry in entries}
-        self._kind = "mixed" if len(kinds) == 2 else "decode" if True in kinds else "prompts"
+        self.prompt_tokens = sum(entry.num_tokens for entry in entries if not entry.is_decode)
+        self.decode_rows = sum(entry.is_decode for entry in entries)
+        self._kind = "decode" if not self.prompt_tokens else "mixed" if self.decode_rows else "prompts"
         self.steps[self._kind] += 1
         self.num_rows += len(entries)
         step = self._launch(entries)
@@ -245,25 +244,6 @@ class _Watch:
         """Leave the engine as it was. Steps in flight hold this object, so it lets go of the engine's parts."""
         del self._runner.launch, self._executor.run  # the classes' own again
         del self._runner, self._executor, self._launch, self._run
-
-
-def _load_of(entries: Any) -> StepLoad:
-    """A step in the terms of the cost model; all adapters here have rank 16."""
-    decoding = [entry for entry in entries if entry.is_decode]
-    prompts = [entry for entry in entries if not entry.is_decode]
-    lora_tokens = sum(entry.num_tokens for entry in entries if entry.adapter is not None)
-    num_adapters = len({id(entry.adapter) for entry in entries if entry.adapter is not None})
-    return StepLoad(
-        prefill_tokens=sum(entry.num_tokens for entry in prompts),
-        decode_rows=len(decoding),
-        context_tokens=sum(entry.sequence.num_stored + entry.num_tokens for entry in entries),
-        num_adapters=num_adapters,
-        rank_sum=_RANK * num_adapters,
-        lora_tokens=lora_tokens,
-        rank_tokens=_RANK * lora_tokens,
-        prefill_pairs=sum(e.num_tokens * (e.sequence.num_stored + (e.num_tokens + 1) / 2) for e in prompts),
-        drawn_tokens=sum(entry.sequence.request.sampling.temperature > 0 for entry in decoding),
-    )
 
 
 def _fitted(samples: list[StepSample]) -> dict[str, Any]:
@@ -285,7 +265,7 @@ def _profiles(
     watch = _Watch(engine)
     found: dict[str, Any] = {}
     engine.add(rows[num_prompts:])
-    while engine._batch.num_waiting or not watch.num_steps or watch.load.prefill_tokens:
+    while engine._batch.num_waiting or not watch.num_steps or watch.prompt_tokens:
         engine.step()
     for _ in range(matrix.steps_before):
         engine.step()
@@ -310,7 +290,7 @@ def _profiled(
             steps_before = watch.num_steps
             engine.step()
             if watch.num_steps > steps_before:
-                steps.append({"prompt_tokens": watch.load.prefill_tokens, "decode_rows": watch.load.decode_rows})
+                steps.append({"prompt_tokens": watch.prompt_tokens, "decode_rows": watch.decode_rows})
         _wait(device)
     if trace is not None:
         watched.export_chrome_trace(str(trace))

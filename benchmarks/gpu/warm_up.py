@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from lorabatch.benchmarks.gpu.budget import Deadline
 from lorabatch.benchmarks.gpu.correctness import check_all
+from lorabatch.benchmarks.gpu.engine_checks import DEEP, one_layer
 from lorabatch.benchmarks.gpu.kernel_cases import kernel_cases
 from lorabatch.benchmarks.gpu.layer import StepLayer
 from lorabatch.benchmarks.gpu.model_folder import write_model_folder
@@ -82,14 +84,21 @@ def note_others(
 ) -> dict[str, Noted]:
     """Kernels that sections launch beside engines of the measured model, by what they are compiled by."""
     cpu = torch.device("cpu")
-    noted = note_launches(capability, cpu.type, lambda: _launch_layers(shape, dtypes[0], cpu))
-    if not with_checks:
-        return noted
-    with tempfile.TemporaryDirectory() as folder:
-        tiny = write_model_folder(Path(folder) / "tiny", TINY)
-        for dtype in dtypes if shape != TINY else ():
-            noted |= note_kernels(EngineKernels(str(tiny), str(dtype).removeprefix("torch."), capability))
-    return noted | note_launches(capability, cpu.type, lambda: check_all(dtypes, cpu))
+    with _Unfilled():
+        noted = note_launches(capability, cpu.type, lambda: _launch_layers(shape, dtypes[0], cpu))
+    if with_checks:
+        noted |= note_launches(capability, cpu.type, lambda: check_all(dtypes, cpu))
+    return noted
+
+
+class _Unfilled(TorchFunctionMode):
+    """Leaves random numbers out: an 8B's layer has 218 million of them, and nothing reads them here."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See `TorchFunctionMode`."""
+        if func is torch.Tensor.normal_:
+            return args[0]
+        return (torch.empty if func is torch.randn else func)(*args, **(kwargs or {}))
 
 
 def _launch_layers(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
@@ -130,10 +139,26 @@ def main() -> int:
     """Entry point of the process that compiles what sections launch beside engines."""
     parent, (shape, names, capability, with_checks) = int(sys.argv[1]), json.loads(sys.argv[2])
     end_with(parent)
-    dtypes = [getattr(torch, name) for name in names]
-    noted = note_others(ModelShape(**shape), dtypes, capability, with_checks=with_checks)
-    print(json.dumps(compile_noted(noted)))
+    model, dtypes = ModelShape(**shape), [getattr(torch, name) for name in names]
+    noted = note_others(model, dtypes, capability, with_checks=with_checks)
+    with tempfile.TemporaryDirectory() as folder:
+        engines = checked_engines(Path(folder), model, names, capability) if with_checks else []
+        for kernels in engines:
+            noted |= note_kernels(kernels)
+        result = compile_noted(noted)
+        if not result["failed"]:
+            for kernels in engines:  # each would start a process to find them compiled
+                kernels.done.touch()
+    print(json.dumps(result))
     return 0
+
+
+def checked_engines(folder: Path, shape: ModelShape, names: list[str], capability: int) -> list[EngineKernels]:
+    """Kernels of the engines that `engine_checks` starts for the measured model, in number formats of these `names`."""
+    tiny, narrow = write_model_folder(folder / "tiny", TINY), write_model_folder(folder / "narrow", one_layer(shape))
+    deep = write_model_folder(folder / "deep", DEEP)
+    engines = [(tiny, name) for name in names if shape != TINY] + [(narrow, names[0]), (deep, "float32")]
+    return [EngineKernels(str(model), name, capability) for model, name in engines]
 
 
 if __name__ == "__main__":

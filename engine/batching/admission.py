@@ -195,9 +195,10 @@ class Admission:
     def read_ahead(self, merged_id: str | None) -> None:
         """Prefetch the adapters that are needed next, while steps run; not the one that is merged."""
         loader = self._residency.loader
-        if loader.has_time and self._waiting:
+        if loader.room_ahead and self._waiting:
             absent = (a for a in self._next_uses() if self._residency.get(a) is None and a != merged_id)
-            loader.prefetch(islice((a for a in absent if not self._registry.must_merge_id(a)), loader.max_ahead))
+            unread = (a for a in absent if not (self._registry.must_merge_id(a) or loader.has_begun(a)))
+            loader.prefetch(islice(unread, loader.room_ahead))
 
     def tokens_to_hold(self, expected: NDArray[np.float64] | None) -> NDArray[np.int64]:
         """Tokens for which each waiting row takes memory when it enters, `[num_waiting]`."""

@@ -27,9 +27,9 @@ class AdapterLoader:
         self.num_reads = 0
 
     @property
-    def has_time(self) -> bool:
-        """Whether fewer adapters than `max_ahead` are in flight or waiting to be taken."""
-        return len(self._coming) < self.max_ahead
+    def room_ahead(self) -> int:
+        """Adapters that may be read ahead now: `max_ahead` less those in flight or waiting to be taken."""
+        return max(self.max_ahead - len(self._coming), 0)
 
     def prefetch(self, adapter_ids: Iterable[str]) -> None:
         """Start reading adapters that are neither in host memory nor in flight."""

@@ -59,7 +59,7 @@ def test_several_threads_read_at_once() -> None:
     loader = AdapterLoader(read, HostTier(0), num_threads=6)
     names = ["a" * (i + 1) for i in range(6)]
     loader.prefetch(names)
-    assert not loader.has_time, "one adapter for each thread is enough ahead"
+    assert loader.room_ahead == 0, "one adapter for each thread is enough ahead"
     assert [loader.take(name).numbers.numel() for name in reversed(names)] == [6, 5, 4, 3, 2, 1]
 
 
@@ -104,12 +104,12 @@ def test_what_is_read_ahead_is_bounded_and_forgotten_with_its_rows(storage: Stor
     loader = AdapterLoader(storage, HostTier(0))
     storage.gate.set()
     loader.prefetch(f"{i}" for i in range(MAX_AHEAD))
-    assert not loader.has_time
+    assert loader.room_ahead == 0
     loader.take(f"{MAX_AHEAD - 1}")  # the last one asked for: all are read
     loader.drop_unwanted(lambda adapter_id: adapter_id == "0")
     assert loader.is_ready("0")
     assert not loader.is_ready("1")
-    assert loader.has_time
+    assert loader.room_ahead > 0
 
 
 def test_an_adapter_in_two_places_is_an_error(storage: Storage) -> None:
