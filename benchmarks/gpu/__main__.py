@@ -44,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="NAME",
         help=f"a few numbers under each of these ways to launch, all unless named: {', '.join(VARIANTS)}",
     )
+    parser.add_argument("--sections", nargs="+", choices=names[:-1], metavar="NAME", help="these alone, one by one")
     parser.add_argument("--resume", action="store_true", help="keep what the file of --json has of complete sections")
     options = parser.parse_args(arguments)
     # in the root of a checkout, transformers would take our folder `kernels` for Hugging Face's package
@@ -72,7 +73,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.variants is not None:
         return _variants(options.variants or list(VARIANTS), model, scale_arguments, device, options, folder, write)
     earlier = _earlier(options.json, model, device) if options.resume else {}
-    result = run_all(model, scale_arguments, device, options.seconds, write, folder=folder, earlier=earlier)
+    chosen = [section for section in SECTIONS if section.name in (options.sections or names)]
+    result = run_all(chosen, model, scale_arguments, device, options.seconds, write, folder=folder, earlier=earlier)
     print(as_table(result))
     for wrong in problems_of(result):
         print(f"wrong: {wrong}", file=sys.stderr)

@@ -52,10 +52,11 @@ def measured_peaks(found: Any, listed: Peaks) -> Peaks:
 
 
 def _copy_bytes_per_s(device: torch.device) -> float:
-    """Read and written bytes together, of random bytes: a copy of zeros can be faster than of data."""
-    source = torch.randint(0, 256, (_COPY_BYTES[device.type],), dtype=torch.uint8, device=device)
+    """Read and written bytes together, of random numbers: zeros can be faster. By a kernel that writes the opposite of
+    each number: in a graph a plain copy is the work of a copy engine, which is slower."""
+    source = torch.randn(_COPY_BYTES[device.type] // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * source.numel() / median_s(lambda: target.copy_(source), device)
+    return 2 * _COPY_BYTES[device.type] / median_s(lambda: torch.neg(source, out=target), device)
 
 
 def _pinned_bytes_per_s(device: torch.device) -> float:

@@ -93,6 +93,7 @@ def _captures_beside_loads(device: torch.device) -> str:
         return y.argmax(-1), largest
 
     thread, pool, times = threading.Thread(target=load), torch.cuda.graph_pool_handle(), []
+    graphs = []  # a pool that lost its last graph takes no other
     thread.start()
     try:
         for _ in range(_CAPTURES):
@@ -101,6 +102,7 @@ def _captures_beside_loads(device: torch.device) -> str:
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 found = work()
             times.append(time.perf_counter() - began_s)
+            graphs.append(graph)
             graph.replay()
             torch.cuda.synchronize()
             assert all(map(torch.equal, found, work())), "a graph and the same work without it differ"

@@ -23,7 +23,7 @@ import torch
 
 from lorabatch.benchmarks.gpu.budget import Deadline
 from lorabatch.benchmarks.gpu.device import describe
-from lorabatch.benchmarks.gpu.sections import SECTIONS, VARIANT, Place, Scale, Section
+from lorabatch.benchmarks.gpu.sections import VARIANT, Place, Scale, Section
 from lorabatch.benchmarks.gpu.variants import ALLOCATOR, VARIANTS
 
 # A section looks at its time between measurements: the one it is at may end, and the process may start and stop.
@@ -31,6 +31,7 @@ GRACE_S = 40.0
 
 
 def run_all(
+    sections: Sequence[Section],
     model: str,
     scale_arguments: Sequence[str],
     device: torch.device,
@@ -40,21 +41,21 @@ def run_all(
     folder: Path | None = None,
     earlier: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """All sections as one JSON object, written whenever one has ended, and `left_out`: by section, the names of what it
+    """Sections as one JSON object, written whenever one has ended, and `left_out`: by section, the names of what it
     had no time for. `grace_s`: what each may take beyond. `folder`: where each keeps what it has found so far, and its
     other files, should this process be ended. `earlier`: results of a run whose sections are not repeated where they
     are complete.
     """
     start, deadline = time.monotonic(), Deadline.after(seconds)
     result: dict[str, Any] = {"benchmark": "gpu", "model": model, "machine": describe(device)}
-    result |= {"seconds": {}, "left_out": {}}
+    # what is not asked for stays as it was
+    result = dict(earlier) | result
+    result |= {name: dict(earlier.get(name, {})) for name in ("seconds", "left_out")}
     with tempfile.TemporaryDirectory() as temporary:
         environment = _environment(temporary)
         place = folder or Path(temporary)
-        for section in SECTIONS:
+        for section in sections:
             if is_complete(section.name, earlier):
-                result[section.name] = earlier[section.name]
-                result["seconds"][section.name] = earlier["seconds"][section.name]
                 continue
             began = time.monotonic()
             # the shares are a GPU's; in the interpreter durations mean nothing
@@ -65,6 +66,7 @@ def run_all(
                 environment |= dict.fromkeys(ALLOCATOR, "expandable_segments:False")
                 found, late = _measured(section.name, left, scale_arguments, grace_s, place, environment)
             result[section.name] = found
+            result["left_out"].pop(section.name, None)
             result["left_out"] |= {section.name: late} if late else {}
             result["seconds"][section.name] = round(time.monotonic() - began, 1)
             result["total_seconds"] = round(time.monotonic() - start, 1)

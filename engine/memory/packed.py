@@ -20,6 +20,7 @@ from ..model_config.model import PACKED_SITES, ModelConfig, packed_members
 from ..model_config.partition import Partition
 from ..peft import AdapterAudit
 from ..peft.cut import cut_pairs
+from ..peft.random import RANDOM_DEVIATION, random_seed
 from ..peft.weights import AdapterWeights, LoraPair, load_adapter, read_adapter
 
 # Layouts that are remembered: the adapters of a job have few shapes.
@@ -165,6 +166,15 @@ def pack_adapter(
     return PackedAdapter(numbers, layout)
 
 
+def random_packed(audit: AdapterAudit, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> PackedAdapter:
+    """A random adapter as `pack_adapter` would pack one, made where it goes, all numbers at once: its 448 matrices, for
+    an 8B, take the host longer than their rows take a GPU. The same each time."""
+    layout = _layout_of_sites(audit, model, in_panels=False)
+    generator = torch.Generator(device=device).manual_seed(random_seed(audit))
+    numbers = torch.empty(layout.num_elements, dtype=dtype, device=device)
+    return PackedAdapter(numbers.normal_(0, RANDOM_DEVIATION, generator=generator), layout)
+
+
 def read_packed(
     audit: AdapterAudit,
     adapter_id: str,
@@ -180,8 +190,7 @@ def read_packed(
         weights = load_adapter(audit, "cpu", adapter_id)
         return pack_adapter(weights, model, dtype, in_panels=in_panels, device=device)
     of_module = {site.module: site for site in audit.sites}
-    shapes = ((site.module, site.rank, site.in_features, site.out_features, site.scaling) for site in audit.sites)
-    layout = _lay_out(frozenset(shapes), model, in_panels)
+    layout = _layout_of_sites(audit, model, in_panels)
     places, modules = _places(layout, dtype)
     keys = [key for module in modules for key in (of_module[module].a_key, of_module[module].b_key)]
     place_of = {key: number for number, key in enumerate(keys)}
@@ -198,6 +207,11 @@ def read_packed(
 
 def _layout_of(pairs: Mapping[str, LoraPair], model: ModelConfig, in_panels: bool) -> AdapterLayout:
     shapes = ((module, pair.rank, pair.a.shape[1], pair.b.shape[0], pair.scaling) for module, pair in pairs.items())
+    return _lay_out(frozenset(shapes), model, in_panels)
+
+
+def _layout_of_sites(audit: AdapterAudit, model: ModelConfig, in_panels: bool) -> AdapterLayout:
+    shapes = ((site.module, site.rank, site.in_features, site.out_features, site.scaling) for site in audit.sites)
     return _lay_out(frozenset(shapes), model, in_panels)
 
 

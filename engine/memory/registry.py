@@ -15,7 +15,7 @@ from ..model_config.partition import Partition
 from ..peft import AdapterAudit, audit_adapter
 from ..peft.random import dummy_adapter_weights, dummy_audit
 from ..peft.weights import AdapterWeights, load_adapter
-from .packed import PackedAdapter, pack_adapter, pack_for_group, read_packed
+from .packed import PackedAdapter, pack_adapter, pack_for_group, random_packed, read_packed
 
 BASE_CODE = -1
 
@@ -129,6 +129,8 @@ class AdapterRegistry:
                 return read_packed(audit, adapter_id, model, dtype, in_panels=in_panels, device=self._device)
             except (AdapterRefusedError, OSError) as error:
                 raise AdapterUnusableError(adapter_id, f"{error}") from error
+        if is_dummy and self._device.type == "cuda" and not self._partitions:
+            return random_packed(self._audits[adapter_id], self._model, self._dtype, self._device)
         weights = self._load(adapter_id, self._device if is_dummy else torch.device("cpu"))
         if self._partitions:
             return pack_for_group(weights, self._partitions, self._dtype, in_panels=in_panels, device=self._device)

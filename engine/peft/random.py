@@ -23,6 +23,8 @@ _SCALING = 2.0
 RANDOM_FOLDER = Path(os.devnull)
 # Of A and B; B small enough that a random adapter shifts the answers without drowning the base.
 _DEVIATIONS = (0.02, 0.01)
+#: Of A and B alike, for the same sums.
+RANDOM_DEVIATION = 0.014
 
 
 def dummy_audit(model: ModelConfig, rank: int, name: str) -> AdapterAudit:
@@ -51,12 +53,16 @@ def dummy_audit(model: ModelConfig, rank: int, name: str) -> AdapterAudit:
     )
 
 
+def random_seed(audit: AdapterAudit) -> int:
+    """The seed of a random adapter's numbers: its identity."""
+    assert audit.content_sha256 is not None
+    return int(audit.content_sha256[:15], 16)
+
+
 def dummy_adapter_weights(audit: AdapterAudit, dtype: torch.dtype, device: torch.device) -> AdapterWeights:
     """The weights of a random adapter, the same each time: its identity is the seed."""
-    assert audit.content_sha256 is not None
-    seed = int(audit.content_sha256[:15], 16)
     # on the meta device there are shapes and no numbers
-    generator = None if device.type == "meta" else torch.Generator(device=device).manual_seed(seed)
+    generator = None if device.type == "meta" else torch.Generator(device=device).manual_seed(random_seed(audit))
 
     def normal(rows: int, columns: int, deviation: float) -> torch.Tensor:
         matrix = torch.empty(rows, columns, dtype=dtype, device=device)
