@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..kernels.sampling import NO_TOKEN
 from ..scheduler.batching import Batcher, BatchView, ReplicaFacts, StepPlan, all_unmerged
+from ..scheduler.cost import StepSample
 from ..scheduler.estimates.lengths import LengthEstimator
 from ..scheduler.estimates.pace import StepBudget
 from .batching.admission import Room
@@ -38,7 +39,7 @@ from .models.rope import restart_lengths
 from .models.step_batch import StepEntry
 from .request import ExportedRow, Request, Result, ServedMode, TopLogprobs
 from .runner.backend import Backend, MakeBackend, choose_backend
-from .runner.runner import StepsInFlight
+from .runner.runner import StepInFlight, StepsInFlight
 from .runner.step_counts import StepCounts
 from .sequence import Sequence
 from .telemetry import EngineTelemetry
@@ -50,7 +51,7 @@ from .text.tokenizer import Tokenizers
 
 
 class Engine:
-    """Serves rows of many adapters over one base model.
+    """Serves rows of many adapters over one base model. `clock`: gives seconds, by which steps are measured.
 
     Raises `EngineError` when the model folder cannot be served exactly, or not in this mode on this device.
     """
@@ -61,6 +62,7 @@ class Engine:
         config: EngineConfig,
         batcher: Batcher | None = None,
         make_backend: MakeBackend | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model: ModelConfig = read_model_config(model_folder)
         if config.member_threads is not None:
@@ -103,10 +105,14 @@ class Engine:
         self._in_flight = StepsInFlight()
         self._expected: Counter[str] = Counter()
         self._rejected: list[Result] = []
-        #: Called with the entries of every step before it is launched: for measurements.
-        self.observe_step: Callable[[Items[StepEntry]], None] | None = None
-        self._counts = StepCounts(self._registry.elements_per_rank)
+        #: Called with every step that was read, and the entries that it was launched with: for measurements.
+        self.observe_step: Callable[[StepSample, Items[StepEntry]], None] | None = None
+        self._counts = StepCounts()
+        self._generated_tokens = 0
         self._budget = StepBudget(self.config.step_tokens)
+        self._clock = clock
+        # when the latest step was read
+        self._read_s = 0.0
 
     def register_adapter(self, adapter_id: str, folder: Path, name: str = "") -> None:
         """Register an adapter by its content hash; its tensors are read, and the hash checked, on first use.
@@ -135,6 +141,10 @@ class Engine:
 
     def import_rows(self, rows: Iterable[ExportedRow]) -> None:
         """Queue rows exported by another engine: `add` for rows that may have tokens already."""
+        if not self.num_unfinished:
+            # a step of rows that have ended, or were taken out: its time is not the next one's
+            for _ in self._in_flight.read(keep=0):
+                pass
         for row in rows:
             limits = self._registry, self._batch, self.model.max_context_tokens
             problem = problem_with(row, *limits, self._choices.spare_tokens)
@@ -177,7 +187,7 @@ class Engine:
 
         Returns the results of rows that finished, rejected ones too.
         """
-        began_s = time.perf_counter()
+        began_s = self._clock()
         finished, self._rejected = self._rejected, []
         entries: list[StepEntry] = []
         if self._batch.num_waiting + self._batch.num_running:
@@ -185,14 +195,14 @@ class Engine:
                 entries = self._plan_step()
             except AdapterUnusableError as error:
                 return finished + self._give_up_adapter(error)
-        unusable = self._launch(entries) if entries else None
+        unusable = self._launch(entries, began_s) if entries else None
         # with nothing launched, what is on its way is all that can be waited for
         keep = self._runner.steps_ahead if entries and unusable is None else 0
-        read = self._in_flight.read(keep)
-        finished += [result for token in read if (result := self._append_token(*token)) is not None]
+        for step, tokens in self._in_flight.read(keep):
+            finished += [result for token in tokens if (result := self._append_token(*token)) is not None]
+            self._count(step)
         if unusable is not None:
             finished += self._give_up_adapter(unusable)
-        self._budget.took(sum(entry.num_tokens for entry in entries), time.perf_counter() - began_s)
         return finished
 
     def telemetry(self) -> EngineTelemetry:
@@ -207,9 +217,9 @@ class Engine:
             pages_used=pool.num_pages - pool.num_free,
             pages_total=pool.num_pages,
             prompt_tokens=self._counts.prompt_tokens,
-            generated_tokens=self._counts.generated_tokens,
-            num_steps=self._counts.num_steps,
-            num_step_rows=self._counts.step_rows,
+            generated_tokens=self._generated_tokens,
+            num_steps=self._counts.totals.num_steps,
+            num_step_rows=self._counts.num_rows,
             running_tokens=self._batch.running_tokens,
             adapter_loads=self._batch.residency.num_loads,
             adapter_reads=self._batch.residency.loader.num_reads,
@@ -217,7 +227,7 @@ class Engine:
             reused_prompt_tokens=0 if self._batch.prefixes is None else self._batch.prefixes.num_reused_tokens,
             num_switches=self._live.num_switches,
             switching_s=self._live.switching_s,
-            steps=self._counts.totals(),
+            steps=self._counts.totals,
         )
 
     @property
@@ -346,22 +356,32 @@ class Engine:
         self._completion.forget(sequence)
         self._choices.forget(sequence)
 
-    def _launch(self, entries: Items[StepEntry]) -> AdapterUnusableError | None:
+    def _launch(self, entries: Items[StepEntry], began_s: float) -> AdapterUnusableError | None:
         """Launch a step. Where the weights that were merged for it turn out not to be finite it counts for nothing, and
         the error is returned: its rows are as they were before.
         """
-        if self.observe_step is not None:
-            self.observe_step(entries)
         launched, merged_id = self._runner.launch(entries), self._live.merged_adapter_id
         try:
             self._live.confirm()
         except AdapterRefusedError as error:
             assert merged_id is not None
+            self._in_flight.add_void(launched)
             return AdapterUnusableError(merged_id, str(error))
-        self._counts.launching(entries)
-        self._in_flight.add(launched, entries)
+        counts = StepCounts.of(entries, self._registry.elements_per_rank)
+        self._in_flight.add(StepInFlight(launched, entries, counts, self._budget.tokens, began_s))
         self._batch.after_step(entries)
         return None
+
+    def _count(self, step: StepInFlight) -> None:
+        """Count a step that was read. It took the time since the host began to plan it or, where it was launched behind
+        another, since that one was read.
+        """
+        now_s = self._clock()
+        seconds, self._read_s = now_s - max(step.began_s, self._read_s), now_s
+        self._counts += step.counts
+        self._budget.took(step.counts.num_tokens, step.max_tokens, seconds)
+        if self.observe_step is not None:
+            self.observe_step(StepSample(step.counts.load, seconds), step.entries)
 
     def _append_token(
         self, sequence: Sequence, token: int, logprob: float, top: TopLogprobs, asked: tuple[float, ...]
@@ -370,7 +390,7 @@ class Engine:
             return None  # it ended or was taken out after this step was launched
         if token == NO_TOKEN:
             return self._give_up_row(sequence)
-        self._counts.generated_tokens += 1
+        self._generated_tokens += 1
         if sequence.asked_tokens:
             self._choices.note(sequence, asked)
         if sequence.is_scoring:

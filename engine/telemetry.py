@@ -14,13 +14,12 @@ class EngineTelemetry:
 
     `num_running` sequences are in the batch, of which `num_prefilling` have no token yet. `prefill_tokens_left`: prompt
     tokens of unfinished rows, and tokens that came with them, that are not computed yet. `running_tokens`: what running
-    ones have generated so far. Token and step counts
-    are totals since the engine started, so that a reader may take differences at any interval. `prompt_tokens`
-    are computed, `reused_prompt_tokens` were copied from rows whose prompts begin alike. `num_step_rows` adds up the
-    rows of all steps: per step, they are the occupancy of the batch. `busy_s`: spent in steps, as the process counts.
-    `adapter_loads` count copies into the pool, `adapter_reads` those from storage; `adapter_stall_s` is how long steps
-    waited for both. `num_switches` merges and restorations took `switching_s` of the steps. `steps`: what all of them
-    have done.
+    ones have generated so far. Token and step counts are totals since the engine started, of steps that have ended, so
+    that a reader may take differences at any interval. `prompt_tokens` are computed, `reused_prompt_tokens` were copied
+    from rows whose prompts begin alike. `num_step_rows` adds up the rows of all steps: per step, they are the occupancy
+    of the batch. `busy_s`: spent in steps, as the process counts. `adapter_loads` count copies into the pool,
+    `adapter_reads` those from storage; `adapter_stall_s` is how long steps waited for both. `num_switches` merges and
+    restorations took `switching_s` of the steps. `steps`: what all of them have done.
     """
 
     num_running: int = 0

@@ -90,7 +90,7 @@ def run_ours(
 def _serve(engine: Engine, requests: list[Request], num_tokens: dict[str, int]) -> dict[str, list[int]]:
     """Tokens by request id. A row leaves when it has its number of tokens, whether or not systems know that number."""
     tokens, seen = {}, {}
-    engine.observe_step = lambda entries: seen.update({e.sequence.request.request_id: e.sequence for e in entries})
+    engine.observe_step = lambda _, entries: seen.update({e.sequence.request.request_id: e.sequence for e in entries})
     engine.add(requests)
     while engine.num_unfinished:
         seen.clear()

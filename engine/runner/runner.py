@@ -5,6 +5,9 @@ host. Rows then grow by *pending* tokens, which only the device knows, and the h
 the step launched meanwhile computed one token too many, which is dropped when it is read. Its key and value went
 to a place that the row still owned, and the next owner of that place writes to it in a later step. On a CPU a step is
 computed when it is launched.
+
+How long a step took is known when it is read. A step in flight therefore keeps what it computes, so that its seconds
+are those of its own work and not of the step launched behind it.
 """
 
 from __future__ import annotations
@@ -23,6 +26,10 @@ from ..models.step_batch import StepEntry, build_step
 from ..request import TopLogprobs
 from ..sequence import Sequence
 from .sampler import SampledTokens, TokenRules, sample, score_prompts
+from .step_counts import StepCounts
+
+#: A sequence, its next token, the token's log-probability, the likeliest tokens and what was asked beside it.
+ReadToken = tuple[Sequence, int, float, TopLogprobs, tuple[float, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,40 +51,64 @@ class StepRunner(Protocol):
         """Start a step; entries are not empty. Pending tokens of its sequences come from earlier steps."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A launched step that is not read yet."""
+
+    launched: LaunchedStep
+    #: Empty for a step whose tokens count for nothing.
+    entries: Items[StepEntry]
+    #: What it computes.
+    counts: StepCounts
+    #: Tokens that it was allowed to hold.
+    max_tokens: int
+    #: When the host began to plan it, by the engine's clock.
+    began_s: float
+
+
 class StepsInFlight:
     """Steps launched and not read, oldest first."""
 
     def __init__(self) -> None:
-        self._steps: deque[LaunchedStep] = deque()
+        self._steps: deque[StepInFlight] = deque()
 
     def __len__(self) -> int:
         return len(self._steps)
 
-    def add(self, step: LaunchedStep, entries: Items[StepEntry]) -> None:
+    def add(self, step: StepInFlight) -> None:
         """Count a launched step's tokens as stored and its sampled ones as pending."""
-        for entry in entries:
+        for entry in step.entries:
             entry.sequence.num_scored = max(
                 entry.sequence.num_scored, entry.sequence.places_to_score(entry.num_tokens).stop
             )
             entry.sequence.num_stored += entry.num_tokens
-        for sequence in step.sampled:
+        for sequence in step.launched.sampled:
             sequence.num_pending += 1
         self._steps.append(step)
 
-    def read(self, keep: int) -> Iterator[tuple[Sequence, int, float, TopLogprobs, tuple[float, ...]]]:
-        """Tokens of all steps but the `keep` latest, each with its sequence and what was asked beside it, in the order
-        of launching.
-        """
+    def add_void(self, step: LaunchedStep) -> None:
+        """Have a step waited for whose tokens count for nothing, so that its time is not the next one's."""
+        self._steps.append(StepInFlight(step, (), StepCounts(), 0, 0.0))
+
+    def read(self, keep: int) -> Iterator[tuple[StepInFlight, Iterator[ReadToken]]]:
+        """All steps but the `keep` latest, in the order of launching, each once it has ended, with its tokens."""
         while len(self._steps) > keep:
             step = self._steps.popleft()
-            tokens = step.read()
+            tokens = step.launched.read()
+            if not step.entries:
+                continue
             for prompt in tokens.prompts:
                 prompt.sequence.prompt_logprobs += prompt.logprobs
                 prompt.sequence.prompt_tops += prompt.tops
-            columns = step.sampled, tokens.ids, tokens.logprobs, tokens.tops, tokens.asked
-            for sequence, token, logprob, top, asked in zip(*columns, strict=True):
-                sequence.num_pending -= 1
-                yield sequence, token, logprob, top, asked
+            yield step, _read_tokens(step.launched.sampled, tokens)
+
+
+def _read_tokens(sampled: tuple[Sequence, ...], tokens: SampledTokens) -> Iterator[ReadToken]:
+    """The tokens of a step, which are no longer pending."""
+    columns = sampled, tokens.ids, tokens.logprobs, tokens.tops, tokens.asked
+    for sequence, token, logprob, top, asked in zip(*columns, strict=True):
+        sequence.num_pending -= 1
+        yield sequence, token, logprob, top, asked
 
 
 class CpuRunner:

@@ -1,31 +1,36 @@
-"""`StepCounts`: what an engine's steps have computed in total."""
+"""`StepCounts`: what one step of an engine computes, or several of them in total."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from dataclasses import dataclass, field, fields
+from operator import add, attrgetter
 
+from ...scheduler.cost import StepLoad
 from ...scheduler.messages import StepTotals
 from ..memory.residency import ResidentAdapter
 from ..models.step_batch import StepEntry
 
+_LOAD_FIELDS = [field.name for field in fields(StepLoad)]
+_numbers = attrgetter(*(field.name for field in fields(StepTotals)))
 
+
+@dataclass(frozen=True, slots=True)
 class StepCounts:
-    """Counts what `EngineTelemetry` reports in total. `elements_per_rank`: of an adapter on all linear layers; ranks
-    count as batchers count them.
-    """
+    """What one step computes, or several of them in total."""
 
-    def __init__(self, elements_per_rank: int) -> None:
-        self.generated_tokens = self.prompt_tokens = self.step_rows = self.num_steps = 0
-        self._elements_per_rank = elements_per_rank
-        self._prefill_tokens = self._decode_rows = self._context_tokens = 0
-        self._num_lora_steps = self._num_adapters = self._lora_tokens = self._num_mixed_steps = 0
-        self._drawn_tokens = self._scored_tokens = 0
-        self._rank_sum = self._rank_tokens = self._prefill_pairs = 0.0
+    #: In the terms of the cost model.
+    totals: StepTotals = field(default_factory=StepTotals)
+    #: Rows of each step, added up.
+    num_rows: int = 0
+    #: Tokens of prompts, without generated ones that are computed again.
+    prompt_tokens: int = 0
 
-    def launching(self, entries: Items[StepEntry]) -> None:
-        """Count a step of these entries, before it is launched."""
-        self.num_steps += 1
-        self.step_rows += len(entries)
+    @classmethod
+    def of(cls, entries: Items[StepEntry], elements_per_rank: int) -> StepCounts:
+        """Counts of one step, before its tokens count as stored. `elements_per_rank`: numbers of an adapter of rank 1
+        on all linear layers. Ranks count as batchers count them.
+        """
         tokens_of: dict[ResidentAdapter, int] = {}
         prompt_tokens = prefill_tokens = decode_rows = context_tokens = drawn_tokens = scored_tokens = 0
         prefill_pairs = 0.0
@@ -33,11 +38,8 @@ class StepCounts:
             sequence, num_tokens = entry.sequence, entry.num_tokens
             num_stored = sequence.num_stored
             context_tokens += num_stored + num_tokens
-            prompt_left = sequence.prompt_tokens - num_stored
-            if prompt_left > 0:
-                prompt_tokens += min(num_tokens, prompt_left)
-            # The last token of a row that computes its own tokens again looks the same, and costs the same.
-            if num_tokens == 1 and prompt_left <= 0:
+            prompt_tokens += max(0, min(num_tokens, sequence.prompt_tokens - num_stored))
+            if entry.is_decode:
                 decode_rows += 1
             else:
                 prefill_tokens += num_tokens
@@ -50,36 +52,38 @@ class StepCounts:
             if entry.yields_token and sequence.request.sampling.is_drawn and not sequence.is_scoring:
                 drawn_tokens += 1
             scored_tokens += len(sequence.places_to_score(num_tokens))
-        self.prompt_tokens += prompt_tokens
-        self._prefill_tokens += prefill_tokens
-        self._decode_rows += decode_rows
-        self._context_tokens += context_tokens
-        self._prefill_pairs += prefill_pairs
-        self._drawn_tokens += drawn_tokens
-        self._scored_tokens += scored_tokens
-        self._num_lora_steps += bool(tokens_of)
-        self._num_mixed_steps += prefill_tokens > 0 and decode_rows > 0
-        self._num_adapters += len(tokens_of)
-        for adapter, num_tokens in tokens_of.items():
-            rank = adapter.numbers.numel() / self._elements_per_rank
-            self._rank_sum += rank
-            self._rank_tokens += rank * num_tokens
-            self._lora_tokens += num_tokens
-
-    def totals(self) -> StepTotals:
-        """Of all steps so far."""
-        return StepTotals(
-            self.num_steps,
-            self._prefill_tokens,
-            self._decode_rows,
-            self._context_tokens,
-            self._num_lora_steps,
-            self._num_adapters,
-            self._rank_sum,
-            self._rank_tokens,
-            self._prefill_pairs,
-            self._lora_tokens,
-            self._num_mixed_steps,
-            self._drawn_tokens,
-            self._scored_tokens,
+        rank_of = {adapter: adapter.numbers.numel() / elements_per_rank for adapter in tokens_of}
+        totals = StepTotals(
+            num_steps=1,
+            prefill_tokens=prefill_tokens,
+            decode_rows=decode_rows,
+            context_tokens=context_tokens,
+            num_lora_steps=int(bool(tokens_of)),
+            num_adapters=len(tokens_of),
+            rank_sum=sum(rank_of.values(), 0.0),
+            rank_tokens=sum((rank * tokens_of[adapter] for adapter, rank in rank_of.items()), 0.0),
+            prefill_pairs=prefill_pairs,
+            lora_tokens=sum(tokens_of.values()),
+            num_mixed_steps=int(prefill_tokens > 0 and decode_rows > 0),
+            drawn_tokens=drawn_tokens,
+            scored_tokens=scored_tokens,
         )
+        return cls(totals, len(entries), prompt_tokens)
+
+    def __add__(self, other: StepCounts) -> StepCounts:
+        """Counts of the steps of both."""
+        return StepCounts(
+            StepTotals(*map(add, _numbers(self.totals), _numbers(other.totals))),
+            self.num_rows + other.num_rows,
+            self.prompt_tokens + other.prompt_tokens,
+        )
+
+    @property
+    def load(self) -> StepLoad:
+        """What the cost model is asked about, for one step."""
+        return StepLoad(**{name: getattr(self.totals, name) for name in _LOAD_FIELDS})
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompts and of rows that decode."""
+        return self.totals.prefill_tokens + self.totals.decode_rows

@@ -24,7 +24,6 @@ from typing import Literal
 from ...engine.config import BaseQuantization, DeviceKind, EngineConfig, products_format
 from ...engine.engine import Engine
 from ...engine.local_cache import make_private, temporary_folder
-from ...engine.models.step_batch import StepEntry
 from ...engine.peft import audit_adapter
 from ...engine.peft.random import write_random_adapter
 from ...engine.request import Request, SamplingParams
@@ -41,7 +40,6 @@ from ...scheduler.cost import (
     fit_loads,
     fit_quality,
     meeting_total,
-    prompt_pairs,
 )
 from ..cluster.connect import DEFAULT_WORKERS, embedded
 from ..cluster.devices import device_kind
@@ -214,18 +212,15 @@ def profile_engine(model_folder: Path, config: EngineConfig, max_seconds: float 
 
 
 class _Bench:
-    """One engine, the random adapters it has been given, and what its last step did."""
+    """One engine, and the random adapters it has been given."""
 
     def __init__(self, engine: Engine, folder: Path) -> None:
         self.engine = engine
         self._folder = folder
-        self._adapters: dict[str, tuple[str, int]] = {}
-        self._rank_of: dict[str, int] = {}
-        self._last: StepLoad | None = None
+        self._adapters: dict[str, str] = {}
         self._num_rows = 0
         # Seconds that the engine took to register its latest adapter.
         self._registered_s = 0.0
-        engine.observe_step = self._saw
 
     def run(self, probe: Probe) -> list[tuple[StepKind, StepSample]]:
         """All steps of a probe. Adapters are resident before it starts, so that no step pays for a load."""
@@ -235,13 +230,10 @@ class _Bench:
         rows = [self._row(adapters[i % len(adapters)] if adapters else None, probe) for i in range(probe.num_rows)]
         self.engine.add(rows)
         steps: list[tuple[StepKind, StepSample]] = []
+        self.engine.observe_step = lambda sample, _: steps.append((_kind(sample.load), sample))
         while self.engine.num_unfinished:
-            began_s = time.perf_counter()
             self.engine.step()
-            seconds = time.perf_counter() - began_s
-            if self._last is not None:
-                steps.append((_kind(self._last), StepSample(self._last, seconds)))
-            self._last = None
+        self.engine.observe_step = None
         return steps
 
     def adapter_loads(self) -> tuple[tuple[int, float], ...]:
@@ -268,7 +260,6 @@ class _Bench:
         began_s = time.perf_counter()
         while self.engine.num_unfinished:
             self.engine.step()
-        self._last = None
         return time.perf_counter() - began_s
 
     def _row(self, adapter_id: str | None, probe: Probe) -> Request:
@@ -290,31 +281,8 @@ class _Bench:
             began_s = time.perf_counter()
             self.engine.register_adapter(audit.identity_sha256, folder, name)
             self._registered_s = time.perf_counter() - began_s
-            self._adapters[name] = (audit.identity_sha256, rank)
-            self._rank_of[audit.identity_sha256] = rank
-        return self._adapters[name][0]
-
-    def _saw(self, entries: Sequence[StepEntry]) -> None:
-        self._last = load_of(entries, self._rank_of)
-
-
-def load_of(entries: Sequence[StepEntry], rank_of: dict[str, int]) -> StepLoad:
-    """What a step is about to do, in the cost model's terms. `rank_of`: by adapter id."""
-    ranks = [rank_of[e.adapter.adapter_id] if e.adapter is not None else 0 for e in entries]
-    present = {e.adapter.adapter_id for e in entries if e.adapter is not None}
-    prompts = [(e.num_tokens, e.sequence.num_stored) for e in entries if not e.is_decode]
-    return StepLoad(
-        prefill_tokens=sum(e.num_tokens for e in entries if not e.is_decode),
-        decode_rows=sum(e.is_decode for e in entries),
-        context_tokens=sum(e.sequence.num_stored + e.num_tokens for e in entries),
-        num_adapters=len(present),
-        rank_sum=sum(rank_of[adapter_id] for adapter_id in present),
-        rank_tokens=sum(rank * e.num_tokens for rank, e in zip(ranks, entries, strict=True)),
-        prefill_pairs=sum(float(prompt_pairs(num_tokens, num_stored)) for num_tokens, num_stored in prompts),
-        lora_tokens=sum(e.num_tokens for e in entries if e.adapter is not None),
-        drawn_tokens=sum(e.yields_token and e.sequence.request.sampling.is_drawn for e in entries),
-        scored_tokens=sum(len(e.sequence.places_to_score(e.num_tokens)) for e in entries),
-    )
+            self._adapters[name] = audit.identity_sha256
+        return self._adapters[name]
 
 
 def _kind(load: StepLoad) -> StepKind:

@@ -197,8 +197,10 @@ class StepBudget:
         self._max_tokens = max_tokens
         self.tokens = min(max_tokens, _LEAST_STEP_TOKENS)
 
-    def took(self, num_tokens: int, seconds: float) -> None:
-        """Take in a step; one that held less than it might have says nothing."""
-        if num_tokens >= self.tokens:
-            wanted = self.tokens * min(2.0, _STEP_S / max(seconds, 1e-9))
+    def took(self, num_tokens: int, max_tokens: int, seconds: float) -> None:
+        """Take in a step of `num_tokens` that might have held `max_tokens`, which `tokens` was when it was launched. A
+        step that held less says nothing.
+        """
+        if num_tokens >= max_tokens:
+            wanted = max_tokens * min(2.0, _STEP_S / max(seconds, 1e-9))
             self.tokens = min(self._max_tokens, max(int(wanted), _LEAST_STEP_TOKENS))

@@ -462,7 +462,7 @@ class SimulatedReplica:
         load = done.load(self._cost, self._ranks, self._merged)
         self._totals += done.totals(load)
         seconds = overhead_s + done.seconds(load, self._cost)
-        self._budget.took(int(chunk.sum()) + int((~is_prompt).sum()), seconds / num_passes)
+        self._budget.took(int(chunk.sum()) + int((~is_prompt).sum()), self._budget.tokens, seconds / num_passes)
         self._remaining[served] -= tokens
         self._total[served] += tokens
         left = unstored - chunk

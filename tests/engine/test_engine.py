@@ -20,11 +20,11 @@ from lorabatch.engine.config import Mode, read_model_config
 from lorabatch.engine.memory.registry import AdapterRegistry
 from lorabatch.engine.model_config.model import PackedSite
 from lorabatch.engine.models.layers import Linear
+from lorabatch.engine.models.step_batch import StepEntry
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.kernels.native import native_function
 from lorabatch.kernels.native.segments import SiteSegments
-from lorabatch.pipeline.planning.profile import load_of
-from lorabatch.scheduler.cost import StepLoad
+from lorabatch.scheduler.cost import StepLoad, prompt_pairs
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +230,25 @@ def test_aborted_rows_give_their_pages_back(tiny_llama: Path) -> None:
     assert engine.telemetry().pages_used == 0
 
 
+def load_of(entries: list[StepEntry], rank_of: dict[str, float]) -> StepLoad:
+    """What a step is about to do."""
+    ranks = [rank_of[e.adapter.adapter_id] if e.adapter is not None else 0.0 for e in entries]
+    present = {e.adapter.adapter_id for e in entries if e.adapter is not None}
+    prompts = [(e.num_tokens, e.sequence.num_stored) for e in entries if not e.is_decode]
+    return StepLoad(
+        prefill_tokens=sum(e.num_tokens for e in entries if not e.is_decode),
+        decode_rows=sum(e.is_decode for e in entries),
+        context_tokens=sum(e.sequence.num_stored + e.num_tokens for e in entries),
+        num_adapters=len(present),
+        rank_sum=sum(rank_of[adapter_id] for adapter_id in present),
+        rank_tokens=sum(rank * e.num_tokens for rank, e in zip(ranks, entries, strict=True)),
+        prefill_pairs=sum(float(prompt_pairs(num_tokens, num_stored)) for num_tokens, num_stored in prompts),
+        lora_tokens=sum(e.num_tokens for e in entries if e.adapter is not None),
+        drawn_tokens=sum(e.yields_token and e.sequence.request.sampling.is_drawn for e in entries),
+        scored_tokens=sum(len(e.sequence.places_to_score(e.num_tokens)) for e in entries),
+    )
+
+
 def test_totals_of_steps_are_the_sum_of_what_each_step_does(tiny_llama: Path, tiny_adapters: dict[str, Path]) -> None:
     engine = make_engine(tiny_llama)
     ids = register_all(engine, tiny_adapters)
@@ -238,7 +257,10 @@ def test_totals_of_steps_are_the_sum_of_what_each_step_does(tiny_llama: Path, ti
         registry.register(ids[name], folder, name)
     ranks = {registry.id_of(code): float(rank) for code, rank in enumerate(registry.ranks())}
     loads: list[StepLoad] = []
-    engine.observe_step = lambda entries: loads.append(load_of(entries, ranks))
+    seen: list[StepLoad] = []
+    launch = engine._runner.launch
+    engine._runner.launch = lambda entries: loads.append(load_of(entries, ranks)) or launch(entries)  # type: ignore
+    engine.observe_step = lambda sample, _: seen.append(sample.load)
     requests = [
         Request(
             f"{i}",
@@ -253,6 +275,7 @@ def test_totals_of_steps_are_the_sum_of_what_each_step_does(tiny_llama: Path, ti
     assert totals.num_steps == len(loads) == telemetry.num_steps
     assert totals.num_lora_steps == sum(bool(load.num_adapters) for load in loads) > 0
     for name in [field.name for field in fields(StepLoad)]:
+        assert [getattr(load, name) for load in seen] == pytest.approx([getattr(load, name) for load in loads]), name
         assert getattr(totals, name) == pytest.approx(sum(getattr(load, name) for load in loads)), name
     assert totals.decode_rows + len(requests) == telemetry.generated_tokens
     assert totals.drawn_tokens == sum(3 + i for i in range(12) if i % 3)

@@ -21,7 +21,6 @@ from lorabatch.engine.runner.backend import CpuBackend, KernelTraits
 from lorabatch.engine.runner.runner import LaunchedStep
 from lorabatch.engine.runner.sampler import SampledTokens
 from lorabatch.engine.sequence import Sequence
-from lorabatch.pipeline.planning.profile import load_of
 from lorabatch.scheduler.batching import BatchView, ClusteredBatcher, StepPlan
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M
 from lorabatch.scheduler.simulation.replica import ReplicaSettings
@@ -241,7 +240,7 @@ def test_a_simulated_replica_lets_rows_grow_as_the_engine_does(
         uses_prefix_cache=False,
     )
     steps: list[Any] = []
-    engine.observe_step = lambda entries: steps.append(numbers(load_of(entries, {})))
+    engine.observe_step = lambda sample, _: steps.append(numbers(sample.load))
     play(engine)
     assert steps == simulated.steps
     assert engine.num_preempted == simulated.num_preempted

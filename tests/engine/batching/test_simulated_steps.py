@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.request import Request, SamplingParams
-from lorabatch.pipeline.planning.profile import load_of
 from lorabatch.scheduler.batching import Batcher, ClusteredBatcher
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, CostModel
 from lorabatch.scheduler.cost_batching import PromptsTogether
@@ -42,7 +41,7 @@ def engine_steps(
         uses_prefix_cache=False,
     )
     engine, steps = Engine(model, config, batcher(cost)), []
-    engine.observe_step = lambda entries: steps.append(numbers(load_of(entries, {})))
+    engine.observe_step = lambda sample, _: steps.append(numbers(sample.load))
     engine.add(
         Request(f"row-{i}", tuple(range(3, 3 + prompt)), None, SamplingParams(max_tokens=output, ignore_eos=True))
         for i, (prompt, output) in enumerate(rows)

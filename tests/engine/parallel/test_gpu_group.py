@@ -29,7 +29,7 @@ from lorabatch.engine.parallel.shard import check_served, config_of_member
 from lorabatch.engine.request import Request, Result, SamplingParams
 from lorabatch.engine.runner.gpu_runner import GpuRunner
 from lorabatch.kernels.launch import is_interpreted
-from lorabatch.scheduler.batching import Batcher
+from lorabatch.scheduler.batching import Batcher, BatchView, StepPlan
 from lorabatch.tests.engine.parallel.test_group import Mixing
 
 pytestmark = pytest.mark.skipif(not is_interpreted(), reason="takes as many GPUs as members")
@@ -268,11 +268,15 @@ def test_a_member_that_is_lost_while_the_leader_waits_for_its_sum_is_named(small
 
         killer = threading.Thread(target=strike)
 
-        def stop(entries: Any) -> None:
-            os.kill(pid, signal.SIGSTOP)
-            killer.start()
+        chosen = group.batcher
 
-        group.observe_step = stop
+        class Stopping:
+            def next_step(self, view: BatchView) -> StepPlan:
+                os.kill(pid, signal.SIGSTOP)
+                killer.start()
+                return chosen.next_step(view)
+
+        group.batcher = Stopping()
         group.add(rows_of([None], group.model.vocab_size, ({},) * 2))
         name = "member 1 of 2 of the tensor-parallel group"
         with pytest.raises(MemberLostError, match=f"{name} ended: it was killed by signal 9"):

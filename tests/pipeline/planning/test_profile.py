@@ -7,12 +7,15 @@ from rich.console import Console
 
 from lorabatch.console.tables import print_profile
 from lorabatch.engine.config import EngineConfig, read_model_config
+from lorabatch.engine.engine import Engine
 from lorabatch.jobs.cost_profile import profile_path, read_profile
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.storage.local_copy import model_sha256
+from lorabatch.pipeline.planning import profile
 from lorabatch.pipeline.planning.profile import ProfileRequest, probe_grid, profile_engine, profile_model
 from lorabatch.pipeline.planning.step_prices import choose_cost
-from lorabatch.scheduler.cost import StepLoad
+from lorabatch.scheduler.cost import H200_LLAMA_3_8B, StepLoad, fit
+from lorabatch.tests.engine.stub_device import StubDevice, backend_of
 
 
 @pytest.fixture(autouse=True)
@@ -103,6 +106,26 @@ def test_every_token_of_every_probe_is_in_some_measured_step(tiny_llama: Path) -
     assert len(found.merge_s) == 5
     assert len({weight_bytes for weight_bytes, _ in found.loads}) == 3
     assert (found.device, found.dtype) == ("cpu", "float32")
+
+
+def test_a_device_that_runs_one_step_ahead_is_measured_step_by_step(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt token takes 40 units, a row that decodes 1: a step with prompts is not taken for the one behind it."""
+    devices: list[StubDevice] = []
+
+    def make_engine(folder: Path, config: EngineConfig) -> Engine:
+        devices.append(StubDevice(lambda entries: sum(1.0 if e.is_decode else 40.0 * e.num_tokens for e in entries)))
+        return Engine(folder, config, None, backend_of(devices[-1]), devices[-1].clock)
+
+    monkeypatch.setattr(profile, "Engine", make_engine)
+    samples = [sample for _, sample in profile_engine(tiny_llama, CONFIG).steps]
+    assert [s.seconds for s in samples] == [40.0 * s.load.prefill_tokens + s.load.decode_rows for s in samples]
+    assert total([s.load for s in samples], "prefill_tokens") == sum(
+        probe.num_rows * probe.prompt_tokens for probe in probe_grid(8, 64, 256)
+    )
+    cost = fit(samples, H200_LLAMA_3_8B)
+    assert (cost.prefill_token_s, cost.decode_row_s) == pytest.approx((40.0, 1.0))
 
 
 def test_time_that_is_up_leaves_the_dear_probes_out(tiny_llama: Path) -> None:

@@ -109,8 +109,8 @@ def test_a_cost_model_that_is_wrong_by_orders_of_magnitude_serves_too() -> None:
 def test_steps_grow_until_they_are_full_or_take_a_second() -> None:
     fast, slow = StepBudget(16384), StepBudget(16384)
     for _ in range(12):
-        fast.took(fast.tokens, 3e-5 * fast.tokens)
-        slow.took(slow.tokens, 6e-4 * slow.tokens)
+        fast.took(fast.tokens, fast.tokens, 3e-5 * fast.tokens)
+        slow.took(slow.tokens, slow.tokens, 6e-4 * slow.tokens)
     assert fast.tokens == 16384
     assert slow.tokens == pytest.approx(1 / 6e-4, rel=0.01)
 
@@ -118,14 +118,27 @@ def test_steps_grow_until_they_are_full_or_take_a_second() -> None:
 def test_the_first_step_is_small_and_none_is_too_small_to_be_worth_it() -> None:
     budget = StepBudget(512)
     assert budget.tokens == 256
-    budget.took(256, 100.0)
+    budget.took(256, 256, 100.0)
     assert (budget.tokens, StepBudget(32).tokens) == (256, 32)
 
 
 def test_a_step_that_is_not_full_says_nothing() -> None:
     budget = StepBudget(16384)
-    budget.took(100, 0.001)
+    budget.took(100, 256, 0.001)
     assert budget.tokens == 256
+
+
+def test_two_steps_of_one_budget_change_it_once() -> None:
+    """An engine that launches ahead reads the first of them when the second is on its way."""
+    budget = StepBudget(16384)
+    for seconds in (0.1, 0.1):
+        budget.took(256, 256, seconds)
+    assert budget.tokens == 512
+    for seconds in (1.25, 1.25):
+        budget.took(512, 512, seconds)
+    assert budget.tokens == 409
+    budget.took(450, 512, 0.1)
+    assert budget.tokens == 409, "it was not full when it was launched"
 
 
 def test_rows_whose_adapters_take_longer_to_load_than_they_run_count_more() -> None:
