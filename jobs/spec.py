@@ -26,7 +26,13 @@ from .storage.redaction import redacted_url, scrubbed
 
 PROMPT_ROLES = ("prompt", "messages", "prompt_token_ids")
 SAMPLING_COLUMNS = (*SAMPLING_OPTIONS, *FORMS)
-COLUMN_ROLES = ("id", "adapter", *PROMPT_ROLES, *RENDERING_OPTIONS, *SAMPLING_COLUMNS, "continuation")
+#: What a column may say of its row only where the job asks for it. `tools` beside `messages` needs no asking.
+SETTING_ROLES = (*RENDERING_OPTIONS, *SAMPLING_COLUMNS, "continuation")
+COLUMN_ROLES = ("id", "adapter", *PROMPT_ROLES, *SETTING_ROLES)
+#: In `row_settings`: every column with a setting's name.
+ALL_SETTINGS = "all"
+# Names of columns that are lorabatch's own.
+OUR_PREFIX = "__lb_"
 # Options of sampling that may be written in several ways.
 _READ = tuple(name for name, o in SAMPLING_OPTIONS.items() if get_origin(o.kind) is tuple or name == "json_schema")
 EMBEDDED_CLUSTERS = ("local", "local-cuda")
@@ -55,6 +61,7 @@ _NOT_SERVED = {
     "echo": "see prompt_logprobs and continuation",
 }  # fmt: skip
 _SHOWN_CHARACTERS = 300
+_MOST_PREFIX_CHARACTERS = 64
 # Values for the required fields while the other fields are checked.
 _PLACEHOLDERS = {"model": "-", "input": "-", "output": "-"}
 
@@ -109,6 +116,20 @@ class JobSpec(_SamplingFields):
     )
     columns: dict[str, str] = _option(
         {}, "role=name: an input column under another name. Repeatable (in a job file a mapping)."
+    )
+    row_settings: tuple[str, ...] = _option(
+        (),
+        "Columns that are settings of their rows, such as max_tokens,seed; or all: every column with a setting's name. "
+        "Without, columns of such names are data.",
+    )
+    keep: tuple[str, ...] = _option(
+        (), "A column of the input that is copied to the output; by default all are. Repeatable (in a job file a list)."
+    )
+    drop: tuple[str, ...] = _option(
+        (), "A column of the input that is not copied to the output. Repeatable (in a job file a list)."
+    )
+    output_prefix: str = _option(
+        "", "Text before the names of all columns that the output adds, such as answer_: they collide with none then."
     )
     system_prompt: str | None = _option(
         None,
@@ -263,17 +284,24 @@ class JobSpec(_SamplingFields):
                 f"tensor_parallel={self.tensor_parallel}, mode={self.mode!r}: what parts add up rounds otherwise than "
                 "the whole. Use mode auto, unmerged or merged, or tensor_parallel 1."
             )
+        if self.base_quantization == "fp8" and self.mode == "exact":
+            problems.append(
+                f"base_quantization={self.base_quantization!r}, mode={self.mode!r}: on GPUs a library multiplies in 8 "
+                "bits and rounds a row by the rows beside it. Use mode auto or unmerged, or base_quantization none."
+            )
         if self.device == "cpu" and self.dtype == "float16":
             problems.append(f"dtype={self.dtype!r}: CPUs multiply in float32 or bfloat16. Use dtype auto.")
         if self.base_quantization != "none" and self.mode == "merged":
             problems.append(
                 f"mode={self.mode!r}, base_quantization={self.base_quantization!r}: adapters are not merged into a "
-                "quantised base, whose rounding is larger than what they change. Use mode auto, unmerged or exact."
+                "quantised base, whose rounding is larger than what they change. Use mode auto or unmerged."
             )
         if self.add_generation_prompt and self.continue_final_message:
             problems.append(
                 "add_generation_prompt, continue_final_message: a prompt ends with one of the two. Give one of them."
             )
+        if self.keep and self.drop:
+            problems.append("keep, drop: each says which columns are copied. Give one of them.")
         problem = policy_problem(self.policy, self.mode)
         if problem is not None:
             problems.append(problem)
@@ -344,6 +372,35 @@ class JobSpec(_SamplingFields):
         wrong = [text for role, text in zip(value, unknown, strict=True) if role not in COLUMN_ROLES]
         if wrong:
             raise ValueError(f"{'; '.join(wrong)}; roles are {', '.join(COLUMN_ROLES)}")
+        return value
+
+    @field_validator("row_settings", "keep", "drop", mode="before")
+    @classmethod
+    def _names(cls, value: Any, info: ValidationInfo) -> Any:
+        """One name is a list of it. Names of settings may stand together, with commas between them."""
+        if value is None:
+            return ()
+        names = (value,) if isinstance(value, str) else value
+        if info.field_name != "row_settings" or not all(isinstance(name, str) for name in names):
+            return names
+        return tuple(part.strip() for name in names for part in name.split(",") if part.strip())
+
+    @field_validator("row_settings")
+    @classmethod
+    def _settings(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        choices = (ALL_SETTINGS, *SETTING_ROLES)
+        wrong = [_with_suggestion(f"{name!r} is not a setting", name, choices) for name in value if name not in choices]
+        if wrong:
+            raise ValueError(f"{'; '.join(wrong)}; expected {ALL_SETTINGS}, or some of {', '.join(SETTING_ROLES)}")
+        return tuple(dict.fromkeys(value))
+
+    @field_validator("output_prefix")
+    @classmethod
+    def _prefix(cls, value: str) -> str:
+        if value.startswith(OUR_PREFIX) or not value.isprintable() or len(value) > _MOST_PREFIX_CHARACTERS:
+            raise ValueError(
+                f"expected at most {_MOST_PREFIX_CHARACTERS} printable characters that do not begin with {OUR_PREFIX}"
+            )
         return value
 
     @field_validator("tools", "chat_template_kwargs", mode="before")

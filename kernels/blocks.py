@@ -105,6 +105,35 @@ def load_h(scratch, of_chunk, scratch_row, num_rows, rows_in_tile, num_splits, p
 
 
 @triton.jit
+def load_h_row(scratch, of_chunk, scratch_row, num_rows, row, num_splits, plane_stride):
+    """`load_h` of one row of the tile: [16]."""
+    position, scale = of_chunk
+    at = scratch + (scratch_row + position * num_rows + row).to(tl.int64) * 16 + tl.arange(0, 16)
+    h = tl.zeros((16,), dtype=tl.float32)
+    for first in range(0, num_splits, 4):
+        for plane in tl.static_range(4):
+            is_there = (position >= 0) & (first + plane < num_splits)
+            h += tl.load(at + (first + plane) * plane_stride, mask=is_there, other=0.0)
+    return h * scale
+
+
+@triton.jit
+def expand_row(
+    pool, chunks, scales, of_tile, scratch, scratch_row, num_rows, row, num_splits, plane_stride, columns, in_columns,
+    BLOCK_N: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """LoRA's part of one row of a tile, fp32 [BLOCK_N], on the ordinary cores: of a tensor core tile of 16 rows, one
+    with few would leave most to waste, and so would all that is done to each of its numbers."""
+    total = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for c in range(0, of_tile[1]):
+        chunk, shrink = chunk_fields(chunks, scales, of_tile, c, True, ALIGN)
+        b = load_b(pool, chunk, columns, in_columns)
+        h = load_h_row(scratch, shrink, scratch_row, num_rows, row, num_splits, plane_stride)
+        total += tl.sum(h.to(b.dtype).to(tl.float32)[:, None] * b.to(tl.float32), axis=0)
+    return total
+
+
+@triton.jit
 def vector_offsets(sites, plus, minus, site_row, rows_per_resident):
     """Where a tile's fp32 vectors are in the pool: factor of `plus`, bias of `plus`, bias of `minus`; -1: none."""
     plus_at = sites + (plus.to(tl.int64) * rows_per_resident + site_row) * 8

@@ -118,17 +118,21 @@ def launch(kernel: Any, num_programs: int, *args: Any, **constants: Any) -> None
 @dataclass(frozen=True, slots=True)
 class Tuning:
     """How all kernels are compiled otherwise than they ask, to compare. `block`: times the columns or depth of a tile,
-    `warps`: times the warps, with as many registers for a program; `stages`: plus the stages of a pipelined loop."""
+    `warps`: times the warps, with as many registers for a program; `stages`: plus the stages of a pipelined loop;
+    `rows`: most rows of a tile that are computed one by one (None: as kernels ask)."""
 
     block: float = 1.0
     warps: float = 1.0
     stages: int = 0
+    rows: int | None = None
 
     def of(self, constants: Mapping[str, Any]) -> dict[str, Any]:
         """The constants of a launch. 16 is a tensor core's least side, 255 what a thread has of registers."""
         tuned = dict(constants)
         for name in tuned.keys() & {"BLOCK_N", "BLOCK_K"}:
             tuned[name] = max(int(tuned[name] * self.block), 16)
+        if self.rows is not None and tuned.get("FEW_ROWS"):
+            tuned["FEW_ROWS"] = self.rows
         if "num_stages" in tuned:
             tuned["num_stages"] = max(tuned["num_stages"] + self.stages, 1)
         if "num_warps" in tuned:
@@ -141,7 +145,7 @@ class Tuning:
 
 @cache
 def tuning() -> Tuning | None:
-    """That of `LORABATCH_TUNING`, as in `block=2,warps=0.5,stages=-1`; none if it is not set.
+    """That of `LORABATCH_TUNING`, as in `block=2,warps=0.5,stages=-1,rows=0`; none if it is not set.
 
     Raises:
         ValueError: it is not of that form.
@@ -151,13 +155,13 @@ def tuning() -> Tuning | None:
         return None
     try:
         pairs = dict(part.split("=") for part in asked.split(","))
-        numbers = {name: (int if name == "stages" else float)(value) for name, value in pairs.items()}
-        if all(name == "stages" or math.log2(number).is_integer() for name, number in numbers.items()):
+        numbers = {name: (int if name in ("stages", "rows") else float)(value) for name, value in pairs.items()}
+        if all(isinstance(number, int) or math.log2(number).is_integer() for number in numbers.values()):
             return Tuning(**numbers)  # type: ignore[arg-type]
     except (ValueError, TypeError):
         pass
     raise ValueError(
-        f"LORABATCH_TUNING={asked}: expected powers of 2 and a whole number, as in block=2,warps=0.5,stages=-1"
+        f"LORABATCH_TUNING={asked}: expected powers of 2 and whole numbers, as in block=2,warps=0.5,stages=-1,rows=0"
     )
 
 
@@ -189,11 +193,16 @@ def uses_pdl() -> bool:
     """Whether kernels are launched before the one before them has ended (programmatic dependent launch): with
     LORABATCH_PDL=1 on GPUs of compute capability 9.0 and later. They wait for it themselves, with `gdc_wait`, before
     they read what it writes."""
-    return os.environ.get("LORABATCH_PDL", "0") == "1" and not is_interpreted() and _capability() >= _PDL_CAPABILITY
+    return (
+        os.environ.get("LORABATCH_PDL", "0") == "1" and not is_interpreted() and compile_capability() >= _PDL_CAPABILITY
+    )
 
 
-def _capability() -> int:
-    """Of the GPU that Triton compiles for: 90 is 9.0."""
+@cache
+def compile_capability() -> int:
+    """Compute capability of the GPU that Triton compiles for: 90 is 9.0. 0 in the interpreter."""
+    if is_interpreted():
+        return 0
     from triton.runtime import driver
 
     return int(driver.active.get_current_target().arch)

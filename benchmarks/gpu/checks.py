@@ -13,8 +13,10 @@ from lorabatch.benchmarks.gpu.budget import Deadline
 from lorabatch.benchmarks.gpu.correctness import check_all, check_fp8
 from lorabatch.benchmarks.gpu.engine_checks import (
     DEEP,
+    WIDE,
     check_ahead,
     check_engine,
+    check_exact,
     check_graphs,
     check_launches,
     check_real_widths,
@@ -43,6 +45,8 @@ def run_checks(
         ("a layer of real widths", lambda: check_real_widths(device, one_layer(shape), dtypes[0])),
         ("one step ahead", lambda: check_ahead(device, max_tokens)),
         ("products in 8 bits", lambda: check_fp8(device)),
+        ("mode exact", lambda: check_exact(device, max_tokens)),
+        ("mode exact, wide", lambda: check_exact(device, max_tokens, WIDE if device.type == "cuda" else TINY)),
         ("a deep model", lambda: check_real_widths(device, DEEP if device.type == "cuda" else TINY, torch.float32)),
     ]
     checks[1:1] = engine

@@ -7,6 +7,7 @@ import tempfile
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -65,6 +66,78 @@ def check_graphs(device: torch.device, max_tokens: int, shape: ModelShape = TINY
         for one, two in zip(expected, found, strict=True)
         if (one.token_ids, one.token_logprobs) != (two.token_ids, two.token_logprobs)
     ]
+
+
+#: Two layers of a 1B, whose products are split in mode `exact`.
+WIDE = replace(LLAMA_3_2_1B, name="Llama-3.2-1B, 2 layers", num_layers=2, vocab=_VOCAB)
+
+
+def check_exact(
+    device: torch.device, max_tokens: int, shape: ModelShape = TINY, mode: Literal["exact", "unmerged"] = "exact"
+) -> list[str]:
+    """Whether rows of mode `exact` have the same bits alone, in company, with prompts cut into steps, and moved to
+    another engine half way: tokens and log-probabilities, in bf16 on a GPU and in fp32 elsewhere.
+
+    On a GPU, steps have up to thousands of tokens, and models of long contexts get a prompt of 5,000. `shape`: with
+    2,048 features and more, products of few outputs are split, and splits are added in both ways. `mode`: unmerged
+    shows that the rows tell the modes apart.
+    """
+    is_gpu = device.type == "cuda"
+    shape = shape if is_gpu else replace(shape, num_layers=1)
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_model_folder(Path(name) / "model", shape)
+        write_weights(folder)
+        config = EngineConfig(
+            device=device.type, mode=mode, pool_bytes=512 << 20 if is_gpu else 8 << 20,
+            max_batch_rows=64, max_step_tokens=8192, kernels="auto" if is_gpu else "triton",
+        )  # fmt: skip
+        engine = Engine(folder, config)
+        rows = _rows_of_many_lengths(engine, _registered(engine, folder), max_tokens, is_gpu=is_gpu)
+        alone = {row.request_id: result for row in rows for result in engine.run([row])}
+        found = {"in company": {result.request_id: result for result in engine.run(rows)}}
+        for max_step_tokens in (9, 100, 700) if is_gpu else (9,):
+            engine = Engine(folder, replace(config, max_step_tokens=max_step_tokens))
+            _registered(engine, folder)
+            results = {result.request_id: result for result in engine.run(rows)}
+            found[f"with steps of {max_step_tokens} tokens"] = results
+        found["moved"] = _moved(folder, config, rows, num_steps=2 + max_tokens // 2)
+    return [
+        f"mode {mode}, row {request_id} {how}: {two.error or (two.token_ids, two.token_logprobs)}, alone "
+        f"{one.error or (one.token_ids, one.token_logprobs)}"
+        for how, results in found.items()
+        for request_id, one in alone.items()
+        if (two := results[request_id]).error
+        or (one.token_ids, one.token_logprobs) != (two.token_ids, two.token_logprobs)
+    ]
+
+
+def _rows_of_many_lengths(engine: Engine, ids: list[str | None], max_tokens: int, *, is_gpu: bool) -> list[Request]:
+    lengths = [1 + (i * 37) % 200 for i in range(40)] if is_gpu else [3, 17, 6, 2]
+    if is_gpu and engine.model.max_context_tokens > 6000:
+        lengths += [5000]
+    vocab = engine.model.vocab_size
+    rows = []
+    for i, length in enumerate(lengths):
+        sampling = SamplingParams(max_tokens, ignore_eos=True, logprobs=True)
+        if is_gpu and i % 3 == 2:
+            sampling = replace(sampling, temperature=0.8, top_p=0.9, seed=i)
+        prompt = tuple((i * 7919 + place * 31) % (vocab - 1) + 1 for place in range(length))
+        rows.append(Request(f"{i}", prompt, ids[i % len(ids)], sampling, i))
+    return rows
+
+
+def _moved(folder: Path, config: EngineConfig, rows: list[Request], num_steps: int) -> dict[str, Result]:
+    """Results of rows that leave their engine after some steps, and go on in another one whose steps are shorter."""
+    first, second = Engine(folder, config), Engine(folder, replace(config, max_step_tokens=64))
+    for engine in (first, second):
+        _registered(engine, folder)
+    first.add(rows)
+    results = [result for _ in range(num_steps) for result in first.step()]
+    ended = {result.request_id for result in results}
+    second.import_rows(first.export_rows([row.request_id for row in rows if row.request_id not in ended]))
+    while second.num_unfinished:
+        results += second.step()
+    return {result.request_id: result for result in results}
 
 
 class _Eager(GpuBackend):

@@ -14,6 +14,7 @@ from lorabatch.benchmarks.gpu.budget import Deadline
 from lorabatch.benchmarks.gpu.device import Peaks, eager_median_s, median_s
 from lorabatch.benchmarks.gpu.kernel_cases import kernel_cases
 from lorabatch.benchmarks.gpu.layer import StepLayer
+from lorabatch.benchmarks.gpu.product_cases import product_cases
 from lorabatch.benchmarks.gpu.shapes import ModelShape
 from lorabatch.kernels.launch import empty_pinned, num_persistent_programs
 from lorabatch.kernels.lora_shrink.triton import PROGRAMS_PER_MULTIPROCESSOR
@@ -61,7 +62,11 @@ def measure_kernels(
         if not deadline.allows(name):
             continue
         ranks, context = ranks_for(16, count), matrix.context if tokens == 1 else tokens
-        for case in kernel_cases(_layer(shape, batch, context, ranks, device, tokens), ranks):
+        layer = _layer(shape, batch, context, ranks, device, tokens)
+        cases = kernel_cases(layer, ranks)
+        if count in (1, batch):
+            cases += product_cases(layer.weights, batch * tokens)
+        for case in cases:
             if not deadline.allows(f"{name}, {case.name}"):
                 continue
             found: dict[str, Any] = {"kernel": case.name, "batch": batch, "tokens": tokens, "adapters": count}

@@ -35,6 +35,7 @@ VARIANTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "fewer-warps": {"LORABATCH_TUNING": "warps=0.5"},
         "wider-tiles": {"LORABATCH_TUNING": "block=2"},
         "narrower-tiles": {"LORABATCH_TUNING": "block=0.5"},
+        "tiles-only": {"LORABATCH_TUNING": "rows=0"},
         "varlen": {"LORABATCH_PROMPT_ATTENTION": "varlen"},
         "flashinfer": {"LORABATCH_PROMPT_ATTENTION": "flashinfer"},
         "fixed-segments": dict.fromkeys(ALLOCATOR, "expandable_segments:False"),

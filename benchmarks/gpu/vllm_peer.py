@@ -1,7 +1,7 @@
 """vLLM beside it, where it is installed: the same shapes, random weights and decode lengths.
 
 Its default settings are used, except `max_loras` and `max_lora_rank`, which have no fitting default. The base is also
-measured by an engine that cannot serve LoRA, in a process of its own. As of 2026-11-26 not run on a GPU.
+measured by an engine that cannot serve LoRA, in a process of its own. Not run yet (2026-11-28).
 """
 
 from __future__ import annotations

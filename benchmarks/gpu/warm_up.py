@@ -7,6 +7,7 @@ and Triton says what it would compile.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -25,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from lorabatch.benchmarks.gpu.budget import Deadline
 from lorabatch.benchmarks.gpu.correctness import check_all
-from lorabatch.benchmarks.gpu.engine_checks import DEEP, one_layer
+from lorabatch.benchmarks.gpu.engine_checks import DEEP, WIDE, one_layer
 from lorabatch.benchmarks.gpu.kernel_cases import kernel_cases
 from lorabatch.benchmarks.gpu.layer import StepLayer
 from lorabatch.benchmarks.gpu.model_folder import write_model_folder
@@ -33,12 +34,15 @@ from lorabatch.benchmarks.gpu.shapes import TINY, ModelShape
 from lorabatch.engine.confinement import end_with
 from lorabatch.engine.runner.compile_ahead import CompileAhead, Compiled, EngineKernels, result_of, start_compiler
 from lorabatch.engine.runner.compile_process import Noted, compile_noted, note_kernels, note_launches
+from lorabatch.kernels.invariant_linear import invariant_linear
 from lorabatch.kernels.merge import merge_weights
 
 # Without a GPU an H200's, to see that they compile.
 _H200_CAPABILITY = 90
 # Rows of a layer and ranks: multiples of 16 as those of all measured steps, by which Triton compiles.
 _ROWS, _RANKS = 16, [16]
+# Of products in mode `exact`, whose tiles follow from their number.
+_PRODUCT_ROWS = (16, 64, 128, 256, 512, 8192)
 
 
 def compile_all(
@@ -107,6 +111,8 @@ def _launch_layers(shape: ModelShape, dtype: torch.dtype, device: torch.device) 
         layer = StepLayer(shape, _ROWS, _ROWS, _RANKS, dtype, device, num_programs=1, new_tokens=new_tokens)
         for case in kernel_cases(layer, _RANKS):
             case.run()
+    for num_rows, weight in itertools.product(_PRODUCT_ROWS, layer.weights):
+        invariant_linear(torch.empty(num_rows, weight.shape[1], dtype=dtype, device=device), weight)
     _, jobs = layer.merge_jobs(0)
     merge_weights(jobs * shape.num_layers)
 
@@ -156,9 +162,13 @@ def main() -> int:
 def checked_engines(folder: Path, shape: ModelShape, names: list[str], capability: int) -> list[EngineKernels]:
     """Kernels of the engines that `engine_checks` starts for the measured model, in number formats of these `names`."""
     tiny, narrow = write_model_folder(folder / "tiny", TINY), write_model_folder(folder / "narrow", one_layer(shape))
-    deep = write_model_folder(folder / "deep", DEEP)
+    deep, wide = write_model_folder(folder / "deep", DEEP), write_model_folder(folder / "wide", WIDE)
     engines = [(tiny, name) for name in names if shape != TINY] + [(narrow, names[0]), (deep, "float32")]
-    return [EngineKernels(str(model), name, capability) for model, name in engines]
+    exact = [(tiny, names[0]), (wide, names[0])]
+    return [
+        *(EngineKernels(str(model), name, capability) for model, name in engines),
+        *(EngineKernels(str(model), name, capability, is_exact=True) for model, name in exact),
+    ]
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""The decoder of mode `exact`: a row's numbers depend on that row alone, bit for bit.
+"""The decoder of mode `exact` on CPUs, where a row's numbers depend on that row alone, and what the mode promises.
 
 Neither the rows of its steps nor the number of threads change them. Compiled kernels promise that (`kernels/*/cpu.c`),
 packed layers keep it from two rows on (`linear`). Where the kernels are missing, torch's products of LoRA keep it from
 sixteen rows on, for one number of threads: every adapter's rows are filled up with zeros to a multiple of sixteen, and
 attention does the same (`kernels.paged_attention`). Torch's activations round by a number's place in a step, so they
 take one row at a time. Seen with torch 2.13 on AVX-512; `tests/engine/test_exact_mode.py` checks it again.
+
+GPUs have no decoder of their own for it: `GpuDecoder` multiplies by `kernels.invariant_linear` then, and the runner's
+plans ask for `kernels/paged_attention/invariant.py`, LoRA tiles of one height and contractions that are not split.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from ...kernels.native import native_build
 from ...kernels.packed_weight import PackedWeight, Products, can_multiply
 from ...kernels.paged_attention.compiled import can_attend_compiled
 from ...kernels.segment_lora import LoraSegment, add_lora_
+from ..config import EngineConfig
 from ..errors import ExactModeError
 from ..model_config.model import ModelConfig, PackedSite
 from .decoder import Decoder
@@ -67,28 +71,36 @@ def _row_by_row(activate: Activate) -> Activate:
     return lambda packed: torch.cat([activate(packed[i : i + 1]) for i in range(len(packed))])
 
 
-def is_arithmetic_fixed(model: ModelConfig, device: torch.device) -> bool:
-    """Whether compiled kernels compute all that a row's neighbours, its chunks or the number of threads could change
-    the rounding of."""
-    is_compiled = device.type == "cpu" and native_build() is not None
-    return is_compiled and can_attend_compiled(model.head_dim, torch.float32)
+def is_arithmetic_fixed(model: ModelConfig) -> bool:
+    """Whether compiled CPU kernels compute all that a row's neighbours, its chunks or the number of threads could
+    change the rounding of."""
+    return native_build() is not None and can_attend_compiled(model.head_dim, torch.float32)
 
 
-def check_exact_promise(model: ModelConfig, device: torch.device) -> None:
-    """For an engine in mode `exact`: raises `ExactModeError` where nothing would be promised on a CPU, and logs where
-    less is promised than equal bytes whatever the threads."""
-    if device.type != "cpu":
-        logger.warning(
-            "mode='exact', device='%s': equal bytes are promised on CPUs only. Here a row's last bits may "
-            "depend on the rows beside it, since the products of linear layers round by their number.",
-            device.type,
+def check_exact_on_gpu(config: EngineConfig) -> None:
+    """For an engine of GPU kernels in mode `exact`: raises `ExactModeError` where nothing would be promised."""
+    if config.base_quantization != "none":
+        raise ExactModeError(
+            f"mode='exact', base_quantization={config.base_quantization!r}: must be 'none', since a library multiplies "
+            "in 8 bits and rounds a row by the rows beside it. Leave base_quantization out, or use another mode."
         )
-    elif not can_multiply("float32"):
+    if config.tensor_parallel > 1:
+        raise ExactModeError(
+            f"mode='exact', tensor_parallel={config.tensor_parallel}: must be 1, since what parts add up rounds "
+            "otherwise than the whole. Use more workers of one device each, or another mode."
+        )
+    logger.info("mode='exact': bytes are equal among engines on one kind of GPU with equal torch and Triton")
+
+
+def check_exact_on_cpu(model: ModelConfig) -> None:
+    """For an engine of CPU kernels in mode `exact`: raises `ExactModeError` where nothing would be promised, and logs
+    where less is promised than equal bytes whatever the threads."""
+    if not can_multiply("float32"):
         raise ExactModeError(
             "mode='exact': there are no compiled CPU kernels here, and this torch has no oneDNN to stand in for them. "
             "Install lorabatch where a C compiler with OpenMP is at hand, or use another mode."
         )
-    elif not is_arithmetic_fixed(model, device):
+    if not is_arithmetic_fixed(model):
         logger.warning(
             "mode='exact': torch computes what compiled CPU kernels do elsewhere (%s). Bytes are equal among engines "
             "of the same torch, processor and number of threads only: give engine_threads.",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ...kernels.invariant_linear import invariant_linear
 from ...kernels.launch import beside
 from ...kernels.layouts.heads import HeadLayout
 from ...kernels.layouts.lora_table import CHUNK_RANK, LoraTable
@@ -22,7 +23,7 @@ from ...kernels.rms_norm.fused import add_rms_norm
 from ..model_config.model import PACKED_SITES, ModelConfig, PackedSite
 from .decoder import Decoder
 from .gpu_step import GpuStep
-from .layers import DecoderLayer
+from .layers import DecoderLayer, Linear
 from .rope import Rope
 
 _SITE_NUMBERS = {site: number for number, site in enumerate(PACKED_SITES)}
@@ -62,10 +63,17 @@ class GpuDecoder(Decoder):
             for linear in layer.linears.values():
                 linear.quantize()
 
+    def fix_products(self) -> None:
+        """Multiply so that a row's bits depend on that row alone, from now on."""
+        for linear in self._all_linears():
+            linear.multiply = invariant_linear
+
+    def _all_linears(self) -> list[Linear]:
+        return [*(linear for layer in self.layers for linear in layer.linears.values()), *self.linears.values()]
+
     def weight_addresses(self) -> tuple[int, ...]:
         """Addresses of the live weights, at which captured graphs read them."""
-        packed = [linear for layer in self.layers for linear in layer.linears.values()]
-        linears = [*packed, *self.linears.values()]
+        linears = self._all_linears()
         biases = [linear.bias for linear in linears if linear.bias is not None]
         return (
             *(linear.address for linear in linears),

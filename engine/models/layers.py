@@ -29,6 +29,7 @@ from ..model_config.model import Activation, LayerNorms, ModelConfig, PackedSite
 _NO_WEIGHT = torch.empty(0)
 Activate = Callable[[Tensor], Tensor]
 Norm = Callable[[Tensor, str], Tensor]
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 _FUNCTIONS: Mapping[Activation, Activate] = {
     "silu": silu,
     "gelu": gelu,
@@ -55,6 +56,8 @@ class Linear:
         self._packed = packed
         self.pristine_bias = bias
         self.bias = bias
+        #: Multiplies by a plain weight, as `torch.nn.functional.linear` does.
+        self.multiply: Multiply = linear
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -97,7 +100,9 @@ class Linear:
         if lora is not None:
             assert isinstance(self._packed, StoredWeight), "compiled kernels add LoRA to their own products"
             return self._packed.multiply(x, self.bias, lora)
-        return linear(x, self._live, self.bias) if self._packed is None else self._packed.multiply(x, self.bias)
+        if self._packed is not None:
+            return self._packed.multiply(x, self.bias)
+        return self.multiply(x, self._live, self.bias)
 
     @property
     def address(self) -> int:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...kernels.interpreted import fix_products
 from ...kernels.launch import is_interpreted
 from ...kernels.layouts.heads import HeadLayout
 from ...kernels.packed_weight import Products, can_multiply
@@ -34,7 +35,7 @@ from ..memory.pool import PageLayout
 from ..model_config.model import ModelConfig
 from ..model_config.partition import Partition
 from ..models.decoder import Decoder, Members
-from ..models.exact import ExactDecoder, check_exact_promise, is_arithmetic_fixed
+from ..models.exact import ExactDecoder, check_exact_on_cpu, check_exact_on_gpu, is_arithmetic_fixed
 from ..models.gguf.blocks import Weight
 from ..models.gpu_decoder import GpuDecoder
 from ..models.load import load_weights, stored_weights
@@ -91,7 +92,7 @@ class Backend(ABC):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # where kernels are launched
         if config.mode == "exact":
-            check_exact_promise(model, self.device)
+            self.check_exact()
         weights, packed = self.load(model_folder)
         #: Bytes of the base's tensors that this process has read, or mapped where they were packed before.
         self.weight_bytes = _tensor_bytes(weights, packed)
@@ -105,6 +106,10 @@ class Backend(ABC):
     @property
     def _members(self) -> Members | None:
         return None if self.part is None else self.part.members
+
+    @abstractmethod
+    def check_exact(self) -> None:
+        """Raises `ExactModeError` where mode `exact` could promise nothing."""
 
     def load(self, model_folder: Path) -> tuple[dict[str, Weight], Packed]:
         """Weights, and linear layers that are packed already."""
@@ -180,6 +185,10 @@ class Backend(ABC):
 class CpuBackend(Backend):
     """Steps on a CPU by compiled kernels, or by torch's operators where they were not built."""
 
+    def check_exact(self) -> None:
+        """See `Backend`."""
+        check_exact_on_cpu(self.model)
+
     def load(self, model_folder: Path) -> tuple[dict[str, Weight], Packed]:
         """See `Backend`."""
         if self.config.load_format == "auto" and self.products is not None and has_panels():
@@ -206,7 +215,7 @@ class CpuBackend(Backend):
             has_block_tables=False,
             has_lora_panels=has_panels(),
             reads_other_rows=not can_attend_compiled(self.model.head_dim, self.pool_dtype),
-            is_arithmetic_fixed=is_arithmetic_fixed(self.model, self.device),
+            is_arithmetic_fixed=is_arithmetic_fixed(self.model),
         )
 
     def allocate(self, num_elements: int) -> Tensor:
@@ -224,13 +233,23 @@ class GpuBackend(Backend):
     """Steps by the Triton kernels: on a GPU, or on a CPU in Triton's interpreter."""
 
     decoder: GpuDecoder
-    traits = KernelTraits(
-        run_pages=RUN_PAGES["cuda"],
-        has_block_tables=True,
-        has_lora_panels=False,
-        reads_other_rows=False,
-        is_arithmetic_fixed=False,
-    )
+
+    def check_exact(self) -> None:
+        """See `Backend`."""
+        check_exact_on_gpu(self.config)
+        if is_interpreted():
+            fix_products()
+
+    @property
+    def traits(self) -> KernelTraits:
+        """See `Backend`."""
+        return KernelTraits(
+            run_pages=RUN_PAGES["cuda"],
+            has_block_tables=True,
+            has_lora_panels=False,
+            reads_other_rows=False,
+            is_arithmetic_fixed=self.config.mode == "exact",
+        )
 
     def load(self, model_folder: Path) -> tuple[dict[str, Weight], Packed]:
         """See `Backend`. Kernels are compiled meanwhile."""
@@ -252,6 +271,7 @@ class GpuBackend(Backend):
             self.config.page_tokens,
             self.config.base_quantization,
             1 if self._partition is None else self._partition.num_members,
+            self.config.mode == "exact",
         )
         return CompileAhead(kernels)
 
@@ -260,6 +280,8 @@ class GpuBackend(Backend):
         decoder = GpuDecoder(self.model, weights, self.dtype, products=None, members=self._members)
         if self.config.base_quantization != "none":
             decoder.quantize()
+        if self.config.mode == "exact":
+            decoder.fix_products()
         return decoder
 
     def plan_memory(self) -> MemoryPlan:

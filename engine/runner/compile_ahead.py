@@ -33,7 +33,8 @@ _LONGEST_WAIT_S = 600.0
 @dataclass(frozen=True, slots=True)
 class EngineKernels:
     """What the code of an engine's kernels depends on. `capability`: of the GPU, 90 is 9.0. `dtype`: of activations and
-    pool. `tensor_parallel`: members that have a part of the model each, all parts of equal shape."""
+    pool. `tensor_parallel`: members that have a part of the model each, all parts of equal shape. `is_exact`: bits of a
+    row depend on that row alone."""
 
     model_folder: str
     dtype: str
@@ -41,6 +42,7 @@ class EngineKernels:
     page_tokens: int = 16
     base_quantization: BaseQuantization = "none"
     tensor_parallel: int = 1
+    is_exact: bool = False
 
     @property
     def done(self) -> Path:

@@ -50,6 +50,7 @@ from .sampler import NO_RULES, SampledTokens
 
 _META = torch.device("meta")
 _NUM_PAGES = 4096
+_MOST_ROWS = 16384  # of a step, see `memory.limits`
 # Code is the same for all ranks, but it reads those of several chunks.
 _RANK = 20
 # Adapters on all linear layers, on attention's, and on those of queries, keys and values or the MLP's, which are as
@@ -116,7 +117,10 @@ def _launch_all(kernels: EngineKernels) -> None:
     decoder = GpuDecoder(model, dict(dummy_weights(model, dtype, _META)), dtype, products=None, members=members)
     if kernels.base_quantization != "none":
         decoder.quantize()
-    config = EngineConfig(page_tokens=kernels.page_tokens)
+    if kernels.is_exact:
+        decoder.fix_products()
+        _multiply_rows(decoder)
+    config = EngineConfig(page_tokens=kernels.page_tokens, mode="exact" if kernels.is_exact else "auto")
     layout = PageLayout.of(model, config.page_tokens, run_pages=RUN_PAGES["cuda"])
     memory = torch.empty(_NUM_PAGES * layout.page_elements, dtype=dtype, device=_META)
     live = LiveWeights(decoder)
@@ -126,6 +130,14 @@ def _launch_all(kernels: EngineKernels) -> None:
     if live.takes_packed:
         for sites in _MERGED_SITES:
             _merge(decoder, sites, is_packed=not is_part)
+
+
+def _multiply_rows(decoder: GpuDecoder) -> None:
+    """Products of every launch shape, which follows from the number of rows."""
+    linears = [*decoder.layers[0].linears.values(), *decoder.linears.values()]
+    for linear in {(linear.shape, linear.bias is None): linear for linear in linears}.values():
+        for num_rows in (1, *range(65, _MOST_ROWS, 128)):
+            linear(torch.empty(num_rows, linear.shape[1], dtype=decoder.dtype, device=_META))
 
 
 def _steps(model: ModelConfig, dtype: torch.dtype, layout: PageLayout) -> Iterator[list[StepEntry]]:

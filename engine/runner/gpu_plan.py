@@ -6,7 +6,7 @@ This is the host's whole work for a step; it touches no tensor on a device.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from ...kernels.layouts.heads import HeadLayout
 from ...kernels.layouts.segments import SegmentLimits, plan_segments
 from ...kernels.paged_attention.libraries import PromptSpans
-from ...kernels.paged_attention.work import Span, WorkLimits, plan_attention, tile_rows_for
+from ...kernels.paged_attention.work import SEGMENT_KEYS, Span, WorkLimits, plan_attention, tile_rows_for
 from ...kernels.sampling import LARGEST_TEMPERATURE, SMALLEST_TEMPERATURE
 from ..models.gpu_step import StepBuffer, StepSizes
 from ..models.step_batch import StepEntry
@@ -37,13 +37,28 @@ _Int64s = NDArray[np.int64]
 class StepGeometry:
     """Sizes that a step's lists depend on. `chunk_counts` [table rows, 4]: most chunks of a resident in any layer, per
     site. `layout` and `dtype`: of the pool. `num_programs`: that share a contraction. `full_rows`: rows whose attention
-    fills the device; None where the sum of a row must not depend on others."""
+    fills the device; None in mode `exact`, where bits of a row must not depend on others."""
 
     chunk_counts: _Int32s
     layout: HeadLayout
     dtype: torch.dtype
     num_programs: int
     full_rows: int | None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether bits of a row depend on that row alone."""
+        return self.full_rows is None
+
+    def segment_limits(self, num_rows: int, num_items: int, scratch_rows: int, tile_rows: int) -> SegmentLimits:
+        """Limits of a step's LoRA. In mode `exact` no tile is expanded otherwise for having few rows."""
+        limits = SegmentLimits(num_rows, rounded(num_items), scratch_rows, tile_rows)
+        return replace(limits, few_rows=0) if self.is_exact else limits
+
+    def attention_limits(self, max_items: int, max_combines: int, split_keys: int, *, is_decode: bool) -> WorkLimits:
+        """Limits of a step's attention, whose tiles and segments follow from the mode."""
+        tile_rows = tile_rows_for(self.layout, self.dtype, is_decode, self.is_exact)
+        return WorkLimits(max_items, max_combines, tile_rows, split_keys, SEGMENT_KEYS if self.is_exact else 0)
 
 
 class PlannedStep:
@@ -106,8 +121,9 @@ class PlannedStep:
 
     @property
     def tile_rows(self) -> int:
-        """Rows of a LoRA tile: small segments waste least in small tiles."""
-        return DECODE_TILE_ROWS if self.is_decode else PREFILL_TILE_ROWS
+        """Rows of a LoRA tile: small segments waste least in small tiles. A tile of another height is multiplied by
+        another instruction, which may round otherwise: in mode `exact` all are small."""
+        return DECODE_TILE_ROWS if self.is_decode or self._geometry.is_exact else PREFILL_TILE_ROWS
 
     @property
     def needs_host(self) -> bool:
@@ -147,18 +163,17 @@ class PlannedStep:
         if self.cuts_last_layer:
             num_items, _ = self._lora_needs(self._num_sampled, DECODE_TILE_ROWS)
             num_rows = rounded(int(self._num_sampled.sum()))
-            sampled = SegmentLimits(num_rows, rounded(num_items), scratch_rows, DECODE_TILE_ROWS)
+            sampled = self._geometry.segment_limits(num_rows, num_items, scratch_rows, DECODE_TILE_ROWS)
         return StepSizes(
             rows=self.num_rows,
             sampled=len(self.sampled) + self.num_scored,
             withheld=self.num_withheld,
             pages=self.num_pages,
-            segments=SegmentLimits(rounded(self.num_rows), rounded(self.num_lora_items), scratch_rows, self.tile_rows),
-            attention=WorkLimits(
-                rounded(self.num_attention_items),
-                len(self.entries),
-                tile_rows_for(self._geometry.layout, self._geometry.dtype, self.is_decode),
-                self.split_keys,
+            segments=self._geometry.segment_limits(
+                rounded(self.num_rows), self.num_lora_items, scratch_rows, self.tile_rows
+            ),
+            attention=self._geometry.attention_limits(
+                rounded(self.num_attention_items), len(self.entries), self.split_keys, is_decode=self.is_decode
             ),
             sampled_segments=sampled,
         )
@@ -231,11 +246,12 @@ def rounded(length: int) -> int:
 def split_keys_of(contexts: _Int64s, full_rows: int | None) -> int:
     """Keys of one item of attention at most, for decode rows of these contexts; 0: they are not split.
 
-    Splitting pays where rows are few or one context is much longer than the others.
+    Splitting pays where rows are few or one context is much longer than the others. Where it must not change bits
+    (`full_rows` None), contexts are cut between the segments that each query sums by itself.
     """
-    if full_rows is None:
-        return SPLIT_KEYS
     longest = int(contexts.max(initial=0))
+    if full_rows is None:
+        return SEGMENT_KEYS if longest > SEGMENT_KEYS else 0
     if longest <= SPLIT_KEYS:
         return 0
     are_alike = longest <= _ALIKE * contexts.mean()

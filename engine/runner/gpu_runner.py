@@ -27,10 +27,9 @@ from torch import Tensor
 
 from ...kernels.launch import empty_pinned, num_persistent_programs, to_device
 from ...kernels.layouts.lora_table import CHUNK_RANK
-from ...kernels.layouts.segments import SegmentLimits
+from ...kernels.log_sum_exp import log_sum_exp
 from ...kernels.paged_attention.libraries import PromptAttention
 from ...kernels.paged_attention.types import Partials
-from ...kernels.paged_attention.work import WorkLimits, tile_rows_for
 from ...kernels.sampling import NO_TOKEN, sample_tokens
 from ..config import EngineConfig
 from ..memory.pool import PageLayout
@@ -49,6 +48,7 @@ from .sampler import SampledTokens, ScoredPrompt, TokenRules
 
 # per multiprocessor, as in kernels.lora_shrink.triton and kernels.paged_attention.triton
 _SHRINK_PROGRAMS, _ATTENTION_PROGRAMS = 4, 4
+_LAST_TOKEN, _ORDERED_ROWS = 2**31 - 1, 64
 # What a bucket has room for, per row: rank 64 on the three members of qkv is 12 chunks, and a few stop tokens are
 # withheld. Steps that need more (a batch full of distinct adapters of higher ranks) run without a graph.
 _BUCKET_CHUNKS, _BUCKET_WITHHELD = 12, 8
@@ -146,9 +146,9 @@ class GpuRunner:
         self._context_pages = layout.pages_for_tokens(model.max_context_tokens)
         self._page_tokens = layout.page_tokens
         programs = num_persistent_programs(device, _SHRINK_PROGRAMS)
-        is_exact = config.mode == "exact"
-        self._num_programs = 1 if is_exact else programs
-        self.full_rows = None if is_exact else full_rows_of(device, model.num_kv_heads)
+        self._is_exact = config.mode == "exact"
+        self._num_programs = 1 if self._is_exact else programs
+        self.full_rows = None if self._is_exact else full_rows_of(device, model.num_kv_heads)
         rows = bucket_of(config.batch_rows)
         self._memory = GpuMemory.allocate(
             model, self._adapters.table, first.scratch_rows, self._attention_items(rows), layout.page_tokens
@@ -274,7 +274,7 @@ class GpuRunner:
 
     def _choose_tokens(self, logits: Tensor, step: GpuStep, planned: PlannedStep, count: int) -> None:
         """Choose the tokens of `count` rows, and find what is asked beside them."""
-        whole = logits.float().logsumexp(-1) if step.wants_logprobs else None
+        whole = self._sums(logits) if step.wants_logprobs else None
         raw = logits.clone() if step.wants_logprobs else logits
         _withhold_(logits, step.withheld)
         if planned.ruled:
@@ -294,7 +294,7 @@ class GpuRunner:
         if whole is not None:
             self._logprobs[places].copy_(raw.gather(1, tokens[:, None])[:, 0].float() - whole)
             if planned.num_top:
-                top, ids = raw.float().topk(min(planned.num_top, raw.shape[1]))
+                top, ids = self._largest(raw, planned.num_top)
                 self._top_ids[places, : top.shape[1]] = ids
                 self._top_logprobs[places, : top.shape[1]] = top - whole[:, None]
             if planned.asked:
@@ -302,6 +302,21 @@ class GpuRunner:
                 is_known = tokens < raw.shape[1]
                 values = raw[rows, tokens.where(is_known, 0)].float() - whole[rows]
                 self._asked.append(values.where(is_known, -torch.inf))
+
+    def _sums(self, logits: Tensor) -> Tensor:
+        """Logarithms of the sums of the rows' exponentials, which log-probabilities are relative to."""
+        return log_sum_exp(logits) if self._is_exact else logits.float().logsumexp(-1)
+
+    def _largest(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Each row's largest logits and their tokens. Of equal ones torch takes any: in mode `exact` the first are."""
+        count = min(count, logits.shape[1])
+        if not self._is_exact:
+            largest = logits.float().topk(count)
+            return largest.values, largest.indices
+        # few rows at a time, since these numbers take four times as much memory as logits
+        found = torch.cat([in_order(rows).topk(count).values for rows in torch.split(logits, _ORDERED_ROWS)])
+        ids = _LAST_TOKEN - (found & _LAST_TOKEN)
+        return logits.gather(1, ids).float(), ids
 
     def _score(self, raw: Tensor, whole: Tensor, scored: Items[tuple[int, ScoredPlaces]]) -> None:
         """Copy log-probabilities of prompts back. `raw` [num_places, vocab_size]: their logits; `whole`: the logarithms
@@ -313,7 +328,7 @@ class GpuRunner:
         values = raw.gather(1, tokens.where(is_known, 0)[:, None])[:, 0].float() - whole
         values = values.where(is_known, -torch.inf)
         num_top = max(places.sequence.request.sampling.prompt_top_logprobs for _, places in scored)
-        top, ids = raw.float().topk(min(num_top, raw.shape[1]))
+        top, ids = self._largest(raw, num_top)
         columns = (values, top - whole[:, None], ids)
         pinned = [empty_pinned(column.numel(), column.dtype, raw.device).view(column.shape) for column in columns]
         for host, column in zip(pinned, columns, strict=True):
@@ -337,9 +352,11 @@ class GpuRunner:
             np.fromiter((rows[adapter.order] if adapter else -1 for adapter in adapters), np.int32, len(entries))
             for adapters in (plus, minus)
         )
+        return PlannedStep(entries, plus_rows, minus_rows, self._geometry(), self._rules.stop_tokens)
+
+    def _geometry(self) -> StepGeometry:
         heads, dtype = self._memory.heads, self._memory.table.pool.dtype
-        geometry = StepGeometry(self._adapters.chunk_counts, heads, dtype, self._num_programs, self.full_rows)
-        return PlannedStep(entries, plus_rows, minus_rows, geometry, self._rules.stop_tokens)
+        return StepGeometry(self._adapters.chunk_counts, heads, dtype, self._num_programs, self.full_rows)
 
     def _make_room(self, planned: PlannedStep) -> None:
         """Grow scratch to what the step needs (ranks have no limit)."""
@@ -381,16 +398,17 @@ class GpuRunner:
         return bucket if fits else None
 
     def _bucket_sizes(self, bucket: int, split_keys: int) -> StepSizes:
-        tile_rows = tile_rows_for(self._memory.heads, self._memory.table.pool.dtype, is_decode=True)
         return StepSizes(
             rows=bucket,
             sampled=bucket,
             withheld=_BUCKET_WITHHELD,
             pages=self._bucket_pages(bucket),
-            segments=SegmentLimits(
-                rounded(bucket), rounded(bucket * _BUCKET_CHUNKS), len(self._memory.scratch), DECODE_TILE_ROWS
+            segments=self._geometry().segment_limits(
+                rounded(bucket), bucket * _BUCKET_CHUNKS, len(self._memory.scratch), DECODE_TILE_ROWS
             ),
-            attention=WorkLimits(rounded(self._attention_items(bucket)), bucket, tile_rows, split_keys),
+            attention=self._geometry().attention_limits(
+                rounded(self._attention_items(bucket)), bucket, split_keys, is_decode=True
+            ),
         )
 
     def _bucket_pages(self, bucket: int) -> int:
@@ -462,6 +480,16 @@ def _parts(entries: Items[StepEntry]) -> list[Items[StepEntry]]:
     if not decoding or not others or any(entry.sequence.num_pending for entry in others):
         return [entries]
     return [decoding, others]
+
+
+def in_order(logits: Tensor) -> Tensor:
+    """Whole numbers in the order of `logits` [num_rows, vocab_size], no two of a row alike: of equal logits the one of
+    the smaller token is larger. The last 32 bits are `_LAST_TOKEN` less the token."""
+    bits = logits.float().add(0.0).view(torch.int32)  # -0.0 becomes 0.0
+    # negative numbers grow with their bits, other than whole ones
+    ordered = torch.where(bits < 0, bits ^ _LAST_TOKEN, bits).to(torch.int64)
+    tokens = torch.arange(logits.shape[1], device=logits.device)
+    return (ordered << 32) | (_LAST_TOKEN - tokens)
 
 
 def _withhold_(logits: Tensor, token_ids: Tensor) -> None:

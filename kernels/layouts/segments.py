@@ -39,13 +39,16 @@ _Ints = NDArray[np.int32]
 class SegmentLimits:
     """Sizes of the buffer, fixed for the engine's life. `tile_rows` is a kernel's BLOCK_M: at least 16, the
     smallest tensor core tile; decode segments are short, so 16 wastes least there, prefill takes 64.
-    `scratch_rows`: rows of 16 fp32 in the scratch planes, all splits together."""
+    `few_rows`: a tile of so many rows at most is expanded row by row, where one of 16 would be mostly waste; 0: none
+    is, so that the rounding of a row does not depend on their number. `scratch_rows`: rows of 16 fp32 in the scratch
+    planes, all splits together."""
 
     max_rows: int
     max_items: int
     scratch_rows: int
     tile_rows: int = 16
     max_splits: int = 16
+    few_rows: int = 4
 
     @property
     def length(self) -> int:

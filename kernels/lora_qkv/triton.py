@@ -7,11 +7,14 @@ needs more. It is computed as two halves (and a rest that is not rotated), so th
 thread and nothing is shuffled; both halves take the same chunks and shrinks. An item is up to 8 heads of a tile,
 walked chunk by chunk as `lora_gate_up` does: while one chunk of a head is multiplied, B of the next chunk or head is on
 its way, 4 KiB. 16 x 128 fp32 in 64 threads are 32 registers each, at most 168 in all: 6 programs fit on a
-multiprocessor, with 24 KiB of B in flight, as good as the 25 of the full bandwidth. Tiles of 64 rows (prefill) take
+multiprocessor, with 24 KiB of B in flight, as good as the 25 of the full bandwidth. A tile of few rows
+is computed row by row as `lora_gate_up` does, up to four heads of one member at once. Tiles of 64 rows (prefill) take
 256 threads, 128 for heads of 64, and one head per item.
 """
 
 from __future__ import annotations
+
+import math
 
 import triton
 import triton.language as tl
@@ -21,6 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..blocks import (
     blocks_per_item,
     chunk_fields,
+    expand_row,
     finish_columns,
     load_b,
     load_h,
@@ -38,6 +42,7 @@ from .types import HeadFinish
 PROGRAMS_PER_MULTIPROCESSOR = 6
 _SUMS_PER_THREAD = 32
 _MOST_HEADS = 8  # of an item
+_HEADS_OF_ROW = 4  # at once: 128 numbers of B in each of 64 threads
 
 
 @triton.jit
@@ -56,6 +61,60 @@ def _chunks_of_head(sites, plus, minus, site_row, rows_per_resident, head, H: tl
     return tile_chunks(sites, plus, minus, site_row, rows_per_resident, member, 2)
 
 
+@triton.jit
+def _row_of_heads(
+    y, bias, q_norm, k_norm, norm_eps, norm_offset, cos, sin, slots, layer, page_elements,
+    site_row, rows_per_resident, pool, pool_fp32, sites, chunks, scales, perm, scratch,
+    tile, r, num_splits, plane_stride, vectors, head, first_head, end_head,
+    H: tl.constexpr, K: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
+    GROUP: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Row `r` of a tile, GROUP heads of one member from `head` on: those of `first_head` to `end_head`."""
+    row_start, num_rows, plus, minus, scratch_row = tile
+    of_head = _chunks_of_head(sites, plus, minus, site_row, rows_per_resident, head, H, K)
+    row = tl.load(perm + row_start + r).to(tl.int64)
+    columns = head * HEAD_DIM + tl.arange(0, GROUP * HEAD_DIM)
+    in_columns = (columns >= first_head * HEAD_DIM) & (columns < end_head * HEAD_DIM)
+    at_y = y + row * ((H + 2 * K) * HEAD_DIM)
+    value = tl.load(at_y + columns, mask=in_columns, other=0.0).to(tl.float32)
+    value += expand_row(
+        pool, chunks, scales, of_head, scratch, scratch_row, num_rows, r, num_splits, plane_stride,
+        columns, in_columns, GROUP * HEAD_DIM, ALIGN,
+    )  # fmt: skip
+    value = finish_columns(value[None, :], columns, in_columns, vectors, pool_fp32, bias, HAS_BIAS)
+    first, second = tl.split(tl.permute(tl.reshape(value, (GROUP, 2, HALF)), (0, 2, 1)))
+    halves = tl.arange(0, HALF)
+    in_half = halves < HALF
+    heads = head + tl.arange(0, GROUP)
+    in_heads = ((heads >= first_head) & (heads < end_head))[:, None] & in_half[None, :]
+    if head < H + K:
+        if HAS_NORM:
+            inverse = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / HEAD_DIM + norm_eps)[:, None]
+            first *= inverse * _norm_weight(q_norm, k_norm, head, H, halves, in_half, norm_offset)
+            second *= inverse * _norm_weight(q_norm, k_norm, head, H, halves + HALF, in_half, norm_offset)
+        c = tl.load(cos + row * HALF + halves)[None, :]
+        s = tl.load(sin + row * HALF + halves)[None, :]
+        turned = first * c - second * s
+        second = second * c + first * s
+        first = turned
+    if head < H:
+        at = at_y + heads[:, None] * HEAD_DIM + halves[None, :]
+        tl.store(at, first.to(y.dtype.element_ty), mask=in_heads)
+        tl.store(at + HALF, second.to(y.dtype.element_ty), mask=in_heads)
+    else:
+        slot = tl.load(slots + row).to(tl.int64)
+        is_value = (head - H) // K
+        at = (
+            pool
+            + (slot // PAGE) * page_elements
+            + ((layer * 2 + is_value) * K + (heads - H)[:, None] % K) * (PAGE * HEAD_DIM)
+            + (slot % PAGE) * HEAD_DIM
+            + halves[None, :]
+        )
+        tl.store(at, first.to(pool.dtype.element_ty), mask=in_heads & (slot >= 0))
+        tl.store(at + HALF, second.to(pool.dtype.element_ty), mask=in_heads & (slot >= 0))
+
+
 @triton.jit(do_not_specialize=["layer", "site_row", "rows_per_resident", "scratch_rows"])
 def _qkv(
     y, bias, q_norm, k_norm, norm_eps, norm_offset, cos, sin, slots, layer, page_elements,
@@ -63,8 +122,8 @@ def _qkv(
     pool, pool_fp32, sites, chunks, scales, header, perm, tiles, scratch, scratch_rows,
     H: tl.constexpr, K: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, SPLITS: tl.constexpr, MOST_HEADS: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr,
-    PDL: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr,
+    FEW_ROWS: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -90,117 +149,132 @@ def _qkv(
             num_heads: tl.constexpr = 1
         else:
             num_heads = tl.minimum(heads_per_item, heads - first_head)
-        of_head = _chunks_of_head(sites, plus, minus, site_row, rows_per_resident, first_head, H, K)
-        next_chunk, next_shrink = chunk_fields(chunks, scales, of_head, 0, True, ALIGN)
-        next_at = first_head * HEAD_DIM
-        if HALF > 0:
-            next_first_b = load_b(pool, next_chunk, next_at + halves, in_half)
-            next_second_b = load_b(pool, next_chunk, next_at + HALF + halves, in_half)
-        if 2 * HALF < HEAD_DIM:
-            next_rest_b = load_b(pool, next_chunk, next_at + rests, in_rest)
-        if PDL:
-            gdc_wait()  # tiles, table and B were there before the kernels whose y and shrinks are read from here on
-        for number in range(0, num_heads):
-            head = first_head + number
-            rows = tl.load(perm + row_start + m, mask=m < num_rows, other=0).to(tl.int64)
-            slot = tl.load(slots + rows, mask=m < num_rows, other=-1).to(tl.int64)
-            # rows that keep this head in y, turn it, store it in the pool: all of the tile's or none
-            rows_in_y = tl.where(head < H, num_rows, 0)
-            rows_turned = tl.where(head < H + K, num_rows, 0)
-            rows_in_pool = num_rows - rows_in_y
-            # queries stay in y, keys and values go to their slot of their page
-            kv_head = (head - H) % K
-            is_value = (head - H) // K
-            at_pool = (
-                (slot // PAGE) * page_elements
-                + ((layer * 2 + is_value) * K + kv_head) * (PAGE * HEAD_DIM)
-                + (slot % PAGE) * HEAD_DIM
-            )
-            at_y = rows * (heads * HEAD_DIM) + head * HEAD_DIM
-            to_y = (m < rows_in_y)[:, None]
-            to_pool = ((m < rows_in_pool) & (slot >= 0))[:, None]
+        if GROUP > 0 and num_rows <= FEW_ROWS:
+            if PDL:
+                gdc_wait()
+            for group in range(first_head // GROUP, tl.cdiv(first_head + num_heads, GROUP)):
+                for r in range(0, num_rows):
+                    _row_of_heads(
+                        y, bias, q_norm, k_norm, norm_eps, norm_offset, cos, sin, slots, layer, page_elements,
+                        site_row, rows_per_resident, pool, pool_fp32, sites, chunks, scales, perm, scratch,
+                        (row_start, num_rows, plus, minus, scratch_row), r, num_splits, plane_stride, vectors,
+                        group * GROUP, first_head, first_head + num_heads,
+                        H, K, HEAD_DIM, HALF, PAGE, GROUP, HAS_NORM, HAS_BIAS, ALIGN,
+                    )  # fmt: skip
+        else:
+            of_head = _chunks_of_head(sites, plus, minus, site_row, rows_per_resident, first_head, H, K)
+            next_chunk, next_shrink = chunk_fields(chunks, scales, of_head, 0, True, ALIGN)
+            next_at = first_head * HEAD_DIM
+            if HALF > 0:
+                next_first_b = load_b(pool, next_chunk, next_at + halves, in_half)
+                next_second_b = load_b(pool, next_chunk, next_at + HALF + halves, in_half)
+            if 2 * HALF < HEAD_DIM:
+                next_rest_b = load_b(pool, next_chunk, next_at + rests, in_rest)
+            if PDL:
+                gdc_wait()  # tiles, table and B were there before the kernels whose y and shrinks are read from here on
+            for number in range(0, num_heads):
+                head = first_head + number
+                rows = tl.load(perm + row_start + m, mask=m < num_rows, other=0).to(tl.int64)
+                slot = tl.load(slots + rows, mask=m < num_rows, other=-1).to(tl.int64)
+                # rows that keep this head in y, turn it, store it in the pool: all of the tile's or none
+                rows_in_y = tl.where(head < H, num_rows, 0)
+                rows_turned = tl.where(head < H + K, num_rows, 0)
+                rows_in_pool = num_rows - rows_in_y
+                # queries stay in y, keys and values go to their slot of their page
+                kv_head = (head - H) % K
+                is_value = (head - H) // K
+                at_pool = (
+                    (slot // PAGE) * page_elements
+                    + ((layer * 2 + is_value) * K + kv_head) * (PAGE * HEAD_DIM)
+                    + (slot % PAGE) * HEAD_DIM
+                )
+                at_y = rows * (heads * HEAD_DIM) + head * HEAD_DIM
+                to_y = (m < rows_in_y)[:, None]
+                to_pool = ((m < rows_in_pool) & (slot >= 0))[:, None]
 
-            begin = head * HEAD_DIM
-            if HALF > 0:
-                at = y + at_y[:, None] + halves[None, :]
-                inside = (m < num_rows)[:, None] & in_half[None, :]
-                first_y = tl.load(at, mask=inside, other=0.0)
-                second_y = tl.load(at + HALF, mask=inside, other=0.0)
-                first = tl.zeros((BLOCK_M, HALF_BLOCK), dtype=tl.float32)
-                second = tl.zeros((BLOCK_M, HALF_BLOCK), dtype=tl.float32)
-            if 2 * HALF < HEAD_DIM:
-                inside = (m < num_rows)[:, None] & in_rest[None, :]
-                rest_y = tl.load(y + at_y[:, None] + rests[None, :], mask=inside, other=0.0)
-                rest = tl.zeros((BLOCK_M, REST_BLOCK), dtype=tl.float32)
-            if MOST_HEADS == 1:
-                of_next_head = of_head
-            else:
-                of_next_head = _chunks_of_head(sites, plus, minus, site_row, rows_per_resident, head + 1, H, K)
-            num_chunks = tl.maximum(of_head[1], 1)
-            for c in range(0, num_chunks):
-                shrink = next_shrink
+                begin = head * HEAD_DIM
                 if HALF > 0:
-                    first_b = next_first_b
-                    second_b = next_second_b
+                    at = y + at_y[:, None] + halves[None, :]
+                    inside = (m < num_rows)[:, None] & in_half[None, :]
+                    first_y = tl.load(at, mask=inside, other=0.0)
+                    second_y = tl.load(at + HALF, mask=inside, other=0.0)
+                    first = tl.zeros((BLOCK_M, HALF_BLOCK), dtype=tl.float32)
+                    second = tl.zeros((BLOCK_M, HALF_BLOCK), dtype=tl.float32)
                 if 2 * HALF < HEAD_DIM:
-                    rest_b = next_rest_b
-                # B of the next chunk or head is on its way while this one is multiplied
-                is_last = c + 1 == num_chunks
-                is_needed = (number + 1 < num_heads) | (c + 1 < num_chunks)
-                of_next = of_head
-                if is_last:
-                    of_next = of_next_head
-                next_c = tl.where(is_last, 0, c + 1)
-                next_chunk, next_shrink = chunk_fields(chunks, scales, of_next, next_c, is_needed, ALIGN)
-                next_at = begin + tl.where(is_last, HEAD_DIM, 0)
+                    inside = (m < num_rows)[:, None] & in_rest[None, :]
+                    rest_y = tl.load(y + at_y[:, None] + rests[None, :], mask=inside, other=0.0)
+                    rest = tl.zeros((BLOCK_M, REST_BLOCK), dtype=tl.float32)
+                if MOST_HEADS == 1:
+                    of_next_head = of_head
+                else:
+                    of_next_head = _chunks_of_head(sites, plus, minus, site_row, rows_per_resident, head + 1, H, K)
+                num_chunks = tl.maximum(of_head[1], 1)
+                for c in range(0, num_chunks):
+                    shrink = next_shrink
+                    if HALF > 0:
+                        first_b = next_first_b
+                        second_b = next_second_b
+                    if 2 * HALF < HEAD_DIM:
+                        rest_b = next_rest_b
+                    # B of the next chunk or head is on its way while this one is multiplied
+                    is_last = c + 1 == num_chunks
+                    is_needed = (number + 1 < num_heads) | (c + 1 < num_chunks)
+                    of_next = of_head
+                    if is_last:
+                        of_next = of_next_head
+                    next_c = tl.where(is_last, 0, c + 1)
+                    next_chunk, next_shrink = chunk_fields(chunks, scales, of_next, next_c, is_needed, ALIGN)
+                    next_at = begin + tl.where(is_last, HEAD_DIM, 0)
+                    if HALF > 0:
+                        next_first_b = load_b(pool, next_chunk, next_at + halves, in_half)
+                        next_second_b = load_b(pool, next_chunk, next_at + HALF + halves, in_half)
+                    if 2 * HALF < HEAD_DIM:
+                        next_rest_b = load_b(pool, next_chunk, next_at + rests, in_rest)
+                    h = load_h(scratch, shrink, scratch_row, num_rows, m, num_splits, plane_stride, BLOCK_M)
+                    if HALF > 0:
+                        first = multiply(h.to(first_b.dtype), first_b, first, EXACT)
+                        second = multiply(h.to(second_b.dtype), second_b, second, EXACT)
+                    if 2 * HALF < HEAD_DIM:
+                        rest = multiply(h.to(rest_b.dtype), rest_b, rest, EXACT)
+                of_head = of_next_head
+                squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
                 if HALF > 0:
-                    next_first_b = load_b(pool, next_chunk, next_at + halves, in_half)
-                    next_second_b = load_b(pool, next_chunk, next_at + HALF + halves, in_half)
+                    first += first_y.to(tl.float32)
+                    second += second_y.to(tl.float32)
+                    first = finish_columns(first, begin + halves, in_half, vectors, pool_fp32, bias, HAS_BIAS)
+                    second = finish_columns(second, begin + HALF + halves, in_half, vectors, pool_fp32, bias, HAS_BIAS)
+                    squares += tl.sum(first * first + second * second, axis=1)
                 if 2 * HALF < HEAD_DIM:
-                    next_rest_b = load_b(pool, next_chunk, next_at + rests, in_rest)
-                h = load_h(scratch, shrink, scratch_row, num_rows, m, num_splits, plane_stride, BLOCK_M)
+                    rest += rest_y.to(tl.float32)
+                    rest = finish_columns(rest, begin + rests, in_rest, vectors, pool_fp32, bias, HAS_BIAS)
+                    squares += tl.sum(rest * rest, axis=1)
+                    if HAS_NORM:
+                        if head < H + K:
+                            weight = _norm_weight(q_norm, k_norm, head, H, rests, in_rest, norm_offset)
+                            rest = rest * tl.rsqrt(squares / HEAD_DIM + norm_eps)[:, None] * weight
+                    y_at, kept_y = y + at_y[:, None] + rests[None, :], to_y & in_rest[None, :]
+                    tl.store(y_at, rest.to(y.dtype.element_ty), mask=kept_y)
+                    kept = to_pool & in_rest[None, :]
+                    tl.store(pool + at_pool[:, None] + rests[None, :], rest.to(pool.dtype.element_ty), mask=kept)
                 if HALF > 0:
-                    first = multiply(h.to(first_b.dtype), first_b, first, EXACT)
-                    second = multiply(h.to(second_b.dtype), second_b, second, EXACT)
-                if 2 * HALF < HEAD_DIM:
-                    rest = multiply(h.to(rest_b.dtype), rest_b, rest, EXACT)
-            of_head = of_next_head
-            squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
-            if HALF > 0:
-                first += first_y.to(tl.float32)
-                second += second_y.to(tl.float32)
-                first = finish_columns(first, begin + halves, in_half, vectors, pool_fp32, bias, HAS_BIAS)
-                second = finish_columns(second, begin + HALF + halves, in_half, vectors, pool_fp32, bias, HAS_BIAS)
-                squares += tl.sum(first * first + second * second, axis=1)
-            if 2 * HALF < HEAD_DIM:
-                rest += rest_y.to(tl.float32)
-                rest = finish_columns(rest, begin + rests, in_rest, vectors, pool_fp32, bias, HAS_BIAS)
-                squares += tl.sum(rest * rest, axis=1)
-                if HAS_NORM:
-                    if head < H + K:
-                        weight = _norm_weight(q_norm, k_norm, head, H, rests, in_rest, norm_offset)
-                        rest = rest * tl.rsqrt(squares / HEAD_DIM + norm_eps)[:, None] * weight
-                tl.store(y + at_y[:, None] + rests[None, :], rest.to(y.dtype.element_ty), mask=to_y & in_rest[None, :])
-                kept = to_pool & in_rest[None, :]
-                tl.store(pool + at_pool[:, None] + rests[None, :], rest.to(pool.dtype.element_ty), mask=kept)
-            if HALF > 0:
-                if HAS_NORM:
-                    if head < H + K:
-                        inverse = tl.rsqrt(squares / HEAD_DIM + norm_eps)[:, None]
-                        first *= inverse * _norm_weight(q_norm, k_norm, head, H, halves, in_half, norm_offset)
-                        second *= inverse * _norm_weight(q_norm, k_norm, head, H, halves + HALF, in_half, norm_offset)
-                turns = (m < rows_turned)[:, None] & in_half[None, :]
-                c = tl.load(cos + rows[:, None] * HALF + halves[None, :], mask=turns, other=1.0)
-                s = tl.load(sin + rows[:, None] * HALF + halves[None, :], mask=turns, other=0.0)
-                turned_first = first * c - second * s
-                turned_second = second * c + first * s
-                kept_y, kept_pool = to_y & in_half[None, :], to_pool & in_half[None, :]
-                y_at = y + at_y[:, None] + halves[None, :]
-                tl.store(y_at, turned_first.to(y.dtype.element_ty), mask=kept_y)
-                tl.store(y_at + HALF, turned_second.to(y.dtype.element_ty), mask=kept_y)
-                pool_at = pool + at_pool[:, None] + halves[None, :]
-                tl.store(pool_at, turned_first.to(pool.dtype.element_ty), mask=kept_pool)
-                tl.store(pool_at + HALF, turned_second.to(pool.dtype.element_ty), mask=kept_pool)
+                    if HAS_NORM:
+                        if head < H + K:
+                            inverse = tl.rsqrt(squares / HEAD_DIM + norm_eps)[:, None]
+                            first *= inverse * _norm_weight(q_norm, k_norm, head, H, halves, in_half, norm_offset)
+                            weight = _norm_weight(q_norm, k_norm, head, H, halves + HALF, in_half, norm_offset)
+                            second *= inverse * weight
+                    turns = (m < rows_turned)[:, None] & in_half[None, :]
+                    c = tl.load(cos + rows[:, None] * HALF + halves[None, :], mask=turns, other=1.0)
+                    s = tl.load(sin + rows[:, None] * HALF + halves[None, :], mask=turns, other=0.0)
+                    turned_first = first * c - second * s
+                    turned_second = second * c + first * s
+                    kept_y, kept_pool = to_y & in_half[None, :], to_pool & in_half[None, :]
+                    y_at = y + at_y[:, None] + halves[None, :]
+                    tl.store(y_at, turned_first.to(y.dtype.element_ty), mask=kept_y)
+                    tl.store(y_at + HALF, turned_second.to(y.dtype.element_ty), mask=kept_y)
+                    pool_at = pool + at_pool[:, None] + halves[None, :]
+                    tl.store(pool_at, turned_first.to(pool.dtype.element_ty), mask=kept_pool)
+                    tl.store(pool_at + HALF, turned_second.to(pool.dtype.element_ty), mask=kept_pool)
     if PDL:
         gdc_wait()  # programs without items too: who waits for this kernel waits for those before it
 
@@ -236,7 +310,16 @@ def qkv(
         H=layout.num_heads, K=layout.num_kv_heads, HEAD_DIM=layout.head_dim, HALF=half, PAGE=layout.page_tokens,
         HALF_BLOCK=half_block, REST_BLOCK=rest_block, SPLITS=SPLITS_AT + QKV,
         MOST_HEADS=_MOST_HEADS if is_decode else 1,
+        GROUP=_heads_of_one_member(layout, half) if is_decode else 0, FEW_ROWS=segments.limits.few_rows,
         HAS_NORM=finish.q_norm is not None, HAS_BIAS=finish.bias is not None,
         BLOCK_M=tile_rows, EXACT=is_exact_dot(y.dtype), ALIGN=table.alignment, num_stages=1,
         num_warps=num_warps, maxnreg=max_registers,
     )  # fmt: skip
+
+
+def _heads_of_one_member(layout: HeadLayout, half: int) -> int:
+    """Heads that a row by itself computes at once, all of queries, keys or values: up to 4. 0: rows are not computed by
+    themselves, where rotated halves do not fill a head of a power of 2."""
+    if 2 * half != layout.head_dim or half != next_power_of_2(half):
+        return 0
+    return math.gcd(layout.num_heads, layout.num_kv_heads, _HEADS_OF_ROW)

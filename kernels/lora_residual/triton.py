@@ -4,7 +4,8 @@ Bytes per row: y and residual read, residual written, 3 x 4096 x 2 = 24 KiB, whi
 move as well; on top of that only B, 16 x 4096 x 2 = 128 KiB per chunk and tile. An item is up to 8 blocks of 256
 columns of a tile, walked as `lora_gate_up` does: while one chunk of a block is multiplied, B of the next chunk or
 block is on its way, 8 KiB. 168 registers x 128 threads let 3 programs fit on a multiprocessor: 24 KiB in flight, as
-good as the 25 of the full bandwidth; y and residual come from the L2 cache. Tiles of 64 rows (prefill) take 64 columns.
+good as the 25 of the full bandwidth; y and residual come from the L2 cache. Tiles without chunks and tiles of few rows
+are computed as `lora_gate_up` does. Tiles of 64 rows (prefill) take 64 columns.
 In fp32 blocks have half as many columns: products run on the ordinary cores, which need more registers.
 """
 
@@ -18,6 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..blocks import (
     blocks_per_item,
     chunk_fields,
+    expand_row,
     finish_columns,
     load_b,
     load_h,
@@ -33,6 +35,19 @@ from ..layouts.segments import SPLITS_AT, Segments
 
 PROGRAMS_PER_MULTIPROCESSOR = 3
 _BLOCK_BYTES, _PREFILL_BLOCK_BYTES = 512, 128  # of a row of B
+_WIDE_N = 512  # of a row by itself: 64 numbers of B in each thread
+
+
+@triton.jit
+def _store_sum(
+    out, at, inside, value, kept, columns, in_columns, vectors, pool_fp32, bias,
+    HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Bias and the residual `kept` added to `value`, fp32 [BLOCK_M, BLOCK_N], and the store of the sum."""
+    value = finish_columns(value, columns, in_columns, vectors, pool_fp32, bias, HAS_BIAS)
+    if HAS_RESIDUAL:
+        value += kept.to(tl.float32)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["site_row", "rows_per_resident", "splits_at", "scratch_rows"])
@@ -40,7 +55,8 @@ def _add_residual(
     out, y, residual, bias, out_features, site_row, rows_per_resident, splits_at,
     pool, pool_fp32, sites, chunks, scales, header, perm, tiles, scratch, scratch_rows,
     HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE_N: tl.constexpr, FEW_ROWS: tl.constexpr,
+    EXACT: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -57,38 +73,75 @@ def _add_residual(
         of_tile = tile_chunks(sites, plus, minus, site_row, rows_per_resident, 0, 0)
         vectors = vector_offsets(sites, plus, minus, site_row, rows_per_resident)
         first_block = (item % num_groups) * blocks
-        chunks_per_block = tl.maximum(of_tile[1], 1)
-        num_steps = (tl.minimum(first_block + blocks, num_blocks) - first_block) * chunks_per_block
-        block, c = first_block, 0
-        columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        next_chunk, next_shrink = chunk_fields(chunks, scales, of_tile, 0, True, ALIGN)
-        next_b = load_b(pool, next_chunk, columns, columns < out_features)
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        if PDL:
-            gdc_wait()  # tiles, table and B were there before the kernels whose y and shrinks are read from here on
-        for step in range(0, num_steps):
-            columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
-            is_last, block, c = step_after(block, c, chunks_per_block)
-            at = rows[:, None] * out_features + columns[None, :]
-            inside = ((m < num_rows) & is_last)[:, None] & (columns < out_features)[None, :]
-            base = tl.load(y + at, mask=inside, other=0.0)
-            if HAS_RESIDUAL:
-                kept = tl.load(residual + at, mask=inside, other=0.0)
-            b = next_b
-            shrink = next_shrink
-            # B of the next chunk or block is on its way while this one is multiplied
-            ahead = block * BLOCK_N + tl.arange(0, BLOCK_N)
-            next_chunk, next_shrink = chunk_fields(chunks, scales, of_tile, c, step + 1 < num_steps, ALIGN)
-            next_b = load_b(pool, next_chunk, ahead, ahead < out_features)
-            h = load_h(scratch, shrink, scratch_row, num_rows, m, num_splits, plane_stride, BLOCK_M)
-            acc = multiply(h.to(b.dtype), b, acc, EXACT)
-            if is_last:
-                acc += base.to(tl.float32)
-                acc = finish_columns(acc, columns, columns < out_features, vectors, pool_fp32, bias, HAS_BIAS)
+        end_block = tl.minimum(first_block + blocks, num_blocks)
+        if of_tile[1] == 0:
+            if PDL:
+                gdc_wait()
+            for block in range(first_block, end_block):
+                columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+                at = rows[:, None] * out_features + columns[None, :]
+                inside = (m < num_rows)[:, None] & (columns < out_features)[None, :]
+                base = tl.load(y + at, mask=inside, other=0.0)
+                kept = base
                 if HAS_RESIDUAL:
-                    acc += kept.to(tl.float32)
-                tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)
-                acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+                    kept = tl.load(residual + at, mask=inside, other=0.0)
+                _store_sum(
+                    out, at, inside, base.to(tl.float32), kept, columns, columns < out_features,
+                    vectors, pool_fp32, bias, HAS_RESIDUAL, HAS_BIAS,
+                )  # fmt: skip
+        elif num_rows <= FEW_ROWS:
+            if PDL:
+                gdc_wait()
+            for begin in range(first_block * BLOCK_N, end_block * BLOCK_N, WIDE_N):
+                columns = begin + tl.arange(0, WIDE_N)
+                in_columns = (columns < out_features) & (columns < end_block * BLOCK_N)
+                for r in range(0, num_rows):
+                    row = tl.load(perm + row_start + r + tl.arange(0, 1)).to(tl.int64)
+                    at = row[:, None] * out_features + columns[None, :]
+                    base = tl.load(y + at, mask=in_columns[None, :], other=0.0)
+                    kept = base
+                    if HAS_RESIDUAL:
+                        kept = tl.load(residual + at, mask=in_columns[None, :], other=0.0)
+                    added = expand_row(
+                        pool, chunks, scales, of_tile, scratch, scratch_row, num_rows, r, num_splits, plane_stride,
+                        columns, in_columns, WIDE_N, ALIGN,
+                    )  # fmt: skip
+                    _store_sum(
+                        out, at, in_columns[None, :], base.to(tl.float32) + added[None, :], kept, columns, in_columns,
+                        vectors, pool_fp32, bias, HAS_RESIDUAL, HAS_BIAS,
+                    )  # fmt: skip
+        else:
+            num_steps = (end_block - first_block) * of_tile[1]
+            block, c = first_block, 0
+            columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+            next_chunk, next_shrink = chunk_fields(chunks, scales, of_tile, 0, True, ALIGN)
+            next_b = load_b(pool, next_chunk, columns, columns < out_features)
+            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            if PDL:
+                gdc_wait()  # tiles, table and B were there before the kernels whose y and shrinks are read from here on
+            for step in range(0, num_steps):
+                columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+                is_last, block, c = step_after(block, c, of_tile[1])
+                at = rows[:, None] * out_features + columns[None, :]
+                inside = ((m < num_rows) & is_last)[:, None] & (columns < out_features)[None, :]
+                base = tl.load(y + at, mask=inside, other=0.0)
+                kept = base
+                if HAS_RESIDUAL:
+                    kept = tl.load(residual + at, mask=inside, other=0.0)
+                b = next_b
+                shrink = next_shrink
+                # B of the next chunk or block is on its way while this one is multiplied
+                ahead = block * BLOCK_N + tl.arange(0, BLOCK_N)
+                next_chunk, next_shrink = chunk_fields(chunks, scales, of_tile, c, step + 1 < num_steps, ALIGN)
+                next_b = load_b(pool, next_chunk, ahead, ahead < out_features)
+                h = load_h(scratch, shrink, scratch_row, num_rows, m, num_splits, plane_stride, BLOCK_M)
+                acc = multiply(h.to(b.dtype), b, acc, EXACT)
+                if is_last:
+                    _store_sum(
+                        out, at, inside, acc + base.to(tl.float32), kept, columns, columns < out_features,
+                        vectors, pool_fp32, bias, HAS_RESIDUAL, HAS_BIAS,
+                    )  # fmt: skip
+                    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     if PDL:
         gdc_wait()  # programs without items too: who waits for this kernel waits for those before it
 
@@ -114,6 +167,7 @@ def add_residual(
         segments.header, segments.perm, segments.tiles, scratch, len(scratch),
         HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None,
         BLOCK_M=tile_rows, BLOCK_N=(_BLOCK_BYTES if tile_rows < 64 else _PREFILL_BLOCK_BYTES) // y.element_size(),
+        WIDE_N=_WIDE_N, FEW_ROWS=segments.limits.few_rows,
         EXACT=is_exact_dot(y.dtype), ALIGN=table.alignment,
         num_stages=1, num_warps=4, maxnreg=most_registers(y.dtype, PROGRAMS_PER_MULTIPROCESSOR),
     )  # fmt: skip

@@ -4,7 +4,9 @@ Bytes: each chunk of A once per tile, 16 x in_features x 2 (128 KiB for 4096 in 
 which stay in L2 (512 x 4096 x 2 = 4 MiB of 60). Flops are nothing: 16 per byte of A. So it is a stream of A, and
 all that counts is that enough loads are in flight: 4.8 TB/s x 700 ns / 132 multiprocessors = 25 KiB on each. One
 k-step loads 16 x 128 x 2 = 4 KiB of A and as much of x; a program buffers 3 of them (24 KiB of shared memory) and 4
-programs hold 48 KiB of A in flight.
+programs hold 48 KiB of A in flight. On an H200 that reached 2.4 TB/s with 256 adapters of one row each: its warps
+waited for shared memory. So a row by itself is multiplied on the ordinary cores, from registers: 2 x 8 KiB of A
+are asked for at once, and the sums of 256 columns are added up once, at the end.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..blocks import multiply, site_chunks, tile_fields
-from ..launch import is_exact_dot, launch, num_persistent_programs
+from ..launch import is_exact_dot, launch, most_registers, num_persistent_programs
 from ..layouts.lora_table import NUM_SITES, LoraTable
 from ..layouts.segments import ITEMS_AT, SPLITS_AT, Segments
 
 PROGRAMS_PER_MULTIPROCESSOR = 4
 _BLOCK_K_BYTES = 256  # of a row of A and of x
+_WIDE_K = 256  # of a row by itself: 32 sums in each thread
 
 
 @triton.jit(do_not_specialize=["site", "site_row", "rows_per_resident", "max_items", "scratch_rows"])
@@ -28,7 +31,8 @@ def _shrink(
     x, x_stride, in_features, site, site_row, rows_per_resident,
     pool, sites, chunks, header, perm, tiles, items, max_items, scratch, scratch_rows,
     ITEMS: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WIDE_K: tl.constexpr, FEW_ROWS: tl.constexpr,
+    EXACT: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -53,19 +57,37 @@ def _shrink(
             chunk = tl.where(c < num_plus, first_plus + c, first_minus + c - num_plus)
             a_offset = tl.multiple_of(tl.load(chunks + chunk * 5), ALIGN)
             num_ranks = tl.load(chunks + chunk * 5 + 2)
-            m = tl.arange(0, BLOCK_M)
-            rows = tl.load(perm + row_start + m, mask=m < num_rows, other=0).to(tl.int64)
-            x_at = x + rows[:, None] * x_stride + ks[None, :]
-            a_at = pool + a_offset + ranks[:, None] * in_features + ks[None, :]
-            acc = tl.zeros((BLOCK_M, 16), dtype=tl.float32)
-            for k in range(split * steps * BLOCK_K, tl.minimum((split + 1) * steps * BLOCK_K, in_features), BLOCK_K):
-                in_k = (k + ks < in_features)[None, :]
-                x_tile = tl.load(x_at + k, mask=(m < num_rows)[:, None] & in_k, other=0.0)
-                a_tile = tl.load(a_at + k, mask=(ranks < num_ranks)[:, None] & in_k, other=0.0)
-                acc = multiply(x_tile, tl.trans(a_tile), acc, EXACT)
-            h_rows = (scratch_row + c * num_rows + m).to(tl.int64)
-            h_at = scratch + split * plane_stride + h_rows[:, None] * 16 + ranks[None, :]
-            tl.store(h_at, acc, mask=(m < num_rows)[:, None])
+            begin, end = split * steps * BLOCK_K, (split + 1) * steps * BLOCK_K
+            in_ranks = (ranks < num_ranks)[:, None]
+            h_at = scratch + split * plane_stride + (scratch_row + c * num_rows).to(tl.int64) * 16
+            if num_rows <= tl.minimum(FEW_ROWS, 1):
+                x_row = x + tl.load(perm + row_start).to(tl.int64) * x_stride
+                a_row = pool + a_offset + ranks[:, None] * in_features
+                end = tl.minimum(end, in_features)
+                wide = tl.arange(0, WIDE_K)
+                products = tl.zeros((16, WIDE_K), dtype=tl.float32)
+                for k in range(begin, end, 2 * WIDE_K):
+                    # both on their way before the first is multiplied
+                    first, second = k + wide, k + WIDE_K + wide
+                    first_x = tl.load(x_row + first, mask=first < end, other=0.0)
+                    second_x = tl.load(x_row + second, mask=second < end, other=0.0)
+                    first_a = tl.load(a_row + first[None, :], mask=in_ranks & (first < end)[None, :], other=0.0)
+                    second_a = tl.load(a_row + second[None, :], mask=in_ranks & (second < end)[None, :], other=0.0)
+                    products += first_x.to(tl.float32)[None, :] * first_a.to(tl.float32)
+                    products += second_x.to(tl.float32)[None, :] * second_a.to(tl.float32)
+                tl.store(h_at + ranks, tl.sum(products, axis=1))
+            else:
+                m = tl.arange(0, BLOCK_M)
+                rows = tl.load(perm + row_start + m, mask=m < num_rows, other=0).to(tl.int64)
+                x_at = x + rows[:, None] * x_stride + ks[None, :]
+                a_at = pool + a_offset + ranks[:, None] * in_features + ks[None, :]
+                acc = tl.zeros((BLOCK_M, 16), dtype=tl.float32)
+                for k in range(begin, tl.minimum(end, in_features), BLOCK_K):
+                    in_k = (k + ks < in_features)[None, :]
+                    x_tile = tl.load(x_at + k, mask=(m < num_rows)[:, None] & in_k, other=0.0)
+                    a_tile = tl.load(a_at + k, mask=in_ranks & in_k, other=0.0)
+                    acc = multiply(x_tile, tl.trans(a_tile), acc, EXACT)
+                tl.store(h_at + m[:, None] * 16 + ranks[None, :], acc, mask=(m < num_rows)[:, None])
 
 
 def shrink(x: Tensor, table: LoraTable, segments: Segments, scratch: Tensor, layer: int, site: int) -> None:
@@ -78,5 +100,7 @@ def shrink(x: Tensor, table: LoraTable, segments: Segments, scratch: Tensor, lay
         segments.header, segments.perm, segments.tiles, segments.items, segments.limits.max_items,
         scratch, len(scratch),
         ITEMS=ITEMS_AT, SPLITS=SPLITS_AT, BLOCK_M=segments.limits.tile_rows, BLOCK_K=_BLOCK_K_BYTES // x.element_size(),
+        WIDE_K=_WIDE_K, FEW_ROWS=segments.limits.few_rows,
         EXACT=is_exact_dot(x.dtype), ALIGN=table.alignment, num_warps=4, num_stages=4,
+        maxnreg=most_registers(x.dtype, PROGRAMS_PER_MULTIPROCESSOR),
     )  # fmt: skip

@@ -41,7 +41,9 @@ def attend_pages(
     if library is not None:
         return library.attend(q, pool, layout, layer, rule)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if uses_triton(q.device):
+    if uses_triton(q.device) and work.limits.segment_keys:
+        from .invariant import attend
+    elif uses_triton(q.device):
         from .triton import attend
     else:
         from .reference import attend

@@ -28,6 +28,8 @@ from ..layouts.heads import HeadLayout
 HEADER_LENGTH = 4
 ITEM_FIELDS = 7
 COMBINE_FIELDS = 3
+#: Keys of a segment of a context where bits are fixed, see `invariant.py`.
+SEGMENT_KEYS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +46,15 @@ class Span:
 @dataclass(frozen=True, slots=True)
 class WorkLimits:
     """Sizes of the buffer and how work is cut. `tile_rows`: the kernel's BLOCK_M, query tokens times heads of a
-    group. `split_keys`: keys of one decode item at most; 0: contexts are not cut, and nothing is combined."""
+    group. `split_keys`: keys of one decode item at most; 0: contexts are not cut, and nothing is combined.
+    `segment_keys`: keys that are summed by themselves, and between which contexts are cut, so that a query's bits
+    depend on its sequence alone (`invariant.py`); 0: they need not."""
 
     max_items: int
     max_combines: int
     tile_rows: int
     split_keys: int
+    segment_keys: int = 0
 
     @property
     def length(self) -> int:
@@ -78,10 +83,10 @@ class AttentionWork:
         return self.buffer[HEADER_LENGTH + self.limits.max_items * ITEM_FIELDS :].view(-1, COMBINE_FIELDS)
 
 
-def tile_rows_for(layout: HeadLayout, dtype: torch.dtype, is_decode: bool) -> int:
+def tile_rows_for(layout: HeadLayout, dtype: torch.dtype, is_decode: bool, is_exact: bool = False) -> int:
     """Rows of an attention tile in a step of decoding rows alone, or in one with prompts: at least the query heads of a
-    token that share a key head. See `kernels.paged_attention.triton` for the sizes."""
-    in_prefill = 128 if layout.head_dim <= 128 and dtype.itemsize == 2 else 64
+    token that share a key head. See `triton.py` and `invariant.py` for the sizes."""
+    in_prefill = 32 if is_exact else 128 if layout.head_dim <= 128 and dtype.itemsize == 2 else 64
     return max(16 if is_decode else in_prefill, 1 << (layout.group - 1).bit_length())
 
 
@@ -90,6 +95,8 @@ def plan_attention(
 ) -> AttentionWork:
     """List the work of a step, on the host, longest items first, in a buffer of its own or in `into`, whatever that
     held before. Raises ValueError when the buffer is too small."""
+    if limits.segment_keys:
+        assert limits.split_keys in (0, limits.segment_keys), f"items of {limits.split_keys} keys are no segments"
     tile_tokens = limits.tile_rows // queries_per_key_head
     if tile_tokens < 1:
         raise ValueError(f"tile_rows={limits.tile_rows}: must hold a group of {queries_per_key_head} query heads")
@@ -103,7 +110,7 @@ def plan_attention(
         context = span.position + 1
         pieces = -(-context // limits.split_keys) if limits.split_keys else 1
         # equal pieces, so that no item is a short rest
-        length = -(-context // pieces)
+        length = limits.segment_keys if limits.segment_keys and pieces > 1 else -(-context // pieces)
         for piece in range(pieces):
             keys = (piece * length, min((piece + 1) * length, context))
             partial = -1 if pieces == 1 else num_partials + piece

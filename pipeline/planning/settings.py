@@ -146,7 +146,7 @@ class RunSettings:
             cost=chosen.cost,
         )
         # whether workers have compiled kernels is seen when their engines start
-        is_fixed = device.kind == "cpu"
+        is_fixed = device.kind == "cpu" or spec.mode == "exact"
         served = [adapter for adapter in job.record.adapters if not adapter.is_refused]
         has_history = chosen.is_guess and before.cost is not None
         names = {adapter.sha256: adapter.name for adapter in served} | {"": ""}

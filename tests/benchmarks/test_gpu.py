@@ -41,10 +41,13 @@ from lorabatch.benchmarks.provenance import COMMIT_VARIABLE
 from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.request import Request
+from lorabatch.engine.runner.gpu_graphs import EagerExecutor
 from lorabatch.engine.runner.gpu_plan import SPLIT_KEYS
-from lorabatch.engine.runner.gpu_runner import full_rows_of
+from lorabatch.engine.runner.gpu_runner import GpuRunner, full_rows_of
+from lorabatch.engine.runner.runner import LaunchedStep
 from lorabatch.kernels.native import native_build
-from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, CostModel
+from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, CostModel, StepSample
+from lorabatch.tests.engine.stub_device import StubDevice, backend_of, tokens_and_seconds
 
 KNOWN = CPU_SMOLLM2_135M.to_json().keys()
 CPU = torch.device("cpu")
@@ -263,7 +266,7 @@ def test_a_kernel_that_does_not_fit_the_gpu_costs_itself_alone(monkeypatch: pyte
     matrix, saved = replace(tiny_scale().kernels, adapters=(2,), prompts=()), []
     rows = measure.measure_kernels(TINY, matrix, Peaks(1e12, 1e12), CPU, Deadline.after(60.0), saved.append)
     assert "out of resource: shared memory" in rows[0]["failed"]
-    assert (rows[0]["kernel"], len(rows)) == ("LoRA shrink qkv", 10)
+    assert (rows[0]["kernel"], len(rows)) == ("LoRA shrink qkv", 18)
     assert all(row["us"] == 1.0 for row in rows[1:])
     assert saved[-1] is rows
     found = {"model": "tiny", "machine": {"device": "x", "date": "y"}, "kernels": rows}
@@ -308,12 +311,12 @@ def test_complete_sections_are_kept_by_a_run_that_resumes(monkeypatch: pytest.Mo
         return {"of": name}, []
 
     monkeypatch.setattr(run, "_measured", found)
-    earlier = run.run_all("tiny", [], CPU, 60.0, lambda _: None)
+    earlier = run.run_all(SECTIONS, "tiny", [], CPU, 60.0, lambda _: None)
     assert measured == [section.name for section in SECTIONS]
     earlier |= {"engine": {"failed": "ended after 9 s", "until_then": None}, "layer": {"skipped": "no time left"}}
     earlier["left_out"] = {"kernels": ["2 rows"]}
     measured.clear()
-    again = run.run_all("tiny", [], CPU, 60.0, lambda _: None, earlier=earlier)
+    again = run.run_all(SECTIONS, "tiny", [], CPU, 60.0, lambda _: None, earlier=earlier)
     assert measured == ["engine", "kernels", "layer"]
     assert again["steady"] == {"of": "steady"}
     assert again["left_out"] == {}
@@ -338,7 +341,7 @@ def test_an_allocator_that_fails_the_probe_is_exchanged(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(run, "_measured", found)
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    run.run_all("tiny", [], CPU, 60.0, lambda _: None)
+    run.run_all(SECTIONS, "tiny", [], CPU, 60.0, lambda _: None)
     assert seen[:2] == [("probe", "expandable_segments:True"), ("probe", "expandable_segments:False")]
     assert {setting for _, setting in seen[1:]} == {"expandable_segments:False"}
 
@@ -443,6 +446,30 @@ def test_each_number_of_adapters_fails_by_itself(monkeypatch: pytest.MonkeyPatch
     assert "point too large for the pool: {'batch': 1, 'context': 4, 'adapters': (3,)" in as_table(result)
 
 
+class StubRunner(GpuRunner):
+    """Has the steps of a `StubDevice`, no graphs and no arithmetic."""
+
+    def __init__(self, device: StubDevice) -> None:
+        self._device, self._executor, self.steps_ahead = device, EagerExecutor(), device.steps_ahead
+
+    def launch(self, entries: Any) -> LaunchedStep:
+        return self._device.launch(entries)
+
+
+def test_a_jobs_samples_have_the_seconds_of_their_own_steps(tmp_path: Path) -> None:
+    job = Job(6, 2, draws=False, prompt_tokens=6.0, answer_tokens=5.0)
+    device = StubDevice(lambda entries: sum(1.0 if e.is_decode else 40.0 * e.num_tokens for e in entries))
+    config = EngineConfig(load_format="dummy", mode="unmerged", max_batch_rows=3, max_step_tokens=8, pool_bytes=8 << 20)
+    folder = write_model_folder(tmp_path / "model", TINY)
+    engine = Engine(folder, config, None, backend_of(StubRunner(device)), device.clock)
+    samples: list[StepSample] = []
+    found = serve_job(engine, job_requests(engine, job), CPU, samples)
+    assert found["num_steps"] == len(samples)
+    assert [tokens_and_seconds(sample) for sample in samples] == device.steps[-len(samples) :]
+    assert {sample.load.rank_sum for sample in samples} == {16.0, 32.0}
+    assert all(s.seconds == 40.0 * s.load.prefill_tokens + s.load.decode_rows for s in samples)
+
+
 @pytest.mark.long
 def test_a_job_leaves_nothing_that_holds_its_runner(tmp_path: Path) -> None:
     """No garbage collection: the next engine would find the GPU's memory taken. Graphs serve all decode rows."""
@@ -533,7 +560,7 @@ def test_a_section_whose_process_dies_or_hangs_costs_itself_alone(monkeypatch: p
         run.subprocess, "run", lambda command, **rest: start([sys.executable, "-c", child, *command[3:]], **rest)
     )
     written: list[Any] = []
-    result = run.run_all("tiny", [], CPU, 3.0, lambda partial: written.append(sorted(partial)), grace_s=1.0)
+    result = run.run_all(SECTIONS, "tiny", [], CPU, 3.0, lambda partial: written.append(sorted(partial)), grace_s=1.0)
     assert result["problems"] == ["problems"]
     assert result["left_out"]["problems"] == ["problems of 2 rows"]
     assert result["ceilings"] == {"failed": "its process ended with 7", "until_then": ["ceilings"]}
@@ -550,7 +577,7 @@ def test_a_check_that_fails_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(checks, "check_all", failing)
     monkeypatch.setattr(checks, "check_engine", lambda *_: ["a token differs"])
-    for others in ("check_graphs", "check_real_widths", "check_ahead"):
+    for others in ("check_graphs", "check_real_widths", "check_ahead", "check_exact"):
         monkeypatch.setattr(checks, others, lambda *_: [])
     saved: list[Any] = []
     found = checks.run_checks([torch.float32], 1, TINY, CPU, Deadline.after(60.0), saved.append)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lorabatch.engine.runner.gpu_plan import DECODE_TILE_ROWS, PREFILL_TILE_ROWS
+from lorabatch.kernels.interpreted import fix_products
 from lorabatch.kernels.launch import is_interpreted
 from lorabatch.kernels.layouts.lora_table import CHUNK_RANK, NUM_SITES, Chunk, LoraTable, ResidentSite
 from lorabatch.kernels.layouts.segments import SegmentLimits, Segments, plan_segments
@@ -37,6 +38,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def device() -> torch.device:
     """CPU tensors in the interpreter; with TRITON_INTERPRET=0, a GPU."""
     return torch.device("cpu" if is_interpreted() else "cuda")
+
+
+@pytest.fixture
+def products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's own products round by a row's place in a tile."""
+    if is_interpreted():
+        from triton.runtime.interpreter import interpreter_builder
+
+        builder = type(interpreter_builder)
+        monkeypatch.setattr(builder, "create_dot", builder.create_dot)  # restored behind the test
+        fix_products()
 
 
 @pytest.fixture
@@ -126,17 +138,22 @@ class _Placer:
         return start
 
 
-@pytest.fixture(params=[DECODE_TILE_ROWS, pytest.param(PREFILL_TILE_ROWS, marks=pytest.mark.long)])
+# Rows of a tile, and of tiles whose rows are computed one by one.
+TILES = [(DECODE_TILE_ROWS, 0), (DECODE_TILE_ROWS, 4), pytest.param((PREFILL_TILE_ROWS, 4), marks=pytest.mark.long)]
+
+
+@pytest.fixture(params=TILES, ids=str)
 def group(request: pytest.FixtureRequest) -> Callable[..., Segments]:
     """`group(table, plus, minus=None, num_programs=1)`: the step's segments on the table's device, in tiles of steps
-    without prompts or of those with prompts."""
+    without prompts or of those with prompts, as tiles alone or row by row where there are few."""
+    tile_rows, few_rows = request.param
 
     def make(
         table: LoraTable, plus: Sequence[int], minus: Sequence[int] | None = None, num_programs: int = 1
     ) -> Segments:
         minus = minus if minus is not None else [-1] * len(plus)
         chunk_counts = table.sites[..., 1].amax(1).cpu().numpy().astype(np.int32)
-        limits = SegmentLimits(len(plus) + 3, max_items=200, scratch_rows=2000, tile_rows=request.param)
+        limits = SegmentLimits(len(plus) + 3, max_items=200, scratch_rows=2000, tile_rows=tile_rows, few_rows=few_rows)
         host = plan_segments(np.array(plus, np.int32), np.array(minus, np.int32), chunk_counts, limits, num_programs)
         return Segments(limits, host.buffer.to(table.pool.device))
 

@@ -97,7 +97,7 @@ def test_kernels_are_launched_early_if_asked_where_the_gpu_can_and_then_none_run
 ) -> None:
     monkeypatch.setenv("LORABATCH_PDL", asked)
     monkeypatch.setattr(launch, "is_interpreted", lambda: False)
-    monkeypatch.setattr(launch, "_capability", lambda: capability)
+    monkeypatch.setattr(launch, "compile_capability", lambda: capability)
     monkeypatch.setattr(launch, "uses_pdl", launch.uses_pdl.__wrapped__)
     assert launch.uses_pdl() == expected
     assert launch.has_side_stream.__wrapped__() != expected
@@ -115,17 +115,19 @@ def test_tiles_warps_and_stages_of_all_kernels_can_be_changed(monkeypatch: pytes
         "num_stages": 1, "num_warps": 1, "maxnreg": None
     }  # fmt: skip
     assert Tuning(warps=4).of({"num_warps": 8, "maxnreg": 128})["num_warps"] == 16
+    assert [Tuning(rows=rows).of({"FEW_ROWS": 4})["FEW_ROWS"] for rows in (None, 0, 2)] == [4, 0, 2]
+    assert Tuning(rows=2).of({"FEW_ROWS": 0}) == {"FEW_ROWS": 0}, "where rows must not round otherwise"
     monkeypatch.delenv("LORABATCH_TUNING")
     assert launch.tuning.__wrapped__() is None
 
 
 @pytest.mark.parametrize(
-    "asked", ["block", "block=3", "tiles=2", "warps=0", "stages=1.5", "block=2;warps=2", "warps=inf"]
+    "asked", ["block", "block=3", "tiles=2", "warps=0", "stages=1.5", "block=2;warps=2", "warps=inf", "rows=1.5"]
 )
 def test_a_tuning_of_another_form_is_refused(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORABATCH_TUNING", asked)
     with pytest.raises(
-        ValueError, match=f"LORABATCH_TUNING={re.escape(asked)}: expected powers of 2 and a whole number"
+        ValueError, match=f"LORABATCH_TUNING={re.escape(asked)}: expected powers of 2 and whole numbers"
     ):
         launch.tuning.__wrapped__()
 

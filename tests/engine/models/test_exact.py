@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,11 +14,10 @@ import torch
 from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.errors import ExactModeError
-from lorabatch.engine.models.exact import check_exact_promise, is_arithmetic_fixed
+from lorabatch.engine.models.exact import check_exact_on_cpu, check_exact_on_gpu, is_arithmetic_fixed
 from lorabatch.kernels.native import native_build, native_function
 from lorabatch.kernels.packed_weight import onednn
 
-CPU = torch.device("cpu")
 compiled = pytest.mark.skipif(native_build() is None, reason="compiled kernels were not built on this machine")
 
 
@@ -38,9 +38,9 @@ def test_with_compiled_kernels_there_is_nothing_to_say(tiny_llama: Path, caplog:
 @compiled
 def test_heads_that_torch_attends_to_are_reported(tiny_llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = replace(read_model_config(tiny_llama), head_dim=40)
-    check_exact_promise(model, CPU)
+    check_exact_on_cpu(model)
     assert "heads of 40 numbers" in caplog.text
-    assert not is_arithmetic_fixed(model, CPU)
+    assert not is_arithmetic_fixed(model)
 
 
 @pytest.mark.usefixtures("without_kernels")
@@ -57,11 +57,25 @@ def test_without_compiled_kernels_less_is_promised_and_without_onednn_nothing(
         Engine(tiny_llama, config)
 
 
-def test_on_a_gpu_nothing_is_promised_and_that_is_said(tiny_llama: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = read_model_config(tiny_llama)
-    check_exact_promise(model, torch.device("cuda"))
-    assert "promised on CPUs only" in caplog.text
-    assert not is_arithmetic_fixed(model, torch.device("cuda"))
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"base_quantization": "fp8"}, "base_quantization='fp8': must be 'none'.* or use another mode"),
+        ({"tensor_parallel": 2}, "tensor_parallel=2: must be 1.* or another mode"),
+    ],
+)
+def test_gpu_kernels_refuse_what_rounds_by_other_rows(settings: dict[str, Any], problem: str) -> None:
+    check_exact_on_gpu(EngineConfig(mode="exact"))
+    with pytest.raises(ExactModeError, match=f"^mode='exact', {problem}"):
+        check_exact_on_gpu(EngineConfig(mode="exact", **settings))
+
+
+def test_gpu_kernels_share_prompt_beginnings_in_mode_exact(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lorabatch.engine.runner.backend.fix_products", lambda: None)
+    modes: tuple[Literal["exact", "unmerged"], ...] = ("exact", "unmerged")
+    for mode in modes:
+        engine = Engine(tiny_llama, EngineConfig(mode=mode, device="cpu", kernels="triton", pool_bytes=1 << 20))
+        assert engine.backend.traits.is_arithmetic_fixed == (mode == "exact")
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])

@@ -37,7 +37,7 @@ def main() -> None:
     """Run steps, print what they launched."""
     settings = json.loads(sys.argv[2])
     mode: Mode = settings.pop("mode", "auto")
-    kernels = EngineKernels(**settings)
+    kernels = EngineKernels(**settings, is_exact=mode == "exact")
     launched: set[str] = set()
     found: list[str] = []
     missing: list[str] = []

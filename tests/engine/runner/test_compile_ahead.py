@@ -59,6 +59,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             for family, settings in [
                 ("llama", {"dtype": "bfloat16", "base_quantization": "fp8"}),
                 ("qwen2", {"dtype": "bfloat16", "capability": 80}),
+                ("llama", {"dtype": "bfloat16", "mode": "exact"}),
                 ("qwen3", {"dtype": "float16", "mode": "exact"}),
                 ("gemma2", {"dtype": "float32", "capability": 100}),
                 ("opt", {"dtype": "bfloat16"}),
@@ -165,8 +166,13 @@ def test_what_code_depends_on_has_a_file_of_its_own(
     kernels = EngineKernels(str(tiny_llama), "bfloat16", 90)
     done = kernels.done
     assert (done.parent, kernels.done) == (cache, done)
-    others = [EngineKernels(str(tiny_llama), "bfloat16", 80), EngineKernels(str(tiny_llama), "float16", 90)]
-    assert len({done, *(other.done for other in others)}) == 3
+    model = str(tiny_llama)
+    others = [
+        EngineKernels(model, "bfloat16", 80),
+        EngineKernels(model, "float16", 90),
+        EngineKernels(model, "bfloat16", 90, is_exact=True),
+    ]
+    assert len({done, *(other.done for other in others)}) == 4
     monkeypatch.setenv("LORABATCH_PDL", "1")
     assert kernels.done != done
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from lorabatch.engine.runner.gpu_graphs import GraphChoice, GraphKey, bucket_of
 from lorabatch.engine.runner.gpu_plan import SPLIT_KEYS, split_keys_of
+from lorabatch.kernels.paged_attention.work import SEGMENT_KEYS
 
 
 def test_a_bucket_holds_its_rows_with_at_most_a_fifth_of_padding() -> None:
@@ -49,4 +50,6 @@ def test_contexts_are_split_where_rows_are_few_or_one_is_much_longer() -> None:
     assert split_keys_of(np.append(many, 40_000), full_rows=130) == SPLIT_KEYS
     assert split_keys_of(np.full(3, SPLIT_KEYS), full_rows=130) == 0, "nothing to split"
     assert split_keys_of(np.zeros(0, np.int64), full_rows=130) == 0
-    assert split_keys_of(many, full_rows=None) == SPLIT_KEYS, "in mode exact no row depends on others"
+    # in mode exact between segments, which every query sums by itself
+    assert split_keys_of(np.full(3, SEGMENT_KEYS), full_rows=None) == 0
+    assert split_keys_of(np.array([5, SEGMENT_KEYS + 1]), full_rows=None) == SEGMENT_KEYS

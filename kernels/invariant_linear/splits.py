@@ -1,0 +1,27 @@
+"""Cuts the contraction of a product into splits, by nothing but the shape of the weight: splits decide about bits."""
+
+from __future__ import annotations
+
+import torch
+
+# A split has at least so many features: fewer would be more work to add than to multiply.
+_LEAST_FEATURES = 512
+_MOST_SPLITS = 8
+# Splits are for weights of few outputs, whose tiles of 128 rows and 128 outputs are too few to fill a GPU with a batch
+# of 256 rows. A constant, and no property of the GPU: what is split decides about bits.
+_PROGRAMS, _ROWS, _TILE = 128, 256, 128
+_BLOCK_BYTES = 128  # of a row of x and of W, in one step of the sum
+
+
+def block_features(dtype: torch.dtype) -> int:
+    """Features of one step of the sum. Splits begin at multiples of it."""
+    return _BLOCK_BYTES // dtype.itemsize
+
+
+def split_features_of(weight: torch.Size, dtype: torch.dtype) -> int:
+    """Features of one split (the last may have fewer) for a weight of this shape, a multiple of `block_features`."""
+    out_features, in_features = weight
+    num_tiles = -(-_ROWS // _TILE) * -(-out_features // _TILE)
+    num_splits = max(1, min(_MOST_SPLITS, in_features // _LEAST_FEATURES, _PROGRAMS // num_tiles))
+    num_blocks = -(-in_features // block_features(dtype))
+    return -(-num_blocks // num_splits) * block_features(dtype)

@@ -1,0 +1,23 @@
+"""Logarithm of the sum of exponentials of each row, `log(sum(exp(x)))` over the last dimension: what log-probabilities
+are relative to. A row's bits depend on that row alone, which torch's reductions do not promise.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..launch import uses_triton
+
+
+def log_sum_exp(x: Tensor) -> Tensor:
+    """fp32 [num_rows] of `x` [num_rows, num_columns], contiguous."""
+    assert x.is_contiguous(), "x must be contiguous"
+    out = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    if uses_triton(x.device):
+        from .triton import sum_rows
+    else:
+        from .reference import sum_rows
+    if len(x):
+        sum_rows(out, x)
+    return out
