@@ -64,6 +64,12 @@ def is_exact_dot(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or is_interpreted()
 
 
+def columns_of_row(most: int) -> int:
+    """Columns, or heads, that a row by itself takes at once: half of `most` before Hopper, whose compiler keeps fewer
+    numbers in registers."""
+    return most if compile_capability() >= _PDL_CAPABILITY else most // 2
+
+
 def most_registers(dtype: torch.dtype, num_programs: int) -> int | None:
     """The compiler's limit for a thread's registers, so that `num_programs` of 128 threads fit on a multiprocessor.
 

@@ -33,7 +33,15 @@ from ..blocks import (
     tile_fields,
     vector_offsets,
 )
-from ..launch import is_exact_dot, launch, most_registers, next_power_of_2, num_persistent_programs, num_warps_for
+from ..launch import (
+    columns_of_row,
+    is_exact_dot,
+    launch,
+    most_registers,
+    next_power_of_2,
+    num_persistent_programs,
+    num_warps_for,
+)
 from ..layouts.heads import HeadLayout
 from ..layouts.lora_table import NUM_SITES, QKV, LoraTable
 from ..layouts.segments import SPLITS_AT, Segments
@@ -322,4 +330,4 @@ def _heads_of_one_member(layout: HeadLayout, half: int) -> int:
     themselves, where rotated halves do not fill a head of a power of 2."""
     if 2 * half != layout.head_dim or half != next_power_of_2(half):
         return 0
-    return math.gcd(layout.num_heads, layout.num_kv_heads, _HEADS_OF_ROW)
+    return math.gcd(layout.num_heads, layout.num_kv_heads, columns_of_row(_HEADS_OF_ROW))

@@ -26,9 +26,11 @@ from triton.runtime.jit import JITFunction
 from lorabatch.engine.runner.compile_process import TargetOnly
 from lorabatch.engine.runner.gpu_plan import DECODE_TILE_ROWS, PREFILL_TILE_ROWS, rounded
 from lorabatch.kernels import launch as kernel_launch
+from lorabatch.kernels.invariant_linear import triton as invariant_linear
 from lorabatch.kernels.layouts.heads import HeadLayout
 from lorabatch.kernels.layouts.lora_table import DOWN, NUM_SITES, O_PROJ, LoraTable
 from lorabatch.kernels.layouts.segments import SegmentLimits, Segments, plan_segments
+from lorabatch.kernels.log_sum_exp import triton as log_sum_exp
 from lorabatch.kernels.lora_gate_up import triton as gate_up
 from lorabatch.kernels.lora_qkv import HeadFinish
 from lorabatch.kernels.lora_qkv import triton as qkv
@@ -37,9 +39,10 @@ from lorabatch.kernels.lora_shrink import triton as shrink
 from lorabatch.kernels.merge import MergeJob, MergePair
 from lorabatch.kernels.merge import triton as merge
 from lorabatch.kernels.packed_weight import triton as fp8
+from lorabatch.kernels.paged_attention import invariant as invariant_attention
 from lorabatch.kernels.paged_attention import triton as attention
 from lorabatch.kernels.paged_attention.types import AttentionRule, Partials
-from lorabatch.kernels.paged_attention.work import Span, WorkLimits, plan_attention, tile_rows_for
+from lorabatch.kernels.paged_attention.work import SEGMENT_KEYS, Span, WorkLimits, plan_attention, tile_rows_for
 from lorabatch.kernels.rms_norm import triton as rms_norm
 from lorabatch.kernels.sampling import SamplingRows
 from lorabatch.kernels.sampling import triton as sampling
@@ -84,7 +87,14 @@ def main() -> None:
         kind = of_steps + " with gelu"
         for layer, num_rows in steps if compile_all else ():
             _reach_gate_up(layer, num_rows, tile_rows, torch.bfloat16, "gelu_tanh")
+        kind = of_steps + " in order"
+        for layer, num_rows in steps:
+            _reach_attention_in_order(layout, layer, num_rows, is_decode=tile_rows < PREFILL_TILE_ROWS)
     if compile_all:
+        for most_rows in (64, 256, 8192):
+            kind = f" of {most_rows} rows"
+            for num_rows in (most_rows - 8, most_rows):
+                _reach_products(num_rows)
         kind = ""
         for num_rows in (2, 3, 40, 16, 1, 17):
             _reach_other_kernels(num_rows)
@@ -139,6 +149,27 @@ def _reach_kernels_of_heads(layout: HeadLayout, layer: int, num_rows: int, tile_
     tables = torch.zeros(num_rows, 64, dtype=torch.int32)
     rule = AttentionRule(0.1) if head_dim == LLAMA_HEAD_DIM else AttentionRule(0.1, window=512, softcap=50.0)
     attention.attend(q, q, pool, tables, work, partials, layout, layer, rule)
+
+
+def _reach_attention_in_order(layout: HeadLayout, layer: int, num_rows: int, *, is_decode: bool) -> None:
+    """Of mode `exact`."""
+    pool, q = bf16(4 * layout.page_elements), bf16(num_rows, layout.num_heads, layout.head_dim)
+    spans = [Span(row, 1, 2 * SEGMENT_KEYS if row == 0 else 5, row) for row in range(num_rows)]
+    tile_rows = tile_rows_for(layout, q.dtype, is_decode, is_exact=True)
+    limits = WorkLimits(rounded(3 * num_rows), num_rows, tile_rows, SEGMENT_KEYS, SEGMENT_KEYS)
+    work = plan_attention(spans, layout.group, limits)
+    partials = Partials.allocate(64, layout.num_heads, layout.head_dim, torch.device("cpu"))
+    tables = torch.zeros(num_rows, 64, dtype=torch.int32)
+    invariant_attention.attend(q, q, pool, tables, work, partials, layout, layer, AttentionRule(0.1))
+
+
+def _reach_products(num_rows: int) -> None:
+    """Of mode `exact`: of a weight whose products are not split, and of one whose are."""
+    for in_features, out_features in ((HIDDEN, sum(PARTS[0])), (INTERMEDIATE, HIDDEN)):
+        invariant_linear.multiply_rows(
+            bf16(num_rows, out_features), bf16(num_rows, in_features), bf16(out_features, in_features), None
+        )
+    log_sum_exp.sum_rows(torch.zeros(num_rows), bf16(num_rows, HIDDEN))
 
 
 def _reach_tiled_kernels(layer: int, num_rows: int, tile_rows: int, dtype: torch.dtype) -> None:

@@ -40,12 +40,16 @@ NUMBERS = ("", " in fp16", " in fp32")  # bf16 goes without saying
 WITH_GELU = {"_gate_up with gelu", "_gate_up in prefill with gelu"}
 MERGES = {"_merge of fp32 pairs", "_merge of packed pairs"}
 SAMPLING = {"_find_largest", "_narrow", "_copy", "_draw"}
+# Of mode `exact`.
+IN_ORDER = {f"{name}{steps} in order" for name in ("_attend_in_order", "_combine") for steps in ("", " in prefill")}
+PRODUCTS = {f"{name} of {rows} rows" for name in ("_multiply", "_log_sum_exp") for rows in (64, 256, 8192)}
+PRODUCTS |= {"_add_splits of 64 rows", "_add_splits of 256 rows"}
 OTHERS = {"_norm", "_quantize", "_quantize of wide rows", *SAMPLING, *MERGES}
 # Where kernels are launched early, those that read tiles, table and B before they wait for the ones before them.
 READS_EARLY = {"_gate_up", "_add_residual", "_qkv"}
 # A few registers, read back from the L1 cache: of a kernel, and of the one that multiplies by the ordinary cores. The
 # kernels' sizes were chosen for an H200.
-MOST_STACK_BYTES = {90: (8, 32), 80: (16, 48), 100: (16, 48)}
+MOST_STACK_BYTES = {90: (24, 32), 80: (32, 48), 100: (24, 48)}
 
 Kernels = dict[str, dict[str, Any]]
 Compiled = dict[tuple[int, int], Kernels]
@@ -86,9 +90,9 @@ def as_table(compiled: Compiled, version: str) -> str:
         "",
         f"Triton {version}.",
         "",
-        "Triton 3.6.0 compiled all of them too, for sm_90 with heads of 64 and 128, and sampling in fp16 and fp32",
-        "as well (2026-11-27). Of registers it keeps 32 bytes in memory in `_merge` of fp32 pairs, 16 in `_draw`, and",
-        "8 in `_attend` with heads of 64.",
+        "Triton 3.6.0 compiled those of LoRA, attention and sampling too, for sm_90 with heads of 64 and 128, and",
+        "sampling in fp16 and fp32 as well (2026-11-27). Of registers it keeps 32 bytes in memory in `_merge` of fp32",
+        "pairs, 16 in `_draw`, and 8 in `_attend` with heads of 64.",
         "",
         f"| kernel | head size | {' | '.join(f'{gpu} (sm_{capability})' for capability, gpu in GPUS.items())} |",
         f"|---|---{'|---' * len(GPUS)}|",
@@ -96,7 +100,7 @@ def as_table(compiled: Compiled, version: str) -> str:
     for head_dim in sorted(HEAD_DIMS, key=lambda size: size != LLAMA_HEAD_DIM):
         for name in compiled[90, head_dim]:
             cells = " | ".join(_cell(compiled[capability, head_dim][name], capability) for capability in GPUS)
-            size = head_dim if name.split()[0] in OF_HEADS else ""
+            size = head_dim if name.split()[0] in {*OF_HEADS, "_attend_in_order"} else ""
             lines.append(f"| `{name.split()[0]}`{name.removeprefix(name.split()[0])} | {size} | {cells} |")
     return "\n".join(lines) + "\n"
 
@@ -123,7 +127,8 @@ class TestCompiled:
     def test_every_kernel_is_there(self, compiled: Compiled) -> None:
         of_heads = OF_HEADS | {f"{name} in prefill" for name in OF_HEADS}
         tiled = {f"{name}{steps}{of}" for name in TILED for steps in ("", " in prefill") for of in NUMBERS}
-        everything = OPERATORS.keys() | tiled | WITH_GELU | OTHERS
+        of_heads |= IN_ORDER
+        everything = OPERATORS.keys() | tiled | WITH_GELU | OTHERS | IN_ORDER | PRODUCTS
         for (_, head_dim), kernels in compiled.items():
             assert kernels.keys() == (everything if head_dim == LLAMA_HEAD_DIM else of_heads)
 
@@ -145,7 +150,7 @@ class TestCompiled:
     def test_one_program_serves_all_layers_sites_and_step_sizes(self, compiled: Compiled) -> None:
         """Each more would be compiled when a job first needs it. A merge has one for each number of layers' bits."""
         several = {name for _, name, kernel in each(compiled) if kernel["num_programs"] > 1}
-        assert several <= {"_merge"}
+        assert several <= {"_merge", *PRODUCTS}, "products of weights that are split and of others"
         assert {name for _, name, kernel in each(compiled) if kernel["num_sizes"] == 1} == MERGES
 
     def test_all_programs_of_a_persistent_grid_fit_at_once(self, compiled: Compiled) -> None:
@@ -158,7 +163,8 @@ class TestCompiled:
 
     def test_products_run_on_tensor_cores_with_wide_loads(self, compiled: Compiled) -> None:
         for capability, name, kernel in each(compiled):
-            if name.split()[0] in OPERATORS.keys() - {"_combine"} and name not in OTHERS:
+            of_products = {*OPERATORS, "_multiply", "_attend_in_order"} - {"_combine"}
+            if name.split()[0] in of_products and name not in OTHERS:
                 is_fp32 = name.endswith("fp32")
                 assert kernel["has_tensor_cores"] != is_fp32, f"{name}, sm_{capability} multiplies on other cores"
                 assert kernel["has_wide_loads"], f"{name}, sm_{capability} loads less than 16 bytes at a time"
