@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,6 +25,7 @@ __all__ = [
     "has_blocks",
     "read_json",
     "read_model_config",
+    "unknown_config_keys",
 ]
 Mode = Literal["auto", "unmerged", "merged", "exact"]
 BaseQuantization = Literal["none", "int8", "fp8"]
@@ -122,26 +123,40 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def unknown_config_keys(folder: Path) -> list[str]:
+    """Keys of a model folder's `config.json` that nothing reads, this engine or transformers."""
+    from .model_config.keys import unknown_keys
+
+    return unknown_keys(read_json(folder / "config.json"))
+
+
 def has_blocks(folder: Path) -> bool:
     """Whether linear layers of a model folder are stored in blocks of few bits, as `models/gguf` converts them."""
     return bool(read_json(folder / "config.json").get(BLOCKS_KEY))
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """Read `config.json` (and `generation_config.json` for stop tokens) of a Hugging Face model folder.
+    """Read `config.json` (and `generation_config.json` for stop tokens) of a Hugging Face model folder. A head that
+    the checkpoint stores apart from its embedding is not tied, whatever `config.json` says.
 
     Raises `UnsupportedModelError` for a family or setting that would not be computed exactly, and
     `ModelFilesError` for a missing or malformed file.
     """
     from .model_config import parse_model_config  # the command line shows its help without
+    from .model_config.folder import has_own_head
+    from .model_config.model import HEAD
 
     raw = read_json(folder / "config.json")
     generation_path = folder / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
     try:
-        return parse_model_config(raw, generation)
+        model = parse_model_config(raw, generation)
     except MALFORMED as error:
         raise ModelFilesError(
             f"{folder / 'config.json'}: values of other types than expected ({type(error).__name__}: "
             f"{shown_name(str(error))}). Fetch the model again, or check --model."
         ) from error
+    if model.is_tied and has_own_head(folder, f"{HEAD}.weight", f"{model.names.embedding}.weight"):
+        # As transformers does since version 5: tensors that are both there and differ are both kept.
+        return replace(model, is_tied=False, says_tied=True)
+    return model

@@ -26,7 +26,7 @@ from .batching.batch import RunningBatch
 from .batching.policy import choose_batcher
 from .batching.prefix_sharing import CopiedPrefixes, NamedPrefixes, PrefixSharing
 from .config import EngineConfig, read_model_config
-from .errors import AdapterRefusedError, AdapterUnusableError
+from .errors import AdapterRefusedError, AdapterUnusableError, ModelFilesError
 from .memory.allocation import MemoryPlan, eraser_for
 from .memory.limits import keeps_merged_copy
 from .memory.loader import AdapterLoader, HostTier
@@ -97,6 +97,7 @@ class Engine:
             ),
         )
         tokenizers = Tokenizers(model_folder, self._registry.tokenizer_folder, self.model.eos_token_ids)
+        self._tokenizers = tokenizers
         #: What rows ask of their next token.
         self.rules = TokenRules(tokenizers)
         self._completion = Completion(tokenizers, self.rules)
@@ -147,13 +148,24 @@ class Engine:
                 pass
         for row in rows:
             limits = self._registry, self._batch, self.model.max_context_tokens
-            problem = problem_with(row, *limits, self._choices.spare_tokens)
+            problem = self._tokenizer_problem(row.request.adapter_id)
+            problem = problem or problem_with(row, *limits, self._choices.spare_tokens)
             if problem is None:
                 self._batch.append(sequence := Sequence.of(row, self._choices.spare_tokens(row.request)))
                 self._choices.ask(sequence)
                 self._lengths.asked(row.request.sampling.max_tokens, prompt_tokens=sequence.prompt_tokens)
             else:
                 self._rejected.append(Result.refused(row.request, problem))
+
+    def _tokenizer_problem(self, adapter_id: str | None) -> str | None:
+        """Why an adapter's own tokenizer cannot be read: its files have changed since they were audited."""
+        if adapter_id is None or adapter_id not in self._registry:
+            return None
+        try:
+            self._tokenizers.of(adapter_id)
+        except ModelFilesError as error:
+            return str(error)
+        return None
 
     def expect_rows(self, adapter_id: str, num_rows: int) -> None:
         """Announce rows of an adapter that will be added later: merging it may pay though few are queued now."""
@@ -470,13 +482,13 @@ def problem_with(
 ) -> str | None:
     """Why the engine cannot serve a row, as a plain sentence; None for a row that it can."""
     request = row.request
-    vocab_size = registry.vocab_size(None)
+    if request.adapter_id is not None and request.adapter_id not in registry:
+        return f"adapter {request.adapter_id[:12]} is not known to this engine"
+    vocab_size = registry.vocab_size(request.adapter_id)
     problems = request.sampling.problems() or row.problems() or token_problems(request.sampling, vocab_size)
     if problems:
         return "; ".join(problems)
-    if request.adapter_id is not None and request.adapter_id not in registry:
-        return f"adapter {request.adapter_id[:12]} is not known to this engine"
-    ids, vocab_size = request.prompt_token_ids, registry.vocab_size(request.adapter_id)
+    ids = request.prompt_token_ids
     if not ids:
         return "the prompt has no tokens"
     if min(ids + row.token_ids) < 0 or max(ids + row.token_ids) >= vocab_size:

@@ -4,6 +4,7 @@
     ├── UnsupportedModelError   the model folder asks for something this engine does not do exactly
     ├── ModelFilesError         the model folder is incomplete or damaged
     ├── ChatTemplateError       the chat template cannot render these messages
+    ├── TokenizerError          the tokenizer makes no tokens of a text, or takes too long
     ├── AdapterRefusedError     an adapter cannot be applied exactly (the audit says why)
     ├── AdapterUnusableError    an adapter passed its audit, but cannot be loaded or merged now; costs its rows only
     ├── DeviceError             the device is not there, or does not multiply in the number format asked for
@@ -31,6 +32,10 @@ class ModelFilesError(EngineError):
 
 class ChatTemplateError(EngineError):
     """The chat template cannot render these messages."""
+
+
+class TokenizerError(EngineError):
+    """The tokenizer makes no tokens of a text, or takes too long."""
 
 
 class AdapterRefusedError(EngineError):

@@ -19,6 +19,7 @@ from ..engine.config import EngineConfig
 from ..engine.telemetry import EngineTelemetry
 from ..jobs.errors import JobFailedError
 from ..jobs.record import JobState
+from ..jobs.storage.model_proof import ModelProof
 from ..scheduler.planning.bound import JobWork
 from .dataset.answers import RowAnswer
 
@@ -90,9 +91,9 @@ class EngineIdentity:
 class EngineSettings:
     """How every worker sets up its engine.
 
-    `model_url`: local folder (or GGUF file), hub id or fsspec URL; `model_sha256`: of its content. `factory`:
-    `module:callable` that makes an engine of a model folder and an `EngineConfig`; tests put an engine without a model
-    there.
+    `model_url`: local folder (or GGUF file), hub id or fsspec URL; `model_sha256`: of its content, which every engine
+    process must have loaded ("": any). `factory`: `module:callable` that makes an engine of a model folder and an
+    `EngineConfig`; tests put an engine without a model there. `verify`: digests of files are not remembered.
     """
 
     model_url: str
@@ -100,11 +101,17 @@ class EngineSettings:
     factory: str = ENGINE_FACTORY
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     model_sha256: str = ""
+    verify: bool = False
 
     @property
     def identity(self) -> EngineIdentity:
         """Equal for settings whose engines are the same."""
         return EngineIdentity(self.model_sha256 or self.model_url, self.factory, self.config)
+
+    def proof_of(self, folder: Path) -> ModelProof:
+        """For a process that is about to load the model from this folder."""
+        with_weights = self.config.load_format != "dummy"
+        return ModelProof(folder, self.model_sha256, with_weights=with_weights, use_remembered=not self.verify)
 
     def halved(self) -> EngineSettings | None:
         """The same, with half the rows and half the tokens in a step; None when that is one row already."""

@@ -165,7 +165,9 @@ def _launch(client: Client, job: OpenedJob, rows: EarlyCheck, engine_factory: st
     )
     settings = RunSettings.of(job, num_workers, device)
     model_sha256 = job.record.model.sha256
-    engines = EngineSettings(spec.model, settings.engine, engine_factory, spec.storage_options, model_sha256)
+    engines = EngineSettings(
+        spec.model, settings.engine, engine_factory, spec.storage_options, model_sha256, verify=spec.verify
+    )
     rows.raise_problems()
     run_id = register_plugin(client, job.record.job_id, engines, job.store)
     lease_s = parse_timedelta(dask.config.get(LEASE_SETTING, default=_LEASE))

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import UnsupportedModelError
 from .families import LLAMA_SHAPED
+from .keys import REFUSED, is_set
 from .llama import read_llama_shaped
 from .model import ModelConfig
 from .opt import DEFAULTS as OPT_DEFAULTS
@@ -14,7 +15,6 @@ from .opt import read_opt
 from .raw import RawConfig
 
 SUPPORTED_MODEL_TYPES = (*sorted(LLAMA_SHAPED), "opt")
-_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 # Other spellings of what a supported family already says, for the message.
 _HINTS = {"gemma3": " Its text model alone has model_type='gemma3_text'."}
 __all__ = ["SUPPORTED_MODEL_TYPES", "parse_model_config"]
@@ -44,9 +44,9 @@ def _refuse_variants(raw: RawConfig) -> None:
     if quantization:
         method = quantization.get("quant_method", "unknown")
         raw.refuse("quantization_config.quant_method", "expected the unquantized checkpoint", method)
-    for key in _EXPERT_KEYS:
-        if raw.get(key):
-            raw.refuse(key, "expected none: mixtures of experts are not computed")
+    for key, why in REFUSED.items():
+        if key != "quantization_config" and is_set(raw.get(key)):
+            raw.refuse(key, why)
     architectures = raw.get("architectures") or []
     if not isinstance(architectures, list):
         raw.damage("architectures", "expected a list of names")

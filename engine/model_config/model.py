@@ -114,6 +114,8 @@ class ModelConfig:
     logit_softcap: float | None
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    #: `config.json` ties a head that the checkpoint stores apart, with other numbers than the embedding's.
+    says_tied: bool = False
 
     @property
     def q_size(self) -> int:

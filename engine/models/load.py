@@ -16,8 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..config import EngineConfig, read_json
+from ..config import EngineConfig
 from ..errors import ModelFilesError
+from ..model_config.folder import has_tensor, weight_files
 from ..model_config.model import HEAD, ModelConfig
 from ..model_config.partition import Partition, Piece
 from ..peft.cut import taken
@@ -64,10 +65,12 @@ def stored_weights(folder: Path, model: ModelConfig, partition: Partition | None
     weights: dict[str, Weight] = {}
     passed_over: set[str] = set()
     problems: list[str] = []
-    for name, tensor in _stored_tensors(folder, partition):
-        if _DERIVED.match(name) or (name == _HEAD_WEIGHT and model.is_tied):
+    for name, tensor in _stored_tensors(folder, model, partition):
+        if _DERIVED.match(name):
             continue
-        if name not in expected:
+        if name in weights or name in passed_over:
+            problems.append(f"{name}: in two files of the checkpoint, unclear which one is meant")
+        elif name not in expected:
             problems.append(f"{name}: not part of a {model.family} model with this config.json")
         elif tuple(tensor.shape) != expected[name]:
             problems.append(f"{name}: shape {tuple(tensor.shape)}, config.json implies {expected[name]}")
@@ -136,31 +139,26 @@ class StoredSlice:
         return part.clone(memory_format=torch.contiguous_format)
 
 
-def _stored_tensors(folder: Path, partition: Partition | None) -> Iterator[tuple[str, Weight | StoredSlice]]:
+def _stored_tensors(
+    folder: Path, model: ModelConfig, partition: Partition | None
+) -> Iterator[tuple[str, Weight | StoredSlice]]:
+    """Tensors by the engine's names. The one tensor of a tied model may be stored as the embedding or as the head."""
+    embedding = f"{model.names.embedding}.weight"
+    is_head_alone = model.is_tied and not has_tensor(folder, embedding)
     for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
                 kinds = dict(parse_json((file.metadata() or {}).get(METADATA_KEY, "{}")))
-                for name in file.keys():  # noqa: SIM118  (not a mapping)
+                for stored_name in file.keys():  # noqa: SIM118  (not a mapping)
+                    name = stored_name
+                    if name == _HEAD_WEIGHT and model.is_tied:
+                        if not is_head_alone:
+                            continue  # equal to the embedding: see `has_own_head`
+                        name = embedding
                     if partition is not None:
-                        yield name, StoredSlice(name, file.get_slice(name), partition)
+                        yield name, StoredSlice(name, file.get_slice(stored_name), partition)
                         continue
-                    tensor = file.get_tensor(name)
-                    yield name, GgufWeight.of_file(tensor, kinds[name]) if name in kinds else tensor
+                    tensor = file.get_tensor(stored_name)
+                    yield name, GgufWeight.of_file(tensor, kinds[stored_name]) if stored_name in kinds else tensor
         except (SafetensorError, OSError, ValueError, TypeError) as error:
             raise ModelFilesError(f"{path}: not a readable safetensors file ({error}). Fetch it again.") from None
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder. Raises `ModelFilesError` when there are none."""
-    index_path = folder / "model.safetensors.index.json"
-    if not index_path.exists():
-        single = folder / "model.safetensors"
-        if not single.exists():
-            raise ModelFilesError(f"{folder}: neither model.safetensors nor its index is there. Check --model.")
-        return [single]
-    names = set(map(str, dict(read_json(index_path).get("weight_map", {})).values()))
-    outside = sorted(name for name in names if Path(name).name != name)
-    if outside or not names:
-        raise ModelFilesError(f"{index_path}: weight_map must name files of this folder, found {outside or 'none'}.")
-    return [folder / name for name in sorted(names)]

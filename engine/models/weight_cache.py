@@ -35,11 +35,12 @@ from ...kernels.packed_weight import PackedWeight, Products, stored_class
 from ...kernels.packed_weight.panels import PANEL_TYPES, PANELS_VERSION, StoredWeight
 from ...version import __version__
 from ..local_cache import default_cache_root, file_lock, make_private
+from ..model_config.folder import weight_files
 from ..model_config.model import HEAD, PACKED_SITES, ModelConfig
 from ..model_config.partition import Partition
 from .decoder import joined_name, modules_of_site
 from .gguf.blocks import GgufWeight, Weight, looked_up, pack_joined
-from .load import stored_weights, weight_files
+from .load import stored_weights
 
 logger = logging.getLogger(__name__)
 Packed = Mapping[str, PackedWeight]

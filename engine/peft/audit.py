@@ -16,8 +16,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..errors import AdapterRefusedError
+from ..errors import AdapterRefusedError, ModelFilesError
 from ..model_config.model import ModelConfig
+from ..tokenizer_files import has_vocabulary, tokenizer_sha256, whose_tokenizer
 from ..untrusted import MALFORMED, STOPS, printable, shown_name
 from .config import AdapterConfig, judge_keys, read_adapter_config
 from .content import Changes, ParameterChange, check_all_values, find_changes
@@ -29,7 +30,6 @@ from .folder import (
     open_folder,
     parse_config,
     read_config,
-    tokenizer_sha256,
 )
 from .names import LORA_ROLES, BaseLayout, Renaming, TensorName, base_layout, choose_renaming, parse_name
 from .parameters import resized_shapes
@@ -47,6 +47,7 @@ class AdapterAudit:
     identifies what the adapter computes (None when refused, or when values were not read). `changes` list how
     merging makes each base parameter it touches; `sites` are the LoRA pairs. Uses: `used`, `irrelevant: why` or
     `refused: why` for each key and tensor. `vocab_size` is the base's unless the adapter resized it.
+    `tokenizer`: whose tokenizer serves its rows, as a clause; empty for the base's alone.
     """
 
     name: str
@@ -64,6 +65,10 @@ class AdapterAudit:
     vocab_size: int = 0
     unties_embeddings: bool = False
     tokenizer_sha256: str = ""
+    tokenizer: str = ""
+    has_own_vocabulary: bool = False
+    #: What stands before an answer in conversations and not at the end of its prompts; "" where nothing is missing.
+    missing_header: str = ""
 
     @property
     def has_own_tokenizer(self) -> bool:
@@ -123,6 +128,8 @@ def audit_adapter(folder: Path, model: ModelConfig, name: str, *, check_values: 
         vocab_size=judged.vocab_size,
         unties_embeddings=layout.is_tied and judged.changes.unties(layout.embedding),
         tokenizer_sha256=read.tokenizer_sha256,
+        tokenizer=whose_tokenizer(folder) if read.tokenizer_sha256 else "",
+        has_own_vocabulary=bool(read.tokenizer_sha256) and has_vocabulary(folder),
     )
 
 
@@ -131,8 +138,8 @@ def _refusing(ledger: Ledger, folder: Path | None = None) -> Iterator[None]:
     """Enter whatever bad data makes its readers raise as a reason to refuse the adapter."""
     try:
         yield
-    except AdapterRefusedError as error:
-        ledger.refuse(str(error))
+    except (AdapterRefusedError, ModelFilesError) as error:
+        ledger.refuse(str(error).rstrip("."))
     except STOPS:
         raise
     except BaseException as error:
@@ -207,6 +214,8 @@ def _judgement(
         raw = parse_config(content)
         config = read_adapter_config(raw, ledger)
         judge_keys(raw, ledger)
+        if layout.says_tied:
+            _judge_ties(config, ledger)
         if not headers:
             return judged
         ledger.notes.extend(notes)
@@ -216,6 +225,19 @@ def _judgement(
         judged.changes = find_changes(contents, judged.sites, ledger)
         _check_all_used(contents, judged.changes, ledger)
     return judged
+
+
+def _judge_ties(config: AdapterConfig, ledger: Ledger) -> None:
+    """PEFT goes by `tie_word_embeddings` where transformers goes by the tensors, so that what is meant is unclear."""
+    for key in ("ensure_weight_tying", "trainable_token_indices"):
+        value = getattr(config, key)
+        if value:
+            ledger.refuse_key(
+                key,
+                value,
+                "the base's config.json ties its head to the embedding, and its checkpoint holds another head. Set "
+                "tie_word_embeddings to false in the base's config.json, where that is what the adapter was trained on",
+            )
 
 
 # The adapters of a job are most often trained alike: one model, one configuration, one form of the files.
@@ -302,11 +324,7 @@ def audit_rows(audits: Iterable[AdapterAudit]) -> list[tuple[str, ...]]:
             str(audit.max_rank),
             str(len(audit.sites)),
             f"{audit.weight_bytes / 1e6:.1f}",
-            "\n".join(audit.reasons + audit.notes + _own_tokenizer(audit)),
+            "\n".join((*audit.reasons, *audit.notes, *([audit.tokenizer] if audit.tokenizer else []))),
         )
         for audit in audits
     ]
-
-
-def _own_tokenizer(audit: AdapterAudit) -> tuple[str, ...]:
-    return ("has its own tokenizer or chat template",) if audit.has_own_tokenizer else ()

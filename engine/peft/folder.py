@@ -1,11 +1,10 @@
-"""Reads an adapter folder: its configuration, the headers of its weight files, its tokenizer.
+"""Reads an adapter folder: its configuration and the headers of its weight files.
 
 Nothing of the folder is executed or unpickled, and neither an index file nor a link can point outside of the folder.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,19 +17,11 @@ from .tensor_file import Header, TensorEntry, read_header
 
 CONFIG_NAME = "adapter_config.json"
 MAX_CONFIG_BYTES = 8 << 20
-MAX_TOKENIZER_BYTES = 128 << 20  # those of 260,000 tokens have 35 MB
 WEIGHTS_NAME = "adapter_model.safetensors"
 INDEX_NAME = "adapter_model.safetensors.index.json"
 PICKLE_NAMES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
-TOKENIZER_NAMES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 # What is read of a folder, by the endings of its files.
-_READ_SUFFIXES = (".safetensors", ".json", ".jinja", ".model")
+_READ_SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".txt")
 # Safetensors files that trainers leave beside an adapter and that do not take part in generation.
 BYSTANDERS: Mapping[str, str] = {"value_head.safetensors": "a value head for reinforcement learning"}
 
@@ -85,24 +76,6 @@ def _blobs(path: Path) -> list[Path]:
         for snapshots, repository in pairwise(parents)
         if snapshots.name == "snapshots" and repository.name.startswith("models--")
     ]
-
-
-def has_own_tokenizer(path: Path) -> bool:
-    """Whether the folder ships a tokenizer or a chat template of its own."""
-    return any((path / name).is_file() for name in TOKENIZER_NAMES)
-
-
-def tokenizer_sha256(path: Path) -> str:
-    """Hash of the tokenizer and chat template that the folder ships; empty when it ships none."""
-    if not has_own_tokenizer(path):
-        return ""
-    digest = hashlib.sha256()
-    for name in TOKENIZER_NAMES:
-        if (path / name).is_file():
-            data = read_regular(path / name, MAX_TOKENIZER_BYTES)
-            digest.update(f"{name} {len(data)}\n".encode())
-            digest.update(data)
-    return digest.hexdigest()
 
 
 def read_config(path: Path) -> bytes:

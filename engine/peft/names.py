@@ -122,7 +122,7 @@ class BaseLayout:
     """Names and shapes of a base. A tied head is listed as a parameter of its own, with the embedding's shape. One base
     has one layout, which is compared by identity.
 
-    `batched` are the linear layers whose pairs the engine applies unmerged.
+    `batched` are the linear layers whose pairs the engine applies unmerged. `says_tied`: see `ModelConfig`.
     """
 
     family: str
@@ -131,6 +131,7 @@ class BaseLayout:
     linear: Mapping[str, tuple[int, int]]
     batched: frozenset[str]
     parameters: Mapping[str, tuple[int, ...]]
+    says_tied: bool = False
 
     @property
     def vocab_size(self) -> int:
@@ -158,4 +159,5 @@ def base_layout(model: ModelConfig) -> BaseLayout:
         linear=model.linear_shapes(),
         batched=frozenset(model.batched_modules()),
         parameters=model.parameter_shapes(),
+        says_tied=model.says_tied,
     )

@@ -39,10 +39,12 @@ class RenderedMessages:
 
 
 class LiteralText:
-    """Renders and encodes messages that hold the texts of special tokens. `special`: token id -> text."""
+    """Renders and encodes messages that hold the texts of special tokens. `special`: token id -> text. `backend`: None
+    where another process encodes.
+    """
 
-    def __init__(self, backend: TokenizerFile, special: Mapping[int, str]) -> None:
-        self._backend = backend
+    def __init__(self, backend: TokenizerFile | None, special: Mapping[int, str]) -> None:
+        self._given_backend = backend
         self._special = {i: text for i, text in special.items() if text}
         self._ids = {text: i for i, text in self._special.items()}
         texts = sorted(set(self._special.values()), key=len, reverse=True)
@@ -141,6 +143,11 @@ class LiteralText:
     def _without_unknown(self, token_ids: Sequence[int]) -> list[int]:
         """Without those of what the vocabulary lacks, which are special in many tokenizers."""
         return [i for i in token_ids if i != self._unknown]
+
+    @property
+    def _backend(self) -> TokenizerFile:
+        assert self._given_backend is not None, "another process encodes"
+        return self._given_backend
 
     @cached_property
     def _unknown(self) -> int | None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from ..request import SamplingParams
 
+#: More than any model has.
+MAX_TOKENS = 1 << 31
+
 
 def token_problems(sampling: SamplingParams, vocab_size: int) -> list[str]:
     """Which tokens of a sampling a model of `vocab_size` tokens does not have, as a plain sentence."""

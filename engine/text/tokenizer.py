@@ -1,43 +1,47 @@
 """Encodes and decodes text with the tokenizer of a Hugging Face model folder. No torch, no transformers.
 
-`tokenizer.json` holds the tokenizer, `tokenizer_config.json` (and the older `special_tokens_map.json`) names the
-special tokens and may hold the chat template; `chat_template.jinja` takes precedence. What is put around a plain
-prompt is written in `tokenizer.json`; the flags `add_bos_token` and `add_eos_token` beside it are for tokenizers
-without that file. Tests compare the outcome with transformers' `AutoTokenizer`.
+`tokenizer_backend.py` builds it from the folder's files. `tokenizer_config.json` may hold the chat template;
+`chat_template.jinja` takes precedence. Tests compare the outcome with transformers' `AutoTokenizer`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer as TokenizerFile
 
 from ..config import read_json
-from ..errors import ChatTemplateError, ModelFilesError
+from ..errors import ChatTemplateError, ModelFilesError, TokenizerError
 from ..request import Request
-from ..untrusted import STOPS, read_regular, shown_name
-from .chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
+from ..tokenizer_files import SETTINGS, TEMPLATE, TOOL_TEMPLATE, AuditedFolder, TokenizerFiles
+from ..untrusted import STOPS, shown_name
+from .chat_template import ChatTemplate
 from .conversation import AS_USUAL, Conversation, RenderOptions
-from .expansion import expansion_problem, long_token_problem
+from .expansion import long_token_problem, slow_decoder_problem
 from .literal import LiteralText, RenderedMessages
+from .token_bytes import TokenBytes
+from .tokenizer_backend import build
 
-MAX_TOKENIZER_BYTES = 128 << 20  # those of 260,000 tokens have 35 MB
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # An incomplete UTF-8 character becomes complete within three more bytes, hence tokens. Beyond that, what
 # looks incomplete is an invalid byte and will stay one.
 _MAX_PENDING_TOKENS = 4
 _MAX_CONTEXT_TOKENS = 8
+# Tokens of bytes that stand together: what they say is known when another token comes.
+_MAX_BYTE_TOKENS = 1024
 _REPLACEMENT = "\ufffd"
 # Names of chat templates where a model has several; transformers calls them so.
-_DEFAULT, _FOR_TOOLS = "default", "tool_use"
+DEFAULT_TEMPLATE, _FOR_TOOLS = "default", "tool_use"
+_TEMPLATE_FILES = {DEFAULT_TEMPLATE: TEMPLATE, _FOR_TOOLS: TOOL_TEMPLATE}
 # Texts with more characters than this per token of room are looked at in pieces. A beginning has hardly more tokens
 # than the text itself, however its last word is cut.
 _CHARACTERS_PER_TOKEN = 16
 _SPARE_TOKENS = 1000
+_Item = TypeVar("_Item")
 
 
 class Tokenizer:
@@ -56,6 +60,8 @@ class Tokenizer:
         self._chat_template = chat_template
         self._tool_template = tool_template or chat_template
         self.eos_token_ids = eos_token_ids
+        #: What people should know of its files, as clauses.
+        self.notes: tuple[str, ...] = ()
         added = backend.get_added_tokens_decoder()
         self._special_texts = {token.content: i for i, token in added.items() if token.special}
         self._special_ids = frozenset(self._special_texts.values())
@@ -69,28 +75,49 @@ class Tokenizer:
         base: Path | None = None,
         now: datetime | None = None,
         chat_template: str | None = None,
+        sha256: str = "",
     ) -> Tokenizer:
         """Read a model folder, or an adapter's, which may ship a tokenizer, a chat template, or both; `base` is then
         the model folder that has the rest. `now`: the time that chat templates see, by default the clock's.
-        `chat_template`: text of the one to use instead of the folders'.
+        `chat_template`: text of the one to use instead of the folders'. `sha256`: the hash that the folder's files must
+        have ("": any).
 
-        Raises `ModelFilesError` when `tokenizer.json` is missing or damaged, or the chat template is no
-        template.
+        Raises `ModelFilesError` when `tokenizer.json` is missing or damaged, files have another hash, or the chat
+        template is no template.
         """
-        folder = Path(folder)
-        home = folder if base is None or (folder / "tokenizer.json").exists() else base
-        config = _read_optional(home / "tokenizer_config.json")
-        special = _special_tokens(config, _read_optional(home / "special_tokens_map.json"))
-        backend = _read_backend(home / "tokenizer.json")
-        _mark_special(backend, special)
-        if chat_template is not None:
-            sources = {_DEFAULT: chat_template}
-        else:
-            sources = _template_sources(folder) or _template_sources(base or folder)
-        made = {name: ChatTemplate(source, special, now) for name, source in sources.items()}
+        files = TokenizerFiles.of(Path(folder), sha256)
+        of_base = None if base is None else TokenizerFiles.of(base)
+        return cls.of_files(files, of_base, now=now, chat_template=chat_template)
+
+    @classmethod
+    def of_files(
+        cls,
+        files: TokenizerFiles,
+        of_base: TokenizerFiles | None = None,
+        *,
+        now: datetime | None = None,
+        chat_template: str | None = None,
+    ) -> Tokenizer:
+        """`from_folder`, of files that were read before."""
+        model_type, kind = _named_by_model(files.folder)
+        backend, settings = build(files, base=of_base, model_type=model_type, model_class=kind)
+        special = settings.special_tokens
+        templates = templates_of(files, of_base, special, now=now, chat_template=chat_template)
         eos_id = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
         eos_ids = () if eos_id is None else (eos_id,)
-        return cls(backend, special, made.get(_DEFAULT), eos_ids, made.get(_FOR_TOOLS))
+        made = cls(backend, special, templates.get(DEFAULT_TEMPLATE), eos_ids, templates.get(_FOR_TOOLS))
+        made.notes = settings.notes
+        return made
+
+    @property
+    def special_texts(self) -> Mapping[str, int]:
+        """Text of each special token -> its number."""
+        return self._special_texts
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Numbers of special tokens."""
+        return self._special_ids
 
     @property
     def has_chat_template(self) -> bool:
@@ -98,13 +125,29 @@ class Tokenizer:
         return self._chat_template is not None
 
     @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The template of conversations without tools."""
+        return self._chat_template
+
+    @property
     def vocab_size(self) -> int:
         """Tokens, added ones included. A model's embedding may be larger."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
-    def long_token_problem(self) -> str | None:
-        """Why its tokens are too long, as a clause; None when they are not. For tokenizers of strangers."""
-        return long_token_problem(self._backend)
+    @property
+    def num_tokens_of_prompts(self) -> int:
+        """Tokens up to the last one that prompts are made for: one that only fills up batches counts for nothing."""
+        padding = self._backend.token_to_id(self.special_tokens.get("pad_token", ""))
+        size = self.vocab_size
+        return size - 1 if padding == size - 1 else size
+
+    def to_json(self) -> str:
+        """The tokenizer as a `tokenizer.json` would have it, tokens and settings of other files included."""
+        return str(self._backend.to_str())
+
+    def foreign_problem(self) -> str | None:
+        """Why it may not serve as a stranger's tokenizer, as a clause: it may make long texts, or take long."""
+        return long_token_problem(self._backend) or slow_decoder_problem(self._backend)
 
     def conflicts(self, other: Tokenizer) -> list[str]:
         """Added and special tokens that stand for another number in `other`, as plain sentences."""
@@ -119,61 +162,81 @@ class Tokenizer:
             raise prompt
         return prompt
 
-    def render_all(self, conversations: Sequence[Conversation]) -> list[str | ChatTemplateError]:
+    def render_all(
+        self, conversations: Sequence[Conversation], *, must_be_whole: bool = False
+    ) -> list[str | ChatTemplateError]:
         """The prompt of each of many conversations, or what `render` raises. Those with tools are rendered by the
-        template that the model has for them, if it has one.
+        template that the model has for them, if it has one. `must_be_whole`: see `ChatTemplate.render_all`.
         """
         if self._chat_template is None:
             return [_no_template() for _ in conversations]
+        plain_template = partial(self._chat_template.render_all, must_be_whole=must_be_whole)
         if self._tool_template is self._chat_template:
-            return self._chat_template.render_all(conversations)
+            return plain_template(conversations)
         assert self._tool_template is not None, "a chat template is there"
-        plain = iter(self._chat_template.render_all([one for one in conversations if not one.options.tools]))
-        with_tools = iter(self._tool_template.render_all([one for one in conversations if one.options.tools]))
+        tool_template = partial(self._tool_template.render_all, must_be_whole=must_be_whole)
+        plain = iter(plain_template([one for one in conversations if not one.options.tools]))
+        with_tools = iter(tool_template([one for one in conversations if one.options.tools]))
         return [next(with_tools if one.options.tools else plain) for one in conversations]
 
     def render_messages(
         self, conversations: Sequence[Conversation], *, allow_special_tokens: bool = False
     ) -> list[RenderedMessages | ChatTemplateError]:
-        """`render_all`. Texts of special tokens in messages, tools and variables stay text, unless they are allowed."""
+        """The prompts of rows, or why a row has none: also where a piece of its conversation does not reach the prompt.
+        Texts of special tokens in messages, tools and variables stay text, unless they are allowed.
+        """
+        render = partial(self.render_all, must_be_whole=True)
         if allow_special_tokens:
-            rendered = zip(self.render_all(conversations), conversations, strict=True)
+            rendered = zip(render(conversations), conversations, strict=True)
             return [
                 text if isinstance(text, ChatTemplateError) else RenderedMessages(text, {}, given.open_text)
                 for text, given in rendered
             ]
-        return self._literals.render(conversations, self.render_all)
+        return self._literals.render(conversations, render)
 
     def encode_messages(
         self, prompts: Sequence[RenderedMessages], *, allow_special_tokens: bool = False
     ) -> list[list[int]]:
-        """Tokens of many rendered messages, on all cores; see `render_messages`."""
+        """Tokens of many rendered messages, on all cores; see `render_messages`. Raises `TokenizerError`."""
         encoded = self.encode_batch([prompt.text for prompt in prompts], is_rendered=True)
         if allow_special_tokens:
             return encoded
-        return [
-            token_ids if self._literals.is_as_usual(prompt, token_ids) else self._literals.encode(prompt)
-            for prompt, token_ids in zip(prompts, encoded, strict=True)
-        ]
+        with _no_tokens():
+            return [
+                token_ids if self._literals.is_as_usual(prompt, token_ids) else self._literals.encode(prompt)
+                for prompt, token_ids in zip(prompts, encoded, strict=True)
+            ]
 
     def encode_batch(self, texts: Sequence[str], *, is_rendered: bool) -> list[list[int]]:
         """Tokens of many texts, on all cores.
 
         Plain prompts get the special tokens that the model expects around them. `is_rendered`: the texts come from the
-        chat template, which has written them.
+        chat template, which has written them. Raises `TokenizerError`.
         """
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=not is_rendered)
+        with _no_tokens():
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=not is_rendered)
         return [list(encoding.ids) for encoding in encodings]
+
+    def encode_each(self, texts: Sequence[str], *, is_rendered: bool) -> list[list[int] | TokenizerError]:
+        """`encode_batch`; a text without tokens gets its own error."""
+        return _each(texts, partial(self.encode_batch, is_rendered=is_rendered))
+
+    def encode_messages_each(
+        self, prompts: Sequence[RenderedMessages], *, allow_special_tokens: bool = False
+    ) -> list[list[int] | TokenizerError]:
+        """`encode_messages`; a prompt without tokens gets its own error."""
+        return _each(prompts, partial(self.encode_messages, allow_special_tokens=allow_special_tokens))
 
     def exceeds(self, text: str, max_tokens: int) -> bool:
         """Whether a very long text certainly has more tokens than this, found out without encoding all of it.
 
-        Its beginning is encoded, then eight times as much and so on, until there are far more tokens than that.
+        Its beginning is encoded, then eight times as much and so on, until there are far more tokens than that. Raises
+        `TokenizerError`.
         """
         size = _CHARACTERS_PER_TOKEN * max_tokens
         while size < len(text):
-            encoded = self._backend.encode_batch_fast([text[:size]], add_special_tokens=False)[0]
-            if len(encoded.ids) > 2 * max_tokens + _SPARE_TOKENS:
+            encoded = self.encode_batch([text[:size]], is_rendered=True)[0]
+            if len(encoded) > 2 * max_tokens + _SPARE_TOKENS:
                 return True
             size *= 8
         return False
@@ -184,6 +247,33 @@ class Tokenizer:
             return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
         kept = [i for i in token_ids if i in keep or i not in self._special_ids]
         return str(self._backend.decode(kept, skip_special_tokens=False))
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Text of tokens with special tokens."""
+        return self.decode(token_ids, self._special_ids)
+
+    def bytes_of(self, token_ids: Sequence[int]) -> list[bytes]:
+        """The bytes that each token adds to a text."""
+        return list(map(self._token_bytes.of, token_ids))
+
+    @cached_property
+    def _token_bytes(self) -> TokenBytes:
+        return TokenBytes(self._backend)
+
+    @cached_property
+    def byte_tokens(self) -> frozenset[int]:
+        """Tokens of single bytes, of which the decoder makes characters: of all that stand together, or of none."""
+        if self._backend.decoder is None or "ByteFallback" not in str(self._backend.decoder.__getstate__()):
+            return frozenset()
+        found = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        return frozenset(token for token in found if token is not None)
+
+    @cached_property
+    def num_end_tokens(self) -> int:
+        """Special tokens that are put behind a plain prompt."""
+        bare, whole = (self.encode_batch(["a"], is_rendered=is_rendered)[0] for is_rendered in (True, False))
+        start = next((s for s in range(len(whole)) if whole[s : s + len(bare)] == bare), 0)
+        return len(whole) - start - len(bare)
 
     def special_token_ids(self, texts: Sequence[str]) -> tuple[int, ...]:
         """Of these texts, those that are special tokens: `decode` leaves them out."""
@@ -199,25 +289,29 @@ class Tokenizer:
 class Tokenizers:
     """The tokenizers of an engine: the base's, and those of adapters that ship one.
 
-    `own_folder(adapter_id)`: the adapter's folder if it ships a tokenizer. `eos_token_ids`: the model's.
+    `own_folder(adapter_id)`: the adapter's folder if it ships a tokenizer, with its hash where that is known.
+    `eos_token_ids`: the model's.
     """
 
     def __init__(
-        self, model_folder: Path, own_folder: Callable[[str | None], Path | None], eos_token_ids: tuple[int, ...]
+        self,
+        model_folder: Path,
+        own_folder: Callable[[str | None], AuditedFolder | Path | None],
+        eos_token_ids: tuple[int, ...],
     ) -> None:
         base = Tokenizer.from_folder(model_folder)
         self._eos_token_ids = tuple(sorted({*eos_token_ids, *base.eos_token_ids}))
+        self._model_folder = model_folder
         self._own_folder = own_folder
-        self._read = lru_cache(None)(Tokenizer.from_folder)
-        self._of_adapter: dict[str | None, tuple[Path, Tokenizer]] = {None: (model_folder, base)}
+        self._read = lru_cache(None)(self._read_own)
+        self._of_adapter: dict[str | None, Tokenizer] = {None: base}
 
     def of(self, adapter_id: str | None) -> Tokenizer:
         """The tokenizer of an adapter's rows."""
-        return self._find(adapter_id)[1]
-
-    def folder_of(self, adapter_id: str | None) -> Path:
-        """Where that tokenizer lies."""
-        return self._find(adapter_id)[0]
+        if adapter_id not in self._of_adapter:
+            own = self._own_folder(adapter_id)
+            self._of_adapter[adapter_id] = self._of_adapter[None] if own is None else self._read(own)
+        return self._of_adapter[adapter_id]
 
     def ends(self, request: Request) -> tuple[int, ...]:
         """Tokens that end a row."""
@@ -231,11 +325,9 @@ class Tokenizers:
         special = tokenizer.special_token_ids(sampling.stop)
         return tuple({*self._eos_token_ids, *tokenizer.eos_token_ids, *sampling.stop_token_ids, *special})
 
-    def _find(self, adapter_id: str | None) -> tuple[Path, Tokenizer]:
-        if adapter_id not in self._of_adapter:
-            folder = self._own_folder(adapter_id)
-            self._of_adapter[adapter_id] = self._of_adapter[None] if folder is None else (folder, self._read(folder))
-        return self._of_adapter[adapter_id]
+    def _read_own(self, own: AuditedFolder | Path) -> Tokenizer:
+        folder, sha256 = (own.folder, own.sha256) if isinstance(own, AuditedFolder) else (own, "")
+        return Tokenizer.from_folder(folder, base=self._model_folder, sha256=sha256)
 
 
 class Detokenizer:
@@ -253,11 +345,20 @@ class Detokenizer:
         self._pending: list[int] = []
 
     def add(self, token_id: int) -> str:
-        """The text that this token completes; empty while a character is incomplete."""
+        """The text that this token completes; empty while a character is incomplete, or more bytes may follow."""
         self._pending.append(token_id)
+        if token_id in self._tokenizer.byte_tokens and len(self._pending) < _MAX_BYTE_TOKENS:
+            return ""
         text = self._text_of_pending()
         is_incomplete = text.endswith(_REPLACEMENT)
         return "" if is_incomplete and len(self._pending) < _MAX_PENDING_TOKENS else self._release(text)
+
+    @property
+    def held(self) -> str:
+        """The text of tokens that `add` has not returned yet, as far as characters are complete. A later byte that is
+        invalid may change it.
+        """
+        return self._text_of_pending().rstrip(_REPLACEMENT) if self._pending else ""
 
     def finish(self) -> str:
         """What is left when no more tokens come."""
@@ -278,76 +379,73 @@ def _no_template() -> ChatTemplateError:
     return ChatTemplateError("this model has no chat template; give a prompt instead of messages")
 
 
-def _read_optional(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
-
-
-def _read_backend(path: Path) -> TokenizerFile:
-    if not path.exists():
-        raise ModelFilesError(
-            f"{path}: missing. A model folder needs it; transformers makes one with "
-            "`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`."
-        )
+@contextmanager
+def _no_tokens() -> Iterator[None]:
+    """Raise `TokenizerError` for whatever the library raises."""
     try:
-        backend = TokenizerFile.from_str(read_regular(path, MAX_TOKENIZER_BYTES).decode("utf-8"))
-    except STOPS:
+        yield
+    except (*STOPS, TokenizerError):
         raise
     except BaseException as error:
-        # The library raises plain `Exception` for whatever it cannot parse, and `PanicException`, which is none.
-        raise ModelFilesError(f"{path}: not a tokenizer ({shown_name(str(error))}). Fetch the model again.") from None
-    backend.no_truncation()
-    backend.no_padding()
-    problem = expansion_problem(backend)
-    if problem is not None:
-        raise ModelFilesError(f"{path}: {problem}. Repair it, or take another tokenizer.")
-    return backend
+        # Plain `Exception`, and `PanicException`, which is none.
+        raise TokenizerError(f"the tokenizer makes no tokens of it ({shown_name(str(error))})") from None
 
 
-def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> text; each may be written as a string or as an object with `content`."""
-    found: dict[str, str] = {}
-    for source in sources:
-        for name in _SPECIAL_NAMES:
-            value = source.get(name)
-            text = value.get("content") if isinstance(value, Mapping) else value
-            if isinstance(text, str) and name not in found:
-                found[name] = text
-    return found
+def _each(
+    items: Sequence[_Item], encode: Callable[[Sequence[_Item]], list[list[int]]]
+) -> list[list[int] | TokenizerError]:
+    """What `encode` makes of all at once; where one of them has no tokens, of each by itself."""
+    try:
+        return list(encode(items))
+    except TokenizerError as error:
+        if len(items) == 1:
+            return [error]
+    return [found for item in items for found in _each([item], encode)]
 
 
-def _mark_special(backend: TokenizerFile, special: Mapping[str, str]) -> None:
-    """Named special tokens that the file lists as ordinary vocabulary are special all the same."""
-    added = {token.content for token in backend.get_added_tokens_decoder().values()}
-    plain = [text for text in special.values() if text not in added and backend.token_to_id(text) is not None]
-    if plain:
-        backend.add_special_tokens(list(dict.fromkeys(plain)))
+def _named_by_model(folder: Path) -> tuple[str, str]:
+    """What the model's own configuration says of the tokenizer's class: `model_type` and `tokenizer_class`."""
+    path = folder / "config.json"
+    config = read_json(path) if path.is_file() else {}
+    return str(config.get("model_type") or ""), str(config.get("tokenizer_class") or "")
 
 
-def _template_sources(folder: Path) -> dict[str, str]:
+def templates_of(
+    files: TokenizerFiles,
+    base: TokenizerFiles | None,
+    special_tokens: Mapping[str, str],
+    *,
+    now: datetime | None = None,
+    chat_template: str | None = None,
+) -> dict[str, ChatTemplate]:
+    """Name -> chat template: the job's own text, else that of the folder's files, else that of its base's."""
+    if chat_template is not None:
+        sources = {DEFAULT_TEMPLATE: chat_template}
+    else:
+        sources = _template_sources(files) or (_template_sources(base) if base is not None else {})
+    return {name: ChatTemplate(source, special_tokens, now) for name, source in sources.items()}
+
+
+def _template_sources(files: TokenizerFiles) -> dict[str, str]:
     """Name -> text of the chat templates that a folder has and that are used: the default one, and one for tools."""
-    path = folder / "chat_template.jinja"
-    if path.exists():
-        try:
-            return {_DEFAULT: read_regular(path, 4 * MAX_TEMPLATE_CHARACTERS).decode("utf-8")}
-        except OSError as error:
-            raise ModelFilesError(f"{path}: cannot be read ({error.strerror}). Fetch the model again.") from None
-        except UnicodeDecodeError as error:
-            raise ModelFilesError(f"{path}: not UTF-8 text ({error}). Fetch the model again.") from None
-    named = _read_optional(folder / "tokenizer_config.json").get("chat_template")
+    in_files = {name: files.text(file) for name, file in _TEMPLATE_FILES.items() if file in files.contents}
+    if in_files:
+        return in_files if DEFAULT_TEMPLATE in in_files else {}
+    named = files.json(SETTINGS).get("chat_template")
     if isinstance(named, list):
         entries = [entry for entry in named if isinstance(entry, Mapping)]
         found = {
             name: next((entry.get("template") for entry in entries if entry.get("name") == name), None)
-            for name in (_DEFAULT, _FOR_TOOLS)
+            for name in (DEFAULT_TEMPLATE, _FOR_TOOLS)
         }
     else:
-        found = {_DEFAULT: named}
+        found = {DEFAULT_TEMPLATE: named}
     for name, source in found.items():
         if source is not None and not isinstance(source, str):
             raise ModelFilesError(
-                f"{folder / 'tokenizer_config.json'} chat_template: expected a string, or a list of "
+                f"{files.folder / SETTINGS} chat_template: expected a string, or a list of "
                 f"{{name, template}} with one named 'default', found {type(source).__name__} ({name})."
             )
-    if found[_DEFAULT] is None:
+    if found[DEFAULT_TEMPLATE] is None:
         return {}
     return {name: source for name, source in found.items() if source is not None}

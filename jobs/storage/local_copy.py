@@ -15,13 +15,16 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import fsspec
 
+from ...engine.errors import ModelFilesError
 from ...engine.local_cache import default_cache_root, file_lock, make_private, temporary_folder
+from ...engine.model_config.folder import READ, weight_files
 from ...engine.models.gguf.converted import resolve_gguf
 from ..errors import StorageError
 from .location import options_for
@@ -31,15 +34,6 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Never fetched: pickles can run code when read, and nothing here reads them. Their names are kept as empty files,
 # so that messages can say what the folder holds.
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack")
-# Files beside the weights that decide what a base model answers.
-_IDENTITY_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
 _VERSION_KEYS = ("ETag", "etag", "LastModified", "mtime", "created", "md5Hash", "content_md5")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 
@@ -144,32 +138,64 @@ def _hub_snapshot(hub_id: str) -> Path:
 def model_sha256(
     folder: Path, *, with_weights: bool = True, use_remembered: bool = True, cache_root: Path | None = None
 ) -> str:
-    """Hash of configuration, tokenizer and (`with_weights`) safetensors files. Names and paths do not count
-    beyond the file's own name, so a copied folder is the same model.
+    """Hash of configuration, tokenizer and (`with_weights`) the safetensors files that are read. Names and paths do
+    not count beyond the file's own name, so a copied folder is the same model.
 
     Weights are read once per host: digests are remembered by path, size, inode and times of change, also the one that
     no program can set (ctime). Without `use_remembered` all are read, for file systems and clocks that are not trusted.
     """
-    digests = (cache_root or default_cache_root()) / "digests"
+    files = identity_files(folder, with_weights=with_weights)
+    return sha256_of_files(
+        (path.name, file_sha256(path, use_remembered=use_remembered, cache_root=cache_root)) for path in files
+    )
+
+
+def sha256_of_files(digests: Iterable[tuple[str, str]]) -> str:
+    """Hash of a folder from the names and hashes of its files."""
     whole = hashlib.sha256()
-    weights = sorted(folder.glob("*.safetensors")) if with_weights else []
-    for path in [*(folder / name for name in _IDENTITY_FILES), *weights]:
-        if path.exists():
-            whole.update(f"{path.name} {_file_sha256(path, digests, use_remembered=use_remembered)}\n".encode())
+    for name, digest in digests:
+        whole.update(f"{name} {digest}\n".encode())
     return whole.hexdigest()
 
 
-def _file_sha256(path: Path, digests: Path, *, use_remembered: bool) -> str:
+def identity_files(folder: Path, *, with_weights: bool) -> list[Path]:
+    """The files that decide what a base model answers: those that are read, of those that are there."""
+    try:
+        weights = weight_files(folder) if with_weights else []
+    except ModelFilesError:
+        weights = sorted(folder.glob("*.safetensors"))  # none that loading would take: it says so
+    return [path for path in (*(folder / name for name in READ), *weights) if path.exists()]
+
+
+def file_sha256(path: Path, *, use_remembered: bool = True, cache_root: Path | None = None) -> str:
+    """Hash of a file's content. It is remembered by `file_key`."""
     path = path.resolve()
-    facts = path.stat()
-    key = f"{path} {facts.st_size} {facts.st_mtime_ns} {facts.st_ctime_ns} {facts.st_ino}"
-    remembered = digests / hashlib.sha256(key.encode()).hexdigest()
+    with path.open("rb") as file:
+        return open_file_sha256(path, file, use_remembered=use_remembered, cache_root=cache_root)
+
+
+def open_file_sha256(
+    path: Path, file: BufferedReader, *, use_remembered: bool = True, cache_root: Path | None = None
+) -> str:
+    """Hash of an open file's content, whatever its path leads to by now."""
+    key = file_key(path, os.fstat(file.fileno()))
+    remembered = _remembered(key, cache_root)
     if use_remembered and remembered.exists():
         return remembered.read_text()
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    _remember(remembered, digest)
+    file.seek(0)
+    digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if file_key(path, os.fstat(file.fileno())) == key:
+        _remember(remembered, digest)
     return digest
+
+
+def file_key(path: Path, facts: os.stat_result) -> str:
+    """By what a file is known to be the same: path, size, times of change and inode. No program can set ctime."""
+    return f"{path} {facts.st_size} {facts.st_mtime_ns} {facts.st_ctime_ns} {facts.st_ino}"
+
+
+def _remembered(key: str, cache_root: Path | None) -> Path:
+    return (cache_root or default_cache_root()) / "digests" / hashlib.sha256(key.encode()).hexdigest()
 
 
 def _remember(path: Path, text: str) -> None:

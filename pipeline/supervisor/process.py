@@ -10,13 +10,26 @@ import queue
 import subprocess
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 from ...engine.errors import EngineError
 from ...engine.server.codec import MessageError
-from ...engine.server.frames import FROM_ENGINE, TO_ENGINE, Fatal, FromEngine, Start, ToEngine, encode_frame, read_frame
+from ...engine.server.frames import (
+    FROM_ENGINE,
+    TO_ENGINE,
+    Fatal,
+    FromEngine,
+    Ready,
+    Start,
+    ToEngine,
+    encode_frame,
+    read_frame,
+)
+from ...jobs.storage.model_proof import ModelProblem, ModelProof
 from ..messages import EngineSettings
 from .spare import SpareEngine, start_engine_process
 
@@ -35,7 +48,8 @@ class EngineProcess:
     """An engine process that may still be starting. No call waits for it.
 
     `listener` is called with every message, in a thread of the process's own, and last of all with `ProcessExited`,
-    exactly once. `spare`: holds a process that was started before, which is used if it lives.
+    exactly once. `Ready` is passed on once it is proven that the process has loaded what the settings name by hash.
+    `spare`: holds a process that was started before, which is used if it lives.
     """
 
     def __init__(
@@ -55,6 +69,7 @@ class EngineProcess:
         self._listener = listener
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: FrameWriter | None = None
+        self._proof: ModelProof | None = None
         self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._live, name="engine process", daemon=True)
         self._thread.start()
@@ -65,6 +80,11 @@ class EngineProcess:
         """
         if self._writer is not None:
             self._writer.send(message)
+
+    def model_problem(self) -> ModelProblem | None:
+        """Why the process may not compute from what it has loaded any more. Any thread may ask."""
+        proof = self._proof
+        return None if proof is None else proof.later_problem()
 
     def stop(self) -> None:
         """End the process now, stopped or not: its work in progress is lost, its finished rows were sent already."""
@@ -91,6 +111,8 @@ class EngineProcess:
         if self._spare is not None:
             self._spare.close()
         self._listener(self, ProcessExited(reason))
+        if self._proof is not None:
+            self._proof.close()
 
     def _start(self) -> subprocess.Popen[bytes]:
         num_threads = self._settings.config.num_threads
@@ -105,12 +127,18 @@ class EngineProcess:
         """Exchange messages with the process to its end; how it ended."""
         assert process.stdout is not None
         assert process.stdin is not None
+        self._proof = proof = self._settings.proof_of(model)
+        digest = _digest_of(proof)
         writer = FrameWriter(process.stdin)
         writer.send(Start(str(model), self._settings.factory, self._settings.config))
         self._writer = writer
         try:
             while (message := read_frame(process.stdout, FROM_ENGINE)) is not None:
-                self._listener(self, message)
+                if isinstance(message, Ready):
+                    # Other messages go on while the model is hashed for the first time on this host.
+                    digest.add_done_callback(partial(self._prove, process, message))
+                else:
+                    self._listener(self, message)
         except MessageError as error:
             process.kill()
             self._listener(self, Fatal(f"it sent a malformed message: {error}"))
@@ -118,6 +146,33 @@ class EngineProcess:
         process.stdout.close()
         writer.close()
         return f"it was killed by signal {-code}" if code < 0 else f"it ended with exit code {code}"
+
+    def _prove(self, process: subprocess.Popen[bytes], ready: Ready, digest: Future[str]) -> None:
+        """Pass on that the process is ready, or end it because it has loaded something else."""
+        assert self._proof is not None, "a process is proven after it was started"
+        try:
+            problem = self._proof.problem(digest.result())
+        except (OSError, ValueError) as error:
+            problem = ModelProblem(f"the base model's files cannot be read ({error})", False)
+        if problem is None:
+            self._listener(self, ready)
+            return
+        self._listener(self, Fatal(problem.text, is_permanent=problem.is_permanent))
+        process.kill()
+
+
+def _digest_of(proof: ModelProof) -> Future[str]:
+    """The proof's digest, which a thread of its own computes while the engine loads."""
+    found: Future[str] = Future()
+
+    def compute() -> None:
+        try:
+            found.set_result(proof.digest())
+        except Exception as error:
+            found.set_exception(error)
+
+    threading.Thread(target=compute, name="hash of the model", daemon=True).start()
+    return found
 
 
 class FrameWriter:

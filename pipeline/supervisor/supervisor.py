@@ -20,6 +20,7 @@ from typing import Concatenate, ParamSpec
 from ...engine.request import ExportedRow
 from ...engine.server.frames import Exported, Fatal, FromEngine, Heartbeat, Progress, Ready, Results
 from ...engine.server.process import kernel_kills
+from ...jobs.storage.model_proof import ModelProblem
 from ..messages import EngineFailedError, EngineSettings, LocalAdapter, WorkerReport
 from .health import EngineHealth, GiveUp, HealthLimits, RestartPolicy
 from .metrics import EngineMeter
@@ -75,7 +76,12 @@ class EngineSupervisor:
     def join(self, run_id: str, send_report: Reporter) -> EngineHandle:
         """A run may use the engine from now on; `send_report` is called about once a second until it leaves."""
         self._inbox.put(partial(self._join, run_id, send_report))
-        return EngineHandle(run_id, self._folder, lambda change: self._inbox.put(partial(change, self._queue)))
+        return EngineHandle(
+            run_id,
+            self._folder,
+            lambda change: self._inbox.put(partial(change, self._queue)),
+            lambda: self._process.model_problem(),
+        )
 
     def leave(self, run_id: str, timeout_s: float) -> None:
         """Fail what a run has open with `ShardAbandonedError`, once the process has given up what it has generated for
@@ -221,10 +227,11 @@ class EngineSupervisor:
         self._report_at_s = 0.0
 
     def _watch_health(self) -> None:
-        problem = self._health.problem(time.monotonic())
+        of_model = self._process.model_problem()
+        problem = of_model.text if of_model else self._health.problem(time.monotonic())
         if problem is not None and self._restart_at_s is None:
             logger.error("engine process: %s; it is replaced", problem)
-            self._fatal = Fatal(problem)
+            self._fatal = Fatal(problem, is_permanent=bool(of_model))
             self._health.start(time.monotonic())
             self._process.stop()
 
@@ -253,13 +260,28 @@ class EngineHandle:
     """The engine as one run uses it, from any thread. Made by `EngineSupervisor.join`.
 
     `folder`: removed with the engine; for files that its rows refer to. `submit`: has the supervisor's thread call
-    a function of the queue.
+    a function of the queue. `model_problem`: of the engine process that runs.
     """
 
-    def __init__(self, run_id: str, folder: Path, submit: Callable[[Callable[[EngineQueue], None]], None]) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        folder: Path,
+        submit: Callable[[Callable[[EngineQueue], None]], None],
+        model_problem: Callable[[], ModelProblem | None] = lambda: None,
+    ) -> None:
         self.run_id = run_id
         self.folder = folder
         self._submit = submit
+        self._model_problem = model_problem
+
+    def check_model(self) -> None:
+        """Raise `EngineFailedError` when the base model's files were written to since the engine has loaded them: what
+        it has answered since may be of other weights.
+        """
+        problem = self._model_problem()
+        if problem is not None:
+            raise EngineFailedError(problem.text)
 
     @property
     def log_path(self) -> Path:

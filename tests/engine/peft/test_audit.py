@@ -352,7 +352,7 @@ def test_one_row_tells_verdict_size_and_remarks(plain: Any, train: Any, llama: A
     broken = train(llama, r=3)
     broken.configure(r=5, target_modules=["q_proj", "wte"])
     first, second, third = audit_rows([plain.audit(), dora, broken.audit()])
-    assert first == ("zoo", "exact", "2", "8", "0.0", "has its own tokenizer or chat template")
+    assert first == ("zoo", "exact", "2", "8", "0.0", "its rows are tokenised by its own tokenizer.json")
     assert second[:4] == ("zoo", "exact-by-merge", "2", "2")
     assert second[5].startswith("adapter 'zoo': use_dora=True: ")
     assert third[:2] == ("zoo", "refused")

@@ -13,7 +13,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from lorabatch.engine.errors import AdapterRefusedError
-from lorabatch.engine.peft.folder import has_own_tokenizer, open_folder, parse_config, read_config
+from lorabatch.engine.peft.folder import open_folder, parse_config, read_config
+from lorabatch.engine.tokenizer_files import tokenizer_sha256
 
 INDEX = "adapter_model.safetensors.index.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -167,9 +168,9 @@ def test_a_missing_configuration_or_folder_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
 def test_a_folder_with_its_own_tokenizer_is_reported(tmp_path: Path, name: str) -> None:
-    assert not has_own_tokenizer(tmp_path)
+    assert not tokenizer_sha256(tmp_path)
     (tmp_path / name).write_text("{}")
-    assert has_own_tokenizer(tmp_path)
+    assert tokenizer_sha256(tmp_path)
 
 
 def test_files_of_a_hub_cache_are_links_to_the_blobs_of_their_repository(tmp_path: Path) -> None:

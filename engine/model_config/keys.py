@@ -1,0 +1,118 @@
+"""Classifies every key of `config.json`: read, without effect on answers and why, or refused. Others are named.
+
+A test walks the keys that transformers' configuration and model classes of the supported families read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+#: Key -> what it decides.
+READ: Mapping[str, str] = {
+    "model_type": "the family",
+    "architectures": "a model that generates text, or a refusal",
+    **dict.fromkeys(("hidden_size", "word_embed_proj_dim", "intermediate_size", "ffn_dim", "head_dim"), "sizes"),
+    **dict.fromkeys(("vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"), "sizes"),
+    **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function"), "the MLP's function"),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_elementwise_affine", "do_layer_norm_before"), "norms"),
+    "_remove_final_layer_norm": "norms",
+    **dict.fromkeys(("attention_bias", "mlp_bias", "enable_bias"), "biases, in families whose class has the key"),
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), "the context"),
+    **dict.fromkeys(("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"), "rotary embedding"),
+    "rope_local_base_freq": "rotary embedding",
+    **dict.fromkeys(("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"), "windows"),
+    **dict.fromkeys(("sliding_window_pattern", "_sliding_window_pattern"), "windows"),
+    **dict.fromkeys(("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"), "scales, caps"),
+    "tie_word_embeddings": "one tensor for embedding and head, unless the checkpoint has two that differ",
+    **dict.fromkeys(("eos_token_id", "bos_token_id"), "ends of answers, beginnings of texts"),
+    "tokenizer_class": "the tokenizer's class, where tokenizer_config.json has none",
+    "gguf_blocks": "written by the conversion of GGUF files",
+}
+_OF_TRAINING = "of training"
+_OF_OUTPUTS = "what transformers returns"
+_OF_CLASSIFIERS = "of classifiers"
+_OF_SAMPLING = "an option of generation: jobs give their own, or take generation_config.json's by --generation-config"
+_OF_WRITERS = "who wrote the file, and how"
+#: Key -> why it changes no answer.
+IRRELEVANT: Mapping[str, str] = {
+    **dict.fromkeys(("attention_dropout", "dropout", "activation_dropout", "embd_pdrop", "resid_pdrop"), _OF_TRAINING),
+    **dict.fromkeys(("layerdrop", "initializer_range", "init_std", "gradient_checkpointing"), _OF_TRAINING),
+    **dict.fromkeys(("output_attentions", "output_hidden_states", "return_dict", "torchscript"), _OF_OUTPUTS),
+    **dict.fromkeys(("use_return_dict", "use_cache"), _OF_OUTPUTS),
+    **dict.fromkeys(("id2label", "label2id", "num_labels", "problem_type", "finetuning_task"), _OF_CLASSIFIERS),
+    **dict.fromkeys(("_name_or_path", "name_or_path", "transformers_version", "unsloth_version"), _OF_WRITERS),
+    **dict.fromkeys(("unsloth_fixed", "_commit_hash", "model_name", "use_bfloat16"), _OF_WRITERS),
+    **dict.fromkeys(("torch_dtype", "dtype"), "numbers are read as they are stored, and computed as --dtype says"),
+    **dict.fromkeys(
+        ("_attn_implementation", "_attn_implementation_autoset", "attn_implementation"), "the same numbers"
+    ),
+    **dict.fromkeys(("_attn_implementation_internal", "_experts_implementation", "experts_implementation"), "the same"),
+    **dict.fromkeys(("chunk_size_feed_forward", "pretraining_tp", "is_decoder", "tensor_parallel"), "the same numbers"),
+    **dict.fromkeys(("pad_token_id", "sep_token_id", "decoder_start_token_id", "cls_token_id"), "of other tasks"),
+    **dict.fromkeys(("image_token_index", "image_token_id", "prefix", "task_specific_params"), "of other tasks"),
+    **dict.fromkeys(("max_length", "min_length", "max_new_tokens", "do_sample", "temperature", "top_p"), _OF_SAMPLING),
+    **dict.fromkeys(("top_k", "typical_p", "repetition_penalty", "length_penalty", "num_beams"), _OF_SAMPLING),
+    **dict.fromkeys(("num_beam_groups", "diversity_penalty", "early_stopping", "num_return_sequences"), _OF_SAMPLING),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids"), _OF_SAMPLING),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values"), _OF_SAMPLING),
+    **dict.fromkeys(("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"), _OF_SAMPLING),
+    **dict.fromkeys(("output_scores", "return_dict_in_generate", "cache_implementation"), _OF_SAMPLING),
+    "auto_map": "code of the folder, which is never run; transformers has the families built in",
+    "pruned_heads": "transformers 5 does not read it",
+    "tf_legacy_loss": "transformers 5 does not read it",
+    "base_model_tp_plan": "for several devices in transformers",
+    "base_model_pp_plan": "for several devices in transformers",
+    "ep_plan": "for several devices in transformers",
+}
+#: Key -> why it is refused where it is set.
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"),
+        "expected none: mixtures of experts are not computed",
+    ),
+    "quantization_config": "expected the unquantized checkpoint",
+    "compression_config": "expected the unquantized checkpoint",
+    "is_encoder_decoder": "expected false: only decoders are computed",
+    "add_cross_attention": "expected false: only decoders are computed",
+    "tie_encoder_decoder": "expected false: only decoders are computed",
+    "use_bidirectional_attention": "expected null or false: each token sees those before it",
+    **dict.fromkeys(("text_config", "vision_config", "audio_config"), "expected none: the text model alone"),
+    "transformers_weights": "another file of weights than model.safetensors, which is read",
+}
+#: Keys inside of `rope_scaling` and `rope_parameters`.
+ROPE_READ: Mapping[str, str] = {
+    **dict.fromkeys(("rope_type", "type"), "the kind"),
+    **dict.fromkeys(("rope_theta", "partial_rotary_factor", "factor", "attention_factor"), "every kind that has it"),
+    "original_max_position_embeddings": "yarn, llama3, longrope",
+    **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"), "yarn"),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), "llama3"),
+    **dict.fromkeys(("short_factor", "long_factor"), "longrope"),
+    **dict.fromkeys(("full_attention", "sliding_attention"), "settings by kind of layer, in Gemma 3"),
+}
+_ROPES = ("rope_scaling", "rope_parameters")
+
+
+def is_set(value: Any) -> bool:
+    """Whether a value of a key asks for anything."""
+    return value is not None and value is not False and value not in ("", [], {}, 0)
+
+
+def unknown_keys(raw: Mapping[str, Any]) -> list[str]:
+    """Keys that are set and that neither this engine nor transformers' classes of the supported families read."""
+    found = [key for key, value in raw.items() if is_set(value) and not _is_known(key)]
+    for place in _ROPES:
+        inner = raw.get(place)
+        for part, values in ((place, inner), *_parts(place, inner)):
+            if isinstance(values, Mapping):
+                found += [f"{part}.{key}" for key, value in values.items() if is_set(value) and key not in ROPE_READ]
+    return sorted(found)
+
+
+def _is_known(key: str) -> bool:
+    return key in READ or key in IRRELEVANT or key in REFUSED
+
+
+def _parts(place: str, ropes: Any) -> list[tuple[str, Any]]:
+    kinds = ("full_attention", "sliding_attention")
+    return [(f"{place}.{kind}", ropes[kind]) for kind in kinds if kind in ropes] if isinstance(ropes, Mapping) else []
