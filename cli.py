@@ -12,6 +12,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -433,12 +434,13 @@ def _run(spec: JobSpec, ending: _Ending) -> None:
     """Run a job in the foreground and print its summary, beside the line for machines to standard error."""
     from .console.progress import ConsoleProgress
     from .console.terminal import echo
+    from .engine.long_work import listening
     from .jobs.input.without_pandas import leave_out_pandas
     from .pipeline.run import run as run_job
 
     ending.spec = spec
     leave_out_pandas()
-    with ConsoleProgress() as progress:
+    with ConsoleProgress() as progress, listening(progress.note):
         result = run_job(spec, progress=progress)
     echo(result.to_text(), err=ending.as_json)
     ending.print()
@@ -478,14 +480,18 @@ class _Ending:
 
 @contextmanager
 def errors_as_exit_codes(*, as_json: bool = False) -> Iterator[_Ending]:
-    """Turns an error of ours into its message and its exit code; anything else is a defect and shows its trace."""
+    """Turns an error of ours into its message and its exit code; anything else is a defect and shows its trace. What
+    takes long before work begins is said on standard error.
+    """
     from .console.terminal import echo
     from .engine.errors import EngineError
+    from .engine.long_work import listening
     from .jobs.errors import JobError
 
     ending = _Ending(as_json)
     try:
-        yield ending
+        with listening(partial(echo, err=True)):
+            yield ending
         return
     except JobError as error:
         message, exit_code = str(error), error.exit_code

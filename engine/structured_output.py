@@ -15,8 +15,15 @@ _KINDS_OF_VLLM = {"json": "json_schema", "regex": "regex", "choice": "choice", "
 
 
 def schema_text(schema: Any) -> str:
-    """A JSON Schema as text."""
-    return schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+    """A JSON Schema as text. A class of pydantic gives its own. Raises ValueError for what JSON has no word for."""
+    if hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
+    try:
+        return schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+    except (TypeError, RecursionError) as error:
+        raise ValueError(
+            f"not JSON ({error}). Give a mapping of texts, numbers, lists and mappings, JSON, or a class of pydantic"
+        ) from None
 
 
 def constraint_of(form: str, value: Any) -> dict[str, Any]:

@@ -1,20 +1,64 @@
-"""Reads job files: YAML of bounded size, in which aliases stand for few values and no key is given twice."""
+"""Reads job files: YAML 1.2 of bounded size, in which aliases stand for few values and no key is given twice.
+
+Plain words are those of YAML 1.2's core schema: `yes`, `12:30` and `2026-01-31` are texts, as people mean them. Options
+that take text (`choice`, `stop`, `name`, …) have it as it is written, `1.10` too.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
 from ..engine.untrusted import MALFORMED, read_regular, shown_name
 from .errors import JobRequestError
-from .spec import field_name
+from .spec import JobSpec, field_name
 
 _MAX_BYTES = 4 << 20  # ten thousand adapters by name and URL have 1 MB
 # Ten lists that name each other ten times stand for ten thousand million values.
 _MAX_ALIASED_VALUES = 10_000
+_TAG = "tag:yaml.org,2002:"
+# YAML 1.2.2, 10.3.2: tag -> the plain words that have it, and how they begin. The last two are of older YAML: keys that
+# merge a mapping, and numbers that older YAML reads in base 8.
+_OCTAL = re.compile(r"[-+]?0[0-9]+")
+_WORDS = (
+    ("null", r"~|null|Null|NULL|", ("~", "n", "N", "")),
+    ("bool", r"true|True|TRUE|false|False|FALSE", tuple("tTfF")),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", tuple("-+0123456789")),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", tuple("-+.0123456789")),
+    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", tuple("-+.")),
+    ("merge", r"<<", ("<",)),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """Makes what JSON has of YAML nodes: no dates, sets or bytes. Keys are text, as they are written."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012
+    yaml_constructors = {None: yaml.SafeLoader.yaml_constructors[None]}  # noqa: RUF012
+
+    def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict[Any, Any]:
+        """See `yaml.SafeLoader`."""
+        if not isinstance(node, yaml.MappingNode):
+            raise yaml.constructor.ConstructorError(None, None, "expected a mapping", node.start_mark)
+        self.flatten_mapping(node)
+        return {key.value: self.construct_object(value, deep=deep) for key, value in node.value}
+
+    def construct_number(self, node: yaml.ScalarNode) -> int:
+        """A whole number, in base 10, 8 or 16."""
+        text = self.construct_scalar(node)
+        base = {"0o": 8, "0x": 16}.get(text[:2], 10)
+        return int(text[2:] if base != 10 else text, base)
+
+
+for _name, _words, _first in _WORDS:
+    _Loader.add_implicit_resolver(_TAG + _name, re.compile(f"(?:{_words})$"), _first)
+for _name in ("null", "bool", "float", "str", "seq", "map"):
+    _Loader.add_constructor(_TAG + _name, yaml.SafeLoader.yaml_constructors[_TAG + _name])
+_Loader.add_constructor(_TAG + "int", _Loader.construct_number)
 
 
 def read_job_file(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -24,8 +68,9 @@ def read_job_file(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     the file is missing, is not a YAML mapping, has a key twice, or stands for very many values by its aliases.
     """
     try:
-        loader = yaml.SafeLoader(read_regular(path, _MAX_BYTES).decode())
+        loader = _Loader(read_regular(path, _MAX_BYTES).decode())
         root = loader.get_single_node()
+        _mark_texts(root)
         _check_values(root)
         problems = [f"job file {path}: {problem}" for problem in _repeated_keys(root)]
         value = None if problems or root is None else loader.construct_document(root)
@@ -36,13 +81,32 @@ def read_job_file(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     except RecursionError:
         raise JobRequestError(f"job file {path}: not valid YAML (it nests too deeply).") from None
     except (yaml.YAMLError, *MALFORMED) as error:
-        # Dates and numbers that Python does not make; values that are not of their tag's kind.
+        # Numbers that Python does not make; values that are not of their tag's kind, and tags of other kinds.
         raise JobRequestError(f"job file {path}: not valid YAML ({error}).") from None
     if problems:
         raise JobRequestError(*problems)
     if not isinstance(value, dict):
         raise JobRequestError(f"job file {path}: expected a mapping such as `model: …`, found {type(value).__name__}.")
     return {field_name(str(name)): item for name, item in value.items()} | dict(overrides)
+
+
+def _mark_texts(root: yaml.Node | None) -> None:
+    """Make texts of the values of options that take text: `choice: [1.10, true]` are two texts."""
+    if not isinstance(root, yaml.MappingNode):
+        return
+    for key, value in root.value:
+        field = JobSpec.model_fields.get(field_name(str(key.value)))
+        kinds = set() if field is None else {field.annotation, *get_args(field.annotation)}
+        if isinstance(value, yaml.SequenceNode) and tuple[str, ...] in kinds:
+            items = value.value
+        elif isinstance(value, yaml.MappingNode) and dict[str, str] in kinds:
+            items = [item for _, item in value.value]
+        else:
+            is_text = bool(kinds) and (str in kinds or tuple[str, ...] in kinds) and value.tag != _TAG + "null"
+            items = [value] if is_text else []
+        for item in items:
+            if isinstance(item, yaml.ScalarNode) and item.style is None and item.value:
+                item.tag = _TAG + "str"
 
 
 def _check_values(root: yaml.Node | None) -> None:
@@ -61,6 +125,17 @@ def _check_values(root: yaml.Node | None) -> None:
 
 def _num_values(node: yaml.Node, counts: dict[int, int]) -> int:
     line = node.start_mark.line + 1
+    if isinstance(node, yaml.ScalarNode) and not node.value.isascii():
+        # JSON writes characters beyond 16 bits as two escapes, which the library leaves apart.
+        try:
+            node.value = node.value.encode("utf-16", "surrogatepass").decode("utf-16")
+        except UnicodeDecodeError:
+            raise ValueError(f"line {line}: half of a character that is written as two escapes") from None
+    if node.tag == _TAG + "int" and isinstance(node, yaml.ScalarNode) and _OCTAL.fullmatch(node.value):
+        raise ValueError(
+            f"line {line}: {shown_name(node.value)} begins with 0, which YAML reads as a number in base 8 or 10. "
+            "Write it in quotes for text, without the 0 for a number"
+        )
     found = counts.setdefault(id(node), 0)
     if found:
         return found
@@ -71,6 +146,8 @@ def _num_values(node: yaml.Node, counts: dict[int, int]) -> int:
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise ValueError(f"line {key.start_mark.line + 1}: a key that is no text")
+            if key.tag != _TAG + "merge":
+                key.tag = _TAG + "str"
             inner += (key, value)
     total = 1
     for item in inner:

@@ -7,12 +7,12 @@ engine is constrained as if it had stayed. A row that may reason is constrained 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,11 @@ from numpy.typing import NDArray
 
 from ..confinement import ConfinedError, confined
 from ..sequence import Sequence
+from ..untrusted import shown
+from .choices import ChoiceMatcher, tree_of
+from .json_schema import SchemaProblemError, enforceable
 from .reasoning import AnswerTokens
-from .tokenizer import Tokenizers
+from .tokenizer import Tokenizer, Tokenizers
 
 #: Characters of a grammar. Schemas in use have a few thousand.
 MOST_CHARACTERS = 256 * 1024
@@ -32,6 +35,9 @@ _TASK = "engine.text.grammar"
 _CPU_S, _MEMORY_BYTES, _STACK_BYTES = 5, 1 << 30, 1 << 20
 # JSON as Python writes it, on one line. Free white space is what a model that is lost goes on with for ever.
 _JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Without \uXXXX: a key that is written with one would be another key to the grammar, and the same to a reader.
+_ESCAPES = 'nrbtf\\"'
+_SCHEMA_IN_GRAMMAR = re.compile(r"%json\s*\{")
 # Compiled grammars that are kept for rows to come.
 _MOST_COMPILED = 1024
 # Twice llguidance's own for a first look, a fifth of its states: a hostile grammar costs seconds and megabytes.
@@ -69,10 +75,45 @@ def _problem(constraint: str) -> str | None:
     [(kind, value)] = json.loads(constraint).items()
     try:
         source = _source(kind, value)
+    except SchemaProblemError as problem:
+        return str(problem)
     except (ValueError, RecursionError) as error:
         return f"{kind}: not JSON of an object ({error})"
+    found = _finding(source)
+    return None if found is None else _in_the_user_s_words(kind, value, found)
+
+
+def _finding(source: str) -> str | None:
+    """What llguidance says against a grammar."""
     _, messages = LLMatcher.validate_grammar_with_warnings(source, limits=_LIMITS)
-    return f"{kind}: {' '.join(messages[0].split())}" if messages else None
+    return messages[0] if messages else None
+
+
+def _in_the_user_s_words(kind: str, value: Any, found: str) -> str:
+    """A finding of llguidance, which speaks of grammars and options of its own."""
+    if kind == "regex":
+        return f"regex={shown(value)}: {_about_pattern(found)}"
+    if kind == "json_schema" and ("regex" in found or "lookaround" in found):
+        for place, pattern in enforceable(value).patterns.items():
+            about = _finding(_source("regex", pattern.removeprefix("^").removesuffix("$")))
+            if about is not None:
+                return f"{place}={shown(pattern)}: {_about_pattern(about)}"
+    if "oneOf constraints" in found:
+        return (
+            "json_schema.oneOf: not supported where one instance may be of several parts. Write anyOf, or give the "
+            "parts types, constants or required keys that exclude each other."
+        )
+    return f"{kind}: {' '.join(found.split())}"
+
+
+def _about_pattern(found: str) -> str:
+    """Why a regular expression cannot be enforced, and what to write."""
+    if "; Word" in found:
+        return r"\b and \B are not supported. Write the characters that may stand there."
+    if "; Start" in found or "; End" in found:
+        return "^ and $ inside of it are not supported. Leave them out: it is matched from its beginning to its end."
+    reason = next((line.removeprefix("error: ") for line in found.splitlines() if line.startswith("error: ")), found)
+    return f"{' '.join(reason.split())}. Write it in the syntax of Rust's regex."
 
 
 def _source(kind: str, value: Any) -> str:
@@ -82,11 +123,14 @@ def _source(kind: str, value: Any) -> str:
     if kind == "choice":
         return str(LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, dict.fromkeys(value)))))
     if kind == "grammar":
+        if _SCHEMA_IN_GRAMMAR.search(value):
+            raise SchemaProblemError(
+                "grammar: %json would be enforced in part. Give the schema as json_schema instead."
+            )
         return str(LLMatcher.grammar_from_lark(value))
-    schema = json.loads(value)
-    if not isinstance(schema, dict):
-        raise ValueError(f"it holds {type(schema).__name__}")
-    return str(LLMatcher.grammar_from_json_schema(value, defaults=_JSON_FORM))
+    found = enforceable(value)
+    form: Any = {**_JSON_FORM, **found.form, "json_allowed_escapes": _ESCAPES}
+    return str(LLMatcher.grammar_from_json_schema(json.dumps(found.schema), overrides=form))
 
 
 @dataclass(slots=True)
@@ -95,7 +139,7 @@ class _Running:
     reason. `width`: tokens of its masks: its tokenizer may have more than the model.
     """
 
-    matcher: LLMatcher
+    matcher: LLMatcher | ChoiceMatcher
     width: int
     answer: AnswerTokens | None = None
     num_seen: int = 0
@@ -116,7 +160,7 @@ class _Running:
         has_begun = not self.is_reasoning and self.start_token is None
         return has_begun and bool(self.matcher.is_stopped()) and not self.matcher.is_error()
 
-    def next_matcher(self) -> LLMatcher:
+    def next_matcher(self) -> LLMatcher | ChoiceMatcher:
         """The matcher for the row's next token, if that is not of its reasoning."""
         if self.answer is None or not self.answer.undecided:
             return self.matcher
@@ -158,7 +202,11 @@ class Grammars:
         vocab_size = max(row.width for row in rows)
         mask = allocate_token_bitmask(len(rows), vocab_size)
         matchers = {number: row.next_matcher() for number, row in enumerate(rows) if not row.is_reasoning}
-        valid = [(matcher, number) for number, matcher in matchers.items() if not matcher.is_error()]
+        valid = [
+            (matcher, number)
+            for number, matcher in matchers.items()
+            if isinstance(matcher, LLMatcher) and not matcher.is_error()
+        ]
         if valid:
             fill_next_token_bitmask_par(self._executor, valid, mask)
         bits = mask.view(np.uint32)
@@ -167,7 +215,11 @@ class Grammars:
                 bits[number] = ~np.uint32(0)
                 for token in self._tokenizers.ends(sequences[number].request):
                     bits[number, token // 32] &= ~np.uint32(1 << token % 32)
-            elif matchers[number].is_error():
+            elif isinstance(matcher := matchers[number], ChoiceMatcher):
+                bits[number] = 0
+                for token in matcher.allowed_tokens:
+                    bits[number, token // 32] |= np.uint32(1 << token % 32)
+            elif matcher.is_error():
                 bits[number] = 0
             if (start := row.start_token) is not None:
                 bits[number, start // 32] |= np.uint32(1 << start % 32)
@@ -208,19 +260,23 @@ class Grammars:
         running = self._running.get(request.request_id)
         if running is None:
             tokenizer = self._tokenizers.of(request.adapter_id)
-            width = max(vocab_size, tokenizer.vocab_size)
-            key = (self._tokenizers.folder_of(request.adapter_id), width, self._tokenizers.ends(request))
-            matcher = self._compiled(request.sampling.constraint, key).deep_copy()
+            width, ends = max(vocab_size, tokenizer.vocab_size), self._tokenizers.ends(request)
+            if request.sampling.choice:
+                # exactly the tokens that scores count
+                matcher: LLMatcher | ChoiceMatcher = ChoiceMatcher(tree_of(tokenizer, request), ends)
+            else:
+                key = (tokenizer, width, ends)
+                matcher = self._compiled(request.sampling.constraint, key).deep_copy()
             markers = request.sampling.reasoning
             answer = None if markers is None else AnswerTokens(tokenizer, markers)
             running = self._running[request.request_id] = _Running(matcher, width, answer)
         running.catch_up(sequence)
         return running
 
-    def _compile(self, constraint: str, key: tuple[Path, int, tuple[int, ...]]) -> LLMatcher:
+    def _compile(self, constraint: str, key: tuple[Tokenizer, int, tuple[int, ...]]) -> LLMatcher:
         self.num_compiled += 1
         [(kind, value)] = json.loads(constraint).items()
         return LLMatcher(self._tokenizer(*key), _source(kind, value), log_level=0, limits=_LIMITS)
 
-    def _read_tokenizer(self, folder: Path, vocab_size: int, ends: tuple[int, ...]) -> LLTokenizer:
-        return LLTokenizer(str(folder / "tokenizer.json"), n_vocab=vocab_size, eos_token=list(ends))
+    def _read_tokenizer(self, tokenizer: Tokenizer, vocab_size: int, ends: tuple[int, ...]) -> LLTokenizer:
+        return LLTokenizer(tokenizer.to_json(), n_vocab=vocab_size, eos_token=list(ends))

@@ -1,20 +1,28 @@
 """The Arrow type of a JSON Schema's instances, for the output column `answer`.
 
-What Arrow has no one type for (parts of any kind, of several types, recursive ones) is a string with its JSON. Keys
-that the schema does not name are left out; the completion has them.
+The type says all that the schema says: keywords beside one another add up, as in JSON Schema. What Arrow has no one
+type for (parts of any kind, of several types, keys by pattern, a schema inside of itself) is a string with its JSON.
+Keys that the schema does not name are left out; the completion has them.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache, reduce
 from typing import Any
 
 import pyarrow as pa
 
+from ...engine.text.json_schema import pointed_at
+from ...engine.untrusted import MALFORMED
+
 _MOST_NESTED = 32
+# Parts of a schema, references followed. Each of those in use has fewer; a schema of a hundred characters can stand for
+# more than memory holds.
+_MOST_PARTS = 5_000
+_MOST_CHARACTERS = 256 * 1024
 _Schema = Mapping[str, Any]
 
 
@@ -42,9 +50,18 @@ class AnswerType:
 
 @lru_cache(maxsize=64)
 def answer_type(schema: str) -> AnswerType:
-    """The type of the instances of a JSON Schema."""
-    root = json.loads(schema)
-    return _Reader(root).type_of(root, 0)
+    """The type of the instances of a JSON Schema, in bounded time: one of very many parts has text for its type."""
+    if len(schema) > _MOST_CHARACTERS:
+        return _ANY
+    try:
+        root = json.loads(schema)
+        return _arrow_type(_Reader(root).shape_of(root, 0, frozenset()))
+    except (*MALFORMED, _TooManyPartsError):
+        return _ANY
+
+
+class _TooManyPartsError(Exception):
+    """A schema stands for more parts than `_MOST_PARTS`."""
 
 
 def _same(value: Any) -> Any:
@@ -59,74 +76,142 @@ _SCALARS: Mapping[str, AnswerType] = {
     "boolean": AnswerType(pa.bool_(), _same),
     "null": AnswerType(pa.null(), _same),
 }
-_NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+# "number" stands for numbers that are no integers.
+_ALL = frozenset({*_SCALARS, "object", "array"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What instances of a schema may be. `types`: JSON's names of them. `fields`: keys of objects that are named.
+    `items`: of arrays; None where nothing is said. `is_text`: objects and arrays that no one Arrow type holds.
+    """
+
+    types: frozenset[str] = _ALL
+    fields: Mapping[str, _Shape] = field(default_factory=dict)
+    items: _Shape | None = None
+    is_text: bool = False
+
+    def __and__(self, other: _Shape) -> _Shape:
+        """Instances of both."""
+        common = {name: self.fields[name] & other.fields[name] for name in self.fields if name in other.fields}
+        return _Shape(
+            self.types & other.types,
+            {**self.fields, **other.fields, **common},
+            self.items & other.items if self.items and other.items else self.items or other.items,
+            self.is_text or other.is_text,
+        )
+
+    def __or__(self, other: _Shape) -> _Shape:
+        """Instances of one or the other."""
+        types = self.types | other.types
+        objects, arrays = self._holding("object", other), self._holding("array", other)
+        named = [value for shape in objects for value in shape.fields.values()]
+        # Parts that only ask for keys say nothing of their values.
+        is_open = all(value == _OPEN for value in named)
+        fields = {name: value for shape in objects for name, value in shape.fields.items()}
+        is_text = (
+            self.is_text
+            or other.is_text
+            or (len(objects) > 1 and not is_open)
+            or (len(arrays) > 1 and any(shape.items is not None for shape in arrays))
+        )
+        return _Shape(types, fields, next((shape.items for shape in arrays), None), is_text)
+
+    def _holding(self, name: str, other: _Shape) -> list[_Shape]:
+        return [shape for shape in (self, other) if name in shape.types]
+
+
+_OPEN = _Shape()
+_TEXT = _Shape(is_text=True)
+_NEVER = _Shape(frozenset())
 
 
 class _Reader:
-    """Reads parts of a schema. `root`: where its references begin."""
+    """Reads the parts of a schema. `root`: where its references begin."""
 
-    def __init__(self, root: _Schema) -> None:
+    def __init__(self, root: Any) -> None:
         self._root = root
+        self._num_parts = 0
 
-    def type_of(self, schema: Any, depth: int) -> AnswerType:
+    def shape_of(self, schema: Any, depth: int, inside: frozenset[str]) -> _Shape:
+        """The shape of one part. `inside`: references that lead to it."""
+        self._num_parts += 1
+        if self._num_parts > _MOST_PARTS:
+            raise _TooManyPartsError
         if not isinstance(schema, Mapping) or depth > _MOST_NESTED:
-            return _ANY
+            return _NEVER if schema is False else _OPEN if schema is True else _TEXT
+        self._num_parts += sum(len(schema.get(word, ())) for word in ("enum", "required"))
+        found = _own_shape(schema)
         if "$ref" in schema:
-            return self.type_of(self._resolved(schema["$ref"]), depth + 1)
-        for key in ("anyOf", "oneOf", "allOf"):
-            if key in schema:
-                return self._one_of(schema[key], depth)
-        names = self._names(schema)
-        optional = "null" in names and len(names) > 1
-        names -= {"null"} if optional else set()
-        if names == {"integer", "number"}:
-            names = {"number"}
-        if len(names) != 1:
-            return _ANY
-        [name] = names
-        found = self._of_name(name, schema, depth)
-        return _optional(found) if optional else found
-
-    def _names(self, schema: _Schema) -> set[str]:
-        """The JSON types that instances may have; none where that is open."""
-        if "type" in schema:
-            given = schema["type"]
-            return set(given) if isinstance(given, list) else {given}
-        values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-        names = {_NAMES.get(type(value), "object") for value in values}
-        if not names and "properties" in schema:
-            return {"object"}
-        return names if "object" not in names else set()
-
-    def _of_name(self, name: str, schema: _Schema, depth: int) -> AnswerType:
-        if name in _SCALARS:
-            return _SCALARS[name]
-        if name == "array" and "items" in schema and "prefixItems" not in schema:
-            item = self.type_of(schema["items"], depth + 1)
-            return AnswerType(pa.list_(item.arrow), lambda values: [item.convert(value) for value in values])
-        if name == "object" and schema.get("properties"):
-            return _struct({key: self.type_of(part, depth + 1) for key, part in schema["properties"].items()})
-        return _ANY
-
-    def _one_of(self, parts: Any, depth: int) -> AnswerType:
-        """The type that all parts have, but for null."""
-        types = [self.type_of(part, depth + 1) for part in parts]
-        others = [found for found in types if found.arrow != pa.null()]
-        if not others or any(found.arrow != others[0].arrow for found in others) or _ANY in others:
-            return _ANY if others else _SCALARS["null"]
-        if len(others) > 1 and not (pa.types.is_primitive(others[0].arrow) or pa.types.is_string(others[0].arrow)):
-            return _ANY
-        return _optional(others[0]) if len(others) < len(types) else others[0]
-
-    def _resolved(self, reference: Any) -> Any:
-        """The part that a reference within the schema names; anything for another one."""
-        if not isinstance(reference, str) or not reference.startswith("#"):
-            return True
-        found: Any = self._root
-        for step in filter(None, reference[1:].split("/")):
-            key = step.replace("~1", "/").replace("~0", "~")
-            found = found.get(key, True) if isinstance(found, Mapping) else True
+            found &= self._referred(schema["$ref"], depth, inside)
+        for part in schema.get("allOf", ()):
+            found &= self.shape_of(part, depth + 1, inside)
+        for word in ("anyOf", "oneOf"):
+            if parts := schema.get(word):
+                found &= reduce(_Shape.__or__, [self.shape_of(part, depth + 1, inside) for part in parts])
+        named = {key: self.shape_of(part, depth + 1, inside) for key, part in schema.get("properties", {}).items()}
+        found &= _Shape(fields=named | {key: _OPEN for key in schema.get("required", ()) if key not in named})
+        if "items" in schema and not _has_places(schema):
+            found &= _Shape(items=self.shape_of(schema["items"], depth + 1, inside))
         return found
+
+    def _referred(self, reference: Any, depth: int, inside: frozenset[str]) -> _Shape:
+        """The shape of what a reference names; text for what stands elsewhere, and for a part that holds itself."""
+        target = pointed_at(self._root, reference) if str(reference).startswith("#") else None
+        if target is None or reference in inside:
+            return _TEXT
+        return self.shape_of(target, depth + 1, inside | {reference})
+
+
+def _own_shape(schema: _Schema) -> _Shape:
+    """What a schema says without the parts in it."""
+    found = _OPEN
+    if "type" in schema:
+        given = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        found &= _Shape(frozenset(given) | ({"integer"} if "number" in given else frozenset()))
+    for values in (schema.get("enum"), [schema["const"]] if "const" in schema else None):
+        if values is not None:
+            found &= reduce(_Shape.__or__, map(_shape_of_value, values), _NEVER)
+    has_other_keys = isinstance(schema.get("additionalProperties"), dict) and bool(schema["additionalProperties"])
+    if has_other_keys or schema.get("patternProperties") or _has_places(schema):
+        found &= _TEXT
+    return found
+
+
+def _has_places(schema: _Schema) -> bool:
+    """Whether items of arrays have a schema each."""
+    return "prefixItems" in schema or isinstance(schema.get("items"), list)
+
+
+_TYPE_NAMES: Mapping[type, tuple[str, ...]] = {
+    str: ("string",), bool: ("boolean",), int: ("integer",), float: ("integer", "number"), type(None): ("null",),
+    dict: ("object",), list: ("array",),
+}  # fmt: skip
+
+
+def _shape_of_value(value: Any) -> _Shape:
+    return _Shape(frozenset(_TYPE_NAMES[type(value)]), is_text=isinstance(value, dict | list))
+
+
+def _arrow_type(shape: _Shape) -> AnswerType:
+    types = shape.types - {"null"}
+    if not types:
+        return _SCALARS["null"] if shape.types else _ANY
+    name = "number" if "number" in types and types <= {"integer", "number"} else next(iter(types))
+    if len(types - {"integer"} if name == "number" else types) != 1:
+        return _ANY
+    found = _ANY
+    if name in _SCALARS:
+        found = _SCALARS[name]
+    elif name == "array" and shape.items is not None and not shape.is_text:
+        found = _list(_arrow_type(shape.items))
+    elif name == "object" and shape.fields and not shape.is_text:
+        found = _struct({key: _arrow_type(part) for key, part in shape.fields.items()})
+    return _optional(found) if "null" in shape.types else found
+
+
+def _list(item: AnswerType) -> AnswerType:
+    return AnswerType(pa.list_(item.arrow), lambda values: [item.convert(value) for value in values])
 
 
 def _struct(fields: Mapping[str, AnswerType]) -> AnswerType:

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from ...engine.request import SAMPLING_OPTIONS
+from ...engine.text.conversation import read_tools
 from ...engine.untrusted import shown, shown_name
 from ..spec import COLUMN_ROLES, PROMPT_ROLES
 
@@ -178,6 +179,9 @@ def read_parameters(body: Mapping[str, Any], endpoint: Endpoint) -> tuple[dict[s
         except ValueError:
             problems.append(f"{name}={shown(value)}: expected {kind.expected}.")
             continue
+        if column == "tools" and (problem := _problem_with_tools(value)) is not None:
+            problems.append(problem)
+            continue
         if columns.setdefault(column, read) != read:
             problems.append(f"{name}={shown(value)}: {column} is {shown(columns[column])} already. Leave one out.")
     if len(problems) > _PROBLEMS_SHOWN:
@@ -199,6 +203,15 @@ def _asked(body: Mapping[str, Any], endpoint: Endpoint) -> Iterator[tuple[str, A
         is_plain = any(_is_same(value, plain) for plain in _PLAIN.get(name, ()))
         if value is not None and not is_plain:
             yield name, value
+
+
+def _problem_with_tools(value: Any) -> str | None:
+    """Why a job would refuse a row's tools, as a sentence."""
+    try:
+        read_tools(value)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _is_same(value: Any, other: Any) -> bool:

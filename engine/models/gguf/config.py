@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ...errors import ModelFilesError, UnsupportedModelError
 from ...untrusted import shown
-from .file import ARCHITECTURES, GgufFile
+from .file import GgufFile
+from .keys import ARCHITECTURES
 
 # Llama 3.1's rotary factors, precomputed by llama.cpp; they come back as `rope_parameters` in config.json.
 ROPE_FACTORS = "rope_freqs.weight"
@@ -37,7 +39,7 @@ def model_config(gguf: GgufFile, dtype: str) -> dict[str, Any]:
         "num_attention_heads": num_heads,
         "num_key_value_heads": int(gguf.optional("attention.head_count_kv", num_heads)),
         "head_dim": _head_dim(gguf),
-        "vocab_size": int(gguf.tensors["token_embd.weight"].shape[1]),
+        "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
         "max_position_embeddings": int(gguf.require("context_length")),
         "rms_norm_eps": _shortest_float(gguf.require("attention.layer_norm_rms_epsilon")),
         "rope_parameters": _rope_parameters(gguf),
@@ -52,12 +54,18 @@ def model_config(gguf: GgufFile, dtype: str) -> dict[str, Any]:
 
 def _head_dim(gguf: GgufFile) -> int:
     default = int(gguf.require("embedding_length")) // int(gguf.require("attention.head_count"))
-    return int(gguf.optional("attention.key_length", default))
+    head_dim = int(gguf.optional("attention.key_length", default))
+    value_dim = int(gguf.optional("attention.value_length", head_dim))
+    if value_dim != head_dim:
+        raise UnsupportedModelError(
+            f"{gguf.path}: attention.value_length={value_dim}: must be attention.key_length {head_dim}."
+        )
+    return head_dim
 
 
 def _eos_token_ids(gguf: GgufFile) -> int | list[int]:
-    """Every token that ends a turn (`eos`, `eot`), as transformers writes them: one number or a list."""
-    keys = [f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot")]
+    """Every token that ends a turn (`eos`, `eot`, `eom`), as transformers writes them: one number or a list."""
+    keys = [f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot", "eom")]
     token_ids = list(dict.fromkeys(int(gguf.metadata[key]) for key in keys if key in gguf.metadata))
     if not token_ids:
         raise ModelFilesError(f"{gguf.path}: metadata key {keys[0]!r} is missing: answers would never end.")
@@ -76,19 +84,34 @@ def _rope_theta(gguf: GgufFile) -> float:
 def _rope_parameters(gguf: GgufFile) -> dict[str, Any]:
     head_dim = _head_dim(gguf)
     rotated = int(gguf.optional("rope.dimension_count", head_dim))
-    kind = str(gguf.optional("rope.scaling.type", "none"))
     if rotated != head_dim:
         raise UnsupportedModelError(f"{gguf.path}: rope.dimension_count={rotated}: must be the head size {head_dim}.")
+    factor = _linear_factor(gguf)
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": _rope_theta(gguf)}
-    if kind == "linear":
-        parameters |= {"rope_type": "linear", "factor": _shortest_float(gguf.require("rope.scaling.factor"))}
-    elif kind != "none":
+    if ROPE_FACTORS in gguf.tensors:
+        if factor != 1.0:
+            raise UnsupportedModelError(f"{gguf.path}: {ROPE_FACTORS} and rope.scaling.factor={factor}: expected one.")
+        parameters |= _llama3_rope(gguf, head_dim)
+    elif factor != 1.0:
+        parameters |= {"rope_type": "linear", "factor": factor}
+    return parameters
+
+
+def _linear_factor(gguf: GgufFile) -> float:
+    """By what positions are divided; 1 for none.
+
+    As in llama.cpp's `load_hparams`: without a type it is linear, `rope.scale_linear` is the older name of the factor,
+    and a factor of 0 is none.
+    """
+    kind = str(gguf.optional("rope.scaling.type", "linear"))
+    if kind not in ("none", "linear"):
         raise UnsupportedModelError(
             f"{gguf.path}: rope.scaling.type={shown(kind)} is not supported. Supported: none, linear."
         )
-    if ROPE_FACTORS in gguf.tensors:
-        parameters |= _llama3_rope(gguf, head_dim)
-    return parameters
+    factor = _shortest_float(gguf.optional("rope.scaling.factor", gguf.optional("rope.scale_linear", 1.0)))
+    if not 0.0 <= factor < math.inf:
+        raise UnsupportedModelError(f"{gguf.path}: rope.scaling.factor={factor}: expected a number above 0.")
+    return 1.0 if kind == "none" or factor == 0.0 else factor
 
 
 def _llama3_rope(gguf: GgufFile, head_dim: int) -> dict[str, Any]:

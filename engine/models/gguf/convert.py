@@ -13,6 +13,7 @@ float16: its rounding (at most 2**-11 relative) is far below what 4- to 8-bit qu
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,11 +23,13 @@ import torch
 from safetensors.torch import save_file
 
 from ...config import BLOCKS_KEY
-from ...errors import EngineError, ModelFilesError, UnsupportedModelError
+from ...errors import EngineError, ModelFilesError
 from ...local_cache import make_private, temporary_folder
-from ...untrusted import STOPS, shown_name
+from ...long_work import LongWork
+from ...untrusted import STOPS
 from .blocks import KINDS, METADATA_KEY, GgufWeight, Weight, plain
-from .config import ROPE_FACTORS, model_config, token_id_config
+from .checks import checkpoint_names, unfitting
+from .config import model_config, token_id_config
 from .file import GgufFile, open_gguf
 from .tokenizer import write_tokenizer
 
@@ -35,23 +38,6 @@ if TYPE_CHECKING:
 
 StorageDtype = Literal["float32", "float16", "bfloat16"]
 SHARD_BYTES = 4 * 2**30
-_TOP_TENSORS = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_BLOCK_TENSORS = {
-    "attn_norm.weight": "input_layernorm.weight",
-    "attn_q.weight": "self_attn.q_proj.weight",
-    "attn_k.weight": "self_attn.k_proj.weight",
-    "attn_v.weight": "self_attn.v_proj.weight",
-    "attn_output.weight": "self_attn.o_proj.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "ffn_gate.weight": "mlp.gate_proj.weight",
-    "ffn_up.weight": "mlp.up_proj.weight",
-    "ffn_down.weight": "mlp.down_proj.weight",
-}
-_QWEN2_BIASES = {f"attn_{x}.bias": f"self_attn.{x}_proj.bias" for x in ("q", "k", "v")}
 
 
 def convert_gguf(gguf_path: Path, folder: Path, shard_bytes: int = SHARD_BYTES, *, keep_blocks: bool = True) -> None:
@@ -66,9 +52,10 @@ def convert_gguf(gguf_path: Path, folder: Path, shard_bytes: int = SHARD_BYTES, 
     architecture, tensor, rotary setting or tokenizer that would not be converted exactly.
     """
     gguf = open_gguf(gguf_path)
+    work = LongWork(f"converting {gguf_path.name}", sum(tensor.num_bytes for tensor in gguf.tensors.values()))
     make_private(folder.parent)
     with temporary_folder(folder.parent, f".{folder.name}.tmp-") as scratch:
-        _convert(gguf, scratch, shard_bytes, keep_blocks=keep_blocks)
+        _convert(gguf, scratch, shard_bytes, work, keep_blocks=keep_blocks)
         try:
             os.replace(scratch, folder)
         except OSError:
@@ -76,55 +63,24 @@ def convert_gguf(gguf_path: Path, folder: Path, shard_bytes: int = SHARD_BYTES, 
                 raise
 
 
-def _convert(gguf: GgufFile, scratch: Path, shard_bytes: int, *, keep_blocks: bool) -> None:
+def _convert(gguf: GgufFile, scratch: Path, shard_bytes: int, work: LongWork, *, keep_blocks: bool) -> None:
     try:
-        names = _checkpoint_names(gguf)
+        names = checkpoint_names(gguf)
         dtype = _storage_dtype(gguf)
         kept = _in_blocks(gguf) if keep_blocks else {}
         is_kept = any(name.startswith("blk.") for name in kept)
         _write_json(scratch / "config.json", model_config(gguf, dtype) | ({BLOCKS_KEY: True} if is_kept else {}))
         _write_json(scratch / "generation_config.json", token_id_config(gguf))
         write_tokenizer(gguf.metadata, scratch)
-        _write_weights(gguf, names, dtype, kept, scratch, shard_bytes)
+        _write_weights(gguf, names, dtype, kept, scratch, shard_bytes, work)
     except (*STOPS, EngineError, OSError):
         raise
     except BaseException as error:
-        # Text where a number should be, a vocabulary without tokens, a panic of the tokenizer library.
-        raise ModelFilesError(
-            f"{gguf.path}: its metadata or tensors do not fit together ({type(error).__name__}: "
-            f"{shown_name(str(error))}). Fetch the file again."
-        ) from None
-
-
-def _checkpoint_names(gguf: GgufFile) -> dict[str, str]:
-    """GGUF tensor name -> checkpoint tensor name, for every tensor; missing and unknown ones are refused."""
-    of_block = {**_BLOCK_TENSORS, **(_QWEN2_BIASES if gguf.architecture == "qwen2" else {})}
-    names = dict(_TOP_TENSORS)
-    num_blocks = int(gguf.require("block_count"))
-    if num_blocks > len(gguf.tensors):
-        raise ModelFilesError(
-            f"{gguf.path}: block_count={num_blocks} and {len(gguf.tensors)} tensors: it is incomplete. Fetch it again."
-        )
-    for block in range(num_blocks):
-        names |= {f"blk.{block}.{ours}": f"model.layers.{block}.{theirs}" for ours, theirs in of_block.items()}
-    unknown = sorted(gguf.tensors.keys() - names.keys() - {ROPE_FACTORS})
-    if unknown:
-        raise UnsupportedModelError(
-            f"{gguf.path}: tensors with no place in a {gguf.architecture} model: "
-            f"{', '.join(map(shown_name, unknown[:5]))}{' …' if len(unknown) > 5 else ''}. "
-            "Dense models only; give a Hugging Face folder instead."
-        )
-    missing = sorted(names.keys() - gguf.tensors.keys() - {"output.weight"})
-    if missing:
-        raise ModelFilesError(
-            f"{gguf.path}: missing tensors: {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}. "
-            "The file is incomplete (or one of a split set); fetch or join it again."
-        )
-    return {ours: theirs for ours, theirs in names.items() if ours in gguf.tensors}
+        raise unfitting(gguf, error) from None
 
 
 def _storage_dtype(gguf: GgufFile) -> StorageDtype:
-    matrix_types = {tensor.tensor_type.name for tensor in gguf.tensors.values() if len(tensor.shape) > 1}
+    matrix_types = {tensor.kind_name for tensor in gguf.tensors.values() if len(tensor.shape) > 1}
     if matrix_types <= {"F32"}:
         return "float32"
     return "bfloat16" if matrix_types <= {"BF16"} else "float16"
@@ -136,7 +92,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def _in_blocks(gguf: GgufFile) -> dict[str, str]:
     """Weights in blocks that engines read: GGUF tensor name -> kind."""
-    kinds = {name: tensor.tensor_type.name for name, tensor in gguf.tensors.items() if len(tensor.shape) == 2}
+    kinds = {name: tensor.kind_name for name, tensor in gguf.tensors.items() if len(tensor.shape) == 2}
     return {name: kind for name, kind in kinds.items() if kind in KINDS}
 
 
@@ -147,6 +103,7 @@ def _write_weights(
     kept: Mapping[str, str],
     folder: Path,
     shard_bytes: int,
+    work: LongWork,
 ) -> None:
     """One `model.safetensors`, or numbered shards with an index when the model is larger than a shard."""
     shards = _shards(gguf, names, getattr(torch, dtype).itemsize, shard_bytes)
@@ -155,9 +112,13 @@ def _write_weights(
         file_name = "model.safetensors"
         if len(shards) > 1:
             file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {names[name]: _weight(gguf, name, getattr(torch, dtype), kept.get(name)) for name in shard}
+        tensors: dict[str, torch.Tensor] = {}
+        for name in shard:
+            tensors[names[name]] = _weight(gguf, name, getattr(torch, dtype), kept.get(name))
+            work.add(gguf.tensors[name].num_bytes)
         kinds = {names[name]: kept[name] for name in shard if name in kept}
-        metadata = {"format": "pt"} | ({METADATA_KEY: json.dumps(kinds)} if kinds else {})
+        # One key at most: the library writes several in any order, and hosts must convert to the same bytes.
+        metadata = {METADATA_KEY: json.dumps(kinds)} if kinds else {"format": "pt"}
         save_file(tensors, folder / file_name, metadata=metadata)
         weight_map |= dict.fromkeys(tensors, file_name)
     if len(shards) > 1:
@@ -169,7 +130,7 @@ def _shards(gguf: GgufFile, names: Mapping[str, str], bytes_per_value: int, shar
     shards: list[list[str]] = [[]]
     room = shard_bytes
     for name in names:
-        size = int(gguf.tensors[name].n_elements) * bytes_per_value
+        size = math.prod(gguf.tensors[name].shape) * bytes_per_value
         if size > room and shards[-1]:
             shards.append([])
             room = shard_bytes
@@ -183,11 +144,11 @@ def _weight(gguf: GgufFile, name: str, dtype: torch.dtype, kind: str | None) -> 
 
     Raises `ModelFilesError` for a value that does not fit.
     """
-    array = gguf.array(name) if kind is None else gguf.tensors[name].data
+    array = gguf.array(name) if kind is None else gguf.raw(name)
     if gguf.architecture == "llama" and name.endswith(("attn_q.weight", "attn_k.weight")):
         heads = "attention.head_count" if name.endswith("attn_q.weight") else "attention.head_count_kv"
         array = _restore_rotary_rows(array, int(gguf.optional(heads, gguf.require("attention.head_count"))))
-    # A copy: the reader's arrays are read-only views of the mapped file.
+    # A copy: the file's arrays are read-only views of the mapped file.
     stored = torch.from_numpy(array.copy())
     weight: Weight = stored if kind is None else GgufWeight(stored, kind)
     tensor = plain(weight, dtype)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 from pathlib import Path
 
 from ...local_cache import default_cache_root, file_lock
-from .file import open_binary
+from .checks import check_convertible
+from .file import open_binary, open_gguf
 
 # Part of every cached folder's name: raise it when the same GGUF file would convert to different files.
-CONVERSION_VERSION = 1
+CONVERSION_VERSION = 2
 
 
 def converted_folder(name: str, sha256: str, cache_root: Path, *, keep_blocks: bool = True) -> Path:
@@ -24,9 +26,13 @@ def resolve_gguf(gguf_path: Path, cache_root: Path | None = None) -> Path:
     The cache is keyed by the sha256 of the whole file, never by its name or header alone, which fine-tuned
     siblings share. Raises as `convert_gguf` does.
     """
+    root = cache_root or default_cache_root()
+    if not any(root.glob(f"models/{glob.escape(gguf_path.stem)}-*")):
+        # What cannot be converted is refused before gigabytes are hashed and torch is loaded.
+        check_convertible(open_gguf(gguf_path))
     with open_binary(gguf_path) as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-    folder = converted_folder(gguf_path.stem, sha256, cache_root or default_cache_root())
+    folder = converted_folder(gguf_path.stem, sha256, root)
     if not folder.exists():
         from .convert import convert_gguf
 

@@ -49,21 +49,30 @@ _RULES: Mapping[str, _ByteLevelRules] = {
 }
 
 
-def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json` from GGUF metadata (key -> value).
-
-    Raises `UnsupportedModelError` for a tokenizer model or a splitting rule that is not known exactly.
-    """
+def check_tokenizer(metadata: Mapping[str, Any]) -> None:
+    """Raises `UnsupportedModelError` for a tokenizer model or a splitting rule that is not known exactly."""
     kind = metadata.get("tokenizer.ggml.model")
-    if kind == "gpt2":
-        tokenizer, adds_bos = _byte_level(metadata)
-    elif kind == "llama":
-        tokenizer, adds_bos = _sentencepiece(metadata)
-    else:
+    if kind not in ("gpt2", "llama"):
         raise UnsupportedModelError(
             f"tokenizer.ggml.model={shown(kind)}: not supported. Supported: 'gpt2', 'llama'. "
             "Give the model's Hugging Face folder instead."
         )
+    name = str(metadata.get("tokenizer.ggml.pre", "<absent>"))
+    if kind == "gpt2" and name not in _RULES:
+        raise UnsupportedModelError(
+            f"tokenizer.ggml.pre={shown(name)}: its splitting rules are not known here. Supported: "
+            f"{', '.join(sorted(_RULES))}. Give the model's Hugging Face folder instead."
+        )
+
+
+def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
+    """Write `tokenizer.json` and `tokenizer_config.json` from GGUF metadata (key -> value).
+
+    Raises as `check_tokenizer` does.
+    """
+    check_tokenizer(metadata)
+    is_byte_level = metadata["tokenizer.ggml.model"] == "gpt2"
+    tokenizer, adds_bos = _byte_level(metadata) if is_byte_level else _sentencepiece(metadata)
     _mark_special_tokens(tokenizer, metadata)
     adds_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", adds_bos))
     if adds_bos:
@@ -77,13 +86,7 @@ def _byte_level(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
     """Byte-level BPE (GPT-2 and its descendants), and whether the family starts texts with its bos token."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    name = str(metadata.get("tokenizer.ggml.pre", "<absent>"))
-    rules = _RULES.get(name)
-    if rules is None:
-        raise UnsupportedModelError(
-            f"tokenizer.ggml.pre={shown(name)}: its splitting rules are not known here. Supported: "
-            f"{', '.join(sorted(_RULES))}. Give the model's Hugging Face folder instead."
-        )
+    rules = _RULES[str(metadata["tokenizer.ggml.pre"])]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     model = models.BPE(vocab=_vocabulary(metadata), merges=merges, ignore_merges=rules.has_whole_words)
     tokenizer = Tokenizer(model)

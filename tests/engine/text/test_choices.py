@@ -4,6 +4,7 @@ wherever and beside whatever a row runs."""
 from __future__ import annotations
 
 import math
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,27 @@ def scores(results: dict[str, Result]) -> dict[str, Any]:
 def test_a_tree_asks_each_place_once_and_before_those_behind_it(texts: list[list[int]]) -> None:
     tree = ChoiceTree(texts)
     wanted = {(tuple(text[:i]), token) for text in texts for i, token in enumerate(text)}
-    assert {(place, token) for place, tokens in tree.following.items() for token in tokens} == wanted
-    order = list(tree.following)
-    assert all(place[:-1] in order[:i] for i, place in enumerate(order) if place)
+    paths = [tree.path(place) for place in tree.places]
+    assert {(tree.path(place), token) for place in tree.places for token in tree.tokens_at(place)} == wanted
+    assert all(path[:-1] in paths[:i] for i, path in enumerate(paths) if path)
+    assert all(tree.behind(0, tree.path(place)) == place for place in tree.places)
+    assert {tree.path(place) for place in tree.whole} == set(map(tuple, texts))
+    assert tree.behind(0, (9,)) < 0
+    assert tree.tokens_at(tree.behind(0, (9, 1))) == ()
     assert tree.num_tokens == max(map(len, texts)) - 1
-    found = {place: {t: -(len(place) + t / 8) for t in tokens} for place, tokens in tree.following.items()}
+    found = {place: {t: -(len(tree.path(place)) + t / 8) for t in tree.tokens_at(place)} for place in tree.places}
     assert tree.logprobs(found) == tuple(math.fsum(-(i + t / 8) for i, t in enumerate(text)) for text in texts)
+
+
+@pytest.mark.parametrize(
+    "texts", [[[1] * 5000], [[1] * 3000 + [2], [1] * 3000 + [3]], [[i, *[1] * 60] for i in range(100)]]
+)
+def test_a_tree_takes_memory_in_proportion_to_its_texts(texts: list[list[int]]) -> None:
+    tracemalloc.start()
+    ChoiceTree(texts)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 600 * sum(map(len, texts))
 
 
 def test_scores_are_those_of_transformers_and_peft(tiny_llama: Path, tiny_adapters: dict[str, Path]) -> None:
@@ -71,13 +87,17 @@ def test_scores_are_those_of_transformers_and_peft(tiny_llama: Path, tiny_adapte
             assert result.choice_logprobs == pytest.approx(expected, abs=1e-3)
 
 
-def test_scores_have_the_bits_of_continuations_and_do_not_change_answers(tiny_llama: Path) -> None:
+def test_scores_have_the_bits_of_continuations_and_greedy_answers_are_the_likeliest(tiny_llama: Path) -> None:
     asked = rows_for([None])
     scored = serve(make_engine(tiny_llama, "exact"), asked)
     plain = serve(make_engine(tiny_llama, "exact"), rows_for([None], score_choices=False))
-    assert {name: (r.text, r.token_ids) for name, r in scored.items()} == {
-        name: (r.text, r.token_ids) for name, r in plain.items()
-    }
+    for row in asked:
+        ours, theirs = scored[row.request_id], plain[row.request_id]
+        logprobs = dict(zip(TEXTS, ours.choice_logprobs or (), strict=True))
+        if row.sampling.is_drawn:
+            assert (ours.text, ours.token_ids) == (theirs.text, theirs.token_ids)
+        else:
+            assert logprobs[ours.text] == max(logprobs.values()) or ours.text.startswith(max(TEXTS, key=logprobs.get))
     assert {r.choice_logprobs for r in plain.values()} == {None}
     tokens = Tokenizer.from_folder(tiny_llama).encode_batch(list(TEXTS), is_rendered=True)
     given = [

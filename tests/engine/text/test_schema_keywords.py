@@ -53,7 +53,8 @@ KEYWORDS: dict[str, tuple[Any, Any, Any]] = {
         {"type": "object", "patternProperties": {"^n": INT}, "additionalProperties": False}, {"n1": 1}, {"n1": "x"}
     ),
     "propertyNames": ({"type": "object", "propertyNames": {"pattern": "^a"}}, {"a": 1}, {"b": 1}),
-    "minProperties": ({"type": "object", "minProperties": 2}, {"a": 1, "b": 1}, {"a": 1}),
+    "minProperties": ({"type": "object", "minProperties": 1}, {"a": 1}, {}),
+    "minProperties, of keys that may repeat": ({"type": "object", "minProperties": 2}, {"a": 1, "b": 1}, {"a": 1}),
     "maxProperties": ({"type": "object", "maxProperties": 1}, {"a": 1}, {"a": 1, "b": 1}),
     "dependentRequired": (AB | {"dependentRequired": {"a": ["b"]}}, {"a": 1, "b": 1}, {"a": 1}),
     "dependentSchemas": (AB | {"dependentSchemas": {"a": {"required": ["b"]}}}, {"a": 1, "b": 1}, {"a": 1}),
@@ -73,7 +74,8 @@ KEYWORDS: dict[str, tuple[Any, Any, Any]] = {
 }  # fmt: skip
 REFUSED = {
     "uniqueItems", "contains", "minContains", "propertyNames", "dependentRequired",
-    "dependentSchemas", "oneOf, overlapping", "not", "if", "unevaluatedProperties", "unevaluatedItems",
+    "dependentSchemas", "minProperties, of keys that may repeat", "oneOf, overlapping", "not", "if",
+    "unevaluatedProperties", "unevaluatedItems",
 }  # fmt: skip
 
 

@@ -16,6 +16,9 @@ from lorabatch.jobs.input.answer_type import answer_type
 TEXT, INT, FLOAT = pa.string(), pa.int64(), pa.float64()
 POINT = {"type": "object", "properties": {"x": {"type": "number"}, "y": {"type": "number"}}}
 POINT_TYPE = pa.struct([("x", FLOAT), ("y", FLOAT)])
+NAMED = {"type": "object", "properties": {"n": {"type": "string"}}}
+WHOLE = {"n": "a", "x": 1.0, "y": 2.5}
+ALL_TYPE = pa.struct([("n", TEXT), ("x", FLOAT), ("y", FLOAT)])
 
 
 @pytest.mark.parametrize(
@@ -36,6 +39,26 @@ POINT_TYPE = pa.struct([("x", FLOAT), ("y", FLOAT)])
         ({"anyOf": [POINT, {"type": "null"}]}, POINT_TYPE, {"x": 1, "y": 2}, {"x": 1.0, "y": 2.0}),
         ({"anyOf": [POINT, POINT]}, TEXT, {"x": 1}, '{"x": 1}'),
         ({"anyOf": [{"const": "a"}, {"type": "string"}]}, TEXT, "b", "b"),
+        # keywords beside one another add up
+        ({"$defs": {"p": POINT}, "$ref": "#/$defs/p", **NAMED}, ALL_TYPE, WHOLE, WHOLE),
+        ({**NAMED, "allOf": [POINT]}, ALL_TYPE, WHOLE, WHOLE),
+        ({**NAMED, "anyOf": [POINT]}, ALL_TYPE, WHOLE, WHOLE),
+        ({**NAMED, "oneOf": [POINT]}, ALL_TYPE, WHOLE, WHOLE),
+        ({"allOf": [NAMED, {"allOf": [POINT]}]}, ALL_TYPE, WHOLE, WHOLE),
+        ({"type": "array", "items": {"$ref": "#/$defs/p", **NAMED}, "$defs": {"p": POINT}},
+         pa.list_(pa.struct([("x", FLOAT), ("y", FLOAT), ("n", TEXT)])), [WHOLE], [WHOLE]),
+        ({**NAMED, "anyOf": [POINT, {"type": "object", "properties": {"z": {}}}]}, TEXT, WHOLE, json.dumps(WHOLE)),
+        ({**NAMED, "anyOf": [{"required": ["n"]}, {"required": ["n"], "minProperties": 1}]},
+         pa.struct([("n", TEXT)]), {"n": "a"}, {"n": "a"}),
+        ({**NAMED, "required": ["n", "k"]}, pa.struct([("n", TEXT), ("k", TEXT)]), {"n": "a", "k": [1]},
+         {"n": "a", "k": "[1]"}),
+        ({**NAMED, "additionalProperties": {"type": "integer"}}, TEXT, {"n": "a", "k": 1}, '{"n": "a", "k": 1}'),
+        ({**NAMED, "patternProperties": {"^k": {}}}, TEXT, {"n": "a", "k": 1}, '{"n": "a", "k": 1}'),
+        ({"type": "object", "properties": {"x": {"type": "number"}}, "allOf": [{"properties": {"x": {"type": "integer"},
+          "y": {}}}]}, pa.struct([("x", INT), ("y", TEXT)]), {"x": 1, "y": 2}, {"x": 1, "y": "2"}),
+        ({"properties": {"x": {"type": "number"}}}, TEXT, 5, "5"),
+        ({"type": "string", "anyOf": [{"minLength": 3}, {"pattern": "^a"}]}, TEXT, "abc", "abc"),
+        ({"type": "array", "items": [{"type": "integer"}]}, TEXT, [1], "[1]"),
         ({"$ref": "#/$defs/p", "$defs": {"p": POINT}}, POINT_TYPE, {"x": 1, "y": 2}, {"x": 1.0, "y": 2.0}),
         ({"$ref": "http://elsewhere"}, TEXT, {"x": 1}, '{"x": 1}'),
         ({"type": "object"}, TEXT, {"x": [1]}, '{"x": [1]}'),
@@ -45,7 +68,10 @@ POINT_TYPE = pa.struct([("x", FLOAT), ("y", FLOAT)])
 )  # fmt: skip
 def test_types_and_values(schema: Any, arrow: pa.DataType, instance: Any, value: Any) -> None:
     found = answer_type(json.dumps(schema))
-    assert found.arrow == arrow
+    if pa.types.is_struct(arrow):
+        assert {field.name: field.type for field in found.arrow} == {field.name: field.type for field in arrow}
+    else:
+        assert found.arrow == arrow
     assert found.column([json.dumps(instance)]).to_pylist() == [value]
 
 
@@ -64,6 +90,60 @@ def test_integers_beyond_64_bits_are_null() -> None:
 def test_recursive_schemas_end_in_text() -> None:
     schema = {"$ref": "#/$defs/t", "$defs": {"t": {"type": "object", "properties": {"c": {"$ref": "#/$defs/t"}}}}}
     assert answer_type(json.dumps(schema)).column(['{"c": {"c": null}}']).null_count == 0
+
+
+def referring(*names: str, **beside: Any) -> dict[str, Any]:
+    """A schema whose properties are itself."""
+    part = {"type": "object", "properties": {name: {"$ref": "#/$defs/t"} for name in names}, **beside}
+    return {"$ref": "#/$defs/t", "$defs": {"t": part}}
+
+
+def doubling(depth: int) -> dict[str, Any]:
+    """A schema without recursion that stands for 2**depth parts."""
+    parts = {
+        f"p{i}": {"type": "object", "properties": {k: {"$ref": f"#/$defs/p{i + 1}"} for k in "ab"}}
+        for i in range(depth)
+    }
+    return {"$ref": "#/$defs/p0", "$defs": parts | {f"p{depth}": {"type": "integer"}}}
+
+
+def each_other(count: int) -> dict[str, Any]:
+    """Schemas that each refer to all others: every order of them is a path."""
+    names = [f"t{i}" for i in range(count)]
+    part = {"type": "object", "properties": {name: {"$ref": f"#/$defs/{name}"} for name in names}}
+    return {"$ref": "#/$defs/t0", "$defs": dict.fromkeys(names, part)}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("schema", "instance"),
+    [
+        (referring("a", "b", "c"), {"a": {"a": {}}}),
+        (referring(*"abcdefghijklmnopqrst"), {"a": {"a": {}}}),
+        (referring("a", "b", additionalProperties={"$ref": "#"}), {"a": {}, "k": {}}),
+        (doubling(40), {"a": {}}),
+        (each_other(9), {"t1": {"t2": {}}}),
+        ({"allOf": [{"$ref": "#"}], "type": "object", "properties": {"a": {"$ref": "#"}}}, {"a": {}}),
+        ({"type": "array", "items": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, [[None]]),
+        ({"type": "object", "properties": {f"k{i}": {"type": "integer"} for i in range(6000)}}, {"k5": 1}),
+        ({"type": "string", "title": "a" * 300_000}, "a"),
+    ],
+    ids=["3 times", "20 times", "by other keys", "2**40 parts", "each other", "allOf", "items", "6,000 keys", "long"],
+)
+def test_any_schema_has_a_type_of_bounded_size(schema: Any, instance: Any) -> None:
+    found = answer_type(json.dumps(schema))
+    assert len(str(found.arrow)) < 20_000
+    [value] = found.column([json.dumps(instance)]).to_pylist()
+
+    def plain(value: Any) -> Any:
+        """What a value says, with the JSON in it read."""
+        if isinstance(value, str) and value != "a":
+            return plain(json.loads(value))
+        if isinstance(value, dict):
+            return {key: plain(part) for key, part in value.items() if part is not None}
+        return [plain(part) for part in value] if isinstance(value, list) else value
+
+    assert plain(value) == instance
 
 
 _SCHEMAS = st.recursive(

@@ -39,7 +39,7 @@ def problems(endpoint: Endpoint = CHAT, **body: Any) -> list[str]:
 def test_every_sampling_option_is_a_column_of_a_type_that_a_job_reads() -> None:
     assert SAMPLING_OPTIONS.keys() - {"continuation_token_ids"} <= COLUMN_KINDS.keys()
     schema = pa.schema([("prompt", pa.string()), *((name, kind.arrow) for name, kind in COLUMN_KINDS.items())])
-    assert find_roles(schema, {})[1] == []
+    assert find_roles(schema, {}, row_settings=["all"])[1] == []
 
 
 @pytest.mark.parametrize(
@@ -149,3 +149,30 @@ def test_whatever_a_body_asks_a_column_holds_it_or_a_sentence_says_why_not(body:
         pa.array([value], COLUMN_KINDS[name].arrow)
     assert found.keys() <= COLUMN_KINDS.keys()
     assert all(sentence.endswith(".") and printable(sentence) == sentence for sentence in sentences)
+
+
+STRICT = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_strict_tools_are_refused_by_name_and_other_tools_are_not(as_text: bool) -> None:
+    def tools(*functions: dict[str, Any]) -> Any:
+        given = [{"type": "function", "function": function} for function in functions]
+        return json.dumps(given) if as_text else given
+
+    plain = {**STRICT, "strict": False}
+    [said] = problems(tools=tools(plain, STRICT))
+    assert said.startswith("tools[1].function.strict=True: arguments are not held to their schema. Leave strict out")
+    for functions in ((plain,), ({"name": "f"},), ({**plain, "strict": None},)):
+        assert problems(tools=tools(*functions)) == []
+    # what the refusal advises
+    form = {"type": "json_schema", "json_schema": {"name": "f", "strict": True, "schema": STRICT["parameters"]}}
+    assert problems(response_format=form) == []
+
+
+@pytest.mark.parametrize(
+    ("tools", "said"),
+    [([1], "tools[0]=1"), ([{"type": "custom"}], "tools[0].type='custom'"), ("{", "tools"), ({"a": 1}, "tools=")],
+)
+def test_tools_that_a_job_would_refuse_are_refused_at_once(tools: Any, said: str) -> None:
+    assert said in problems(tools=tools)[0]

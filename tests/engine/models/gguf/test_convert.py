@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.errors import ModelFilesError, UnsupportedModelError
+from lorabatch.engine.long_work import listening
 from lorabatch.engine.models.decoder import Decoder
 from lorabatch.engine.models.gguf.blocks import METADATA_KEY
 from lorabatch.engine.models.gguf.convert import convert_gguf
@@ -434,6 +435,21 @@ def test_the_cache_follows_the_content_and_not_the_name(llama, llama_gguf, tmp_p
     tensors = {name: array * 1.5 for name, array in gguf_tensors(llama, is_llama=True).items()}
     llama_gguf.unlink()
     assert resolve_gguf(write_gguf(llama_gguf, tensors), tmp_path / "cache") != first
+
+
+def test_a_conversion_names_its_file_and_size_once(llama_gguf, tmp_path):
+    lines = []
+    with listening(lines.append):
+        assert resolve_gguf(llama_gguf, tmp_path / "cache") == resolve_gguf(llama_gguf, tmp_path / "cache")
+    assert [line for line in lines if "%" not in line] == ["converting tiny.gguf (0 MB), once for this machine"]
+
+
+@pytest.mark.parametrize("key", ["llama.rope.scaling.factor", "llama.rope.scale_linear"])
+def test_a_linear_factor_without_its_type_gives_the_logits_of_linear_positions(key, tmp_path):
+    llama = tiny_llama(rope_parameters={"rope_type": "linear", "rope_theta": 50_000.0, "factor": 4.0})
+    path = write_gguf(tmp_path / "m.gguf", gguf_tensors(llama, is_llama=True), metadata={key: 4.0})
+    convert_gguf(path, tmp_path / "model")
+    assert_same_logits(llama, tmp_path / "model")
 
 
 def test_the_cache_is_where_the_user_keeps_caches(llama_gguf, tmp_path, monkeypatch):

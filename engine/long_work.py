@@ -1,0 +1,47 @@
+"""Says what takes long before a job begins, such as the conversion of a model: what, its size, and how far it is.
+
+Whatever shows progress listens; without a listener the lines go into the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_INTERVAL_S = 5.0
+_listener: ContextVar[Callable[[str], None] | None] = ContextVar("listener", default=None)
+_logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def listening(listener: Callable[[str], None]) -> Iterator[None]:
+    """Have the lines of this thread's long work within the block."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+class LongWork:
+    """One piece of work on a known number of bytes. `what`: begins its lines, as "converting base.gguf"."""
+
+    def __init__(self, what: str, num_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._what, self._num_bytes, self._clock = what, num_bytes, clock
+        self._num_done, self._last_s = 0, clock()
+        self._say(f"{what} ({num_bytes / 1e6:,.0f} MB), once for this machine")
+
+    def add(self, num_bytes: int) -> None:
+        """Note that so many bytes more are done. Says so every few seconds."""
+        self._num_done += num_bytes
+        if self._clock() - self._last_s >= _INTERVAL_S:
+            self._last_s = self._clock()
+            share = min(self._num_done / max(self._num_bytes, 1), 1.0)
+            self._say(f"{self._what}: {share:.0%} of {self._num_bytes / 1e6:,.0f} MB")
+
+    @staticmethod
+    def _say(line: str) -> None:
+        (_listener.get() or _logger.info)(line)
