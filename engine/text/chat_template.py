@@ -10,11 +10,11 @@ transformers.
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jinja2
@@ -27,7 +27,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ..confinement import ConfinedError, confined
 from ..errors import ChatTemplateError, ModelFilesError
 from ..untrusted import STOPS, printable, shortened, shown_name
-from .conversation import AS_USUAL, Conversation, RenderOptions
+from .conversation import AS_USUAL, Conversation, RenderOptions, content_text
+from .left_out import Messages, left_out
 
 MAX_TEMPLATE_CHARACTERS = 128 << 10  # the longest of real models have 30,000
 MAX_RENDERED_CHARACTERS = 32 << 20  # more than a context of a million tokens takes
@@ -44,9 +45,7 @@ _MAX_MESSAGE_CHARACTERS = 500
 # Marks the end of a message that is left open: a code point for private use, and a blank that templates may trim.
 _FIRST_MARK, _LAST_MARK = 0x100000, 0x10FFFD
 # What a template gets from the renderer and does not call a variable of its own.
-_RENDERED = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")
-# Names that every way of writing JSON leaves as they are.
-_PLAIN_NAME = re.compile(r"[\w.-]+", re.ASCII)
+_RENDERED = ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now")
 
 
 class _Unfolded(CodeGenerator):
@@ -73,7 +72,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class ChatTemplate:
-    """One template. `now` is what `strftime_now` formats, so that a resumed job renders the same.
+    """One template. `now` is what `strftime_now` formats, so that a resumed job renders the same: a time of day, whose
+    zone templates do not see.
 
     Raises `ModelFilesError` when the source is not a template.
     """
@@ -83,6 +83,9 @@ class ChatTemplate:
             raise ModelFilesError(
                 f"chat template: {len(source)} characters, expected at most {MAX_TEMPLATE_CHARACTERS}. Repair it."
             )
+        # Templates see no zone, as in transformers: `%Z` and `%z` are empty. Times of two zones may be one instant,
+        # and are not one time of day.
+        now = None if now is None else now.replace(tzinfo=None)
         try:
             _compiled(source, now)
         except STOPS:
@@ -93,23 +96,28 @@ class ChatTemplate:
                 f"chat template: not a valid jinja2 template ({shown_name(str(error))}). Repair it, or give prompts "
                 "as text."
             ) from None
-        self._given = (source, dict(special_tokens), None if now is None else now.isoformat())
+        #: Source, special tokens and time, as tasks of confined processes get them.
+        self.given = (source, dict(special_tokens), None if now is None else now.isoformat())
         self._seconds = 0.0
         self._num_prompts = 0
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: RenderOptions = AS_USUAL) -> str:
-        """The prompt. Keys whose value is None are dropped, as if they were not there.
+        """The prompt. Keys of messages whose value is None are dropped, as if they were not there.
 
         Raises `ChatTemplateError` when the template refuses these messages, fails on them or takes too long; also when
-        it leaves out a tool, or does not have one of the variables.
+        it does not have one of the variables.
         """
         prompt = self.render_all([Conversation(messages, options)])[0]
         if isinstance(prompt, ChatTemplateError):
             raise prompt
         return prompt
 
-    def render_all(self, conversations: Sequence[Conversation]) -> list[str | ChatTemplateError]:
-        """The prompt of each conversation, or what `render` raises. Raises `NoProcessError`."""
+    def render_all(
+        self, conversations: Sequence[Conversation], *, must_be_whole: bool = False
+    ) -> list[str | ChatTemplateError]:
+        """The prompt of each conversation, or what `render` raises. `must_be_whole`: an error, too, for a conversation
+        of which a text, a part, a tool or a call does not reach the prompt (see `left_out`). Raises `NoProcessError`.
+        """
         prompts: list[str | ChatTemplateError] = []
         batch_rows = _BATCH_ROWS
         while len(prompts) < len(conversations):
@@ -118,7 +126,7 @@ class ChatTemplate:
                 return prompts + [given_up] * (len(conversations) - len(prompts))
             batch = conversations[len(prompts) : len(prompts) + batch_rows]
             try:
-                prompts += self._rendered(batch)
+                prompts += self._rendered(batch, must_be_whole)
             except ConfinedError as error:
                 self._seconds += CPU_S
                 if len(batch) == 1:
@@ -126,7 +134,7 @@ class ChatTemplate:
                 batch_rows = 1  # it is one of them
         return prompts
 
-    def _rendered(self, conversations: Sequence[Conversation]) -> list[str | ChatTemplateError]:
+    def _rendered(self, conversations: Sequence[Conversation], must_be_whole: bool) -> list[str | ChatTemplateError]:
         """The prompts of one or more of these, from the first on. Raises `ConfinedError`, `NoProcessError`."""
         numbers: dict[RenderOptions, int] = {}
         prepared = [
@@ -134,26 +142,31 @@ class ChatTemplate:
             for one in conversations
         ]
         options = [(o.tools, o.variables, o.add_generation_prompt, o.continue_final_message) for o in numbers]
-        answers, seconds = confined().run(_TASK, [*self._given, prepared, options], CPU_S, MEMORY_BYTES)
+        answers, seconds = confined().run(_TASK, [*self.given, prepared, options, must_be_whole], CPU_S, MEMORY_BYTES)
         self._seconds += seconds
         self._num_prompts += len(answers)
         return [ChatTemplateError(text) if is_refusal else text for is_refusal, text in answers]
 
 
 def run(payload: Any) -> tuple[list[tuple[bool, str]], float]:
-    """The task of the confined process: source, special tokens, time, conversations, options. A conversation is its
-    messages and the number of its options, which are the values of `RenderOptions`.
+    """The task of the confined process: source, special tokens, time, conversations, options, and whether prompts
+    must be whole. A conversation is its messages and the number of its options, which are the values of
+    `RenderOptions`.
 
     Prompts of the first of them, as many as fit into an answer, or with True why there is none; and seconds.
     """
-    source, special_tokens, now, conversations, options = payload
+    source, special_tokens, now, conversations, options, must_be_whole = payload
     start_s, num_characters = time.process_time(), 0
     template = _compiled(source, None if now is None else datetime.fromisoformat(now))
     given = [RenderOptions(*values) for values in options]
     answers: list[tuple[bool, str]] = []
     for messages, number in conversations:
         try:
-            answers.append((False, _render_one(template, source, messages, given[number], special_tokens)))
+            _check_variables(source, given[number].variables)
+            render = partial(_render_one, template, special_tokens)
+            prompt = render(messages, given[number])
+            problem = left_out(render, messages, given[number], prompt) if must_be_whole else None
+            answers.append((False, prompt) if problem is None else (True, problem))
         except ChatTemplateError as error:
             answers.append((True, str(error)))
         num_characters += len(answers[-1][1])
@@ -162,25 +175,62 @@ def run(payload: Any) -> tuple[list[tuple[bool, str]], float]:
     return answers, time.process_time() - start_s
 
 
+def render_here(given: Sequence[Any], messages: Messages, options: RenderOptions) -> str:
+    """The prompt, rendered in this process, which is confined. `given`: of the template. Raises `ChatTemplateError`."""
+    source, special_tokens, now = given
+    template = _compiled(source, None if now is None else datetime.fromisoformat(now))
+    # Variables of a job that this template does not have are named elsewhere.
+    return _render_one(template, special_tokens, list(map(_prepared, messages)), options)
+
+
+class _Parts(list[Any]):
+    """A content in parts. A template that writes it as it is takes no parts, and would write Python."""
+
+    def __str__(self) -> str:
+        raise jinja2.TemplateError("content in parts, written as it is")
+
+
+class _Part(dict[str, Any]):
+    __str__ = _Parts.__str__
+
+
 def _render_one(
-    template: jinja2.Template, source: str, messages: Any, options: RenderOptions, special_tokens: Mapping[str, str]
+    template: jinja2.Template, special_tokens: Mapping[str, str], messages: Messages, options: RenderOptions
 ) -> str:
-    _check_variables(source, options.variables)
-    mark = ""
-    if options.continue_final_message:
-        mark = _mark_for(messages, options)
-        messages = _left_open(messages, mark)
-    rendered: dict[str, Any] = {
-        "messages": messages,
-        "tools": options.tools,
-        "add_generation_prompt": options.add_generation_prompt,
-    }
-    prompt = _generated(template, {"documents": None, **special_tokens, **options.variables, **rendered})
-    for tool in options.tools or ():
-        name = tool["function"]["name"]
-        if _PLAIN_NAME.fullmatch(name) and name not in prompt:
-            raise ChatTemplateError(f"the chat template leaves out the tool {name!r}: give one that has tools")
-    return _ended_at(mark, prompt, messages[-1]["content"]) if mark else prompt
+    """The prompt. Content in parts is given as parts; a template that does not take them gets their texts, one per
+    line.
+    """
+    values = {"documents": None, **special_tokens, **options.variables}
+    if any(isinstance(message.get("content"), list) for message in messages):
+        with suppress(ChatTemplateError):
+            return _rendered_to_its_end(template, values, _in_parts(messages), options)
+        messages = [
+            {**message, "content": content_text(message["content"])}
+            if isinstance(message.get("content"), list)
+            else message
+            for message in messages
+        ]
+    return _rendered_to_its_end(template, values, messages, options)
+
+
+def _in_parts(messages: Messages) -> Messages:
+    return [
+        {**message, "content": _Parts(_Part(part) if isinstance(part, dict) else part for part in message["content"])}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
+def _rendered_to_its_end(
+    template: jinja2.Template, values: Mapping[str, Any], messages: Messages, options: RenderOptions
+) -> str:
+    rendered = {"tools": options.tools, "add_generation_prompt": options.add_generation_prompt}
+    if not options.continue_final_message:
+        return _generated(template, {**values, **rendered, "messages": messages})
+    mark = _mark_for(messages, options)
+    opened, last = _left_open(messages, mark)
+    return _ended_at(mark, _generated(template, {**values, **rendered, "messages": opened}), last)
 
 
 def _generated(template: jinja2.Template, values: Mapping[str, Any]) -> str:
@@ -204,31 +254,36 @@ def _generated(template: jinja2.Template, values: Mapping[str, Any]) -> str:
 
 def _check_variables(source: str, variables: Mapping[str, Any]) -> None:
     """Variables that a template does not have would change nothing, unseen."""
-    unknown = sorted(variables.keys() - _names(source) - {"documents"}) if variables else []
+    unknown = sorted(variables.keys() - _names(source)) if variables else []
     if unknown:
         raise ChatTemplateError(f"the chat template has no variable {shown_name(unknown[0])!r} (chat_template_kwargs)")
 
 
-def _mark_for(messages: Any, options: RenderOptions) -> str:
+def _mark_for(messages: Messages, options: RenderOptions) -> str:
     """A mark that is in nothing that is rendered."""
     taken = json.dumps([messages, options.tools, options.variables], ensure_ascii=False)
     return next(chr(code) for code in range(_FIRST_MARK, _LAST_MARK) if chr(code) not in taken)
 
 
-def _left_open(messages: Any, mark: str) -> Any:
-    """The messages with the mark at the end of the last one's text."""
-    last = messages[-1] if messages else {}
-    if not isinstance(last.get("content"), str):
+def _left_open(messages: Messages, mark: str) -> tuple[Messages, str]:
+    """The messages with the mark at the end of the last one's text, and that text. Of parts it is the last one's."""
+    content: Any = messages[-1].get("content") if messages else None
+    if isinstance(content, str):
+        return [*messages[:-1], {**messages[-1], "content": f"{content}{mark} "}], content
+    places = [place for place, part in enumerate(content or ()) if isinstance(part, dict) and "text" in part]
+    if not places:
         raise ChatTemplateError("continue_final_message: the last message has no text to continue")
-    return [*messages[:-1], last | {"content": f"{last['content']}{mark} "}]
+    parts, last = type(content)(content), content[places[-1]]
+    parts[places[-1]] = type(last)({**last, "text": f"{last['text']}{mark} "})
+    return [*messages[:-1], {**messages[-1], "content": parts}], last["text"]
 
 
 def _ended_at(mark: str, prompt: str, last: str) -> str:
     """The prompt up to the mark, as transformers ends it: where the template trims the last message, blanks before the
-    end are dropped.
+    end are dropped. `last`: the text that is left open.
     """
     place = prompt.rfind(mark)
-    if place < 0 or last.partition(mark)[0].strip() not in prompt:
+    if place < 0 or last.strip() not in prompt:
         raise ChatTemplateError("continue_final_message: the chat template leaves out text of the last message")
     if mark in prompt[:place]:
         raise ChatTemplateError("continue_final_message: the chat template writes the last message more than once")

@@ -14,6 +14,8 @@ from dataclasses import replace
 
 from ..request import FinishReason, Result
 from ..sequence import Sequence
+from .boundary import text_behind
+from .choices import choice_of
 from .reasoning import AnswerTokens, split_reasoning
 from .token_rules import TokenRules
 from .tokenizer import Detokenizer, Tokenizer, Tokenizers
@@ -43,8 +45,22 @@ class Completion:
         if not is_last:
             return None
         said = token_ids[:-1] if ends_by_token else token_ids
-        text = self._tokenizer(sequence).decode(said)
+        text = self._text(sequence, said)
         return self._result(sequence, said, text, "stop" if ends_by_token or is_complete else "length")
+
+    def _text(self, sequence: Sequence, said: Items[int]) -> str:
+        """The text of tokens. A given or constrained text keeps the blank that it begins with, and a choice is the text
+        that was listed.
+        """
+        sampling, tokenizer = sequence.request.sampling, self._tokenizer(sequence)
+        if sampling.choice and sampling.reasoning is None:
+            listed = choice_of(tokenizer, sequence.request, said)
+            if listed is not None:
+                return listed
+        is_plain = sampling.reasoning is None and not sampling.tool_call_parser
+        if is_plain and (sampling.continuation_token_ids or sampling.is_constrained):
+            return text_behind(tokenizer, sequence.request.prompt_token_ids, said)
+        return tokenizer.decode(said)
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what was kept for a sequence that ended or was aborted."""
@@ -92,31 +108,41 @@ class Completion:
             # a row from another engine has tokens already; its text so far is read from them
             self._texts[request_id] = _TextSoFar(self._tokenizer(sequence), sequence.token_ids[:-1])
         so_far = self._texts[request_id]
-        num_known = len(so_far.text)
+        known = so_far.text
         if has_text:
             so_far.add(sequence.token_ids[-1])
         if is_last:
             so_far.finish()
         if len(sequence.token_ids) < sampling.min_tokens:
             return None
+        num_known = len(known) if so_far.text.startswith(known) else so_far.num_settled
         start = first_stop(so_far.text, sampling.stop, num_known)
         return None if start is None else so_far.text[:start]
 
 
 class _TextSoFar:
-    """A running sequence's text, as far as its characters are complete."""
+    """A running sequence's text, as far as its characters are complete: always that of its tokens so far."""
 
     def __init__(self, tokenizer: Tokenizer, token_ids: Iterable[int]) -> None:
         self._detokenizer = Detokenizer(tokenizer)
+        self._settled = ""
         self.text = ""
         for token_id in token_ids:
-            self.add(token_id)
+            self._settled += self._detokenizer.add(token_id)
+        self.text = self._settled + self._detokenizer.held
+
+    @property
+    def num_settled(self) -> int:
+        """Characters that no later token changes."""
+        return len(self._settled)
 
     def add(self, token_id: int) -> None:
-        self.text += self._detokenizer.add(token_id)
+        self._settled += self._detokenizer.add(token_id)
+        self.text = self._settled + self._detokenizer.held
 
     def finish(self) -> None:
-        self.text += self._detokenizer.finish()
+        self._settled += self._detokenizer.finish()
+        self.text = self._settled
 
 
 def first_stop(text: str, stops: tuple[str, ...], num_known: int) -> int | None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..untrusted import parse_json, shown
+from ..untrusted import parse_json, shown, shown_name
 
 #: Options of a job, and columns of its rows, that say how messages are rendered.
 RENDERING_OPTIONS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
@@ -54,8 +54,49 @@ class Conversation:
 
     @property
     def open_text(self) -> str:
-        """The text of the last message, where it is left open."""
-        return str(self.messages[-1].get("content") or "") if self.options.continue_final_message else ""
+        """The text of the last message, where it is left open; of parts, that of the last one."""
+        if not self.options.continue_final_message:
+            return ""
+        content = self.messages[-1].get("content") or ""
+        return content if isinstance(content, str) else str(content[-1]["text"])
+
+
+def content_text(content: Any) -> str:
+    """The text of a message's content: of parts their texts, one per line."""
+    if isinstance(content, list | tuple):
+        return "\n".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))
+    return content if isinstance(content, str) else ""
+
+
+#: Why a conversation cannot be rendered.
+SPLIT_AND_CONTINUED = (
+    "split_answer=True, continue_final_message=True: a last message is taken out of the prompt, or it is continued. "
+    "Set one to false."
+)
+#: What may be peculiar about a conversation, and what templates drop by design. Values are words of notes.
+FINAL_ANSWER, REASONING, BLANKS = "final answers", "reasoning of earlier turns", "blanks at the ends of messages"
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+
+def peculiarities(messages: Sequence[Mapping[str, Any]], options: RenderOptions) -> list[str]:
+    """What users should know of conversations like this one."""
+    found = []
+    if messages[-1].get("role") == "assistant" and not options.continue_final_message:
+        found.append(FINAL_ANSWER)
+    texts = [content_text(message.get("content")) for message in messages]
+    if any(message.get(key) for message in messages for key in _REASONING_KEYS) or any("</think>" in t for t in texts):
+        found.append(REASONING)
+    if any(text != text.strip() for text in texts):
+        found.append(BLANKS)
+    return found
+
+
+def header_note(missing_header: str) -> str:
+    """What people should know of a template whose prompts lack this, as a clause."""
+    return (
+        f"the chat template ends prompts without '{shown_name(missing_header)}', which stands before answers: rows are "
+        "asked otherwise than conversations are written. Give a template that ends prompts so (--chat-template)"
+    )
 
 
 def read_tools(value: Any) -> list[dict[str, Any]]:
@@ -77,6 +118,11 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
         if not isinstance(function.get("name"), str) or not function["name"]:
             name = shown(function.get("name"))
             raise ValueError(f"tools[{place}].function.name={name}: expected text such as 'get_weather'.")
+        if function.get("strict"):
+            raise ValueError(
+                f"tools[{place}].function.strict={shown(function['strict'])}: arguments are not held to their schema. "
+                "Leave strict out, or ask for an object with json_schema."
+            )
     return tools
 
 
@@ -110,11 +156,6 @@ def written(given: Any, found: Any) -> str:
         raise ValueError(f"expected values that JSON has ({error})") from None
 
 
-def column_json(value: Any) -> str:
-    """A value of a nested column as JSON, without fields that are null: such a column has all fields in all rows."""
-    return json.dumps(_without_null(value), ensure_ascii=False, default=str)
-
-
 def _parsed(name: str, value: Any, expected: str) -> Any:
     if not isinstance(value, str):
         return value
@@ -122,9 +163,3 @@ def _parsed(name: str, value: Any, expected: str) -> Any:
         return parse_json(value)
     except ValueError as error:
         raise ValueError(f"{name}={shown(value)}: not JSON ({error}). Write {expected}.") from None
-
-
-def _without_null(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_null(item) for key, item in value.items() if item is not None}
-    return [_without_null(item) for item in value] if isinstance(value, list | tuple) else value

@@ -29,6 +29,8 @@ from ...jobs.store import JobStore
 from ...version import __version__
 from ..cluster.versions import sent_to_workers
 from ..cluster.worker_process import keep_warnings, leave_on_sigterm, worker_log_path
+from ..dataset.index import spelling
+from ..dataset.writer import Spell
 from ..messages import (
     EngineFailedError,
     EngineIdentity,
@@ -156,6 +158,10 @@ class RunPlugin(WorkerPlugin):
             if self._record is None:
                 self._record = self.store.read_record()
             return self._record
+
+    def spelling(self) -> Spell:
+        """The bytes of tokens in the output of the run."""
+        return spelling(self.record(), self._settings.model_url, self._settings.storage_options)
 
     @contextlib.contextmanager
     def claimed(self, shard_id: int) -> Iterator[tuple[Future[ShardOutcome], bool]]:

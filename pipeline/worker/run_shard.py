@@ -63,7 +63,7 @@ def _answer_and_commit(plugin: RunPlugin, command: RunShard, run_id: str) -> Sha
     asked = [r for r in rows.requests if isinstance(r, Request) and r.request_id not in answers]
     if asked:
         _answer(plugin, rows, asked, kept, command, run_id)
-    part = part_bytes(rows, answers, record, run_id, len(kept.earlier))
+    part = part_bytes(rows, answers, record, run_id, len(kept.earlier), plugin.spelling())
     plugin.check_output()
     while not plugin.store.commit_part(command.shard_id, part) and read_done(plugin.store, record, rows) is None:
         # A worker of a former run, whose adapters were others, was faster; unless that is what this one is.
@@ -90,6 +90,7 @@ def _answer(
     try:
         while len(kept.answers) < sum(isinstance(r, Request) for r in rows.requests):
             fresh = [_row_answer(s, requests, fingerprints, command) for s in shard.take(FLUSH_INTERVAL_S)]
+            plugin.engine.check_model()
             kept.answers.update(fresh)
             if time.monotonic() - turn_s > _PAUSE_S:
                 plugin.check_output()

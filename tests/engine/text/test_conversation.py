@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from transformers.utils.chat_template_utils import get_json_schema, render_jinja
 
 from lorabatch.engine.errors import ChatTemplateError
 from lorabatch.engine.text.chat_template import ChatTemplate
-from lorabatch.engine.text.conversation import Conversation, RenderOptions, column_json, read_tools, read_variables
+from lorabatch.engine.text.conversation import Conversation, RenderOptions, read_tools, read_variables
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Zürich", "days": 2}}}
@@ -144,9 +143,10 @@ def test_a_variable_that_the_template_does_not_have_is_refused_and_documents_are
 def test_a_template_that_leaves_out_tools_is_refused_for_rows_that_have_some() -> None:
     template = ChatTemplate("{{ messages[0].content }}", SPECIAL)
     asks = CHATS["a question"]
-    found = template.render_all([Conversation(asks), Conversation(asks, RenderOptions(TOOLS)), Conversation(asks)])
+    rows = [Conversation(asks), Conversation(asks, RenderOptions(TOOLS)), Conversation(asks)]
+    found = template.render_all(rows, must_be_whole=True)
     assert [found[0], found[2]] == ["Will it rain?"] * 2
-    assert str(found[1]) == "the chat template leaves out the tool 'get_weather': give one that has tools"
+    assert str(found[1]) == "the chat template leaves out the tool 'get_weather': give one that has it"
 
 
 OPEN = RenderOptions(add_generation_prompt=False, continue_final_message=True)
@@ -232,13 +232,3 @@ def test_variables_that_are_none_are_named(value: Any, problem: str) -> None:
     with pytest.raises(ValueError, match="chat_template_kwargs") as raised:
         read_variables(value)
     assert str(raised.value).startswith(problem)
-
-
-def test_fields_that_nested_columns_have_only_because_other_rows_do_are_left_out() -> None:
-    tool = {"type": "function", "function": {"name": "f", "description": None, "parameters": {"properties": {}}}}
-    tool["function"]["parameters"]["enum"] = ["a", None]  # type: ignore[index]
-    found = read_tools(column_json([tool]))
-    assert found == [
-        {"type": "function", "function": {"name": "f", "parameters": {"properties": {}, "enum": ["a", None]}}}
-    ]
-    assert read_tools(json.dumps([tool])) == [tool]

@@ -1,0 +1,94 @@
+"""Encodes texts behind prompts, and decodes them there: the tokens of a text depend on what stands before it.
+
+Tokenizers that put a blank before a text (SentencePiece, Metaspace) encode a text by itself as a word of its own. In
+its place it may go on with a word, or begin with the blank that it has. The tokens of a text are those of prompt and
+text together less those of the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from .tokenizer import Tokenizer
+
+# Tokens at the end of a prompt on which those of a text behind it may depend.
+_CONTEXT_TOKENS = 12
+# What stands before texts whose prompt cannot be encoded again: no token goes on behind it.
+_ANCHOR = "\n"
+_MOST_KEPT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class TextsBehind:
+    """Tokens of texts behind a prompt. `merged`: number of the first text that begins in the middle of a token; None
+    where none does. Its tokens are those behind a line break.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    merged: int | None = None
+
+
+def texts_behind(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], texts: tuple[str, ...]) -> TextsBehind:
+    """Tokens of each text in its place behind a prompt of tokens."""
+    tail = tuple(prompt_token_ids[-_CONTEXT_TOKENS:])
+    # Nothing before a special token has a part in what stands behind it: prompts of a chat template end alike.
+    start = max((place for place, token in enumerate(tail) if token in tokenizer.special_ids), default=0)
+    return _texts_behind(tokenizer, tail[start:], texts)
+
+
+def split_at_prompt(prompt: Sequence[int], whole: Sequence[int]) -> tuple[list[int], tuple[int, ...]]:
+    """The tokens of prompt and text together, split into those of the prompt and those of the text. Where the last
+    tokens of the prompt and the first of the text have become others, these belong to the text.
+    """
+    num_prompt = next(
+        (place for place, (one, other) in enumerate(zip(prompt, whole, strict=False)) if one != other),
+        min(len(prompt), len(whole)),
+    )
+    return list(whole[:num_prompt]), tuple(whole[num_prompt:])
+
+
+def text_behind(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> str:
+    """The text of tokens behind a prompt, with the blank that it begins with."""
+    tail = list(prompt_token_ids[-_CONTEXT_TOKENS:])
+    before, both = tokenizer.decode(tail), tokenizer.decode([*tail, *token_ids])
+    return both[len(before) :] if both.startswith(before) else tokenizer.decode(token_ids)
+
+
+@lru_cache(_MOST_KEPT)
+def _texts_behind(tokenizer: Tokenizer, tail: tuple[int, ...], texts: tuple[str, ...]) -> TextsBehind:
+    tokens, merged = _behind(tokenizer, *_context(tokenizer, tail), texts)
+    if merged:
+        alone, _ = _behind(tokenizer, *_anchor(tokenizer), texts)
+        tokens = [alone[number] if number in merged else found for number, found in enumerate(tokens)]
+    return TextsBehind(tuple(map(tuple, tokens)), merged[0] if merged else None)
+
+
+def _behind(
+    tokenizer: Tokenizer, context: str, context_tokens: list[int], texts: tuple[str, ...]
+) -> tuple[list[list[int]], list[int]]:
+    """Tokens of each text behind a text, and the numbers of those that begin in the middle of a token."""
+    whole = tokenizer.encode_batch([context + text for text in texts], is_rendered=True)
+    merged = [n for n, found in enumerate(whole) if found[: len(context_tokens)] != context_tokens]
+    return [found[len(context_tokens) :] for found in whole], merged
+
+
+def _context(tokenizer: Tokenizer, tail: tuple[int, ...]) -> tuple[str, list[int]]:
+    """A text whose tokens are the last ones of a prompt, as many as can be encoded again, and its tokens."""
+    pieces = [list(tail[start:]) for start in range(len(tail))]
+    texts = list(map(tokenizer.text_of, pieces))
+    for text, piece, found in zip(texts, pieces, tokenizer.encode_batch(texts, is_rendered=True), strict=True):
+        if found == piece:
+            return text, piece
+    # tokens in the middle of a word, or a blank of which a decoder makes nothing at the beginning
+    _, before = _anchor(tokenizer)
+    anchored = [tokenizer.text_of([*before, *piece]) for piece in pieces]
+    for text, piece, found in zip(anchored, pieces, tokenizer.encode_batch(anchored, is_rendered=True), strict=True):
+        if found[-len(piece) :] == piece:
+            return text, found
+    return _anchor(tokenizer)
+
+
+def _anchor(tokenizer: Tokenizer) -> tuple[str, list[int]]:
+    return _ANCHOR, tokenizer.encode_batch([_ANCHOR], is_rendered=True)[0]
