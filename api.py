@@ -17,6 +17,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from .engine.long_work import listening
 from .jobs.spec import JobSpec
 from .jobs.status.job_status import JobStatus, read_status, request_cancel, wait_for_end
 from .jobs.status.logs import log_lines
@@ -83,7 +84,7 @@ def run(
     from .pipeline.run import run as run_job
 
     spec = _spec(job, options, client)
-    with _shown(progress) as shown:
+    with _shown(progress) as shown, listening(shown.note) if shown is not None else nullcontext():
         return run_job(spec, client=client, progress=shown)
 
 
@@ -270,7 +271,7 @@ class Job:
 
         names, location = self._part_names(), self._store.location
         if not names:
-            return output_schema(self.status().record).empty_table()
+            return pa.Table.from_batches([], output_schema(self.status().record))
         fs = None if location.is_local else location.fs
         return pa.concat_tables([pq.read_table(location.path(name), filesystem=fs) for name in names])
 

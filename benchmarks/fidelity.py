@@ -103,6 +103,7 @@ def prepared(
         "output": str(folder / "output"),
         "workers": NUM_WORKERS,
         "ignore_eos": True,
+        "row_settings": ("max_tokens",),
     }
     return options | dict(mix.options), drawn
 

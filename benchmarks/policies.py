@@ -156,6 +156,7 @@ class Rig:
             cost_model=str(self.cost_model[workers]),
             ignore_eos=mix.has_known_ends,
             temperature=1.0,
+            row_settings=("max_tokens",),
         )
 
     def _adapters(self, mix: Mix) -> Path:

@@ -192,6 +192,7 @@ def _demo_options(model: Path, folder: Path) -> dict[str, Any]:
     return {
         "model": str(model),
         "adapters": str(DEMO_FOLDER / "adapters"),
+        "row_settings": ["max_tokens"],
         "input": str(folder / "input.parquet"),
         "output": str(folder / "output"),
         "workers": 2,

@@ -26,6 +26,7 @@ def demo_spec(output: Path, *, workers: int, overwrite: bool) -> JobSpec:
         input=str(DEMO_FOLDER / "prompts.parquet"),
         output=str(output),
         name="demo",
+        row_settings=("max_tokens",),
         workers=workers,
         overwrite=overwrite,
     )

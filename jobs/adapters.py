@@ -143,5 +143,6 @@ def _audit(
         rank=found.max_rank,
         weight_bytes=found.weight_bytes,
         tokenizer_sha256=found.tokenizer_sha256,
+        missing_header=found.missing_header,
         vocab_size=found.vocab_size if found.vocab_size != model.vocab_size else 0,
     )

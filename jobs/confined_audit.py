@@ -23,6 +23,8 @@ from ..engine.peft.audit import AdapterAudit, audit_adapter
 from ..engine.peft.findings import reason
 from ..engine.peft.names import base_layout
 from ..engine.server.codec import MessageError, from_plain, to_plain
+from ..engine.text.conversation import header_note
+from ..engine.text.template_probe import traits_of_folder
 from ..engine.text.tokenizer import Tokenizer
 
 MAX_PROCESSES = 4
@@ -47,6 +49,8 @@ class Auditors:
 
     def __init__(self, model_folder: Path, model: ModelConfig) -> None:
         self._model_folder = model_folder
+        # By the folder that has the template; most adapters have the base's.
+        self._missing_headers: dict[Path, str] = {}
         # What an adapter may replace: values of other tensors than these are not read, however large files are.
         sizes = [_BYTES_PER_NUMBER * math.prod(shape) for shape in base_layout(model).parameters.values()]
         self._model_bytes, self._largest_bytes = sum(sizes), max(sizes)
@@ -76,12 +80,25 @@ class Auditors:
         process = self._free.get()
         try:
             audit: AdapterAudit = from_plain(AdapterAudit, process.run(_TASK, to_plain(question), cpu_s, memory_bytes))
+            audit = self._with_template(audit, folder, process)
         except (ConfinedError, MessageError) as error:
             what = f"cannot be audited: {error}. Save the adapter again, without a tokenizer where the base's will do"
             return AdapterAudit(name, folder, "refused", (reason(name, what),), (), None)
         finally:
             self._free.put(process)
         return replace(audit, folder=folder)
+
+    def _with_template(self, audit: AdapterAudit, folder: Path, process: ConfinedProcess) -> AdapterAudit:
+        """The audit with a note on a chat template that ends prompts without the header of an answer."""
+        if audit.verdict == "refused":
+            return audit
+        source = folder if audit.has_own_tokenizer else self._model_folder
+        header = self._missing_headers.get(source)
+        if header is None:
+            header = self._missing_headers[source] = traits_of_folder(
+                source, self._model_folder, process
+            ).missing_header
+        return replace(audit, missing_header=header, notes=(*audit.notes, header_note(header))) if header else audit
 
 
 def run(payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,20 +118,22 @@ def _tokenizer_problem(folder: Path, model_folder: Path, audit: AdapterAudit) ->
     if not audit.has_own_tokenizer or audit.verdict == "refused":
         return None
     try:
-        own = Tokenizer.from_folder(folder, base=model_folder)
+        own = Tokenizer.from_folder(folder, base=model_folder, sha256=audit.tokenizer_sha256)
     except ModelFilesError as error:
         return str(error).rstrip(".")
-    too_long = own.long_token_problem()
-    if too_long is not None:
-        return f"its tokenizer is refused: {too_long}. Repair it, or take another one"
+    if not audit.has_own_vocabulary:
+        return None
+    foreign = own.foreign_problem()
+    if foreign is not None:
+        return f"its tokenizer is refused: {foreign}. Repair it, or take another one"
     conflicts = own.conflicts(_base_tokenizer(model_folder))
     if conflicts:
         shown = "; ".join(conflicts[:_MAX_CONFLICTS_SHOWN])
         return f"its tokenizer contradicts the base's: {shown}. Use the base and tokenizer it was trained with"
-    if own.vocab_size > audit.vocab_size:
+    if own.num_tokens_of_prompts > audit.vocab_size:
         return (
-            f"its tokenizer has {own.vocab_size} tokens, its embedding {audit.vocab_size}. Save the adapter with its "
-            "resized embedding, or remove the tokenizer from its folder"
+            f"its tokenizer has {own.num_tokens_of_prompts} tokens, its embedding {audit.vocab_size}. Save the adapter "
+            "with its resized embedding, or remove the tokenizer from its folder"
         )
     return None
 

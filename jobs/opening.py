@@ -15,8 +15,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ..engine.text.conversation import read_variables
+from ..engine.text.sampling_check import token_problems
+from ..engine.text.template_probe import TemplateTraits, template_traits
 from .adapters import audit_all
-from .errors import DamagedRecordError, MissingFileError, OutputConflictError
+from .errors import DamagedRecordError, JobRequestError, MissingFileError, OutputConflictError
 from .generation_config import generation_defaults
 from .record import JobRecord, JobState, ModelRecord, changed_adapters, differences, public_spec
 from .spec import JobSpec
@@ -143,11 +146,19 @@ def _resumed(checked: CheckedJob, record: JobRecord) -> OpenedJob:
 def make_record(checked: CheckedJob) -> JobRecord:
     """What is frozen: the spec without secrets, and everything it names by content. Reads all weights once."""
     spec, roles = checked.spec, checked.input.roles.keys()
+    traits = _template_traits(checked)
     now = datetime.now(UTC)
     config = checked.model.config
+    adapters = audit_all(checked.adapters, checked.model.folder, config, spec.storage_options)
+    largest = max([config.vocab_size, *(adapter.vocab_size for adapter in adapters)])
+    problems = token_problems(spec.sampling, largest)
+    if problems:
+        raise JobRequestError(*(f"{problem}. Correct it, or leave out what is named." for problem in problems))
     return JobRecord(
         job_id=f"{spec.name or 'job'}-{now:%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}",
         created_at=now.isoformat(timespec="seconds"),
+        local_time=now.astimezone().isoformat(timespec="seconds"),
+        time_zone=now.astimezone().tzname() or "",
         versions=_versions(),
         spec=public_spec(spec),
         storage_option_names=tuple(sorted(spec.storage_options)),
@@ -159,12 +170,24 @@ def make_record(checked: CheckedJob) -> JobRecord:
             vocab_size=config.vocab_size,
             max_context_tokens=config.max_context_tokens,
             generation=generation_defaults(checked.model.folder),
+            tokenizer_sha256=model_sha256(checked.model.folder, with_weights=False),
+            notes=checked.model.notes,
+            missing_header=traits.missing_header,
+            template_drops=traits.drops,
         ),
-        adapters=audit_all(checked.adapters, checked.model.folder, config, spec.storage_options),
+        adapters=adapters,
         input=checked.input,
         with_logprobs=spec.sampling.wants_logprobs
         or not roles.isdisjoint(("logprobs", "top_logprobs", "continuation")),
     )
+
+
+def _template_traits(checked: CheckedJob) -> TemplateTraits:
+    """What is true of all prompts that the model's chat template, or the job's, makes of messages."""
+    if "messages" not in checked.input.roles:
+        return TemplateTraits()
+    given = checked.spec.chat_template_kwargs
+    return template_traits(checked.model.tokenizer.chat_template, read_variables(given) if given else None)
 
 
 def _versions() -> dict[str, str]:

@@ -36,12 +36,13 @@ _NAMES_SHOWN = 8
 IDENTITY_FIELDS = (
     "input", "columns", *SAMPLING_OPTIONS, "mode", "dtype", "load_format", "rows_per_shard", "system_prompt",
     "allow_special_tokens", "chat_template", *RENDERING_OPTIONS, "policy", "placement", "base_quantization", "samples",
+    "row_settings", "keep", "drop", "output_prefix", "split_answer",
 )  # fmt: skip
 # Of these, options that the first version did not have: part of an index's key where they are given.
 _LATER = (
     *(name for name in SAMPLING_OPTIONS if name not in FIRST_OPTIONS),
     "system_prompt", "allow_special_tokens", "chat_template", *RENDERING_OPTIONS, "policy", "placement",
-    "base_quantization", "samples",
+    "base_quantization", "samples", "row_settings", "keep", "drop", "output_prefix", "split_answer",
 )  # fmt: skip
 _SHOWN_CHARACTERS = 300
 AdapterVerdict = Literal["exact", "exact-by-merge", "refused"]
@@ -53,13 +54,20 @@ class _Frozen(BaseModel):
 
 
 class ModelRecord(_Frozen):
-    """The base model. `sha256` covers configuration, tokenizer and weights. `generation`: what it says of sampling."""
+    """The base model. `sha256` covers configuration, tokenizer and weights, `tokenizer_sha256` all but the weights.
+    `generation`: what it says of sampling. `notes`: what people should know of its folder, as clauses.
+    """
 
     url: str
     sha256: str
     vocab_size: int
     max_context_tokens: int
     generation: dict[str, float] = {}
+    tokenizer_sha256: str = ""
+    notes: tuple[str, ...] = ()
+    #: What prompts of the model's or the job's chat template lack, and what it drops by design; see `TemplateTraits`.
+    missing_header: str = ""
+    template_drops: tuple[str, ...] = ()
 
 
 class AdapterRecord(_Frozen):
@@ -72,6 +80,8 @@ class AdapterRecord(_Frozen):
     sha256: str = ""
     rank: int = 0
     weight_bytes: int = 0
+    #: What prompts of its chat template lack; see `TemplateTraits`.
+    missing_header: str = ""
     # Of an adapter that ships a tokenizer or chat template: their hash. Its rows are tokenised with them.
     tokenizer_sha256: str = ""
     # Token ids its rows may hold, when it resized the vocabulary; 0: those of the base.
@@ -117,14 +127,25 @@ class InputFile(_Frozen):
 
 
 class InputRecord(_Frozen):
-    """The input. `roles`: role -> column. `schema_ipc`: the Arrow schema of all files, serialised, base64. `unread`:
-    data files in the same folders that are not Parquet.
-    """
+    """The input."""
 
     files: tuple[InputFile, ...]
+    #: Role -> column; a field of the struct column `sampling_params` as `sampling_params.max_tokens`.
     roles: dict[str, str]
+    #: The Arrow schema of the columns that are read, serialised, base64.
     schema_ipc: str
+    #: Some names of files in the same folders that are not read; `unread_endings` says how many there are of which.
     unread: tuple[str, ...] = ()
+    unread_endings: str = ""
+    #: Columns that the output lacks. Those with a role are read all the same.
+    dropped: tuple[str, ...] = ()
+    #: What files say beside their columns and parts say too, key -> text; and keys that parts leave out.
+    metadata: dict[str, str] = {}
+    metadata_left_out: tuple[str, ...] = ()
+    #: Whether times of day are written as times in UTC.
+    has_zoned_times: bool = False
+    #: Whether parts say which Arrow types they were made of. Some readers show others then, so only where a file does.
+    has_arrow_schema: bool = True
 
     @property
     def num_rows(self) -> int:
@@ -138,6 +159,10 @@ class JobRecord(_Frozen):
     format: int = RECORD_FORMAT
     job_id: str
     created_at: str
+    #: The client's time of day when the job was started, ISO 8601 with its offset, which chat templates see
+    #: (`strftime_now`), and the name of its zone. Empty in records of earlier versions, where they saw `created_at`.
+    local_time: str = ""
+    time_zone: str = ""
     versions: dict[str, str]
     spec: dict[str, Any]
     storage_option_names: tuple[str, ...] = ()

@@ -31,7 +31,7 @@ SETTING_ROLES = (*RENDERING_OPTIONS, *SAMPLING_COLUMNS, "continuation")
 COLUMN_ROLES = ("id", "adapter", *PROMPT_ROLES, *SETTING_ROLES)
 #: In `row_settings`: every column with a setting's name.
 ALL_SETTINGS = "all"
-# Names of columns that are lorabatch's own.
+#: Before the names of columns that only lorabatch sees.
 OUR_PREFIX = "__lb_"
 # Options of sampling that may be written in several ways.
 _READ = tuple(name for name, o in SAMPLING_OPTIONS.items() if get_origin(o.kind) is tuple or name == "json_schema")
@@ -157,6 +157,9 @@ class JobSpec(_SamplingFields):
     )
     continue_final_message: bool = _option(
         False, "Prompts end where the text of the last message does, and answers continue it."
+    )
+    split_answer: bool = _option(
+        False, "Take a last message of the assistant out of the prompt, into the column answer_expected."
     )
 
     samples: Literal["rows", "lists"] = _option(

@@ -11,26 +11,40 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..engine.config import has_blocks, read_model_config
+import pyarrow as pa
+
+from ..engine.config import has_blocks, read_model_config, unknown_config_keys
 from ..engine.errors import ChatTemplateError, EngineError
+from ..engine.model_config.folder import look_at
 from ..engine.model_config.model import ModelConfig
 from ..engine.model_config.partition import partition_problem
 from ..engine.text.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
-from ..engine.text.conversation import RENDERING_OPTIONS, RenderOptions, is_template_text, read_tools, read_variables
-from ..engine.text.sampling_check import problems_with_model
+from ..engine.text.conversation import (
+    AS_USUAL,
+    RENDERING_OPTIONS,
+    SPLIT_AND_CONTINUED,
+    Conversation,
+    RenderOptions,
+    is_template_text,
+    read_tools,
+    read_variables,
+)
+from ..engine.text.sampling_check import MAX_TOKENS, problems_with_model
 from ..engine.text.tokenizer import Tokenizer
-from ..engine.untrusted import read_regular, shown
+from ..engine.untrusted import read_regular, shown, shown_name
 from .adapters import find_adapters
 from .cost_profile import read_profile
 from .errors import JobRequestError, StorageError
 from .generation_config import with_generation_defaults
 from .input.adapter_names import columns_with_names
-from .input.columns import asked_options, find_roles
-from .input.files import pack_schema, read_footers, unified_schema, would_read
+from .input.column_types import times_are_zoned, type_problems
+from .input.columns import asked_options, copied_names, find_roles
+from .input.file_metadata import kept_metadata, settings_of_files
+from .input.files import endings, pack_schema, read_footers, unified_schema, would_read
 from .input.partitions import with_partitions
 from .job_file import read_job_file
 from .record import InputRecord
-from .spec import PROMPT_ROLES, JobSpec
+from .spec import PROMPT_ROLES, SETTING_ROLES, JobSpec
 from .storage.local_copy import is_on_this_machine, is_remote, local_folder
 from .storage.location import Location
 from .storage.redaction import is_redacted, redacted_url
@@ -38,15 +52,18 @@ from .store import JobStore, OutputContents, part_name
 
 _T = TypeVar("_T")
 _COLUMNS_SHOWN = 3
+_KEYS_SHOWN = 8
+_UNREAD_RECORDED = 10
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedModel:
-    """A base model's folder on this machine and what it says."""
+    """A base model's folder on this machine and what it says. `notes`: what people should know of it, as clauses."""
 
     folder: Path
     config: ModelConfig
     tokenizer: Tokenizer
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,21 +175,34 @@ def _read_template(url: str, storage_options: Mapping[str, Any]) -> str:
 
 
 def _check_model(spec: JobSpec) -> CheckedModel:
+    shown_model = f"model={redacted_url(spec.model)!r}"
+    is_dummy = spec.load_format == "dummy"
     try:
         folder = local_folder(spec.model, spec.storage_options)
+        if not is_dummy and not any(folder.glob("*.safetensors")):
+            raise JobRequestError(
+                f"{shown_model}: no *.safetensors files in {folder}. Weights in other formats are not read; convert "
+                "them, or give a GGUF file."
+            )
+        around = look_at(folder, with_weights=not is_dummy)
         config = read_model_config(folder)
         tokenizer = Tokenizer.from_folder(folder, chat_template=spec.chat_template)
     except (StorageError, EngineError) as error:
-        raise JobRequestError(f"model={redacted_url(spec.model)!r}: {error}") from None
-    if spec.load_format != "dummy" and not any(folder.glob("*.safetensors")):
-        raise JobRequestError(
-            f"model={redacted_url(spec.model)!r}: no *.safetensors files in {folder}. Weights in other formats "
-            "are not read; convert them, or give a GGUF file."
-        )
+        raise JobRequestError(f"{shown_model}: {error}") from None
     problem = partition_problem(config, spec.tensor_parallel, has_blocks=has_blocks(folder))
-    if problem is not None:
-        raise JobRequestError(f"model={redacted_url(spec.model)!r}: {problem}")
-    return CheckedModel(folder, config, tokenizer)
+    problems = [*around.problems, *([problem] if problem is not None else [])]
+    if problems:
+        raise JobRequestError(*(f"{shown_model}: {problem}" for problem in problems))
+    notes = [*around.notes, *(f"tokenizer_config.json: {note}" for note in tokenizer.notes)]
+    unknown = unknown_config_keys(folder)
+    if unknown:
+        notes.append(f"config.json: keys that nothing reads: {', '.join(map(shown_name, unknown[:_KEYS_SHOWN]))}")
+    if config.says_tied:
+        notes.append(
+            "config.json says tie_word_embeddings, and the checkpoint has a head that differs from the embedding: it "
+            "is used, as by transformers 5"
+        )
+    return CheckedModel(folder, config, tokenizer, tuple(notes))
 
 
 def _check_input(spec: JobSpec) -> InputRecord:
@@ -186,10 +216,31 @@ def _check_input(spec: JobSpec) -> InputRecord:
     # An adapter's name is text, whatever it looks like.
     texts = (spec.columns.get("adapter", "adapter"),)
     files, schema = with_partitions(found.footers, unified_schema(found.footers), texts)
-    roles, problems = find_roles(schema, spec.columns, asked_options(spec.model_dump()))
+    asked = {*spec.row_settings, *spec.columns}
+    settings, problems = settings_of_files(found.footers, set(schema.names) if "all" in asked else asked, SETTING_ROLES)
+    settings = [name for name in settings if name not in spec.columns]
+    options, row_settings = asked_options(spec.model_dump()), (*spec.row_settings, *settings)
+    roles, _ = find_roles(schema, spec.columns, options, row_settings)
+    copied, of_names = copied_names(schema, roles, spec.keep, spec.drop)
+    _, of_roles = find_roles(schema, spec.columns, options, row_settings, copied=copied, prefix=spec.output_prefix)
+    kinds = found.distinct_kinds()
+    problems += [*of_roles, *of_names, *type_problems(schema, copied, kinds)]
     if problems:
         raise JobRequestError(*problems)
-    return InputRecord(files=files, roles=roles, schema_ipc=pack_schema(schema), unread=found.unread)
+    read = {*copied, *roles.values(), *(name.partition(".")[0] for name in roles.values())}
+    metadata, left_out = kept_metadata(found.footers, copied)
+    return InputRecord(
+        files=files,
+        roles=roles,
+        schema_ipc=pack_schema(pa.schema([column for column in schema if column.name in read])),
+        unread=found.unread[:_UNREAD_RECORDED],
+        unread_endings=endings(found.unread),
+        dropped=tuple(name for name in schema.names if name not in copied),
+        metadata=metadata,
+        metadata_left_out=tuple(left_out),
+        has_zoned_times=times_are_zoned(copied, kinds),
+        has_arrow_schema=any(footer.has_arrow_schema for footer in found.footers),
+    )
 
 
 def _check_output(spec: JobSpec, store: JobStore) -> OutputContents:
@@ -217,7 +268,9 @@ def _check_fit(spec: JobSpec, model: CheckedModel, given: InputRecord) -> list[s
             "no chat template. Take an instruction-tuned model, or give a prompt column."
         )
     if not spec.sampling.problems():
-        found = problems_with_model(spec.sampling, model.config.vocab_size)
+        # Adapters may have more tokens than the base: looked at once they are audited, and row by row.
+        vocab_size = MAX_TOKENS if spec.adapters else model.config.vocab_size
+        found = problems_with_model(spec.sampling, vocab_size)
         problems += [f"{problem}. Correct it, or leave out what is named." for problem in found]
     if spec.system_prompt is not None:
         problems += _system_prompt_problems(spec.system_prompt, model, given)
@@ -240,21 +293,16 @@ def _system_prompt_problems(text: str, model: CheckedModel, given: InputRecord) 
         ]
     if not model.tokenizer.has_chat_template:
         return []  # said already
-    try:
-        rendered = model.tokenizer.render([{"role": "system", "content": text}, {"role": "user", "content": "?"}])
-    except ChatTemplateError as error:
-        return [f"system_prompt: {error}. Write it into the first message of each row."]
-    if text.strip() not in rendered:
-        return [
-            "system_prompt: the model's chat template leaves out system messages. Write it into the first message of "
-            "each row."
-        ]
-    return []
+    problem = _template_problem(model, [{"role": "system", "content": text}, {"role": "user", "content": "?"}])
+    return [] if problem is None else [f"system_prompt: {problem}. Write it into the first message of each row."]
 
 
 def _rendering_problems(spec: JobSpec, model: CheckedModel, given: InputRecord) -> list[str]:
     """Why what the job says about rendering would not reach the model."""
-    asked = [name for name in ("chat_template", *RENDERING_OPTIONS) if getattr(spec, name) not in (None, False)]
+    if spec.split_answer and spec.continue_final_message:
+        return [SPLIT_AND_CONTINUED]
+    options = ("chat_template", "split_answer", *RENDERING_OPTIONS)
+    asked = [name for name in options if getattr(spec, name) not in (None, False)]
     if not asked:
         return []
     other = next((given.roles[role] for role in PROMPT_ROLES if role != "messages" and role in given.roles), None)
@@ -267,12 +315,19 @@ def _rendering_problems(spec: JobSpec, model: CheckedModel, given: InputRecord) 
     variables = read_variables(spec.chat_template_kwargs) if spec.chat_template_kwargs else {}
     if not model.tokenizer.has_chat_template or not (tools or variables):
         return []
-    try:
-        model.tokenizer.render([{"role": "user", "content": "?"}], RenderOptions(tools, variables))
-    except ChatTemplateError as error:
-        names = [name for name in ("tools", "chat_template_kwargs") if name in asked]
-        return [f"{', '.join(names)}: {error}. Take another template with --chat-template, or leave it out."]
-    return []
+    problem = _template_problem(model, [{"role": "user", "content": "?"}], RenderOptions(tools, variables))
+    if problem is None:
+        return []
+    names = [name for name in ("tools", "chat_template_kwargs") if name in asked]
+    return [f"{', '.join(names)}: {problem}. Take another template with --chat-template, or leave it out."]
+
+
+def _template_problem(
+    model: CheckedModel, messages: list[dict[str, Any]], options: RenderOptions = AS_USUAL
+) -> ChatTemplateError | None:
+    """Why the model's chat template gives no prompt that has all of a conversation."""
+    (prompt,) = model.tokenizer.render_all([Conversation(messages, options)], must_be_whole=True)
+    return prompt if isinstance(prompt, ChatTemplateError) else None
 
 
 def _check_names(spec: JobSpec, adapters: Mapping[str, str], given: InputRecord) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..engine.config import DeviceKind, products_format
 from ..jobs.agreement import Agreement, Answer
 from ..jobs.errors import JobRequestError
 from ..jobs.history import keep_agreement
-from ..jobs.input.columns import SAMPLE_FIELD, answer_fields, records_samples
+from ..jobs.input.columns import answer_fields, output_name, records_samples, sample_field, settings_in
 from ..jobs.spec import JobSpec
 from ..jobs.storage.location import Location
 from ..jobs.storage.redaction import redacted_url, storage_reason
@@ -61,6 +61,12 @@ def compare(
             f"output={shown!r}: this job was computed in float32, which others are compared with. Name a job that was "
             "run with --dtype bfloat16 or --base-quantization int8."
         )
+    if lacking := sorted({*record.input.dropped} & {*record.input.roles.values()}):
+        raise JobRequestError(
+            f"output={shown!r}: its rows lack column {lacking[0]!r}, which this job reads and does not copy, so "
+            "that they cannot be answered again. Compare a job that was run without --drop and --keep."
+        )
+    settings = [role for role, column in settings_in(record.input.roles).items() if role == column]
     rows = _sample(store, num_rows)
     if not rows.num_rows:
         raise JobRequestError(f"output={shown!r}: no row of this job has an answer to compare.")
@@ -69,8 +75,8 @@ def compare(
         sink = pa.BufferOutputStream()
         pq.write_table(rows, sink)
         folder.write(_ROWS, sink.getvalue())
-        ours = _answers(_small_job(spec, folder.url, "own", {}), options)
-        reference = _answers(_small_job(spec, folder.url, "float32", _REFERENCE), options)
+        ours = _answers(_small_job(spec, settings, folder.url, "own", {}), options)
+        reference = _answers(_small_job(spec, settings, folder.url, "float32", _REFERENCE), options)
     both = sorted(ours.keys() & reference.keys())
     if not both:
         raise JobRequestError(f"output={shown!r}: none of {rows.num_rows} rows was answered again.")
@@ -89,8 +95,8 @@ def _device_kind(spec: JobSpec, client: Client | None) -> DeviceKind:
         return find_device_of_workers(dask, spec.device, spec.tensor_parallel).kind
 
 
-def _small_job(spec: JobSpec, folder: str, name: str, changes: Mapping[str, str]) -> JobSpec:
-    """The job again, over the sampled rows alone."""
+def _small_job(spec: JobSpec, settings: Collection[str], folder: str, name: str, changes: Mapping[str, str]) -> JobSpec:
+    """The job again, over the sampled rows alone. `settings`: what columns of its own name say of their rows."""
     given = {
         "input": f"{folder}/{_ROWS}",
         "output": f"{folder}/{name}",
@@ -101,6 +107,9 @@ def _small_job(spec: JobSpec, folder: str, name: str, changes: Mapping[str, str]
         "n": 1,
         "samples": "rows",
         "columns": {role: name for role, name in spec.columns.items() if role not in _SEVERAL},
+        "row_settings": [role for role in settings if role not in (*_SEVERAL, *spec.columns)],
+        "keep": (),
+        "drop": (),
         "workers": 1 if spec.is_embedded else spec.workers,
         **changes,
     }
@@ -114,8 +123,10 @@ def _answers(spec: JobSpec, options: Mapping[str, Any]) -> dict[int, Answer]:
     found: dict[int, Answer] = {}
     for part in range(result.num_parts):
         with store.open_part(part) as file:
-            rows = pq.read_table(file, columns=[_NUMBER, "error", "token_ids", "token_logprobs"]).to_pylist()
-        found |= {r[_NUMBER]: Answer(r["token_ids"], r["token_logprobs"]) for r in rows if r["error"] is None}
+            ours = [f"{spec.output_prefix}{name}" for name in ("error", "token_ids", "token_logprobs")]
+            columns = pq.read_table(file, columns=[_NUMBER, *ours]).select([_NUMBER, *ours]).to_pydict().values()
+        rows = zip(*columns, strict=True)
+        found |= {number: Answer(ids, logprobs) for number, error, ids, logprobs in rows if error is None}
     return found
 
 
@@ -125,7 +136,7 @@ def _sample(store: JobStore, num_rows: int) -> pa.Table:
     """
     record = store.read_record()
     ours = {field.name for field in answer_fields(record)}
-    ours |= {SAMPLE_FIELD.name} if records_samples(record) else set()
+    ours |= {sample_field(record).name} if records_samples(record) else set()
     ours |= {record.input.roles[role] for role in _SEVERAL if role in record.input.roles}
     parts = sorted(store.committed_parts())
     chosen = [parts[i] for i in _evenly(len(parts), min(num_rows, _MOST_PARTS))]
@@ -133,10 +144,10 @@ def _sample(store: JobStore, num_rows: int) -> pa.Table:
     for number, part in enumerate(chosen):
         with store.open_part(part) as file:
             table = pq.read_table(file)
-        table = table.filter(pc.is_null(table["error"]))
+        table = table.filter(pc.is_null(table[output_name(record, "error")]))
         if records_samples(record):
             # ids of a row's completions are equal
-            table = table.filter(pc.equal(table[SAMPLE_FIELD.name], 0))
+            table = table.filter(pc.equal(table[sample_field(record).name], 0))
         # those after a part with too few rows give more
         share = -(-(num_rows - sum(map(len, tables))) // (len(chosen) - number))
         rows = table.take(pa.array(_evenly(table.num_rows, share), pa.int64()))

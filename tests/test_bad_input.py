@@ -219,7 +219,7 @@ TABLE: list[tuple[str, int, list[str]]] = [
         ["input file 'rows.csv': CSV; only Parquet is read. Convert it", DUCKDB],
     ),
     (f"plan {RIGHT} --input {{rows}}/rows.jsonl", 2, ["input file 'rows.jsonl': JSON; only Parquet is read"]),
-    (f"plan {RIGHT} --input {{folder}}/mixed", 0, ["input: 1 file is not read, only Parquet is: rows.csv"]),
+    (f"plan {RIGHT} --input {{folder}}/mixed", 0, ["files that are not read, only Parquet is (1 .csv): rows.csv"]),
     (
         f"plan {RIGHT} --input denied://rows",
         2,
@@ -292,7 +292,11 @@ TABLE: list[tuple[str, int, list[str]]] = [
         0,
         ["special tokens inside of them are control tokens (allow_special_tokens)"],
     ),
-    (f"plan {RIGHT} --input {{rows}}/negative.parquet", 1, ["1 of 4 rows", "temperature=-1.0: expected 0 (greedy)"]),
+    (
+        f"plan {RIGHT} --input {{rows}}/negative.parquet --row-settings temperature",
+        1,
+        ["1 of 4 rows", "temperature=-1.0: expected 0 (greedy)"],
+    ),
     (
         f"plan {RIGHT} --input {{rows}}/images.parquet",
         1,

@@ -88,6 +88,7 @@ def _answers(model: Path, scratch: Path, products: Products, adapters: Path | No
         input=scratch / "rows.parquet",
         output=output,
         logprobs=True,
+        row_settings=["max_tokens"],
         workers=1,
         progress=False,
         **FORMAT_OPTIONS[products],

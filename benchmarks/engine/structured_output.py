@@ -91,6 +91,7 @@ def main() -> None:
             workers=chosen.workers,
             max_tokens=80,
             temperature=1.0,
+            row_settings=("json_schema", "regex"),
         )
     )
     assert job.num_errors == 0, job.errors

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from shlex import quote
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.types as t
 
 from ...engine.request import SAMPLING_OPTIONS, LogitBias
 from ...engine.structured_output import FORMS
 from ...engine.untrusted import shown_name
 from ..record import JobRecord
-from ..spec import COLUMN_ROLES, PROMPT_ROLES
+from ..spec import ALL_SETTINGS, COLUMN_ROLES, OUR_PREFIX, PROMPT_ROLES, SAMPLING_COLUMNS, SETTING_ROLES
 from .answer_type import answer_type
 from .completions import listed
 from .files import unpack_schema
@@ -32,8 +34,11 @@ ANSWER_FIELDS = (
 LOGPROB_FIELDS = (
     pa.field("token_ids", pa.list_(pa.int32())),
     pa.field("token_logprobs", pa.list_(pa.float32())),
+    #: What each token adds to the text; bytes where it is a part of a character.
+    pa.field("token_texts", pa.list_(pa.string())),
+    pa.field("token_bytes", pa.list_(pa.binary())),
 )
-_TOKEN = pa.struct([("token_id", pa.int32()), ("logprob", pa.float32())])
+_TOKEN = pa.struct([("token_id", pa.int32()), ("logprob", pa.float32()), ("text", pa.string()), ("bytes", pa.binary())])
 _CALL = pa.struct([(name, pa.string()) for name in ("id", "name", "arguments")])
 #: Of rows with a continuation: the sum of its tokens' log-probabilities.
 SCORE_FIELD = pa.field("continuation_logprob", pa.float64())
@@ -41,6 +46,10 @@ SCORE_FIELD = pa.field("continuation_logprob", pa.float64())
 CHOICE_FIELD = pa.field("choice", pa.string())
 CHOICE_SCORES_FIELD = pa.field(
     "choice_logprobs", pa.list_(pa.struct([("choice", pa.string()), ("logprob", pa.float64())]))
+)
+#: Likewise: shares of the listed texts among each other, which add up to 1.
+CHOICE_SHARES_FIELD = pa.field(
+    "choice_probabilities", pa.list_(pa.struct([("choice", pa.string()), ("probability", pa.float64())]))
 )
 #: Option or role -> the column that the output has where a job or a column gives it.
 ASKED_FIELDS: Mapping[str, pa.Field] = {
@@ -56,8 +65,14 @@ OUTPUT_COLUMNS = tuple(field.name for field in ANSWER_FIELDS + LOGPROB_FIELDS)
 TYPED_COLUMN = "answer"
 #: In the output of a job that asks for several completions of a row: their number, from 0.
 SAMPLE_FIELD = pa.field("sample", pa.int32())
-OUR_PREFIX = "__lb_"
+#: In the output of a job that takes final answers out of conversations.
+EXPECTED_FIELD = pa.field("answer_expected", pa.string())
 DEFAULT_ID_COLUMN = "id"
+#: A struct column of this name has settings as its fields, as Ray Data and vLLM have it.
+SAMPLING_PARAMS = "sampling_params"
+#: Columns by which rows of the output are told apart and counted: always copied.
+_NEEDED_ROLES = ("id", "adapter", "n", "continuation")
+_PREFIXES = ("answer_", *(f"answer{number}_" for number in range(2, 100)))
 
 
 def has_samples(asked: Collection[str], roles: Collection[str]) -> bool:
@@ -72,24 +87,56 @@ def asked_options(spec: Mapping[str, Any]) -> list[str]:
         *(["score_choices"] if spec.get("score_choices", True) else []),
         *(["n"] if spec.get("n", 1) > 1 else []),
         *(["samples"] if spec.get("samples") == "lists" else []),
+        *(["split_answer"] if spec.get("split_answer") else []),
     ]
 
 
+def output_name(record: JobRecord, name: str) -> str:
+    """The name that one of lorabatch's own columns has in the output of a job."""
+    return f"{record.spec.get('output_prefix') or ''}{name}"
+
+
 def answer_fields(record: JobRecord) -> tuple[pa.Field, ...]:
-    """What the output of a job adds to its input."""
+    """What the output of a job adds to its input, by the names that it has there."""
     fields = completion_fields(record)
-    return tuple(map(listed, fields)) if record.has_lists else fields
+    fields = tuple(map(listed, fields)) if record.has_lists else fields
+    return tuple(field.with_name(output_name(record, field.name)) for field in fields)
+
+
+def sample_field(record: JobRecord) -> pa.Field:
+    """The number of a completion, by the name that it has in the output of a job."""
+    return SAMPLE_FIELD.with_name(output_name(record, SAMPLE_FIELD.name))
+
+
+def expected_field(record: JobRecord) -> pa.Field | None:
+    """The answers that were taken out of conversations, by the name that they have in the output of a job."""
+    if not record.spec.get("split_answer"):
+        return None
+    return EXPECTED_FIELD.with_name(output_name(record, EXPECTED_FIELD.name))
+
+
+def copied_schema(record: JobRecord) -> pa.Schema:
+    """The columns of the input that the output has."""
+    schema = unpack_schema(record.input.schema_ipc).remove_metadata()
+    return pa.schema([column for column in schema if column.name not in record.input.dropped])
+
+
+def role_values(batch: pa.RecordBatch, name: str) -> pa.Array:
+    """The values of what plays a role: of a column, or of a field of `sampling_params`."""
+    if name in batch.schema.names:
+        return batch.column(name)
+    column, _, setting = name.partition(".")
+    return pc.struct_field(batch.column(column), setting)
 
 
 def completion_fields(record: JobRecord) -> tuple[pa.Field, ...]:
-    """What the output of a job says of one completion."""
+    """What the output of a job says of one completion. Names are those without `output_prefix`."""
     asked = asked_options(record.spec)
     fields = [*ANSWER_FIELDS, *(LOGPROB_FIELDS if record.with_logprobs else ())]
     fields += _asked_fields(asked, record.input.roles)
     if "json_schema" in asked:
         fields.append(pa.field(TYPED_COLUMN, answer_type(record.spec["json_schema"]).arrow))
-    columns = unpack_schema(record.input.schema_ipc).names
-    return (*fields, *choice_fields(asked, record.input.roles, columns))
+    return (*fields, *choice_fields(asked, record.input.roles, record.spec.get("output_prefix") or ""))
 
 
 def _asked_fields(asked: Collection[str], roles: Collection[str]) -> list[pa.Field]:
@@ -99,12 +146,15 @@ def _asked_fields(asked: Collection[str], roles: Collection[str]) -> list[pa.Fie
     return [field for option, field in ASKED_FIELDS.items() if option in given]
 
 
-def choice_fields(asked: Collection[str], roles: Collection[str], columns: Collection[str]) -> list[pa.Field]:
-    """What choices add to the output of a job. `columns`: of the input; one that is called `choice` stays as it is."""
+def choice_fields(asked: Collection[str], roles: Mapping[str, str], prefix: str = "") -> list[pa.Field]:
+    """What choices add to the output of a job. A column `choice` of the input that has the lists of texts stays as it
+    is, without a `prefix` before ours.
+    """
     if "choice" not in asked and {"choice", "structured_outputs"}.isdisjoint(roles):
         return []
-    scores = [CHOICE_SCORES_FIELD] if "score_choices" in asked or "score_choices" in roles else []
-    return [*([] if CHOICE_FIELD.name in columns else [CHOICE_FIELD]), *scores]
+    scores = [CHOICE_SCORES_FIELD, CHOICE_SHARES_FIELD] if "score_choices" in asked or "score_choices" in roles else []
+    is_taken = roles.get("choice") == CHOICE_FIELD.name and not prefix
+    return [*([] if is_taken else [CHOICE_FIELD]), *scores]
 
 
 def records_samples(record: JobRecord) -> bool:
@@ -133,12 +183,20 @@ def readable_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
 
 
 def find_roles(
-    schema: pa.Schema, columns: Mapping[str, str], asked: Collection[str] = ()
+    schema: pa.Schema,
+    columns: Mapping[str, str],
+    asked: Collection[str] = (),
+    row_settings: Collection[str] = (),
+    *,
+    copied: Collection[str] | None = None,
+    prefix: str = "",
 ) -> tuple[dict[str, str], list[str]]:
     """Role -> input column, and every problem found.
 
-    `columns`: roles that the user has assigned; any other role is played by the column of its own name, if
-    there is one. `asked`: options of the job that are given and bring columns of the output.
+    `columns`: roles that the user has assigned. Others are played by the column of their own name, if there is one:
+    the id, the adapter, the prompt, tools beside messages, fields of a struct `sampling_params`, and settings only
+    where `row_settings` has their name or `all`. `asked`: options of the job that are given and bring columns of the
+    output. `copied`: columns of the output, by default all. `prefix`: before the names of ours.
     """
     roles = dict(columns)
     problems = [
@@ -146,19 +204,96 @@ def find_roles(
         for role, name in columns.items()
         if name not in schema.names
     ]
+    problems += [
+        f"row_settings={role!r}: the input has no such column. Name one that it has, or give the column that is this "
+        f"setting, as in --column {role}=NAME."
+        for role in row_settings
+        if role not in (ALL_SETTINGS, *roles, *schema.names)
+    ]
+    wanted = SETTING_ROLES if ALL_SETTINGS in row_settings else row_settings
     for role in COLUMN_ROLES:
         is_other_prompt = role in PROMPT_ROLES and any(prompt in columns for prompt in PROMPT_ROLES)
-        if role not in roles and role in schema.names and not is_other_prompt:
+        is_asked = role not in SETTING_ROLES or role in wanted or (role == "tools" and "messages" in roles)
+        if role not in roles and role in schema.names and is_asked and not is_other_prompt:
             roles[role] = role
     problems += _prompt_problems(roles, schema)
     for role, name in roles.items():
-        expected = _TYPE_OF_ROLE[role]
-        if name in schema.names and not expected.accepts(_plain(schema.field(name).type)):
+        if name in schema.names:
+            problems += _type_problems(role, name, schema.field(name).type)
+    problems += _add_sampling_params(roles, schema)
+    return roles, problems + _name_clashes(schema, roles, asked, copied, prefix)
+
+
+def settings_in(roles: Mapping[str, str]) -> dict[str, str]:
+    """Setting -> column, of those that columns of the input give."""
+    return {role: roles[role] for role in SETTING_ROLES if role in roles}
+
+
+def seeming_settings(record: JobRecord) -> list[str]:
+    """Columns that have a setting's name, or hold settings by it, and are copied as data."""
+    taken = {name.partition(".")[0] for name in record.input.roles.values()} | {*record.input.roles.values()}
+    names = copied_schema(record).names
+    return [name for name in names if name in (*SETTING_ROLES, SAMPLING_PARAMS) and name not in taken]
+
+
+def copied_names(
+    schema: pa.Schema, roles: Mapping[str, str], keep: Collection[str], drop: Collection[str]
+) -> tuple[list[str], list[str]]:
+    """Columns of the input that the output has, and every problem of what was asked: an unknown name, or one that the
+    output needs.
+    """
+    problems = [
+        f"{option}={name!r}: the input has no such column. Name one of {_names(schema)}."
+        for option, names in (("keep", keep), ("drop", drop))
+        for name in names
+        if name not in schema.names
+    ]
+    needed = {name.partition(".")[0]: role for role in _NEEDED_ROLES if (name := roles.get(role))}
+    needed |= {name: role for role in _NEEDED_ROLES if (name := roles.get(role))}
+    problems += [
+        f"drop={name!r}: the output needs this column ({needed[name]}), by which its rows are told apart and counted. "
+        "Leave it in."
+        for name in drop
+        if name in needed
+    ]
+    copied = {*keep, *needed} if keep else {*schema.names} - {*drop}
+    return [name for name in schema.names if name in copied], problems
+
+
+def _type_problems(role: str, name: str, kind: pa.DataType) -> list[str]:
+    expected = _TYPE_OF_ROLE[role]
+    if expected.accepts(_plain(kind)):
+        return []
+    is_setting = (
+        ", or leave it out of --row-settings: it is data then" if role in SETTING_ROLES and role != "tools" else ""
+    )
+    return [
+        f"column {name!r} ({role}): type {kind}, expected {expected.expected}. Write the column with that type, or "
+        f"name another one with --column{is_setting}."
+    ]
+
+
+def _add_sampling_params(roles: dict[str, str], schema: pa.Schema) -> list[str]:
+    """Give the fields of a struct `sampling_params` their roles; what is wrong with them."""
+    if SAMPLING_PARAMS not in schema.names or not t.is_struct(_plain(schema.field(SAMPLING_PARAMS).type)):
+        return []
+    kind, problems = _plain(schema.field(SAMPLING_PARAMS).type), []
+    for name in (kind.field(i).name for i in range(kind.num_fields)):
+        path = f"{SAMPLING_PARAMS}.{name}"
+        if name not in SAMPLING_COLUMNS:
             problems.append(
-                f"column {name!r} ({role}): type {schema.field(name).type}, expected {expected.expected}. Write the "
-                "column with that type, or name another one with --column."
+                f"column {SAMPLING_PARAMS!r}: its field {name!r} is no setting; expected fields of "
+                f"{', '.join(SAMPLING_COLUMNS)}. Leave the field out, or give the column another name: it is data then."
             )
-    return roles, problems + _name_clashes(schema, roles, asked)
+        elif name in roles or path in schema.names:
+            problems.append(
+                f"column {SAMPLING_PARAMS!r}: its field {name} and column {roles.get(name, path)!r} are one setting. "
+                "Leave one of them out."
+            )
+        else:
+            roles[name] = path
+            problems += _type_problems(name, path, kind.field(name).type)
+    return problems
 
 
 def _prompt_problems(roles: Mapping[str, str], schema: pa.Schema) -> list[str]:
@@ -180,15 +315,38 @@ def _names(schema: pa.Schema) -> str:
     return ", ".join(map(shown_name, schema.names))
 
 
-def _name_clashes(schema: pa.Schema, roles: Mapping[str, str], asked: Collection[str]) -> list[str]:
+def _name_clashes(
+    schema: pa.Schema, roles: Mapping[str, str], asked: Collection[str], copied: Collection[str] | None, prefix: str
+) -> list[str]:
+    """Why columns of the input and of the output would have one name."""
+    names = [name for name in schema.names if copied is None or name in copied]
+    ours = _added_names(roles, asked, prefix)
+    taken = [name for name in names if name in ours]
+    problems = []
+    if taken:
+        free = next((p for p in _PREFIXES if _added_names(roles, asked, p).isdisjoint(names)), "ours_")
+        several = len(taken) > 1
+        problems.append(
+            f"input column{'s' if several else ''} {', '.join(map(repr, taken))}: the output has "
+            f"{'columns of these names' if several else 'a column of that name'}. Put a text before the names of the "
+            f"output's own with --output-prefix {free}, or leave {'them' if several else 'it'} out with "
+            f"{' '.join(f'--drop {quote(name)}' for name in taken)}."
+        )
+    problems += [
+        f"input column {name!r}: names that begin with {OUR_PREFIX} are lorabatch's own. Rename the column."
+        for name in schema.names
+        if name.startswith(OUR_PREFIX)
+    ]
+    return problems
+
+
+def _added_names(roles: Mapping[str, str], asked: Collection[str], prefix: str) -> set[str]:
     ours = {*OUTPUT_COLUMNS, *(field.name for field in _asked_fields(asked, roles))}
     ours |= {TYPED_COLUMN} if "json_schema" in asked else set()
-    ours |= {field.name for field in choice_fields(asked, roles, schema.names)}
+    ours |= {field.name for field in choice_fields(asked, roles, prefix)}
+    ours |= {EXPECTED_FIELD.name} if "split_answer" in asked else set()
     ours |= {SAMPLE_FIELD.name} if has_samples(asked, roles) else set()
-    taken = [name for name in schema.names if name in ours or name.startswith(OUR_PREFIX)]
-    if roles.get("id") is None and DEFAULT_ID_COLUMN in schema.names:
-        taken.append(DEFAULT_ID_COLUMN)
-    return [f"input column {name!r}: the output has a column of that name. Rename it." for name in taken]
+    return {f"{prefix}{name}" for name in ours}
 
 
 def text_columns(schema: pa.Schema) -> list[str]:

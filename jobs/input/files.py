@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 import fsspec
@@ -23,36 +23,66 @@ from ..errors import JobRequestError
 from ..record import InputFile
 from ..storage.location import options_for
 from ..storage.redaction import redacted_url, storage_reason
+from .column_types import INT96_UNIT, carried_field
 from .file_version import file_version
+from .parquet_schema import column_kinds
 from .row_group import MAX_ROW_GROUP_ROWS
 
 _WEB = ("http://", "https://")
 _GLOB_SIGNS = "*?["
 _SUFFIXES = (".parquet", ".pq", ".parq")
-_OTHER_FORMATS = {".csv": "CSV", ".tsv": "CSV", ".jsonl": "JSON", ".ndjson": "JSON", ".json": "JSON"}
+_CONVERTED = {".csv": "CSV", ".tsv": "CSV", ".jsonl": "JSON", ".ndjson": "JSON", ".json": "JSON"}
+_OTHER_FORMATS = {
+    **_CONVERTED,
+    **{".arrow": "Arrow", ".feather": "Arrow", ".ipc": "Arrow", ".orc": "ORC", ".avro": "Avro", ".xlsx": "Excel"},
+}
+_COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".snappy")
 _MAGIC, _ENCRYPTED_MAGIC = b"PAR1", b"PARE"
+# Folders of records beside data, whose Parquet files are no rows.
+_RECORDS = ("_lorabatch", "_temporary", "_delta_log", "_spark_metadata")
+#: The folder in which a Delta table says which of its files count.
+DELTA_LOG = "_delta_log"
+# What a footer says beside the schema, of formats and programs; it is of no use in another file.
+_KNOWN_METADATA = (
+    "ARROW:schema", "org.apache.spark.version", "writer.model.name", "writer.date", "avro.schema",
+    "parquet.avro.schema", "parquet.proto.descriptor", "parquet.proto.class", "duckdb.interval_bloom_filter",
+)  # fmt: skip
 _TAIL_BYTES = 8
 _PARALLEL_FOOTERS = 16
+_SCHEMAS_KEPT = 16
 _PROBLEMS_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Footer:
-    """One file and its Arrow schema. `folder`: its folders below the one given, or from the first one with a wildcard
-    on; their names may hold columns.
-    """
+    """One file and its Arrow schema, in the types that columns are carried in."""
 
     file: InputFile
     schema: pa.Schema
+    #: Its folders below the one given, or from the first one with a wildcard on; their names may hold columns.
     folder: str = ""
+    #: Column -> what Parquet says of its values, see `column_kinds`.
+    kinds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    #: What the footer says beside the schema: key -> text.
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    has_arrow_schema: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class InputFiles:
-    """The files of a job's input. `unread`: data files in the same folders that are not Parquet."""
+    """The files of a job's input."""
 
     footers: tuple[Footer, ...]
+    #: Names of files in the same folders that are not read.
     unread: tuple[str, ...]
+
+    def distinct_kinds(self) -> list[tuple[str, Mapping[str, tuple[str, ...]]]]:
+        """A file's name and its `column_kinds`, of files that differ in them."""
+        found: dict[int, tuple[str, Mapping[str, tuple[str, ...]]]] = {}
+        for footer in self.footers:
+            # files of one schema share the object
+            found.setdefault(id(footer.kinds), (footer.file.name, footer.kinds))
+        return list(found.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +110,27 @@ class _Found:
         """See `Footer`."""
         return path.removeprefix(self.root).strip("/").rpartition("/")[0]
 
+    def shown(self, path: str) -> str:
+        """The name of a file that is not read; of a hidden one with its folders below the root."""
+        below = _below(self.root, path)
+        return below[-1] if _is_visible(below) else "/".join(below)
+
 
 def read_footers(urls: Sequence[str], storage_options: Mapping[str, Any]) -> InputFiles:
     """Footers of all files: in the order of the inputs, and of their names within each.
 
-    `urls`: files, folders (all Parquet files below them, without names that start with `_` or `.`) and globs. Raises
-    `JobRequestError` naming every input and file that cannot be used.
+    `urls`: files, folders (all Parquet files below them, whatever their ending, without names that start with `_` or
+    `.`) and globs. Raises `JobRequestError` naming every input and file that cannot be used.
     """
     problems: list[str] = []
     inputs = [found for url in urls if (found := _found(url, storage_options, problems)) is not None]
     files = [(found, path) for found in inputs for path in found.paths]
     problems += _read_twice(files)
     names = _names([found.address(path) for found, path in files])
+    kinds = _KindsOfSchemas()
 
     def read(number: int) -> Footer | str:
-        return _read_footer(*files[number], names[number])
+        return _read_footer(*files[number], names[number], kinds)
 
     with ThreadPoolExecutor(_PARALLEL_FOOTERS) as pool:
         outcomes = list(pool.map(read, range(len(files))))
@@ -104,7 +140,7 @@ def read_footers(urls: Sequence[str], storage_options: Mapping[str, Any]) -> Inp
     problems += unusable
     if problems:
         raise JobRequestError(*problems)
-    unread = tuple(path.rpartition("/")[2] for found in inputs for path in found.unread)
+    unread = tuple(found.shown(path) for found in inputs for path in found.unread)
     return InputFiles(tuple(outcome for outcome in outcomes if isinstance(outcome, Footer)), unread)
 
 
@@ -115,23 +151,67 @@ def _found(url: str, storage_options: Mapping[str, Any], problems: list[str]) ->
         fs, path = fsspec.core.url_to_fs(url, **options)
         fs.invalidate_cache()  # this process may have listed it for another job
         found = _Found(url, fs, options, *_find(fs, path))
+        _add_by_content(found)
     except Exception as error:
         problems.append(f"input={shown!r}: {storage_reason(error, options, url)}")
         return None
     if found.paths:
         return found
-    if found.unread:
-        folder, ending = shown.rstrip("/"), found.unread[0].rpartition("/")[2].partition(".")[2]
+    other = next((path for path in found.unread if other_format(path) in _CONVERTED.values()), None)
+    if other is not None:
+        folder, ending = shown.rstrip("/"), other.rpartition("/")[2].partition(".")[2]
         problems.append(
-            f"input={shown!r}: {other_format(found.unread[0])} and no Parquet files there; only Parquet is read. "
-            + _conversion(f"{folder}/**/*.{ending}", f"{folder}.parquet")
+            f"input={shown!r}: {other_format(other)} and no Parquet files there; only Parquet is read. "
+            + _conversion(f"{folder}/**/*.{ending}", folder)
         )
     else:
+        others = f" ({endings(found.unread)})" if found.unread else ""
         problems.append(
-            f"input={shown!r}: no Parquet files there. Expected a .parquet file, a folder with such files, or a glob "
-            "that matches some."
+            f"input={shown!r}: no Parquet files there{others}. Expected a Parquet file, a folder with such files, or a "
+            "glob that matches some."
         )
     return None
+
+
+def _add_by_content(found: _Found) -> None:
+    """Move those of the unread files that begin as Parquet files do to the others: Hive, Impala and Spark write names
+    without an ending.
+    """
+
+    def begins_so(path: str) -> bool:
+        # Not `found.fs`: a connection of SFTP is for one thread.
+        fs, _ = fsspec.core.url_to_fs(found.url, **found.options)
+        if isinstance(fs, LocalFileSystem) and not os.path.isfile(path):
+            return False  # a pipe, or a link to a folder
+        try:
+            with fs.open(path, "rb") as file:
+                return file.read(len(_MAGIC)) in (_MAGIC, _ENCRYPTED_MAGIC)
+        except (PermissionError, FileNotFoundError):
+            return False  # it is named as not read
+
+    waiting = [path for path in found.unread if _is_visible(_below(found.root, path)) and path not in found.paths]
+    with ThreadPoolExecutor(_PARALLEL_FOOTERS) as pool:
+        parquet = {path for path, is_so in zip(waiting, pool.map(begins_so, waiting), strict=True) if is_so}
+    found.paths[:] = sorted([*found.paths, *parquet])
+    found.unread[:] = [path for path in found.unread if path not in parquet]
+
+
+def endings(names: Sequence[str]) -> str:
+    """How many files of which ending, the most first: "2 .csv, 1 without an ending"."""
+    counts = Counter(_ending(name) for name in names)
+    return ", ".join(f"{count} {ending}" for ending, count in sorted(counts.items(), key=lambda item: (-item[1], item)))
+
+
+def _ending(name: str) -> str:
+    file = name.rpartition("/")[2]
+    if file == DELTA_LOG:
+        return DELTA_LOG
+    if file.startswith(("_", ".")) or not _is_visible(name.strip("/").split("/")):
+        return "hidden"
+    stem = next((file.removesuffix(end) for end in _COMPRESSIONS if file.lower().endswith(end)), file)
+    ending = stem.rpartition(".")[2] if "." in stem else ""
+    ending = f".{ending}" if ending else ""
+    return (ending + file[len(stem) :]) or "without an ending"
 
 
 def footer_sha256(file: BinaryIO) -> str:
@@ -162,14 +242,14 @@ def unified_schema(footers: tuple[Footer, ...]) -> pa.Schema:
         if repeated:
             problems.append(f"input file {footer.file.name!r}: has several columns named {repeated[0]!r}.")
             continue
-        for field in footer.schema.remove_metadata():
-            own = pa.schema([field])
-            before = unified.setdefault(field.name, own)
+        for column in footer.schema.remove_metadata():
+            own = pa.schema([column])
+            before = unified.setdefault(column.name, own)
             try:
-                unified[field.name] = pa.unify_schemas([before, own], promote_options="default")
+                unified[column.name] = pa.unify_schemas([before, own], promote_options="default")
             except (pa.ArrowInvalid, pa.ArrowTypeError):
                 problems.append(
-                    f"input file {footer.file.name!r}: column {field.name!r} is {field.type}, but "
+                    f"input file {footer.file.name!r}: column {column.name!r} is {column.type}, but "
                     f"{before.field(0).type} in {footers[0].file.name!r}. Give all files one type."
                 )
     if problems:
@@ -185,7 +265,9 @@ def pack_schema(schema: pa.Schema) -> str:
 
 
 def unpack_schema(text: str) -> pa.Schema:
-    """The schema that `pack_schema` packed."""
+    """The schema that `pack_schema` packed; "" stands for one without columns."""
+    if not text:
+        return pa.schema([])
     return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))
 
 
@@ -199,18 +281,35 @@ def _find(fs: Any, path: str) -> tuple[list[str], str, list[str]]:
     if fs.info(path)["type"] != "directory":
         return [path], path.rpartition("/")[0], []
     root = path.rstrip("/")
-    visible = sorted(found for found in fs.find(root) if _is_visible(found[len(root) :].strip("/").split("/")))
-    paths = [found for found in visible if found.lower().endswith(_SUFFIXES)]
-    return paths, root, [found for found in visible if other_format(found)]
+    paths: list[str] = []
+    unread: list[str] = []
+    is_delta = False
+    for found in sorted(fs.find(root)):
+        below = _below(root, found)
+        is_parquet = found.lower().endswith(_SUFFIXES)
+        if _is_visible(below):
+            (paths if is_parquet else unread).append(found)
+        elif is_parquet and not any(part in _RECORDS for part in below):
+            unread.append(found)
+        is_delta |= DELTA_LOG in below
+    return paths, root, [*unread, *([f"{root}/{DELTA_LOG}"] if is_delta else [])]
+
+
+def _below(root: str, path: str) -> list[str]:
+    return path.removeprefix(root).strip("/").split("/")
 
 
 def other_format(name: str) -> str | None:
     """The format of a data file that is not Parquet, by the ending of its name; None for other files."""
-    stem = name.lower().removesuffix(".gz").removesuffix(".zst")
+    stem = name.lower()
+    stem = next((stem.removesuffix(end) for end in _COMPRESSIONS if stem.endswith(end)), stem)
     return next((kind for suffix, kind in _OTHER_FORMATS.items() if stem.endswith(suffix)), None)
 
 
-def _conversion(source: str, target: str) -> str:
+def _conversion(source: str, stem: str) -> str:
+    """A command that writes a Parquet file, under a name that is free on this machine: DuckDB replaces files."""
+    names = (f"{stem}.parquet", *(f"{stem}-{number}.parquet" for number in range(2, 100)))
+    target = next(name for name in names if not os.path.lexists(name))
     return f"""Convert it, for example: duckdb -c "COPY (FROM '{source}') TO '{target}'\""""
 
 
@@ -252,7 +351,23 @@ def _names(addresses: Sequence[str]) -> list[str]:
     return ["/".join(p[common:]) for p in parts]
 
 
-def _read_footer(found: _Found, path: str, name: str) -> Footer | str:
+class _KindsOfSchemas:
+    """The `column_kinds` of files, one object for all files of a schema: mostly there is one."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[pq.ParquetSchema, Mapping[str, tuple[str, ...]]]] = []
+
+    def of(self, schema: pq.ParquetSchema, footer: bytes) -> Mapping[str, tuple[str, ...]]:
+        """Raises ValueError for a damaged footer."""
+        for known, kinds in self._known[-_SCHEMAS_KEPT:]:
+            if known.equals(schema):
+                return kinds
+        kinds = column_kinds(footer)
+        self._known.append((schema, kinds))
+        return kinds
+
+
+def _read_footer(found: _Found, path: str, name: str, kinds: _KindsOfSchemas) -> Footer | str:
     """The footer, or a sentence that says why the file is refused."""
     try:
         # Not `found.fs`: a connection of SFTP is for one thread.
@@ -260,13 +375,17 @@ def _read_footer(found: _Found, path: str, name: str) -> Footer | str:
         version = file_version(fs, path)
         with fs.open(path, "rb") as file:
             footer, size = _footer_bytes(file)
-        metadata = _parsed(footer)
+        parsed = _parsed(footer)
+        metadata, of_columns = parsed.metadata, kinds.of(parsed.schema, footer)
+        schema = pa.schema([carried_field(column) for column in parsed.schema_arrow])
     except ValueError as error:
         kind = other_format(name)
-        if kind is not None:
+        if kind in _CONVERTED.values():
             shown = redacted_url(found.address(path))
-            target = f"{name.rpartition('/')[2].partition('.')[0]}.parquet"
-            return f"input file {name!r}: {kind}; only Parquet is read. {_conversion(shown, target)}"
+            stem = name.rpartition("/")[2].partition(".")[0]
+            return f"input file {name!r}: {kind}; only Parquet is read. {_conversion(shown, stem)}"
+        if kind is not None:
+            return f"input file {name!r}: {kind}; only Parquet is read. Write it as Parquet or leave it out."
         return f"input file {name!r}: not a readable Parquet file ({error}). Write it again or leave it out."
     except Exception as error:
         return f"input file {name!r}: {storage_reason(error, found.options, found.url)}"
@@ -286,15 +405,26 @@ def _read_footer(found: _Found, path: str, name: str) -> Footer | str:
             row_group_rows=row_group_rows,
             version=version,
         ),
-        metadata.schema.to_arrow_schema(),
+        schema,
         found.folder(path),
+        of_columns,
+        _texts(metadata.metadata or {}),
+        b"ARROW:schema" in (metadata.metadata or {}),
     )
 
 
-def _parsed(footer: bytes) -> pq.FileMetaData:
-    """What a footer says. Raises ValueError; pyarrow raises `OSError` where the bytes are no footer."""
+def _texts(metadata: Mapping[bytes, bytes]) -> dict[str, str]:
+    """What a footer says beside the schema, but for what is of no use in another file."""
+    texts = {key.decode("utf-8", "replace"): text.decode("utf-8", "replace") for key, text in metadata.items()}
+    return {key: text for key, text in texts.items() if key not in _KNOWN_METADATA}
+
+
+def _parsed(footer: bytes) -> pq.ParquetFile:
+    """A file without rows that says what a footer says. Raises ValueError; pyarrow raises `OSError` where the bytes are
+    no footer.
+    """
     try:
-        return pq.read_metadata(io.BytesIO(_MAGIC + footer))
+        return pq.ParquetFile(io.BytesIO(_MAGIC + footer), coerce_int96_timestamp_unit=INT96_UNIT)
     except (pa.ArrowException, OSError) as error:
         raise ValueError(str(error).strip()) from None
 

@@ -125,7 +125,7 @@ def _struct(data: memoryview, position: int, depth: int) -> tuple[dict[int, Any]
             if head >> 4:
                 field += head >> 4
             else:
-                field, position = _integer(data, position)
+                field, position = integer(data, position)
             fields[field], position = _value(data, position, head & 15, depth)
     except IndexError:
         raise ValueError("the header of a page is cut off") from None
@@ -138,23 +138,25 @@ def _value(data: memoryview, position: int, kind: int, depth: int) -> tuple[Any,
     if kind == 3:
         return data[position], position + 1
     if kind in (4, 5, 6):
-        return _integer(data, position)
+        return integer(data, position)
     if kind == 7:
         return None, position + 8
     if kind == 8:
-        size, position = _unsigned(data, position)
+        size, position = unsigned(data, position)
         return None, position + size
     if kind == 12:
         return _struct(data, position, depth + 1)
     raise ValueError("the header of a page holds what no page has")  # lists, sets, maps
 
 
-def _integer(data: memoryview, position: int) -> tuple[int, int]:
-    value, position = _unsigned(data, position)
+def integer(data: memoryview, position: int) -> tuple[int, int]:
+    """A signed number of Thrift's compact protocol, and where it ends. Raises IndexError at the end of the data."""
+    value, position = unsigned(data, position)
     return (value >> 1) ^ -(value & 1), position
 
 
-def _unsigned(data: memoryview, position: int) -> tuple[int, int]:
+def unsigned(data: memoryview, position: int) -> tuple[int, int]:
+    """An unsigned number, as `integer`."""
     value = shift = 0
     while True:
         byte = data[position]

@@ -1,6 +1,7 @@
 """Reads columns from folder names, as Hive, Spark and DuckDB write them: `tenant=a/day=3/rows.parquet`.
 
-pyarrow takes the names apart. A column of integers only is int32, any other one is a string, as pyarrow infers them.
+pyarrow takes the names apart. A column of integers only, each written as integers are (7, not 007), is int32; any other
+one is a string, so that no value loses a part of its text.
 """
 
 from __future__ import annotations
@@ -86,12 +87,12 @@ def _typed(folder: str, values: Mapping[str, str | None], schema: pa.Schema) -> 
 
 
 def _kind(values: Sequence[str | None]) -> pa.DataType:
-    texts = pa.array([value for value in values if value is not None], pa.string())
+    texts = [value for value in values if value is not None]
     try:
-        texts.cast(pa.int32())
+        numbers = pa.array(texts, pa.string()).cast(pa.int32()).to_pylist()
     except pa.ArrowInvalid:
         return pa.string()
-    return pa.int32() if len(texts) else pa.string()
+    return pa.int32() if texts and list(map(str, numbers)) == texts else pa.string()
 
 
 def _repeated(folders: Collection[str]) -> list[str]:

@@ -7,8 +7,8 @@ of its own (`engine/confinement.py`), which counts; one that is too large is ref
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from ...engine.confinement import ConfinedError, confined
 from ...engine.local_cache import temporary_folder
+from .column_types import INT96_UNIT, check_int96, int96_columns
 from .pages import decoded_bytes
 
 MAX_ROW_GROUP_BYTES = 2 << 30
@@ -42,20 +43,35 @@ class OversizedRowGroupError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """An open row group. `num_bytes`: the most that its rows take in memory."""
+    """An open row group."""
 
     file: pq.ParquetFile
     number: int
     columns: Sequence[str] | None
     num_rows: int
+    #: The most that its rows take in memory.
     num_bytes: int
+    #: Those of the columns that hold INT96 timestamps, and the file read with these as nanoseconds; None without any.
+    int96: Sequence[str] = ()
+    as_nanoseconds: pq.ParquetFile | None = None
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """Its rows, at most a thousand at a time and, single rows apart, at most 64 MiB."""
         row_bytes = max(self.num_bytes // max(self.num_rows, 1), 1)
         num_rows = min(max(_BATCH_BYTES // row_bytes, 1), _MAX_BATCH_ROWS)
-        for batch in self.file.iter_batches(num_rows, [self.number], columns=self.columns):
+        for batch in self._checked(self.file.iter_batches(num_rows, [self.number], columns=self.columns), num_rows):
             yield from _pieces(batch)
+
+    def _checked(self, batches: Iterator[pa.RecordBatch], num_rows: int) -> Iterator[pa.RecordBatch]:
+        """The batches. Raises ValueError where reading has changed an INT96 timestamp."""
+        if self.as_nanoseconds is None:
+            yield from batches
+            return
+        again = self.as_nanoseconds.iter_batches(num_rows, [self.number], columns=self.int96)
+        for batch, nanoseconds in zip(batches, again, strict=True):
+            for name in nanoseconds.schema.names:
+                check_int96(name, batch.column(name), nanoseconds.column(name))
+            yield batch
 
     def table(self) -> pa.Table:
         """All its rows."""
@@ -80,13 +96,18 @@ def open_row_group(
     handle.seek(0, io.SEEK_END)
     size = handle.tell()
     group, paths = metadata.row_group(number), [metadata.schema.column(i).path for i in range(metadata.num_columns)]
-    wanted = [i for i, path in enumerate(paths) if columns is None or _is_of(path, columns)]
+    named = None if columns is None else frozenset(columns)
+    wanted = [i for i, path in enumerate(paths) if named is None or _is_of(path, named)]
     _check_columns(metadata, number, wanted, _UnreadFile(handle, size, []))
     chunks = [(i, *_extent(group.column(i), size)) for i in wanted]
     source = _RowGroupFile(handle, size, _ranges([(start, end) for _, start, end in chunks], size, max_bytes))
     num_bytes = _cleared_bytes(metadata, number, chunks, source, max_bytes)
-    with pq.ParquetFile(source, metadata=metadata, page_checksum_verification=verify) as file:
-        yield RowGroup(file, number, columns, group.num_rows, num_bytes)
+    with ExitStack() as stack:
+        options = {"metadata": metadata, "page_checksum_verification": verify}
+        file = stack.enter_context(pq.ParquetFile(source, coerce_int96_timestamp_unit=INT96_UNIT, **options))
+        int96 = [name for name in int96_columns(file) if columns is None or name in columns]
+        again = stack.enter_context(pq.ParquetFile(source, **options)) if int96 else None
+        yield RowGroup(file, number, columns, group.num_rows, num_bytes, int96, again)
 
 
 def _check_columns(metadata: pq.FileMetaData, number: int, columns: Sequence[int], file: _UnreadFile) -> None:
@@ -97,8 +118,13 @@ def _check_columns(metadata: pq.FileMetaData, number: int, columns: Sequence[int
                 unread.reader.read_row_group(number, column_indices=[column])
 
 
-def _is_of(path: str, columns: Sequence[str]) -> bool:
-    return any(path == column or path.startswith(f"{column}.") for column in columns)
+def _is_of(path: str, columns: Collection[str]) -> bool:
+    end = len(path)
+    while end > 0:
+        if path[:end] in columns:
+            return True
+        end = path.rfind(".", 0, end)
+    return False
 
 
 def _extent(column: pq.ColumnChunkMetaData, size: int) -> tuple[int, int]:

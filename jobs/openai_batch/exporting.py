@@ -23,7 +23,10 @@ from ..input.columns import (
     DEFAULT_ID_COLUMN,
     LOGPROB_FIELDS,
     SAMPLE_FIELD,
+    SAMPLING_PARAMS,
+    output_name,
     readable_values,
+    role_values,
 )
 from ..input.completions import OF_ROWS, completions, listed
 from ..record import JobRecord
@@ -135,7 +138,7 @@ def _rows(store: JobStore, shard_id: int, layout: _Layout) -> Iterator[_Row]:
             file = pq.ParquetFile(part)
             columns = layout.columns_of(file.schema_arrow)
             for batch in file.iter_batches(_BATCH_ROWS, columns=sorted(set(columns.values()))):
-                found = {key: readable_values(batch.column(column)) for key, column in columns.items()}
+                found = {key: readable_values(role_values(batch, column)) for key, column in columns.items()}
                 for values in zip(*found.values(), strict=True):
                     row = dict(zip(found, values, strict=True))
                     yield row | {"n": row.get("n") or layout.num_completions}
@@ -150,6 +153,7 @@ def _rows(store: JobStore, shard_id: int, layout: _Layout) -> Iterator[_Row]:
 class _Layout:
     """How the rows of one job become lines. `roles`: role -> column; `base_model`: its name in responses.
     `num_completions`: of rows that do not say how many they have. `has_lists`: rows have their completions as lists.
+    `prefix`: before the names of lorabatch's own columns.
     """
 
     job_id: str
@@ -158,6 +162,7 @@ class _Layout:
     base_model: str
     num_completions: int
     has_lists: bool = False
+    prefix: str = ""
 
     @classmethod
     def of(cls, record: JobRecord) -> _Layout:
@@ -169,22 +174,29 @@ class _Layout:
             base_model=redacted_url(record.model.url).rstrip("/").rpartition("/")[2],
             num_completions=record.sampling.n,
             has_lists=record.has_lists,
+            prefix=output_name(record, ""),
         )
 
     def columns_of(self, schema: pa.Schema) -> dict[str, str]:
         """What a row holds -> its column, of those that are there. Raises `KeyError` for one that must be there."""
-        columns = {column.name: column.name for column in ANSWER_FIELDS}
+        columns = {column.name: f"{self.prefix}{column.name}" for column in ANSWER_FIELDS}
         columns["id"] = self.roles.get("id", DEFAULT_ID_COLUMN)
         columns |= {role: self.roles[role] for role in ("adapter", "n", "continuation") if role in self.roles}
         added = (*LOGPROB_FIELDS, *ASKED_FIELDS.values(), SAMPLE_FIELD)
         # in an input of another origin they may be anything
         shape = listed if self.has_lists else (lambda field: field)
-        columns |= {field.name: field.name for field in added if shape(field) in schema}
+        columns |= {
+            field.name: f"{self.prefix}{field.name}"
+            for field in added
+            if shape(field).with_name(f"{self.prefix}{field.name}") in schema
+        }
         for name in (MODEL_COLUMN, ERROR_COLUMN):
             # in an input of another origin it may be anything
             if name in schema.names and pa.types.is_string(schema.field(name).type):
                 columns[name] = name
-        return {key: schema.field(column).name for key, column in columns.items()}
+        for column in columns.values():
+            schema.field(column.partition(".")[0] if column.startswith(f"{SAMPLING_PARAMS}.") else column)
+        return columns
 
     def completions(self, row: _Row) -> list[_Row]:
         """Of a row that has them as lists."""
@@ -247,32 +259,38 @@ def _completion(row: _Row) -> dict[str, Any]:
 # Prefix of the id, name of the object, and what makes a choice.
 _CHAT = ("chatcmpl", "chat.completion", _chat)
 _COMPLETION = ("cmpl", "text_completion", _completion)
-# A token's name and log-probability.
-_Token = tuple[str, float]
+# A token's name, bytes and log-probability.
+_Token = tuple[str, list[int] | None, float]
 
 
 def _logprobs(row: _Row, shape: Callable[[list[_Token], list[list[_Token]]], dict[str, Any]]) -> Any:
-    """Log-probabilities of the tokens, which are named by their ids: no tokenizer is read here. None without."""
+    """Log-probabilities of the tokens, by their texts; by their ids where the output has none. None without."""
     if row.get("token_logprobs") is None:
         return None
-    tokens = [_token(*pair) for pair in zip(row["token_ids"], row["token_logprobs"], strict=True)]
+    unknown = [None] * len(row["token_ids"])
+    texts, data = row.get("token_texts") or unknown, row.get("token_bytes") or unknown
+    tokens = [_token(*each) for each in zip(row["token_ids"], row["token_logprobs"], texts, data, strict=True)]
     tops = row.get("token_top_logprobs") or [[]] * len(tokens)
-    return shape(tokens, [[_token(each["token_id"], each["logprob"]) for each in top] for top in tops])
+    return shape(
+        tokens,
+        [[_token(t["token_id"], t["logprob"], t.get("text"), t.get("bytes")) for t in top] for top in tops],
+    )
 
 
-def _token(token_id: int, logprob: float) -> _Token:
-    return f"token_id:{token_id}", max(logprob, _LEAST_LOGPROB)
+def _token(token_id: int, logprob: float, text: str | None, data: bytes | None) -> _Token:
+    name = f"token_id:{token_id}" if text is None else text
+    return name, None if data is None else list(data), max(logprob, _LEAST_LOGPROB)
 
 
 def _chat_logprobs(tokens: list[_Token], tops: list[list[_Token]]) -> dict[str, Any]:
     def entry(token: _Token) -> dict[str, Any]:
-        return {"token": token[0], "bytes": None, "logprob": token[1]}
+        return {"token": token[0], "bytes": token[1], "logprob": token[2]}
 
     content = [entry(token) | {"top_logprobs": list(map(entry, top))} for token, top in zip(tokens, tops, strict=True)]
     return {"content": content, "refusal": None}
 
 
 def _completion_logprobs(tokens: list[_Token], tops: list[list[_Token]]) -> dict[str, Any]:
-    names, values = [name for name, _ in tokens], [value for _, value in tokens]
-    top = [dict(each) for each in tops] if any(tops) else None
+    names, values = [name for name, _, _ in tokens], [value for _, _, value in tokens]
+    top = [{name: value for name, _, value in each} for each in tops] if any(tops) else None
     return {"tokens": names, "token_logprobs": values, "top_logprobs": top, "text_offset": None}

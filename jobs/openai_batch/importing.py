@@ -1,11 +1,12 @@
 """`import_batch`: batch files of OpenAI's API as one Parquet file that a job reads, in bounded memory.
 
 A line that is no request becomes a row too, with the reason in `openai_error` and no prompt: an error row of the job.
-The file has the columns that its rows use.
+The file has the columns that its rows use, and says which of them are settings.
 """
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -20,6 +21,8 @@ import pyarrow.parquet as pq
 from ...engine.request import SAMPLING_OPTIONS
 from ...engine.untrusted import shown, shown_name
 from ..errors import JobError, JobRequestError, StorageError
+from ..input.file_metadata import SETTINGS_KEY
+from ..spec import SETTING_ROLES
 from ..storage.location import Location
 from ..storage.redaction import redacted_url, storage_reason
 from ..storage.single_file import read_lines, replaced_file
@@ -260,7 +263,8 @@ class _Ids:
 def _copy(spool: BinaryIO, names: Sequence[str], file: BinaryIO) -> None:
     """Write these columns of a Parquet file as another one."""
     source = pq.ParquetFile(spool)
-    schema = pa.schema([_SCHEMA.field(name) for name in names])
+    settings = [name for name in names if name in SETTING_ROLES]
+    schema = pa.schema([_SCHEMA.field(name) for name in names], {SETTINGS_KEY: json.dumps(settings)})
     with pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer:
         for group in range(source.num_row_groups):
-            writer.write_table(source.read_row_group(group, columns=names))
+            writer.write_table(source.read_row_group(group, columns=names).replace_schema_metadata(schema.metadata))

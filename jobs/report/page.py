@@ -20,7 +20,7 @@ from markupsafe import Markup
 from ...engine.request import FIRST_OPTIONS, SAMPLING_OPTIONS
 from ..agreement import Agreement
 from ..errors import JobRequestError, naming_damage
-from ..input.columns import readable_values
+from ..input.columns import output_name, readable_values
 from ..record import JobRecord
 from ..status.job_status import JobStatus, read_status
 from ..store import JobStore, part_name
@@ -234,16 +234,17 @@ def _error_rows(store: JobStore, record: JobRecord, plan: Mapping[str, Any]) -> 
 
 
 def _errors_of_part(store: JobStore, record: JobRecord, shard_id: int) -> Iterator[ErrorRow]:
-    names = ["error", record.input.roles.get("id", "id")]
+    error = output_name(record, "error")
+    names = [error, record.input.roles.get("id", "id")]
     names += [record.input.roles["adapter"]] if "adapter" in record.input.roles else []
     with store.open_part(shard_id) as part:
         file = pq.ParquetFile(part)
-        errors = file.read(columns=["error"]).column(0)
+        errors = file.read(columns=[error]).column(0)
         if errors.null_count == len(errors):
             return
         table = file.read(columns=names)
         columns = [readable_values(table.column(name)) for name in names]
-    for number, (error, row_id, *adapter) in enumerate(zip(*columns, strict=True), 1):
-        if error is not None:
+    for number, (sentence, row_id, *adapter) in enumerate(zip(*columns, strict=True), 1):
+        if sentence is not None:
             place = f"{part_name(shard_id)}, row {number:,}"
-            yield ErrorRow(str(row_id), str(*(name or "" for name in adapter)), place, error)
+            yield ErrorRow(str(row_id), str(*(name or "" for name in adapter)), place, sentence)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import get_args
 
 from ...engine.peft.findings import Verdict
+from ...engine.text.conversation import FINAL_ANSWER, header_note
 from ..record import JobRecord, adapter_problem
 
 _NAMES_SHOWN = 8
@@ -13,9 +14,9 @@ _NAMES_SHOWN = 8
 
 def job_notes(record: JobRecord) -> list[str]:
     """What is known before a row is read: how many adapters have which verdict, which are refused and why, which have
-    a tokenizer or chat template of their own, and which files are left unread.
+    a tokenizer or chat template of their own, which files are left unread, and which columns are settings.
     """
-    adapters, unread = record.adapters, record.input.unread
+    adapters = record.adapters
     notes = []
     if adapters:
         counts = {verdict: sum(adapter.verdict == verdict for adapter in adapters) for verdict in get_args(Verdict)}
@@ -24,9 +25,9 @@ def job_notes(record: JobRecord) -> list[str]:
     own = [adapter.name for adapter in adapters if adapter.tokenizer_sha256 and not adapter.is_refused]
     if own:
         notes.append(f"  with their own tokenizer or chat template: {_shown(own)}")
-    if unread:
-        files = "1 file is" if len(unread) == 1 else f"{len(unread)} files are"
-        notes.append(f"input: {files} not read, only Parquet is: {_shown(unread)}")
+    notes += _header_notes(record)
+    notes += _input_notes(record)
+    notes += [f"model: {note}" for note in record.model.notes]
     other = {name: value for name, value in record.model.generation.items() if record.spec.get(name) != value}
     if other:
         theirs = ", ".join(f"{name} {value:g}" for name, value in other.items())
@@ -36,6 +37,61 @@ def job_notes(record: JobRecord) -> list[str]:
             "model has"
         )
     return notes
+
+
+def _input_notes(record: JobRecord) -> list[str]:
+    """What is read of the input and what is not: files, columns of folder names, settings, metadata."""
+    # Other commands import this module and read no schemas.
+    from ..input.columns import seeming_settings, settings_in
+    from ..input.files import DELTA_LOG, unpack_schema
+
+    given, notes = record.input, []
+    if given.unread:
+        counts = f" ({given.unread_endings})" if given.unread_endings else ""
+        notes.append(
+            f"input: files that are not read, only Parquet is{counts}: {_shown(given.unread, len(given.unread))}"
+        )
+    if DELTA_LOG in given.unread:
+        notes.append("input: the log of a Delta table is not read; files that the table has removed are read too")
+    folders = {name for file in given.files for name in file.partition}
+    if folders:
+        schema = unpack_schema(given.schema_ipc)
+        shown = [f"{column.name} ({column.type})" for column in schema if column.name in folders]
+        notes.append(f"input: columns of folder names: {_shown(shown)}")
+    settings = settings_in(given.roles)
+    if settings:
+        shown = [role if role == column else f"{role} ({column})" for role, column in settings.items()]
+        notes.append(f"input: settings of rows are read from columns: {_shown(shown, len(shown))}")
+    seeming = seeming_settings(record)
+    if seeming:
+        names, option = ", ".join(seeming), f"--row-settings {','.join(seeming)}"
+        notes.append(
+            f"input: column {names} looks like a setting and is copied; {option} makes it one"
+            if len(seeming) == 1
+            else f"input: columns {names} look like settings and are copied; {option} makes them settings"
+        )
+    if given.metadata_left_out:
+        notes.append(f"input: metadata of files that the output does not have: {_shown(given.metadata_left_out)}")
+    return notes
+
+
+def _header_notes(record: JobRecord) -> list[str]:
+    """Chat templates whose prompts end without what stands before answers, by the adapters that they serve."""
+    spec = record.spec
+    if "messages" not in record.input.roles or spec.get("continue_final_message"):
+        return []
+    if spec.get("add_generation_prompt") is False:
+        return []
+    served: dict[str, list[str]] = {}
+    if record.model.missing_header:
+        served[record.model.missing_header] = ["the model"]
+    for adapter in record.adapters:
+        # a template of the job takes the place of all others
+        has_own = bool(adapter.tokenizer_sha256) and not spec.get("chat_template")
+        header = adapter.missing_header if has_own else record.model.missing_header
+        if header and not adapter.is_refused:
+            served.setdefault(header, []).append(f"adapter {adapter.name}")
+    return [f"messages ({_shown(names)}): {header_note(header)}" for header, names in served.items()]
 
 
 def messages_note(record: JobRecord) -> tuple[str, ...]:
@@ -58,11 +114,32 @@ def messages_note(record: JobRecord) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def row_notes(record: JobRecord, rows_per_adapter: Mapping[str, int]) -> tuple[str, ...]:
-    """What the index has found: that no row names an adapter, or which adapters no row names.
+def row_notes(
+    record: JobRecord, rows_per_adapter: Mapping[str, int], peculiar_rows: Mapping[str, int] | None = None
+) -> tuple[str, ...]:
+    """What the index has found: that no row names an adapter, or which adapters no row names; conversations that end
+    with an answer; and what the chat template drops of conversations that have it.
 
-    `rows_per_adapter`: as the rows name them; "" counts those that name none.
+    `rows_per_adapter`: as the rows name them; "" counts those that name none. `peculiar_rows`: see `peculiarities`.
     """
+    return (*_adapter_notes(record, rows_per_adapter), *_conversation_notes(record, peculiar_rows or {}))
+
+
+def _conversation_notes(record: JobRecord, rows: Mapping[str, int]) -> list[str]:
+    notes = []
+    if num_answers := rows.get(FINAL_ANSWER, 0):
+        notes.append(
+            f"messages: {num_answers:,} rows end with a message of the assistant, behind which another answer is "
+            "asked; --split-answer takes it out of the prompt into the column answer_expected, "
+            "--continue-final-message continues it"
+        )
+    dropped = [f"{name} ({rows[name]:,} rows)" for name in record.model.template_drops if rows.get(name)]
+    if dropped:
+        notes.append(f"messages: the chat template drops by design: {', '.join(dropped)}")
+    return notes
+
+
+def _adapter_notes(record: JobRecord, rows_per_adapter: Mapping[str, int]) -> tuple[str, ...]:
     names = [adapter.name for adapter in record.adapters]
     unused = [name for name in names if not rows_per_adapter.get(name)]
     num_rows, column = sum(rows_per_adapter.values()), record.input.roles.get("adapter")
@@ -78,6 +155,6 @@ def row_notes(record: JobRecord, rows_per_adapter: Mapping[str, int]) -> tuple[s
     return ()
 
 
-def _shown(names: Sequence[str]) -> str:
-    more = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+def _shown(names: Sequence[str], most: int = _NAMES_SHOWN) -> str:
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from ...jobs.errors import JobFailedError
-from ...jobs.input.columns import readable_values
+from ...jobs.input.columns import output_name, readable_values
 from ...jobs.input.completions import completions
 from ...jobs.record import JobRecord
 from ...jobs.store import JobStore
@@ -21,6 +21,8 @@ from ..result import AdapterCount, KindOfError
 
 ENGINE_ERROR = "engine"
 _LISTS = ("completion_tokens", "finish_reason")
+# Keys of a row beside lorabatch's own columns.
+_ID, _ADAPTER = "row id", "row adapter"
 
 
 @dataclass(slots=True)
@@ -105,18 +107,19 @@ def account_parts(shard_ids: Iterable[int], store: JobStore, record: JobRecord, 
 def _account_part(store: JobStore, record: JobRecord, shard_id: int, run_id: str) -> Account:
     adapter_column = record.input.roles.get("adapter")
     id_column = record.input.roles.get("id", "id")
-    names = ["error", "mode", "prompt_tokens", "completion_tokens", id_column, "finish_reason"]
-    names += [adapter_column] if adapter_column else []
+    ours = ("error", "mode", "prompt_tokens", "completion_tokens", "finish_reason")
+    columns = {name: output_name(record, name) for name in ours} | {_ID: id_column}
+    columns |= {_ADAPTER: adapter_column} if adapter_column else {}
     with store.open_part(shard_id) as part:
         file = pq.ParquetFile(part)
-        table = file.read(columns=names)
+        table = file.read(columns=list(columns.values()))
         num_reused = num_reused_rows(file, run_id)
     check_writer(table.schema, shard_id, record)
     account = Account(num_parts=1, num_reused=num_reused)
-    for values in zip(*(readable_values(table.column(name)) for name in names), strict=True):
-        row = dict(zip(names, values, strict=True))
+    for values in zip(*(readable_values(table.column(name)) for name in columns.values()), strict=True):
+        row = dict(zip(columns, values, strict=True))
         for each in completions(row, _LISTS) if record.has_lists else (row,):
-            _count(account, each, row[adapter_column] if adapter_column else None, f"{id_column}={row[id_column]!r}")
+            _count(account, each, row.get(_ADAPTER), f"{id_column}={row[_ID]!r}")
     return account
 
 

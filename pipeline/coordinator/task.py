@@ -200,7 +200,7 @@ def plan_shards(run: JobRun, indexed: IndexTotals) -> JobPlan:
             length_share=run.settings.length_share,
             check=run.control.check_displaced,
         )
-    run.reporter.notes = row_notes(job.record, indexed.rows_per_adapter)
+    run.reporter.notes = row_notes(job.record, indexed.rows_per_adapter, indexed.peculiar_rows)
     # This process may have been stopped, and the output be another job's or another coordinator's by now.
     run.control.check_displaced()
     job.store.check_holder(job.record.job_id)

@@ -17,7 +17,8 @@ import pyarrow as pa
 from ...engine.request import SamplingParams
 from ...engine.text.conversation import RENDERING_OPTIONS
 from ...jobs.errors import StorageError
-from ...jobs.input.columns import SAMPLE_FIELD, records_samples
+from ...jobs.input.column_types import as_carried
+from ...jobs.input.columns import expected_field, records_samples, sample_field
 from ...jobs.input.file_version import has_changed
 from ...jobs.input.files import footer_sha256, unpack_schema
 from ...jobs.input.row_group import OversizedRowGroupError, open_row_group
@@ -66,12 +67,14 @@ class ChunkRef:
 
 @dataclass(frozen=True, slots=True)
 class IndexJob:
-    """What indexing a chunk needs to know. `key`: index files written under another key are stale.
+    """What indexing a chunk needs to know. `key`: index files written under another key are stale. `dropped`: columns
+    of the input that are not copied.
 
-    `now`: the time that chat templates see; that of the job's start, so that a resumed job asks the same.
+    `now`: the time that chat templates see: the client's when the job was started, on all workers and in all runs.
     `system_prompt`: for rows whose messages have none. `allow_special_tokens`: see `JobSpec`. `sample_field`: for
     numbers of completions. `chat_template`: text of the job's own. `rendering`: the job's values of
     `RENDERING_OPTIONS`. `prepared_apart`: adapters with a tokenizer or vocabulary of their own, by name.
+    `tokenizer_sha256`: of the base's configuration and tokenizer ("": any).
     """
 
     model_url: str
@@ -85,10 +88,14 @@ class IndexJob:
     system_prompt: str | None = None
     allow_special_tokens: bool = False
     sample_field: pa.Field | None = None
+    #: For the last messages of assistants, where they are taken out of prompts.
+    expected_field: pa.Field | None = None
     chat_template: str | None = None
     rendering: Mapping[str, Any] = field(default_factory=dict)
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     prepared_apart: Mapping[str, AdapterRecord] = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()
+    tokenizer_sha256: str = ""
 
     @classmethod
     def from_record(cls, record: JobRecord, spec: JobSpec) -> IndexJob:
@@ -101,14 +108,17 @@ class IndexJob:
             vocab_size=record.model.vocab_size,
             max_context_tokens=record.model.max_context_tokens,
             key=index_key(record),
-            now=record.created_at,
+            now=record.local_time or record.created_at,
             system_prompt=record.spec.get("system_prompt"),
             allow_special_tokens=bool(record.spec.get("allow_special_tokens")),
             sample_field=_sample_field(record),
+            expected_field=expected_field(record),
             chat_template=record.spec.get("chat_template"),
             rendering={name: record.spec.get(name) for name in RENDERING_OPTIONS},
             storage_options=spec.storage_options,
             prepared_apart={adapter.name: adapter for adapter in record.adapters if adapter.is_prepared_apart},
+            dropped=record.input.dropped,
+            tokenizer_sha256=record.model.tokenizer_sha256,
         )
 
 
@@ -116,21 +126,24 @@ def _sample_field(record: JobRecord) -> pa.Field | None:
     """Where prepared rows have the number of their completion."""
     if record.has_lists:
         return prepared.SAMPLE_FIELD
-    return SAMPLE_FIELD if records_samples(record) else None
+    return sample_field(record) if records_samples(record) else None
 
 
 class DamagedChunkError(Exception):
     """The row group cannot be read; the message names file and row group."""
 
 
-def read_chunk(chunk: ChunkRef, schema_ipc: str, storage_options: Mapping[str, Any]) -> Iterator[pa.RecordBatch]:
+def read_chunk(
+    chunk: ChunkRef, schema_ipc: str, storage_options: Mapping[str, Any], *, is_narrow: bool = False
+) -> Iterator[pa.RecordBatch]:
     """The rows of a chunk, at most a thousand and 64 MiB at a time, cast to the job's schema. Page checksums are
-    verified.
+    verified. `is_narrow`: the file may have columns that the schema lacks; they are not read.
 
     Raises `DamagedChunkError`, also for a row group that takes too much memory, and `StorageError` for a store that
     cannot be reached.
     """
     schema = unpack_schema(schema_ipc)
+    columns = schema.names if is_narrow else None
     options = options_for(chunk.file_url, storage_options)
     num_rows = 0
     try:
@@ -139,7 +152,7 @@ def read_chunk(chunk: ChunkRef, schema_ipc: str, storage_options: Mapping[str, A
         with fs.open(path, "rb") as handle:
             if footer_sha256(handle) != chunk.footer_sha256:
                 raise _changed(chunk)
-            with open_row_group(handle, chunk.row_group, verify=True) as rows:
+            with open_row_group(handle, chunk.row_group, columns, verify=True) as rows:
                 for batch in rows.batches():
                     num_rows += batch.num_rows
                     yield _fitted(batch, schema, chunk.partition)
@@ -195,8 +208,6 @@ def _fitted(batch: pa.RecordBatch, schema: pa.Schema, partition: PartitionValues
             columns.append(pa.repeat(value, batch.num_rows).cast(column.type))
         elif place < 0:
             columns.append(pa.nulls(batch.num_rows, column.type))
-        elif batch.column(place).type == column.type:
-            columns.append(batch.column(place))
         else:
-            columns.append(batch.column(place).cast(column.type))
+            columns.append(as_carried(batch.column(place), column.type))
     return pa.RecordBatch.from_arrays(columns, schema=schema)

@@ -5,9 +5,11 @@ Shapes: rows `[num_rows]` in input order; after `order()`, in the order of the c
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -15,33 +17,48 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ...engine.errors import ChatTemplateError
+from ...engine.errors import ChatTemplateError, TokenizerError
 from ...engine.request import SamplingParams
+from ...engine.text.boundary import split_at_prompt, texts_behind
 from ...engine.text.choices import steps_of_choice
-from ...engine.text.conversation import RENDERING_OPTIONS, Conversation, RenderOptions, column_json
+from ...engine.text.conversation import (
+    RENDERING_OPTIONS,
+    SPLIT_AND_CONTINUED,
+    Conversation,
+    RenderOptions,
+    peculiarities,
+)
 from ...engine.text.literal import RenderedMessages
 from ...engine.text.tokenizer import Tokenizer
-from ...jobs.input.columns import DEFAULT_ID_COLUMN
+from ...jobs.input.columns import DEFAULT_ID_COLUMN, role_values
 from ...jobs.spec import PROMPT_ROLES, SAMPLING_COLUMNS
 from . import schema as prepared
 from .chunk import ChunkRef, IndexJob
 from .fingerprints import id_hash, prefix_hash, row_fingerprint, shared_tokens
+from .nested_values import without_filling
 from .row_checks import (
     ErrorKind,
     PromptProblem,
     RowDraft,
     begin_reasoning,
+    check_choice,
+    check_choice_size,
     check_continuation,
     check_length,
     check_rendered,
     check_size,
     check_text,
     check_token_ids,
+    check_tokens,
     check_unrendered,
     read_messages,
     read_rendering,
     read_sampling,
+    rejecting,
     sampling_overrides,
+    set_continuations,
+    split_answer,
+    take_tokens,
 )
 
 _TOGETHER_CHARACTERS = 4 << 20
@@ -64,16 +81,19 @@ class ChunkRows:
         self._rendering = lru_cache(_MOST_RENDERINGS)(self._read_rendering)
         self._batches: list[pa.RecordBatch] = []
         self._numbers: list[pa.RecordBatch] = []
+        #: Rows of which something should be known, by what it is; see `notes.row_notes`.
+        self.counts: Counter[str] = Counter()
         self._num_rows = 0  # of the input
         self._num_prepared = 0
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Check and tokenise the next rows of the chunk."""
-        columns = {role: _values(batch.column(name)) for role, name in self._job.roles.items()}
+        columns = {role: _values_of(role, role_values(batch, name)) for role, name in self._job.roles.items()}
         undecodable = _take_undecodable(columns)
         adapters = [name or None for name in columns.get("adapter", [None] * batch.num_rows)]
         drafts = self._drafts(columns, adapters, undecodable)
         self._tokenise(drafts, adapters)
+        self._check_options(drafts, adapters)
         for draft in drafts:
             check_length(draft, self._job.max_context_tokens)
         places = range(self._chunk.first_row + self._num_rows, self._chunk.first_row + self._num_rows + batch.num_rows)
@@ -135,13 +155,17 @@ class ChunkRows:
         beside = [name for name in RENDERING_OPTIONS if name in columns]
         prompts = columns[self._prompt_role]
         has_messages = self._prompt_role == "messages"
+        expected: list[str | None] = [None] * len(prompts)
         if has_messages:
-            prompts = self._rendered(prompts, adapters, {name: columns[name] for name in beside})
+            conversations = [read_messages(value, self._job.system_prompt) for value in prompts]
+            if self._job.expected_field is not None:
+                conversations, expected = self._without_answers(conversations)
+            prompts = self._rendered(conversations, adapters, {name: columns[name] for name in beside})
         drafts = []
         for row, adapter in enumerate(adapters):
             row_id = columns["id"][row] if "id" in columns else self._made_up_id(row)
-            sampling, problems = self._sampling({name: columns[name][row] for name in own})
-            draft = RowDraft(row_id, sampling)
+            sampling, problems = self._sampling({name: columns[name][row] for name in own}, self._vocab_size(adapter))
+            draft = RowDraft(row_id, sampling, expected=expected[row])
             drafts.append(draft)
             for problem in undecodable.get(row, ()):
                 draft.reject(ErrorKind.PROMPT, problem)
@@ -151,8 +175,7 @@ class ChunkRows:
                 draft.reject(ErrorKind.ID, "id=null: expected a value of its own for every row. Fill it in.")
             self._check_prompt(draft, prompts[row], adapter)
             if "continuation" in columns:
-                encode = partial(self._tokenizer(adapter).encode_batch, is_rendered=True)
-                check_continuation(draft, columns["continuation"][row], encode)
+                check_continuation(draft, columns["continuation"][row])
             if not has_messages:
                 check_unrendered(draft, {n: columns[n][row] for n in beside}, self._job.roles[self._prompt_role])
             for problem in problems:
@@ -162,14 +185,22 @@ class ChunkRows:
     def _made_up_id(self, row: int) -> str:
         return f"{self._chunk.file_name}:{self._chunk.first_row + self._num_rows + row}"
 
-    def _sampling(self, values: Mapping[str, Any]) -> tuple[SamplingParams, list[str]]:
+    def _vocab_size(self, adapter: str | None) -> int:
+        """Tokens that a row of an adapter may hold."""
+        apart = self._job.prepared_apart.get(adapter or "")
+        return (apart.vocab_size if apart else 0) or self._job.vocab_size
+
+    def _sampling(self, values: Mapping[str, Any], vocab_size: int) -> tuple[SamplingParams, list[str]]:
         """Rows mostly repeat a few combinations of values."""
-        key = tuple(
-            (type(v), str(v) if isinstance(v, dict) else tuple(v) if isinstance(v, list) else v)
-            for v in values.values()
+        key = (
+            vocab_size,
+            *(
+                (type(v), str(v) if isinstance(v, dict) else tuple(v) if isinstance(v, list) else v)
+                for v in values.values()
+            ),
         )
         if key not in self._samplings:
-            self._samplings[key] = read_sampling(self._job.sampling, values, self._job.vocab_size)
+            self._samplings[key] = read_sampling(self._job.sampling, values, vocab_size)
         return self._samplings[key]
 
     def _check_prompt(self, draft: RowDraft, value: Any, adapter: str | None) -> None:
@@ -181,29 +212,40 @@ class ChunkRows:
             if isinstance(value, RenderedMessages):
                 begin_reasoning(draft, value.text, value.open_text)
         else:
-            apart = self._job.prepared_apart.get(adapter or "")
-            check_token_ids(draft, value, (apart.vocab_size if apart else 0) or self._job.vocab_size)
+            check_token_ids(draft, value, self._vocab_size(adapter))
             if draft.tokens and draft.sampling.reasoning is not None:
                 tokenizer = self._tokenizer(adapter)
                 keep = tokenizer.special_tokens_in(draft.sampling.reasoning)
-                begin_reasoning(draft, tokenizer.decode(draft.tokens[-_END_TOKENS:], keep))
+                with rejecting(draft):
+                    begin_reasoning(draft, tokenizer.decode(draft.tokens[-_END_TOKENS:], keep))
+
+    @staticmethod
+    def _without_answers(conversations: list[Any]) -> tuple[list[Any], list[str | None]]:
+        """Conversations without final answers, and these."""
+        split = [(one, None) if isinstance(one, PromptProblem) else split_answer(one) for one in conversations]
+        return [messages for messages, _ in split], [answer for _, answer in split]
 
     def _rendered(
-        self, values: list[Any], adapters: list[str | None], beside: Mapping[str, list[Any]]
+        self,
+        given: list[list[dict[str, Any]] | PromptProblem],
+        adapters: list[str | None],
+        beside: Mapping[str, list[Any]],
     ) -> list[RenderedMessages | PromptProblem]:
         """What chat templates make of each row's messages, all rows of one template at once. `beside`: the rows' own
         values of `RENDERING_OPTIONS`.
         """
         found: list[Any] = []
         options = self._rendering(())
-        for row, value in enumerate(values):
-            messages = read_messages(value, self._job.system_prompt)
+        for row, messages in enumerate(given):
             if beside:
                 options = self._rendering(tuple((name, _hashable(column[row])) for name, column in beside.items()))
             if isinstance(messages, PromptProblem) or isinstance(options, PromptProblem):
                 found.append(messages if isinstance(messages, PromptProblem) else options)
+            elif options.continue_final_message and self._job.expected_field is not None:
+                found.append(PromptProblem(SPLIT_AND_CONTINUED))
             else:
                 found.append(Conversation(messages, options))
+                self.counts.update(peculiarities(messages, options))
         waiting: dict[Tokenizer, list[int]] = {}
         for row, conversation in enumerate(found):
             if isinstance(conversation, Conversation):
@@ -231,19 +273,61 @@ class ChunkRows:
             if draft.text is None:
                 continue
             tokenizer = self._tokenizer(adapter)
-            check_size(draft, self._job.max_context_tokens, tokenizer.exceeds)
+            with rejecting(draft):
+                check_size(draft, self._job.max_context_tokens, tokenizer.exceeds)
             if draft.text is not None:
                 waiting.setdefault(tokenizer, []).append(draft)
         for tokenizer, texts_of in waiting.items():
             for together in _together(texts_of):
+                texts = [draft.text for draft in together]
                 for draft, tokens in zip(together, self._encoded(tokenizer, together), strict=True):
-                    draft.tokens, draft.text = tokens, None
+                    take_tokens(draft, tokens)
+                for draft, text in zip(together, texts, strict=True):
+                    with rejecting(draft):
+                        self._score(draft, text, tokenizer)
+        for draft, adapter in zip(drafts, adapters, strict=True):
+            if self._prompt_role == "prompt_token_ids":
+                with rejecting(draft):
+                    self._score(draft, None, self._tokenizer(adapter))
+            check_tokens(draft, self._vocab_size(adapter))
 
-    def _encoded(self, tokenizer: Tokenizer, drafts: list[RowDraft]) -> list[list[int]]:
+    def _check_options(self, drafts: list[RowDraft], adapters: list[str | None]) -> None:
+        """Reject rows whose options hold texts without tokens: an engine would meet them."""
+        for draft, adapter in zip(drafts, adapters, strict=True):
+            sampling = draft.sampling
+            if draft.problems or not (sampling.choice or sampling.bad_words):
+                continue
+            tokenizer = self._tokenizer(adapter)
+            with rejecting(draft):
+                check_choice_size(draft, tokenizer, self._job.max_context_tokens)
+                if draft.problems:
+                    continue
+                steps_of_choice(tokenizer, sampling, draft.tokens or ())
+                if self._prompt_role != "prompt_token_ids":
+                    check_choice(draft, tokenizer)
+                texts = [blank + word.lstrip() for word in sampling.bad_words for blank in ("", " ")]
+                tokenizer.encode_batch(texts, is_rendered=True)
+
+    def _score(self, draft: RowDraft, text: str | None, tokenizer: Tokenizer) -> None:
+        """Find the tokens of given completions in their place. `text`: of the prompt, unless it is of tokens."""
+        if draft.problems or not draft.continuation_texts:
+            return
+        prompt = draft.tokens or []
+        if text is None:
+            found = texts_behind(tokenizer, prompt, draft.continuation_texts).tokens
+            set_continuations(draft, [(prompt, tokens) for tokens in found])
+            return
+        num_ends = tokenizer.num_end_tokens if self._prompt_role == "prompt" else 0
+        together = [replace(draft, text=text + behind) for behind in draft.continuation_texts]
+        whole = [tokens[: len(tokens) - num_ends] for tokens in _all(self._encoded(tokenizer, together))]
+        prompt = prompt[: len(prompt) - num_ends]
+        set_continuations(draft, [split_at_prompt(prompt, tokens) for tokens in whole])
+
+    def _encoded(self, tokenizer: Tokenizer, drafts: list[RowDraft]) -> list[list[int] | TokenizerError]:
         if self._prompt_role != "messages":
-            return tokenizer.encode_batch([draft.text or "" for draft in drafts], is_rendered=False)
+            return tokenizer.encode_each([draft.text or "" for draft in drafts], is_rendered=False)
         rendered = [RenderedMessages(draft.text or "", draft.stand_ins) for draft in drafts]
-        return tokenizer.encode_messages(rendered, allow_special_tokens=self._job.allow_special_tokens)
+        return tokenizer.encode_messages_each(rendered, allow_special_tokens=self._job.allow_special_tokens)
 
     def _append(
         self, batch: pa.RecordBatch, drafts: list[RowDraft], adapters: list[str | None], places: list[int]
@@ -260,11 +344,14 @@ class ChunkRows:
             [row_fingerprint(d.row_id, d.tokens or (), d.sampling, d.sample) for d in drafts],
             [f"{self._chunk.file_name}:{place}" for place in places],
         )
-        fields = list(batch.schema)
-        columns = list(batch.columns)
+        fields = [field for field in batch.schema if field.name not in self._job.dropped]
+        columns = [batch.column(field.name) for field in fields]
         if "id" not in self._job.roles:
             fields.append(pa.field(DEFAULT_ID_COLUMN, pa.string()))
             columns.append(pa.array([draft.row_id for draft in drafts], pa.string()))
+        if (expected := self._job.expected_field) is not None:
+            fields.append(expected)
+            columns.append(pa.array([draft.expected for draft in drafts], expected.type))
         if (numbers := self._job.sample_field) is not None:
             fields.append(numbers)
             columns.append(pa.array([draft.sample for draft in drafts], numbers.type))
@@ -279,7 +366,15 @@ class ChunkRows:
         if draft.problems:
             return 0
         given = len(draft.sampling.continuation_token_ids)
-        return given or steps_of_choice(self._tokenizer(adapter), draft.sampling)
+        return given or steps_of_choice(self._tokenizer(adapter), draft.sampling, draft.tokens or ())
+
+
+def _all(found: list[list[int] | TokenizerError]) -> list[list[int]]:
+    """Tokens of all texts. Raises `TokenizerError`."""
+    tokens = [one for one in found if not isinstance(one, TokenizerError)]
+    if len(tokens) < len(found):
+        raise next(one for one in found if isinstance(one, TokenizerError))
+    return tokens
 
 
 def _together(drafts: list[RowDraft]) -> Iterator[list[RowDraft]]:
@@ -319,6 +414,14 @@ def _tokens(column: pa.Array, row: int) -> NDArray[np.int32]:
     return np.zeros(0, np.int32) if prompt is None else prompt.to_numpy()
 
 
+def _values_of(role: str, column: pa.Array) -> list[Any]:
+    """`_values`; what a chat template gets is as the row has it, without the filling of nested columns."""
+    values = _values(column)
+    if not pa.types.is_nested(column.type) or role not in ("messages", *RENDERING_OPTIONS):
+        return values
+    return [v if isinstance(v, UnicodeDecodeError) else without_filling(v, column.type) for v in values]
+
+
 def _values(column: pa.Array) -> list[Any]:
     """Python values; text that is not UTF-8 becomes the error that says so, in its own row only."""
     try:
@@ -340,7 +443,7 @@ def _take_undecodable(columns: Mapping[str, list[Any]]) -> dict[int, list[str]]:
 
 def _hashable(value: Any) -> Any:
     """A value of a column by which rows that have the same one find each other."""
-    return column_json(value) if isinstance(value, dict | list) else value
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value
 
 
 def _value(item: pa.Scalar) -> Any:

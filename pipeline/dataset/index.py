@@ -7,24 +7,29 @@ never leave the machine that indexes them; only counts are returned.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
+from ...engine.errors import ModelFilesError, TokenizerError
+from ...engine.text.confined_tokenizer import MissingTokenizer, adapter_tokenizer
 from ...engine.text.tokenizer import Tokenizer
-from ...jobs.errors import DamagedRecordError
+from ...jobs.errors import DamagedRecordError, StorageError
 from ...jobs.record import JobRecord
 from ...jobs.storage.local_copy import local_folder
+from ...jobs.storage.model_proof import ModelProof
 from ...jobs.storage.redaction import is_redacted, redacted_url
 from ...jobs.store import JobStore
 from .chunk import ChunkRef, DamagedChunkError, IndexJob, read_chunk
 from .chunk_rows import ChunkRows
-from .schema import arrow_file, with_key
+from .schema import arrow_file, counts_of, with_counts, with_key
+from .writer import Spell
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,8 @@ class ChunkSummary:
     chunk_id: int
     num_rows: int = 0
     rows_per_adapter: Mapping[str, int] = field(default_factory=dict)
+    #: Rows of the input by what should be known of them.
+    peculiar_rows: Mapping[str, int] = field(default_factory=dict)
     damage: str | None = None
 
 
@@ -69,18 +76,19 @@ def index_chunk(chunk: ChunkRef, job: IndexJob, store: JobStore) -> ChunkSummary
             arrow_file(store.rows_source(chunk.chunk_id), job.key),
             arrow_file(store.index_source(chunk.chunk_id), job.key) as index,
         ):
-            return _summary(chunk.chunk_id, index.read_all())
+            return _summary(chunk.chunk_id, index.read_all(), counts_of(index.schema))
     rows = ChunkRows(chunk, job, lambda adapter: _tokenizer_of(job, adapter))
     try:
-        for batch in read_chunk(chunk, job.schema_ipc, job.storage_options):
+        for batch in read_chunk(chunk, job.schema_ipc, job.storage_options, is_narrow=bool(job.dropped)):
             rows.add(batch)
     except DamagedChunkError as damage:
         return ChunkSummary(chunk.chunk_id, damage=str(damage))
     order, batches = rows.order()
     store.write_rows(chunk.chunk_id, _ipc_bytes(rows.prepared_batches(order, batches), job.key))
     found = rows.index(order, batches)
-    store.write_index(chunk.chunk_id, _ipc_bytes(found.combine_chunks().to_batches(), job.key))
-    return _summary(chunk.chunk_id, found)
+    batches_of_index = with_counts(found.combine_chunks(), rows.counts).to_batches()
+    store.write_index(chunk.chunk_id, _ipc_bytes(batches_of_index, job.key))
+    return _summary(chunk.chunk_id, found, rows.counts)
 
 
 def deadly_chunk(chunk: ChunkRef) -> ChunkSummary:
@@ -93,18 +101,62 @@ def deadly_chunk(chunk: ChunkRef) -> ChunkSummary:
     )
 
 
+def spelling(record: JobRecord, model_url: str, storage_options: Mapping[str, Any]) -> Spell:
+    """The bytes of tokens, by the tokenizer of an adapter's rows; None where it has none to say."""
+    spec = record.job_spec(dict(storage_options)).model_copy(update={"model": model_url})
+    job = IndexJob.from_record(record, spec)
+
+    def spell(adapter: str | None, token_ids: Sequence[int]) -> list[bytes] | None:
+        try:
+            return _tokenizer_of(job, adapter).bytes_of(token_ids)
+        except TokenizerError:
+            return None
+
+    return spell
+
+
 def _tokenizer_of(job: IndexJob, adapter: str | None) -> Tokenizer:
-    """The base's tokenizer, or the adapter's where it ships one."""
+    """The base's tokenizer, or the adapter's where it ships one. Raises `StorageError` when the base's is not that of
+    the job any more; an adapter's that is not costs its rows.
+    """
     base = local_folder(job.model_url, job.storage_options)
     apart = job.prepared_apart.get(adapter or "")
     if apart is None or not apart.tokenizer_sha256:
-        return _tokenizer(base, None, job.now, job.chat_template)
-    return _tokenizer(local_folder(apart.url, job.storage_options), base, job.now, job.chat_template)
+        return _tokenizer(base, job.tokenizer_sha256, job.now, job.chat_template)
+    try:
+        folder = local_folder(apart.url, job.storage_options)
+        return _own_tokenizer(folder, apart.tokenizer_sha256, base, job.tokenizer_sha256, job.now, job.chat_template)
+    except ModelFilesError as error:
+        return MissingTokenizer(str(error).rstrip("."))
+
+
+@lru_cache(maxsize=4)
+def _tokenizer(base: Path, sha256: str, now: str, chat_template: str | None) -> Tokenizer:
+    with _proven(base, sha256):
+        return Tokenizer.from_folder(base, now=datetime.fromisoformat(now), chat_template=chat_template)
 
 
 @lru_cache(maxsize=16)
-def _tokenizer(folder: Path, base: Path | None, now: str, chat_template: str | None) -> Tokenizer:
-    return Tokenizer.from_folder(folder, base=base, now=datetime.fromisoformat(now), chat_template=chat_template)
+def _own_tokenizer(
+    folder: Path, sha256: str, base: Path, base_sha256: str, now: str, chat_template: str | None
+) -> Tokenizer:
+    at = datetime.fromisoformat(now)
+    with _proven(base, base_sha256):
+        return adapter_tokenizer(folder, base, sha256, now=at, chat_template=chat_template)
+
+
+@contextmanager
+def _proven(base: Path, sha256: str) -> Iterator[None]:
+    """Raise `StorageError` when the base's tokenizer, which is read inside of the block, is not that of this hash."""
+    try:
+        proof = ModelProof(base, sha256, with_weights=False)
+    except OSError as error:
+        raise StorageError(f"model={str(base)!r}: cannot be read ({error.strerror}). Check the path.") from None
+    with closing(proof):
+        yield
+        problem = proof.problem(proof.digest())
+    if problem is not None:
+        raise StorageError(f"{problem.text}.")
 
 
 def _ipc_bytes(batches: Iterable[pa.RecordBatch], key: str) -> memoryview:
@@ -119,9 +171,10 @@ def _ipc_bytes(batches: Iterable[pa.RecordBatch], key: str) -> memoryview:
     return memoryview(sink.getvalue())
 
 
-def _summary(chunk_id: int, index: pa.Table) -> ChunkSummary:
+def _summary(chunk_id: int, index: pa.Table, peculiar_rows: Mapping[str, int]) -> ChunkSummary:
     adapters = Counter(index.column("adapter").to_pylist())
-    return ChunkSummary(chunk_id, index.num_rows, {name or "": count for name, count in adapters.items()})
+    rows_per_adapter = {name or "": count for name, count in adapters.items()}
+    return ChunkSummary(chunk_id, index.num_rows, rows_per_adapter, dict(peculiar_rows))
 
 
 @dataclass(slots=True)
@@ -131,6 +184,8 @@ class IndexTotals:
     num_chunks: int = 0
     num_rows: int = 0
     rows_per_adapter: Counter[str] = field(default_factory=Counter)
+    #: Rows of the input by what should be known of them.
+    peculiar_rows: Counter[str] = field(default_factory=Counter)
     damages: dict[int, str] = field(default_factory=dict)
 
     @classmethod
@@ -146,5 +201,6 @@ class IndexTotals:
         self.num_chunks += 1
         self.num_rows += summary.num_rows
         self.rows_per_adapter.update(summary.rows_per_adapter)
+        self.peculiar_rows.update(summary.peculiar_rows)
         if summary.damage is not None:
             self.damages[summary.chunk_id] = summary.damage

@@ -6,18 +6,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
-from ...engine.errors import ChatTemplateError
+from ...engine.errors import ChatTemplateError, TokenizerError
 from ...engine.request import SAMPLING_OPTIONS, SamplingParams
 from ...engine.structured_output import CONSTRAINTS, FORMS, constraint_of
-from ...engine.text.conversation import RenderOptions, read_tools, read_variables
+from ...engine.text.boundary import texts_behind
+from ...engine.text.choices import MOST_TOKENS
+from ...engine.text.conversation import RenderOptions, content_text, read_tools, read_variables
 from ...engine.text.literal import RenderedMessages
 from ...engine.text.reasoning import is_begun_by, is_open_in
 from ...engine.text.sampling_check import problems_with_model
+from ...engine.text.tokenizer import Tokenizer
 from ...engine.untrusted import parse_json
 
 _SHOWN_CHARS = 60
@@ -39,7 +43,8 @@ class ErrorKind(IntEnum):
 class RowDraft:
     """One row on its way to a request. `text`: still to be tokenised; `stand_ins`: see `RenderedMessages`. `problems`:
     sentences, all of them. `sample`: which of the row's completions it is for.
-    `continuations`: tokens of the completions that are given, to be scored.
+    `continuation_texts`: the completions that are given, to be scored; `continuations`: the tokens of the prompt and of
+    the completion, for each.
     """
 
     row_id: str | int | None
@@ -50,15 +55,21 @@ class RowDraft:
     kind: ErrorKind = ErrorKind.NONE
     problems: list[str] = field(default_factory=list)
     sample: int = 0
-    continuations: tuple[tuple[int, ...], ...] = ()
+    #: The text of the last message, where it was taken out of the prompt.
+    expected: str | None = None
+    continuation_texts: tuple[str, ...] = ()
+    continuations: tuple[tuple[list[int], tuple[int, ...]], ...] = ()
 
     def samples(self) -> list[RowDraft]:
         """A draft for each of the row's completions; one for a row that is wrong."""
         if self.problems or not (self.continuations or self.sampling.n > 1):
             return [self]
-        of_each = [self.sampling.scoring(tokens) for tokens in self.continuations]
-        of_each = of_each or [replace(self.sampling, n=1)] * self.sampling.n
-        return [replace(self, sampling=sampling, sample=sample) for sample, sampling in enumerate(of_each)]
+        of_each = [(prompt, self.sampling.scoring(tokens)) for prompt, tokens in self.continuations]
+        of_each = of_each or [(self.tokens or [], replace(self.sampling, n=1))] * self.sampling.n
+        return [
+            replace(self, tokens=prompt, sampling=sampling, sample=sample)
+            for sample, (prompt, sampling) in enumerate(of_each)
+        ]
 
     def reject(self, kind: ErrorKind, problem: str) -> None:
         """Note a problem; the first one gives the row its kind. What it quotes may hold half of a surrogate pair."""
@@ -106,6 +117,19 @@ def read_messages(value: Any, system_prompt: str | None) -> list[dict[str, Any]]
     if system_prompt is not None and not any(message["role"] in _SYSTEM_ROLES for message in messages):
         messages.insert(0, {"role": "system", "content": system_prompt})
     return messages
+
+
+def split_answer(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]] | PromptProblem, str | None]:
+    """Messages without a last one of the assistant, and its text; of a message that has calls only, their JSON."""
+    last = messages[-1]
+    if last["role"] != "assistant":
+        return messages, None
+    text = content_text(last.get("content"))
+    expected = text or (json.dumps(last["tool_calls"], ensure_ascii=False) if last.get("tool_calls") else "")
+    if all(message["role"] in _SYSTEM_ROLES for message in messages[:-1]):
+        problem = "messages: an answer alone, expected a message before it. Give one (split_answer)."
+        return PromptProblem(problem), expected
+    return messages[:-1], expected
 
 
 def read_rendering(job: Mapping[str, Any], row: Mapping[str, Any]) -> RenderOptions | PromptProblem:
@@ -177,22 +201,103 @@ def check_token_ids(draft: RowDraft, value: Any, vocab_size: int) -> None:
     draft.tokens = value
 
 
-def check_continuation(draft: RowDraft, value: Any, encode: Callable[[list[str]], list[list[int]]]) -> None:
+@contextmanager
+def rejecting(draft: RowDraft) -> Iterator[None]:
+    """Reject a row of which the tokenizer makes nothing."""
+    try:
+        yield
+    except TokenizerError as error:
+        _reject_text(draft, error)
+
+
+def take_tokens(draft: RowDraft, found: list[int] | TokenizerError) -> None:
+    """What the tokenizer has made of a draft's text."""
+    if isinstance(found, TokenizerError):
+        _reject_text(draft, found)
+    else:
+        draft.tokens, draft.text = found, None
+
+
+def _reject_text(draft: RowDraft, error: TokenizerError) -> None:
+    draft.text = None
+    draft.reject(ErrorKind.PROMPT, f"prompt: {error}. Correct the row, or the tokenizer that makes its tokens.")
+
+
+def check_tokens(draft: RowDraft, vocab_size: int) -> None:
+    """Tokenizers may have more tokens than models: a token for filling up batches, say."""
+    beyond = max(draft.tokens, default=0) if draft.tokens and not draft.problems else 0
+    if beyond >= vocab_size:
+        draft.reject(
+            ErrorKind.PROMPT,
+            f"prompt: holds token {beyond} of the tokenizer, expected tokens up to {vocab_size - 1}, which the model "
+            "has. Leave the text of that token out.",
+        )
+
+
+def check_continuation(draft: RowDraft, value: Any) -> None:
     """A `continuation`: text that is not empty, or several; null for a row without."""
     if value is None:
         return
     texts = [value] if isinstance(value, str) else value
-    problem = (
-        f"continuation={_shown(value)}: expected text that is not empty, or a list of such. Fill it or leave it null."
-    )
     if not texts or not all(isinstance(text, str) and text for text in texts):
-        draft.reject(ErrorKind.PROMPT, problem)
+        draft.reject(ErrorKind.PROMPT, _continuation_problem(value))
         return
-    draft.continuations = tuple(map(tuple, encode(texts)))
-    if not all(draft.continuations):
-        draft.reject(ErrorKind.PROMPT, problem)
+    draft.continuation_texts = tuple(texts)
+
+
+def set_continuations(draft: RowDraft, of_each: Sequence[tuple[list[int], tuple[int, ...]]]) -> None:
+    """Note tokens of the prompt and of the completion, for each of the texts."""
+    if not all(prompt and tokens for prompt, tokens in of_each):
+        draft.reject(ErrorKind.PROMPT, _continuation_problem(draft.continuation_texts))
         return
-    draft.sampling = draft.sampling.scoring(max(draft.continuations, key=len))
+    draft.continuations = tuple(of_each)
+    draft.sampling = draft.sampling.scoring(max((tokens for _, tokens in of_each), key=len))
+
+
+def _continuation_problem(value: Any) -> str:
+    shown = _shown(value)
+    return f"continuation={shown}: expected text that is not empty, or a list of such. Fill it or leave it null."
+
+
+def check_choice(draft: RowDraft, tokenizer: Tokenizer) -> None:
+    """Texts of a choice begin where the prompt ends: neither of the two is part of the other's token."""
+    choice = draft.sampling.choice
+    if draft.problems or not draft.tokens or not choice or draft.sampling.reasoning is not None:
+        return
+    merged = texts_behind(tokenizer, draft.tokens, choice).merged
+    if merged is not None:
+        draft.reject(
+            ErrorKind.SAMPLING,
+            f"choice={_shown(choice[merged])}: its beginning and the end of the prompt are one token, so that the text "
+            "has no probability of its own. End the prompt without a blank and begin each text with it, or end the "
+            "prompt with a line break.",
+        )
+
+
+def check_choice_size(draft: RowDraft, tokenizer: Tokenizer, max_context_tokens: int) -> None:
+    """Texts of a choice fit into the context behind the prompt, and into a tree of bounded size."""
+    choice, prompt = draft.sampling.choice, draft.tokens or []
+    longest = max(choice, key=len, default="")
+    if tokenizer.exceeds(longest, max_context_tokens):
+        draft.reject(
+            ErrorKind.SAMPLING,
+            f"choice={_shown(longest)}: {len(longest)} characters are more tokens than the context of "
+            f"{max_context_tokens} tokens. Shorten the text.",
+        )
+        return
+    lengths = list(map(len, texts_behind(tokenizer, prompt, choice).tokens)) if choice else [0]
+    if len(prompt) + max(lengths) > max_context_tokens:
+        draft.reject(
+            ErrorKind.SAMPLING,
+            f"prompt of {len(prompt)} tokens and a text of choice of {max(lengths)}: together more than the context of "
+            f"{max_context_tokens} tokens. Shorten the text or the prompt.",
+        )
+    elif sum(lengths) > MOST_TOKENS:
+        draft.reject(
+            ErrorKind.SAMPLING,
+            f"choice: its {len(choice)} texts have {sum(lengths)} tokens, expected at most {MOST_TOKENS}. Give fewer "
+            "or shorter ones.",
+        )
 
 
 def check_length(draft: RowDraft, max_context_tokens: int) -> None:
@@ -284,13 +389,11 @@ def _content_problem(content: Any, may_be_empty: bool) -> str | None:
 
 
 def _as_templates_read(message: dict[str, Any]) -> dict[str, Any]:
-    """Contents are text, and arguments of tool calls objects; OpenAI has their JSON, which templates would write as a
-    string.
+    """Arguments of tool calls are objects; OpenAI has their JSON, which templates would write as a string. Everything
+    else is as the row has it, as transformers gives it to templates.
     """
-    found = message | {"content": _joined(message.get("content"))}
-    if isinstance(calls := found.get("tool_calls"), list):
-        found["tool_calls"] = [_with_arguments(call) for call in calls]
-    return found
+    calls = message.get("tool_calls")
+    return message | {"tool_calls": list(map(_with_arguments, calls))} if isinstance(calls, list) else message
 
 
 def _with_arguments(call: Any) -> Any:
@@ -302,13 +405,6 @@ def _with_arguments(call: Any) -> Any:
     except ValueError:
         return call
     return call | {"function": function | {"arguments": arguments}} if isinstance(arguments, dict) else call
-
-
-def _joined(content: Any) -> Any:
-    """Content as chat templates read it: the texts of its parts, one per line."""
-    if not isinstance(content, list):
-        return content
-    return "\n".join(part["text"] for part in content) if content else None
 
 
 def _shown(value: Any) -> str:

@@ -6,7 +6,8 @@ them, so that a shard reads little more than its own rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -14,7 +15,7 @@ from typing import BinaryIO
 import pyarrow as pa
 
 from ...jobs.errors import DamagedRecordError
-from ...jobs.input.columns import OUR_PREFIX
+from ...jobs.spec import OUR_PREFIX
 
 BATCH_ROWS = 256
 REQUEST_ID = "__lb_request_id"
@@ -71,12 +72,23 @@ def passthrough_schema(schema: pa.Schema) -> pa.Schema:
     return pa.schema([field for field in schema if not field.name.startswith(OUR_PREFIX)])
 
 
-_KEY = b"lorabatch.index_key"
+_KEY, _COUNTS = b"lorabatch.index_key", b"lorabatch.counts"
 
 
 def with_key(schema: pa.Schema, key: str) -> pa.Schema:
     """The schema of a chunk's file that says for which `index_key` it was written."""
-    return schema.with_metadata({_KEY: key})
+    return schema.with_metadata({**(schema.metadata or {}), _KEY: key})
+
+
+def with_counts(table: pa.Table, counts: Mapping[str, int]) -> pa.Table:
+    """A chunk's index that says, too, how many rows of the input there are of which something should be known."""
+    return table.replace_schema_metadata({_COUNTS: json.dumps(counts)})
+
+
+def counts_of(schema: pa.Schema) -> dict[str, int]:
+    """What `with_counts` has written; nothing in files of earlier versions."""
+    found: dict[str, int] = json.loads((schema.metadata or {}).get(_COUNTS, b"{}"))
+    return found
 
 
 @contextmanager

@@ -23,22 +23,29 @@ from ...jobs.input.columns import (
     ASKED_FIELDS,
     CHOICE_FIELD,
     CHOICE_SCORES_FIELD,
+    CHOICE_SHARES_FIELD,
     DEFAULT_ID_COLUMN,
-    SAMPLE_FIELD,
+    LOGPROB_FIELDS,
     SCORE_FIELD,
     TYPED_COLUMN,
     answer_fields,
     completion_fields,
+    copied_schema,
+    expected_field,
+    output_name,
     records_samples,
+    sample_field,
 )
 from ...jobs.input.completions import OF_ROWS, as_lists, completions
-from ...jobs.input.files import unpack_schema
 from ...jobs.record import JobRecord
 from ...jobs.store import part_name
 from .answers import RowAnswer
 from .reader import RowError, ShardRows
-from .schema import SAMPLE, passthrough_schema
+from .schema import ADAPTER, SAMPLE, passthrough_schema
 
+#: Adapter (None: the base model) and tokens -> the bytes of each; None where they are not known.
+Spell = Callable[[str | None, Sequence[int]], list[bytes] | None]
+_TEXTS, _BYTES = LOGPROB_FIELDS[2:]
 _TOPS = ASKED_FIELDS["top_logprobs"]
 _PROMPT, _PROMPT_TOPS = ASKED_FIELDS["prompt_logprobs"], ASKED_FIELDS["prompt_top_logprobs"]
 # In the metadata of every part: which job wrote it.
@@ -50,10 +57,15 @@ _NUM_COMPLETIONS = b"lorabatch.num_completions"
 
 
 def part_bytes(
-    rows: ShardRows, finished: Mapping[str, RowAnswer], record: JobRecord, run_id: str = "", num_reused: int = 0
+    rows: ShardRows,
+    finished: Mapping[str, RowAnswer],
+    record: JobRecord,
+    run_id: str = "",
+    num_reused: int = 0,
+    spell: Spell | None = None,
 ) -> memoryview:
     """The Parquet file of one shard. `finished`: request id -> answer, for every row that is a `Request`. `num_reused`:
-    of these, answers of earlier runs than `run_id`.
+    of these, answers of earlier runs than `run_id`. `spell`: without it, tokens have no texts.
 
     Raises AssertionError naming the rows when an answer is missing: a part is whole or it is nothing.
     """
@@ -63,10 +75,10 @@ def part_bytes(
         error_answer(request, fingerprint) if isinstance(request, RowError) else finished[request.request_id]
         for request, fingerprint in zip(rows.requests, rows.fingerprints, strict=True)
     ]
-    table = _with_answers(rows, answers, record)
+    table = _with_answers(rows, answers, record, spell or (lambda adapter, token_ids: None))
     writer = {_JOB_ID: record.job_id, _RUN_ID: run_id, _NUM_REUSED: str(num_reused)}
     writer |= {_NUM_COMPLETIONS: str(rows.num_rows)} if record.has_lists else {}
-    return _parquet(table.replace_schema_metadata(writer))
+    return _parquet(table.replace_schema_metadata(_metadata(record) | writer), record)
 
 
 def error_answer(row: RowError, fingerprint: bytes) -> RowAnswer:
@@ -91,18 +103,21 @@ def part_schema(prepared_schema: pa.Schema, ours: Sequence[pa.Field]) -> pa.Sche
 
 def output_schema(record: JobRecord) -> pa.Schema:
     """The schema of every part of a job, also of one that has no rows and no parts."""
-    columns = unpack_schema(record.input.schema_ipc).remove_metadata()
+    columns = copied_schema(record)
     if "id" not in record.input.roles:
         columns = columns.append(pa.field(DEFAULT_ID_COLUMN, pa.string()))
+    if (expected := expected_field(record)) is not None:
+        columns = columns.append(expected)
     if records_samples(record):
-        columns = columns.append(SAMPLE_FIELD)
+        columns = columns.append(sample_field(record))
     return part_schema(columns, answer_fields(record))
 
 
 def empty_part(record: JobRecord, run_id: str) -> memoryview:
     """The one part of a job without rows: readers of the output find its columns."""
     writer = {_JOB_ID: record.job_id, _RUN_ID: run_id, _NUM_REUSED: "0"}
-    return _parquet(output_schema(record).empty_table().replace_schema_metadata(writer))
+    table = pa.Table.from_batches([], output_schema(record))
+    return _parquet(table.replace_schema_metadata(_metadata(record) | writer), record)
 
 
 def answers_in_part(
@@ -119,19 +134,21 @@ def answers_in_part(
     if record.has_lists:
         ids = ids.take(pa.array(_first_of_rows(rows)))
     # the others follow from these and from the request
-    names = [field.name for field in answer_fields(record) if field.name in RowAnswer.__dataclass_fields__]
+    names = [field.name for field in completion_fields(record) if field.name in RowAnswer.__dataclass_fields__]
+    columns = {name: output_name(record, name) for name in names}
     try:
         table = pq.read_table(part)
     except pa.ArrowInvalid as error:
         raise DamagedRecordError(f"part of shard {rows.shard_id}: cannot be read back ({error}).") from None
     check_writer(table.schema, rows.shard_id, record)
-    is_ours = {id_column, *(field.name for field in ANSWER_FIELDS)} <= set(table.column_names)
+    is_ours = {id_column, *(output_name(record, field.name) for field in ANSWER_FIELDS)} <= set(table.column_names)
     if not is_ours or not table.column(id_column).equals(ids):
         raise DamagedRecordError(
             f"part of shard {rows.shard_id}: its {table.num_rows} rows are not the {len(ids)} rows of the "
             f"plan, compared by {id_column!r}. Start the job again with --overwrite."
         )
-    answers = table.select([name for name in names if name in table.column_names]).to_pylist()
+    there = [name for name, column in columns.items() if column in table.column_names]
+    answers = table.select([columns[name] for name in there]).rename_columns(there).to_pylist()
     if record.has_lists:
         lists = {name for name in names if name not in OF_ROWS}
         answers = [each for row in answers for each in completions(row, lists)]
@@ -177,20 +194,38 @@ def _answer(values: dict[str, Any], fingerprint: bytes) -> RowAnswer:
     return RowAnswer(fingerprint=fingerprint, **values)
 
 
-def _with_answers(rows: ShardRows, answers: list[RowAnswer], record: JobRecord) -> pa.Table:
+def _with_answers(rows: ShardRows, answers: list[RowAnswer], record: JobRecord, spell: Spell) -> pa.Table:
     schema = part_schema(rows.table.schema, answer_fields(record))
     kept = passthrough_schema(rows.table.schema).names
+    names = rows.table.column(ADAPTER).to_pylist()
+
+    def spelt(name: str | None, answer: RowAnswer) -> list[bytes] | None:
+        return None if answer.token_ids is None else spell(name, answer.token_ids)
+
     made: dict[str, Callable[[], pa.Array]] = {
         TYPED_COLUMN: lambda: _typed_answers(rows, answers, record.sampling.json_schema),
-        _TOPS.name: lambda: pa.array((_tops(a.token_top_logprobs) for a in answers), _TOPS.type),
-        _PROMPT.name: lambda: pa.array(map(_prompt, rows.requests, answers), _PROMPT.type),
+        _TEXTS.name: lambda: pa.array(map(_texts, map(spelt, names, answers)), _TEXTS.type),
+        _BYTES.name: lambda: pa.array(map(spelt, names, answers), _BYTES.type),
+        _TOPS.name: lambda: pa.array(
+            (_tops(spell, name, a.token_top_logprobs) for name, a in zip(names, answers, strict=True)), _TOPS.type
+        ),
+        _PROMPT.name: lambda: pa.array(
+            (_prompt(spell, *row) for row in zip(names, rows.requests, answers, strict=True)), _PROMPT.type
+        ),
         _PROMPT_TOPS.name: lambda: pa.array(
-            (_with_first(_tops(a.prompt_token_top_logprobs)) for a in answers), _PROMPT_TOPS.type
+            (
+                _with_first(_tops(spell, name, a.prompt_token_top_logprobs))
+                for name, a in zip(names, answers, strict=True)
+            ),
+            _PROMPT_TOPS.type,
         ),
         SCORE_FIELD.name: lambda: pa.array(map(_score, rows.requests, answers), SCORE_FIELD.type),
         CHOICE_FIELD.name: lambda: pa.array(map(_chosen, rows.requests, answers), CHOICE_FIELD.type),
         CHOICE_SCORES_FIELD.name: lambda: pa.array(
             map(_choice_scores, rows.requests, answers), CHOICE_SCORES_FIELD.type
+        ),
+        CHOICE_SHARES_FIELD.name: lambda: pa.array(
+            map(_choice_shares, rows.requests, answers), CHOICE_SHARES_FIELD.type
         ),
     }
     ours = {
@@ -211,10 +246,24 @@ def _first_of_rows(rows: ShardRows) -> NDArray[np.int64]:
     return np.flatnonzero(rows.table.column(SAMPLE).to_numpy() == 0)
 
 
-def _tops(tops: Sequence[TopLogprobs] | None) -> list[list[dict[str, Any]]] | None:
-    if tops is None:
-        return None
-    return [[{"token_id": token, "logprob": logprob} for token, logprob in top] for top in tops]
+def _texts(words: Sequence[bytes] | None) -> list[str] | None:
+    return None if words is None else [word.decode("utf-8", "replace") for word in words]
+
+
+def _tokens(spell: Spell, adapter: str | None, pairs: Sequence[tuple[int, float | None]]) -> list[dict[str, Any]]:
+    """Tokens with their log-probabilities, and with their texts and bytes where they are known."""
+    words = spell(adapter, [token for token, _ in pairs])
+    tokens = [{"token_id": token, "logprob": logprob} for token, logprob in pairs]
+    if words is None:
+        return tokens
+    return [
+        token | {"text": word.decode("utf-8", "replace"), "bytes": word}
+        for token, word in zip(tokens, words, strict=True)
+    ]
+
+
+def _tops(spell: Spell, adapter: str | None, tops: Sequence[TopLogprobs] | None) -> list[list[dict[str, Any]]] | None:
+    return None if tops is None else [_tokens(spell, adapter, top) for top in tops]
 
 
 def _with_first(tops: list[list[dict[str, Any]]] | None) -> list[list[dict[str, Any]]] | None:
@@ -222,12 +271,14 @@ def _with_first(tops: list[list[dict[str, Any]]] | None) -> list[list[dict[str, 
     return None if tops is None else [[], *tops]
 
 
-def _prompt(request: Request | RowError, answer: RowAnswer) -> list[dict[str, Any]] | None:
+def _prompt(
+    spell: Spell, adapter: str | None, request: Request | RowError, answer: RowAnswer
+) -> list[dict[str, Any]] | None:
     """The prompt's tokens, each with its log-probability after those before it."""
     if isinstance(request, RowError) or answer.prompt_token_logprobs is None:
         return None
     pairs = zip(request.prompt_token_ids, (None, *answer.prompt_token_logprobs), strict=True)
-    return [{"token_id": token, "logprob": logprob} for token, logprob in pairs]
+    return _tokens(spell, adapter, list(pairs))
 
 
 def _score(request: Request | RowError, answer: RowAnswer) -> float | None:
@@ -247,6 +298,19 @@ def _choice_scores(request: Request | RowError, answer: RowAnswer) -> list[dict[
     return [{"choice": text, "logprob": logprob} for text, logprob in pairs]
 
 
+def _choice_shares(request: Request | RowError, answer: RowAnswer) -> list[dict[str, Any]] | None:
+    """The share of each text in the probability of all that are listed; None where that is 0."""
+    if isinstance(request, RowError) or answer.choice_logprobs is None:
+        return None
+    most = max(answer.choice_logprobs)
+    if not math.isfinite(most):
+        return None
+    weights = [math.exp(logprob - most) for logprob in answer.choice_logprobs]
+    whole = math.fsum(weights)
+    pairs = zip(request.sampling.choice, weights, strict=True)
+    return [{"choice": text, "probability": weight / whole} for text, weight in pairs]
+
+
 def _typed_answers(rows: ShardRows, answers: list[RowAnswer], json_schema: str) -> pa.Array:
     """Completions that came to the end of the job's schema as values; null for others."""
     return answer_type(json_schema).column(
@@ -259,7 +323,22 @@ def _typed_answers(rows: ShardRows, answers: list[RowAnswer], json_schema: str) 
     )
 
 
-def _parquet(table: pa.Table) -> memoryview:
+def _metadata(record: JobRecord) -> dict[bytes, str]:
+    """What files of the input say beside their columns and parts say too."""
+    return {key.encode(): text for key, text in record.input.metadata.items()}
+
+
+def _parquet(table: pa.Table, record: JobRecord) -> memoryview:
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+    # Versions of PyArrow that lack the option have no such columns here, see `times_are_zoned`.
+    zoned = {"write_time_adjusted_to_utc": True} if record.input.has_zoned_times else {}
+    options = {"compression": "zstd", "write_page_checksum": True, **zoned}
+    if record.input.has_arrow_schema:
+        pq.write_table(table, sink, **options)
+        return memoryview(sink.getvalue())
+    # Without its schema Arrow writes no metadata of its own either.
+    metadata, table = table.schema.metadata, table.replace_schema_metadata()
+    with pq.ParquetWriter(sink, table.schema, store_schema=False, **options) as writer:
+        writer.write_table(table)
+        writer.add_key_value_metadata(metadata)
     return memoryview(sink.getvalue())

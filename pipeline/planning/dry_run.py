@@ -96,7 +96,7 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None, speeds: str
                 *device.notes,
                 *job_notes(job.record),
                 *messages_note(job.record),
-                *row_notes(job.record, indexed.rows_per_adapter),
+                *row_notes(job.record, indexed.rows_per_adapter, indexed.peculiar_rows),
             ),
         )
 

@@ -38,7 +38,8 @@ def run(model: Path, rows: list[dict[str, Any]], folder: Path, *options: str) ->
     table = pa.Table.from_pylist([{name: row.get(name) for name in names} for row in rows])
     pq.write_table(table, folder / "input.parquet")
     command = [sys.executable, "-m", "lorabatch", "run", "--model", str(model), "--workers", "2"]
-    command += ["--input", str(folder / "input.parquet"), "--output", str(folder / "output"), *options]
+    command += ["--input", str(folder / "input.parquet"), "--output", str(folder / "output")]
+    command += ["--row-settings", "all", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 

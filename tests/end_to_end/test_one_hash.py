@@ -51,6 +51,7 @@ def options(tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path) ->
         "engine_threads": 1,
         "logprobs": True,
         "ignore_eos": True,
+        "row_settings": "all",
     }
 
 

@@ -60,6 +60,7 @@ def options(
         "engine_threads": 1,
         "logprobs": True,
         "ignore_eos": True,
+        "row_settings": "max_tokens",
     }
 
 

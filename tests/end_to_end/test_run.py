@@ -151,7 +151,7 @@ def test_each_wrong_row_becomes_one_error_row_and_the_others_are_answered(
     rows[6]["prompt_token_ids"] = [5] * 400
     rows[7]["temperature"] = -1.0
     echo_job.write_input(rows)
-    result = echo_job.run(shared_client)
+    result = echo_job.run(shared_client, row_settings="temperature")
     errors = {row["id"]: row for row in echo_job.rows() if row["error"] is not None}
     assert set(errors) == {5, 6, 7}
     assert "did you mean 'rank8'" in errors[5]["error"]

@@ -45,7 +45,7 @@ def test_rows_with_tools_are_answered_as_transformers_does_and_their_calls_are_r
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "input.parquet")
     command = [sys.executable, "-m", "lorabatch", "run", "--model", str(model), "--workers", "1"]
     command += ["--input", str(tmp_path / "input.parquet"), "--output", str(tmp_path / "output")]
-    command += ["--tool-call-parser", "hermes", "--mode", "exact"]
+    command += ["--tool-call-parser", "hermes", "--mode", "exact", "--row-settings", "all"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     parts = [pq.read_table(part) for part in sorted((tmp_path / "output").glob("part-*.parquet"))]

@@ -218,7 +218,7 @@ def _damaged_tail(seed: bytes) -> SearchStrategy[bytes]:
 def _read_parquet(folder: Path) -> Iterator[str]:
     footers = read_footers([str(folder / "in.parquet")], {}).footers
     schema = unified_schema(footers)
-    roles, problems = find_roles(schema, {})
+    roles, problems = find_roles(schema, {}, row_settings=["all"])
     yield from problems
     if problems:
         return
@@ -399,7 +399,7 @@ def _read_batch(folder: Path) -> Iterator[str]:
     rows = pq.read_table(target)
     ids = rows.column("id").to_pylist()
     assert len(ids) == len(set(ids))
-    assert not find_roles(rows.schema, {})[1]
+    assert not find_roles(rows.schema, {}, row_settings=["all"])[1]
     if "openai_error" in rows.column_names:
         yield from (text for text in rows.column("openai_error").to_pylist() if text)
 

@@ -178,3 +178,25 @@ def test_a_machine_that_cannot_start_processes_is_no_fault_of_the_adapters(
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(NoProcessError, match="cannot start the process in which adapters"):
         lorabatch.audit(tiny_adapters["rank8"], model=tiny_llama)
+
+
+@pytest.mark.parametrize(
+    ("end", "missing"),
+    [
+        ("", "<|im_start|>assistant\n"),
+        ("{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}", ""),
+        ("{% if add_generation_prompt %}Answer:{% endif %}", "<|im_start|>assistant\n"),
+    ],
+    ids=["ignored", "with reasoning", "another header"],
+)
+def test_a_template_that_ends_prompts_without_the_header_of_answers_is_noted(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path, end: str, missing: str
+) -> None:
+    own = Path(shutil.copytree(tiny_adapters["rank8"], tmp_path / "own"))
+    turns = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    (own / "chat_template.jinja").write_text(turns + end)
+    (found,) = lorabatch.audit([own], model=tiny_llama)
+    assert (found.verdict, found.missing_header) == ("exact", missing)
+    assert any("ends prompts without '<|im_start|>assistant\\n'" in note for note in found.notes) == bool(missing)
+    (record,) = audit_all({"own": str(own)}, tiny_llama, read_model_config(tiny_llama), {})
+    assert record.missing_header == missing

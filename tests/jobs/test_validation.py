@@ -123,7 +123,7 @@ def test_relative_paths_mean_the_working_directory(
         (pa.table({"prompt": ["a"], "messages": ["[]"]}), "one kind of prompt"),
         (pa.table({"prompt": ["a"], "completion": ["b"]}), "'completion': the output has a column of that name"),
         (pa.table({"prompt": ["a"], "__lb_tokens": [1]}), "'__lb_tokens'"),
-        (pa.table({"prompt": ["a"], "max_tokens": ["7"]}), "type string, expected integer"),
+        (pa.table({"prompt": ["a"], "tools": ["x"], "sampling_params": [{"best_of": 2}]}), "'best_of' is no setting"),
     ],
 )
 def test_inputs_with_the_wrong_columns_are_refused(given: dict[str, Any], table: pa.Table, expected: str) -> None:
@@ -177,7 +177,7 @@ def test_a_system_prompt_needs_messages_and_a_template_that_keeps_it(given: dict
     template = Path(given["model"]) / "chat_template.jinja"
     template.write_text("{{ messages[-1]['content'] }}")
     (problem,) = problems(given, system_prompt="Be brief.")
-    assert "the model's chat template leaves out system messages" in problem
+    assert "the chat template leaves out the text of messages[0] (role 'system')" in problem
     template.write_text("{{ raise_exception('System role not supported') }}")
     (problem,) = problems(given, system_prompt="Be brief.")
     assert "System role not supported" in problem
@@ -198,7 +198,7 @@ def test_what_is_given_to_templates_needs_messages(given: dict[str, Any]) -> Non
 def test_tools_and_variables_that_the_template_does_not_have_are_refused_at_once(given: dict[str, Any]) -> None:
     pq.write_table(pa.table({"messages": ['[{"role": "user", "content": "x"}]']}), given["input"])
     (problem,) = problems(given, tools=[TOOL])
-    assert problem.startswith("tools: the chat template leaves out the tool 'f': give one that has tools.")
+    assert problem.startswith("tools: the chat template leaves out the tool 'f': give one that has it.")
     (problem,) = problems(given, chat_template_kwargs={"moody": 1}, chat_template=WITH_TOOLS)
     assert problem.startswith("chat_template_kwargs: the chat template has no variable 'moody'")
     both = {"tools": json.dumps([TOOL]), "chat_template_kwargs": '{"mood": 1}'}
@@ -259,7 +259,7 @@ def test_max_tokens_must_leave_room_for_a_prompt(given: dict[str, Any]) -> None:
     (problem,) = problems(given, max_tokens=128)
     assert "max_tokens=128: leaves no room for a prompt" in problem
     pq.write_table(pa.table({"prompt": ["a"], "max_tokens": [5]}), given["input"])
-    check_job(JobSpec(**given | {"max_tokens": 128}))
+    check_job(JobSpec(**given | {"max_tokens": 128, "row_settings": "max_tokens"}))
 
 
 def test_adapters_that_no_row_can_name_are_refused_with_the_columns_that_look_like_it(

@@ -88,16 +88,24 @@ def answer_by_echo() -> Callable[..., dict[str, RowAnswer]]:
 
 @pytest.fixture
 def prepare_job(weightless_model: Path, tmp_path: Path) -> Callable[..., PreparedJob]:
-    """`prepare_job(table or {file name: table}, row_group_rows=…, **spec)`: a job frozen in a folder of its own."""
+    """`prepare_job(table or {file name: table}, row_group_rows=…, **spec)`: a job frozen in a folder of its own.
+
+    Columns with names of settings are settings. A table may be the bytes of a file.
+    """
     numbers = count()
 
-    def prepare(tables: pa.Table | Mapping[str, pa.Table], row_group_rows: int = 1000, **values: Any) -> PreparedJob:
+    def prepare(
+        tables: pa.Table | Mapping[str, pa.Table | bytes], row_group_rows: int = 1000, **values: Any
+    ) -> PreparedJob:
         folder = tmp_path / f"job-{next(numbers)}"
         (folder / "in").mkdir(parents=True)
         files = tables if isinstance(tables, Mapping) else {"rows.parquet": tables}
         for name, table in files.items():
             (folder / "in" / name).parent.mkdir(parents=True, exist_ok=True)
-            pq.write_table(table, folder / "in" / name, row_group_size=row_group_rows, write_page_checksum=True)
+            if isinstance(table, bytes):  # a file as another program writes it
+                (folder / "in" / name).write_bytes(table)
+            else:
+                pq.write_table(table, folder / "in" / name, row_group_size=row_group_rows, write_page_checksum=True)
         given = {
             "model": str(weightless_model),
             "input": str(folder / "in"),
@@ -105,6 +113,7 @@ def prepare_job(weightless_model: Path, tmp_path: Path) -> Callable[..., Prepare
             "load_format": "dummy",
             "max_tokens": 8,
             "max_errors": "100%",
+            "row_settings": "all",
         }
         checked = check_job(JobSpec(**given | values))
         record = make_record(checked).model_copy(update={"adapters": ADAPTERS})

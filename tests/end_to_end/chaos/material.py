@@ -105,6 +105,7 @@ class Material:
             "mode": "exact" if tensor_parallel == 1 else "unmerged",
             "engine_threads": 1,
             "tensor_parallel": tensor_parallel,
+            "row_settings": "all",
         }
 
     def num_parts(self, scenario: Scenario) -> int:

@@ -181,7 +181,7 @@ def test_data_beside_parquet_files_that_is_not_read_is_known(tmp_path: Path) -> 
     for name in ("b.csv", "deep/c.jsonl.gz", "_hidden.csv", "notes.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
-    assert read_footers([str(tmp_path)], {}).unread == ("b.csv", "c.jsonl.gz")
+    assert read_footers([str(tmp_path)], {}).unread == ("b.csv", "c.jsonl.gz", "notes.txt")
 
 
 def test_files_in_a_bucket_are_found_and_read(s3_options: dict[str, Any], tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def read(*urls: object, texts: tuple[str, ...] = ()) -> tuple[dict[str, dict[str
 
 
 def test_folder_names_become_columns_with_the_types_that_pyarrow_gives_them(tmp_path: Path) -> None:
-    write(tmp_path, "tenant=a%20b/day=03/x.parquet", "tenant=__HIVE_DEFAULT_PARTITION__/day=4/y.parquet")
+    write(tmp_path, "tenant=a%20b/day=3/x.parquet", "tenant=__HIVE_DEFAULT_PARTITION__/day=4/y.parquet")
     values, schema = read(tmp_path)
     assert values == {"x.parquet": {"tenant": "a b", "day": 3}, "y.parquet": {"tenant": None, "day": 4}}
     assert schema == pa.schema([("prompt", pa.string()), ("tenant", pa.string()), ("day", pa.int32())])
@@ -47,6 +47,14 @@ def test_folder_names_become_columns_with_the_types_that_pyarrow_gives_them(tmp_
 def test_numbers_are_numbers_where_all_values_are(tmp_path: Path, values: list[str], kind: pa.DataType) -> None:
     write(tmp_path, *(f"k={value}/{value}.parquet" for value in values))
     assert read(tmp_path)[1].field("k").type == kind == ds.dataset(tmp_path, partitioning="hive").schema.field("k").type
+
+
+@pytest.mark.parametrize("values", [["007", "8"], ["+1"], ["-0"], ["08", "09", "10"]])
+def test_values_that_are_not_written_as_integers_are_keep_their_text(tmp_path: Path, values: list[str]) -> None:
+    write(tmp_path, *(f"zip={value}/{value}.parquet" for value in values))
+    found, schema = read(tmp_path)
+    assert schema.field("zip").type == pa.string()
+    assert found == {f"{value}.parquet": {"zip": value} for value in values}
 
 
 def test_a_column_of_names_is_text_whatever_the_names_look_like(tmp_path: Path) -> None:

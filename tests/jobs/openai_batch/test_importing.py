@@ -43,7 +43,7 @@ def imported(path: Path, *requests: Any, base: tuple[str, ...] = ("base",), end:
 
 def rows(target: Path) -> list[dict[str, Any]]:
     table = pq.read_table(target)
-    assert find_roles(table.schema, {})[1] == []
+    assert find_roles(table.schema, {}, row_settings=["all"])[1] == []
     return list(table.to_pylist())
 
 

@@ -33,7 +33,39 @@ def test_verdicts_refusals_and_own_tokenizers_are_said(record: Record) -> None:
 def test_files_that_are_left_unread_are_said(record: Record) -> None:
     job = record(adapters=())
     job = job.model_copy(update={"input": job.input.model_copy(update={"unread": ("a.csv", "b.jsonl")})})
-    assert job_notes(job) == ["input: 2 files are not read, only Parquet is: a.csv, b.jsonl"]
+    assert job_notes(job) == ["input: files that are not read, only Parquet is: a.csv, b.jsonl"]
+
+
+def test_templates_that_end_prompts_without_a_header_are_said_by_adapter(record: Record) -> None:
+    job = record(
+        adapters=(
+            AdapterRecord(name="own", url="/own", verdict="exact", sha256="o", tokenizer_sha256="t"),
+            AdapterRecord(
+                name="bad", url="/bad", verdict="exact", sha256="b", tokenizer_sha256="u", missing_header="<a>"
+            ),
+            AdapterRecord(name="plain", url="/plain", verdict="exact", sha256="p"),
+        )
+    )
+    chat = job.model_copy(update={"input": job.input.model_copy(update={"roles": {"messages": "chat"}})})
+    (note,) = [note for note in job_notes(chat) if "without '<a>'" in note]
+    assert note.startswith("messages (adapter bad): the chat template ends prompts without '<a>'")
+    lacking = chat.model_copy(update={"model": chat.model.model_copy(update={"missing_header": "<a>"})})
+    (note,) = [note for note in job_notes(lacking) if "without '<a>'" in note]
+    assert note.startswith("messages (the model, adapter bad, adapter plain):")
+    for asked in ({"continue_final_message": True}, {"add_generation_prompt": False}):
+        assert not [n for n in job_notes(lacking.model_copy(update={"spec": chat.spec | asked})) if "<a>" in n]
+    assert not [n for n in job_notes(job) if "<a>" in n], "it has no messages"
+
+
+def test_what_templates_drop_is_said_of_rows_that_have_it(record: Record) -> None:
+    job = record(adapters=())
+    dropping = job.model.model_copy(update={"template_drops": ("reasoning of earlier turns",)})
+    job = job.model_copy(update={"model": dropping})
+    counts = {"reasoning of earlier turns": 1200, "blanks at the ends of messages": 7}
+    assert row_notes(job, {"": 9}, counts) == (
+        "messages: the chat template drops by design: reasoning of earlier turns (1,200 rows)",
+    )
+    assert row_notes(job, {"": 9}, {}) == ()
 
 
 def test_what_special_tokens_in_messages_are_is_said_where_there_are_messages(record: Record) -> None:

@@ -126,7 +126,7 @@ def test_tools_of_a_template_without_tools_are_an_error(prepare_job: Callable[..
     rows = pa.table({"id": [0, 1], "messages": [json.dumps(CHAT)] * 2, "tools": [None, json.dumps([tool("f_g")])]})
     found = prepared(prepare_job(rows))
     assert found[0][ERROR] is None
-    assert found[1][ERROR] == "messages: the chat template leaves out the tool 'f_g': give one that has tools."
+    assert found[1][ERROR] == "messages: the chat template leaves out the tool 'f_g': give one that has it."
 
 
 def sampling_of(job: Any, row: dict[str, Any]) -> SamplingParams:

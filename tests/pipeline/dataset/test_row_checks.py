@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorabatch.engine.request import SamplingParams
-from lorabatch.pipeline.dataset.row_checks import read_sampling, row_sampling, sampling_overrides
+from lorabatch.engine.text.choices import MOST_TOKENS
+from lorabatch.engine.text.tokenizer import Tokenizer
+from lorabatch.pipeline.dataset.row_checks import (
+    RowDraft,
+    check_choice_size,
+    read_sampling,
+    row_sampling,
+    sampling_overrides,
+)
 
 PARAMS = st.builds(
     SamplingParams,
@@ -84,3 +93,21 @@ def test_a_row_s_wrong_values_are_named(values: dict[str, Any], named: str) -> N
     _, problems = read_sampling(JOB, values, vocab_size=100)
     assert len(problems) == 1
     assert named in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("choice", "said"),
+    [
+        (("yes", "no", "x" * 50), None),
+        (("yes", "q" * 40_000), "40000 characters are more tokens than the context of 512 tokens. Shorten the text"),
+        (("yes", "ab" * 300), "together more than the context of 512 tokens. Shorten the text or the prompt"),
+        (tuple(f"{i} " + "z" * 400 for i in range(200)), f"expected at most {MOST_TOKENS}. Give fewer or shorter ones"),
+    ],
+    ids=["short", "long", "beyond the prompt", "many"],
+)
+def test_texts_of_a_choice_are_bounded_by_the_context_before_a_tree_is_built(
+    choice: tuple[str, ...], said: str | None, weightless_model: Path
+) -> None:
+    draft = RowDraft("a", SamplingParams(choice=choice), tokens=[5, 6, 7])
+    check_choice_size(draft, Tokenizer.from_folder(weightless_model), 512)
+    assert (said in draft.problems[0]) if said else not draft.problems

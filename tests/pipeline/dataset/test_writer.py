@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -98,6 +99,7 @@ def test_logprobs_add_their_columns_to_every_part(prepare_job: Prepare, answer_b
     for row in output.to_pylist():
         assert (row["token_ids"] is not None) == bool(row["logprobs"])
         assert (row["token_logprobs"] is not None) == bool(row["logprobs"])
+        assert row["token_texts"] is row["token_bytes"] is None, "no tokenizer was there"
 
 
 def test_reasoning_and_tool_calls_are_written_and_read_back(prepare_job: Prepare, answer_by_echo: Echo) -> None:
@@ -140,13 +142,18 @@ def test_choices_are_written_with_their_scores_and_read_back(prepare_job: Prepar
         assert answers_in_part(io.BytesIO(part), rows, job.record) == answers
         written.append(pq.read_table(io.BytesIO(part)))
     query = "select id, choice, list_transform(choice_logprobs, lambda s: (s.choice, s.logprob)) from found order by id"
-    found = pa.concat_tables(written)  # noqa: F841, read by DuckDB
+    found = pa.concat_tables(written)
     assert duckdb.sql(query).fetchall() == [
         (1, "y", [("x", -1.5), ("y", -0.25)]),
         (2, None, [("x", -2.0), ("y", -3.0)]),
         (3, None, None),
         (4, None, None),
     ]
+    shares = {row["id"]: row["choice_probabilities"] for row in found.to_pylist()}
+    assert shares[3] is shares[4] is None
+    assert [share["choice"] for share in shares[1]] == ["x", "y"]
+    assert sum(share["probability"] for share in shares[1]) == pytest.approx(1.0, abs=1e-12)
+    assert shares[2][0]["probability"] / shares[2][1]["probability"] == pytest.approx(math.e)
 
 
 def test_log_probabilities_of_prompts_are_written_and_read_back(prepare_job: Prepare, answer_by_echo: Echo) -> None:
@@ -160,15 +167,20 @@ def test_log_probabilities_of_prompts_are_written_and_read_back(prepare_job: Pre
             tops = (((5, -0.25), (6, -2.0)),) * count if request.sampling.prompt_top_logprobs else None
             asked = {"prompt_token_logprobs": (-0.5,) * count, "prompt_token_top_logprobs": tops}
             answers[request.request_id] = replace(answers[request.request_id], **asked)
-        part = part_bytes(rows, answers, job.record)
+        part = part_bytes(rows, answers, job.record, spell=lambda adapter, ids: [bytes([95 + i, 255]) for i in ids])
         assert pq.read_schema(io.BytesIO(part)).equals(output_schema(job.record))
         assert answers_in_part(io.BytesIO(part), rows, job.record) == answers
         written += pq.read_table(io.BytesIO(part)).to_pylist()
     first, second, _ = sorted(written, key=lambda row: row["id"])
-    assert [tuple(token.values()) for token in first["prompt_token_logprobs"]] == [(5, None), (6, -0.5), (7, -0.5)]
+    assert [tuple(token.values()) for token in first["prompt_token_logprobs"]] == [
+        (5, None, "d\ufffd", b"d\xff"),
+        (6, -0.5, "e\ufffd", b"e\xff"),
+        (7, -0.5, "f\ufffd", b"f\xff"),
+    ]
+    assert first["prompt_token_top_logprobs"][1][0]["bytes"][1:] == b"\xff"
     assert [len(top) for top in first["prompt_token_top_logprobs"]] == [0, 2, 2]
     assert (second["prompt_token_logprobs"], second["prompt_token_top_logprobs"]) == (
-        [{"token_id": 8, "logprob": None}],
+        [{"token_id": 8, "logprob": None, "text": "g\ufffd", "bytes": b"g\xff"}],
         None,
     )
 
