@@ -179,13 +179,13 @@ def _check_model(spec: JobSpec) -> CheckedModel:
     is_dummy = spec.load_format == "dummy"
     try:
         folder = local_folder(spec.model, spec.storage_options)
+        config = read_model_config(folder)
         if not is_dummy and not any(folder.glob("*.safetensors")):
             raise JobRequestError(
                 f"{shown_model}: no *.safetensors files in {folder}. Weights in other formats are not read; convert "
                 "them, or give a GGUF file."
             )
         around = look_at(folder, with_weights=not is_dummy)
-        config = read_model_config(folder)
         tokenizer = Tokenizer.from_folder(folder, chat_template=spec.chat_template)
     except (StorageError, EngineError) as error:
         raise JobRequestError(f"{shown_model}: {error}") from None
