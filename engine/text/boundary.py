@@ -17,7 +17,7 @@ from .tokenizer import Tokenizer
 _CONTEXT_TOKENS = 12
 # What stands before texts whose prompt cannot be encoded again: no token goes on behind it.
 _ANCHOR = "\n"
-_MOST_KEPT = 256
+_MOST_KEPT = 32
 
 
 @dataclass(frozen=True, slots=True)
