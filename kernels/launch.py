@@ -64,10 +64,10 @@ def is_exact_dot(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or is_interpreted()
 
 
-def columns_of_row(most: int) -> int:
-    """Columns, or heads, that a row by itself takes at once: half of `most` before Hopper, whose compiler keeps fewer
-    numbers in registers."""
-    return most if compile_capability() >= _PDL_CAPABILITY else most // 2
+def few_rows_of(limit: int) -> int:
+    """Rows of a tile, at most `limit`, up to which it is computed row by row: none on GPUs before Hopper, for which
+    that takes more registers than a thread has."""
+    return limit if is_interpreted() or compile_capability() >= _PDL_CAPABILITY else 0
 
 
 def most_registers(dtype: torch.dtype, num_programs: int) -> int | None:

@@ -35,7 +35,7 @@ from ..blocks import (
     tile_fields,
     vector_offsets,
 )
-from ..launch import columns_of_row, is_exact_dot, launch, most_registers, num_persistent_programs
+from ..launch import few_rows_of, is_exact_dot, launch, most_registers, num_persistent_programs
 from ..layouts.lora_table import GATE_UP, NUM_SITES, LoraTable
 from ..layouts.segments import SPLITS_AT, Segments
 
@@ -100,7 +100,7 @@ def _gate_up(
                 _store_active(
                     out, rows, inside, gate, up, columns, intermediate, vectors, pool_fp32, bias, IS_SILU, HAS_BIAS
                 )
-        elif num_rows <= FEW_ROWS:
+        elif FEW_ROWS > 0 and num_rows <= FEW_ROWS:
             if PDL:
                 gdc_wait()
             for begin in range(first_block * BLOCK_N, end_block * BLOCK_N, WIDE_N):
@@ -187,7 +187,7 @@ def gate_up(
         segments.header, segments.perm, segments.tiles, scratch, len(scratch),
         SPLITS=SPLITS_AT + GATE_UP, IS_SILU=activation == "silu", HAS_BIAS=bias is not None,
         BLOCK_M=tile_rows, BLOCK_N=_BLOCK_N if tile_rows < 64 else _PREFILL_BLOCK_N,
-        WIDE_N=columns_of_row(_WIDE_N), FEW_ROWS=segments.limits.few_rows,
+        WIDE_N=_WIDE_N, FEW_ROWS=few_rows_of(segments.limits.few_rows),
         EXACT=is_exact_dot(y.dtype), ALIGN=table.alignment,
         num_stages=1, num_warps=4, maxnreg=most_registers(y.dtype, PROGRAMS_PER_MULTIPROCESSOR),
     )  # fmt: skip

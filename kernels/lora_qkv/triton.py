@@ -8,7 +8,7 @@ thread and nothing is shuffled; both halves take the same chunks and shrinks. An
 walked chunk by chunk as `lora_gate_up` does: while one chunk of a head is multiplied, B of the next chunk or head is on
 its way, 4 KiB. 16 x 128 fp32 in 64 threads are 32 registers each, at most 168 in all: 6 programs fit on a
 multiprocessor, with 24 KiB of B in flight, as good as the 25 of the full bandwidth. A tile of few rows
-is computed row by row as `lora_gate_up` does, up to four heads of one member at once. Tiles of 64 rows (prefill) take
+is computed row by row as `lora_gate_up` does, up to two heads of one member at once. Tiles of 64 rows (prefill) take
 256 threads, 128 for heads of 64, and one head per item.
 """
 
@@ -34,7 +34,7 @@ from ..blocks import (
     vector_offsets,
 )
 from ..launch import (
-    columns_of_row,
+    few_rows_of,
     is_exact_dot,
     launch,
     most_registers,
@@ -50,7 +50,7 @@ from .types import HeadFinish
 PROGRAMS_PER_MULTIPROCESSOR = 6
 _SUMS_PER_THREAD = 32
 _MOST_HEADS = 8  # of an item
-_HEADS_OF_ROW = 4  # at once: 128 numbers of B in each of 64 threads
+_ROW_COLUMNS = 256  # at once, of heads of one member: 64 numbers of B in each of 64 threads
 
 
 @triton.jit
@@ -157,7 +157,7 @@ def _qkv(
             num_heads: tl.constexpr = 1
         else:
             num_heads = tl.minimum(heads_per_item, heads - first_head)
-        if GROUP > 0 and num_rows <= FEW_ROWS:
+        if GROUP > 0 and FEW_ROWS > 0 and num_rows <= FEW_ROWS:
             if PDL:
                 gdc_wait()
             for group in range(first_head // GROUP, tl.cdiv(first_head + num_heads, GROUP)):
@@ -318,7 +318,7 @@ def qkv(
         H=layout.num_heads, K=layout.num_kv_heads, HEAD_DIM=layout.head_dim, HALF=half, PAGE=layout.page_tokens,
         HALF_BLOCK=half_block, REST_BLOCK=rest_block, SPLITS=SPLITS_AT + QKV,
         MOST_HEADS=_MOST_HEADS if is_decode else 1,
-        GROUP=_heads_of_one_member(layout, half) if is_decode else 0, FEW_ROWS=segments.limits.few_rows,
+        GROUP=_heads_of_one_member(layout, half) if is_decode else 0, FEW_ROWS=few_rows_of(segments.limits.few_rows),
         HAS_NORM=finish.q_norm is not None, HAS_BIAS=finish.bias is not None,
         BLOCK_M=tile_rows, EXACT=is_exact_dot(y.dtype), ALIGN=table.alignment, num_stages=1,
         num_warps=num_warps, maxnreg=max_registers,
@@ -326,8 +326,9 @@ def qkv(
 
 
 def _heads_of_one_member(layout: HeadLayout, half: int) -> int:
-    """Heads that a row by itself computes at once, all of queries, keys or values: up to 4. 0: rows are not computed by
-    themselves, where rotated halves do not fill a head of a power of 2."""
+    """Heads that a row by itself computes at once, of queries, keys or values alone: two, or one of over 128 columns.
+    0: rows are not computed by themselves, where rotated halves do not fill a head of a power of 2."""
     if 2 * half != layout.head_dim or half != next_power_of_2(half):
         return 0
-    return math.gcd(layout.num_heads, layout.num_kv_heads, columns_of_row(_HEADS_OF_ROW))
+    at_once = 2 if 2 * layout.head_dim <= _ROW_COLUMNS else 1
+    return math.gcd(layout.num_heads, layout.num_kv_heads, at_once)

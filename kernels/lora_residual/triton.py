@@ -29,7 +29,7 @@ from ..blocks import (
     tile_fields,
     vector_offsets,
 )
-from ..launch import columns_of_row, is_exact_dot, launch, most_registers, num_persistent_programs
+from ..launch import few_rows_of, is_exact_dot, launch, most_registers, num_persistent_programs
 from ..layouts.lora_table import NUM_SITES, LoraTable
 from ..layouts.segments import SPLITS_AT, Segments
 
@@ -89,7 +89,7 @@ def _add_residual(
                     out, at, inside, base.to(tl.float32), kept, columns, columns < out_features,
                     vectors, pool_fp32, bias, HAS_RESIDUAL, HAS_BIAS,
                 )  # fmt: skip
-        elif num_rows <= FEW_ROWS:
+        elif FEW_ROWS > 0 and num_rows <= FEW_ROWS:
             if PDL:
                 gdc_wait()
             for begin in range(first_block * BLOCK_N, end_block * BLOCK_N, WIDE_N):
@@ -167,7 +167,7 @@ def add_residual(
         segments.header, segments.perm, segments.tiles, scratch, len(scratch),
         HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None,
         BLOCK_M=tile_rows, BLOCK_N=(_BLOCK_BYTES if tile_rows < 64 else _PREFILL_BLOCK_BYTES) // y.element_size(),
-        WIDE_N=columns_of_row(_WIDE_N), FEW_ROWS=segments.limits.few_rows,
+        WIDE_N=_WIDE_N, FEW_ROWS=few_rows_of(segments.limits.few_rows),
         EXACT=is_exact_dot(y.dtype), ALIGN=table.alignment,
         num_stages=1, num_warps=4, maxnreg=most_registers(y.dtype, PROGRAMS_PER_MULTIPROCESSOR),
     )  # fmt: skip

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..blocks import multiply, site_chunks, tile_fields
-from ..launch import is_exact_dot, launch, most_registers, num_persistent_programs
+from ..launch import few_rows_of, is_exact_dot, launch, most_registers, num_persistent_programs
 from ..layouts.lora_table import NUM_SITES, LoraTable
 from ..layouts.segments import ITEMS_AT, SPLITS_AT, Segments
 
@@ -60,7 +60,7 @@ def _shrink(
             begin, end = split * steps * BLOCK_K, (split + 1) * steps * BLOCK_K
             in_ranks = (ranks < num_ranks)[:, None]
             h_at = scratch + split * plane_stride + (scratch_row + c * num_rows).to(tl.int64) * 16
-            if num_rows <= tl.minimum(FEW_ROWS, 1):
+            if FEW_ROWS > 0 and num_rows == 1:
                 x_row = x + tl.load(perm + row_start).to(tl.int64) * x_stride
                 a_row = pool + a_offset + ranks[:, None] * in_features
                 end = tl.minimum(end, in_features)
@@ -100,7 +100,7 @@ def shrink(x: Tensor, table: LoraTable, segments: Segments, scratch: Tensor, lay
         segments.header, segments.perm, segments.tiles, segments.items, segments.limits.max_items,
         scratch, len(scratch),
         ITEMS=ITEMS_AT, SPLITS=SPLITS_AT, BLOCK_M=segments.limits.tile_rows, BLOCK_K=_BLOCK_K_BYTES // x.element_size(),
-        WIDE_K=_WIDE_K, FEW_ROWS=segments.limits.few_rows,
+        WIDE_K=_WIDE_K, FEW_ROWS=few_rows_of(segments.limits.few_rows),
         EXACT=is_exact_dot(x.dtype), ALIGN=table.alignment, num_warps=4, num_stages=4,
         maxnreg=most_registers(x.dtype, PROGRAMS_PER_MULTIPROCESSOR),
     )  # fmt: skip

@@ -24,7 +24,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..blocks import multiply
-from ..launch import is_exact_dot, is_interpreted, launch, next_power_of_2, num_persistent_programs
+from ..launch import (
+    is_exact_dot,
+    is_interpreted,
+    launch,
+    most_registers,
+    next_power_of_2,
+    num_persistent_programs,
+)
 from ..layouts.heads import HeadLayout
 from .triton import PROGRAMS_PER_MULTIPROCESSOR, _combine
 from .types import AttentionRule, Partials
@@ -206,6 +213,8 @@ def attend(
         SEGMENT=work.limits.segment_keys, SPANS_SEGMENTS=tile_rows == tile_rows_for(layout, q.dtype, False, True),
         BLOCK_M=tile_rows, BLOCK_N=16 if is_interpreted() else block_bytes // q.element_size(),
         EXACT=is_exact_dot(q.dtype), num_warps=4, num_stages=2, enable_fp_fusion=False,
+        # of itself the compiler leaves a prompt's tile of narrow heads 128, too few
+        maxnreg=most_registers(q.dtype, 3) if tile_rows > 16 and block_d <= 64 else None,
     )  # fmt: skip
     if work.limits.split_keys:
         launch(

@@ -49,7 +49,7 @@ OTHERS = {"_norm", "_quantize", "_quantize of wide rows", *SAMPLING, *MERGES}
 READS_EARLY = {"_gate_up", "_add_residual", "_qkv"}
 # A few registers, read back from the L1 cache: of a kernel, and of the one that multiplies by the ordinary cores. The
 # kernels' sizes were chosen for an H200.
-MOST_STACK_BYTES = {90: (24, 32), 80: (32, 48), 100: (24, 48)}
+MOST_STACK_BYTES = {90: (8, 32), 80: (16, 48), 100: (16, 48)}
 
 Kernels = dict[str, dict[str, Any]]
 Compiled = dict[tuple[int, int], Kernels]
@@ -138,6 +138,8 @@ class TestCompiled:
             for capability, name, kernel in each(compiled)
             if kernel["stack_bytes"] > MOST_STACK_BYTES[capability]["fp32" in name]
         }
+        # mode `exact` on a B200 with heads of 256, whose sums are twice as many numbers
+        assert spilling.pop((100, "_attend_in_order in prefill in order"), 0) <= 64
         assert not spilling, f"bytes of registers kept in memory: {spilling}"
 
     def test_programs_for_prompts_fit_beside_each_other(self, compiled: Compiled) -> None:
