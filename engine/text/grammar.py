@@ -92,28 +92,37 @@ def _finding(source: str) -> str | None:
 def _in_the_user_s_words(kind: str, value: Any, found: str) -> str:
     """A finding of llguidance, which speaks of grammars and options of its own."""
     if kind == "regex":
-        return f"regex={shown(value)}: {_about_pattern(found)}"
+        return f"regex={shown(value)}: {_about_pattern(found, kind)}"
     if kind == "json_schema" and ("regex" in found or "lookaround" in found):
-        for place, pattern in enforceable(value).patterns.items():
-            about = _finding(_source("regex", pattern.removeprefix("^").removesuffix("$")))
+        for place, given, written in enforceable(value).patterns:
+            about = _finding(_source("regex", written.removeprefix("^").removesuffix("$")))
             if about is not None:
-                return f"{place}={shown(pattern)}: {_about_pattern(about)}"
+                return f"{place}={shown(given)}: {_about_pattern(about, kind)}"
     if "oneOf constraints" in found:
         return (
             "json_schema.oneOf: not supported where one instance may be of several parts. Write anyOf, or give the "
             "parts types, constants or required keys that exclude each other."
         )
+    if "min/maxProperties" in found:
+        return (
+            "json_schema.minProperties, maxProperties: not supported beside optional keys of properties. Name all of "
+            "them in required, or leave the bound out."
+        )
     return f"{kind}: {' '.join(found.split())}"
 
 
-def _about_pattern(found: str) -> str:
-    """Why a regular expression cannot be enforced, and what to write."""
+def _about_pattern(found: str, kind: str) -> str:
+    """Why a regular expression cannot be enforced, and what to write. Those of schemas match anywhere in a text."""
     if "; Word" in found:
         return r"\b and \B are not supported. Write the characters that may stand there."
     if "; Start" in found or "; End" in found:
-        return "^ and $ inside of it are not supported. Leave them out: it is matched from its beginning to its end."
+        next_step = "Leave them out: it is matched from its beginning to its end."
+        if kind == "json_schema":
+            next_step = "Write them at its beginning and its end only."
+        return f"^ and $ inside of it are not supported. {next_step}"
     reason = next((line.removeprefix("error: ") for line in found.splitlines() if line.startswith("error: ")), found)
-    return f"{' '.join(reason.split())}. Write it in the syntax of Rust's regex."
+    syntax = "the syntax of Rust's regex" if kind == "regex" else "what ECMA-262 and Rust's regex have in common"
+    return f"{' '.join(reason.split())}. Write it in {syntax}."
 
 
 def _source(kind: str, value: Any) -> str:

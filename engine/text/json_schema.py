@@ -11,9 +11,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from urllib.parse import unquote
+from urllib.parse import unquote, urljoin
 
 from ..untrusted import parse_object, shown, shown_name
+from .ecma_pattern import PatternError, rust_pattern
 
 #: What becomes of a keyword.
 Fate = Literal["enforced", "ignored", "refused"]
@@ -118,12 +119,12 @@ class SchemaProblemError(ValueError):
 @dataclass(slots=True)
 class Enforceable:
     """A schema whose keywords llguidance enforces whole. `form`: how its JSON is written, as the schema has it.
-    `patterns`: place -> regular expression.
+    `patterns`: place of each regular expression, as it is written there, and in Rust's syntax.
     """
 
     schema: dict[str, Any]
     form: dict[str, Any] = field(default_factory=dict)
-    patterns: dict[str, str] = field(default_factory=dict)
+    patterns: list[tuple[str, str, str]] = field(default_factory=list)
 
 
 def enforceable(text: str) -> Enforceable:
@@ -163,6 +164,7 @@ class _Reader:
         self._read = set[int]()
         draft = self._root.get("$schema")
         self._ref_stands_alone = isinstance(draft, str) and any(name in draft for name in _OLDER_DRAFTS)
+        self._resource_of, self._resources = resources(self._root)
 
     def read(self, schema: Any, place: str, depth: int) -> None:
         """Refuse or rewrite a part and the parts in it. What is no schema is llguidance's to name."""
@@ -181,10 +183,10 @@ class _Reader:
         for part, name in list(_parts(schema)):
             self.read(part, f"{place}.{name}", depth + 1)
         self._refuse_unwritable(schema, place)
-        self._note_patterns(schema, place)
+        self._write_patterns(schema, place)
         self._write_format(schema, place)
         if "$ref" in schema:
-            self._read_reference(schema["$ref"], depth)
+            self._read_reference(schema, schema["$ref"], depth)
 
     def _refuse_unserved(self, schema: dict[str, Any], place: str) -> None:
         if schema.get("uniqueItems") is False:
@@ -194,7 +196,8 @@ class _Reader:
             if fate == "refused":
                 raise SchemaProblemError(f"{place}.{word}: not supported. {next_step}")
             meant = _SPELLINGS.get(word.replace("_", "").replace("-", "").lower())
-            if word not in KEYWORDS and meant is not None:
+            # with _ in front, a keyword was taken out on purpose
+            if word not in KEYWORDS and meant is not None and not word.startswith("_"):
                 raise SchemaProblemError(f"{place}.{shown_name(word)}: no keyword; did you mean {meant}?")
         if schema.get("nullable"):
             raise SchemaProblemError(f"{place}.nullable: OpenAPI's, not JSON Schema's. Add \"null\" to the type.")
@@ -233,14 +236,26 @@ class _Reader:
             if found:
                 raise SchemaProblemError(f"{place}.{word}: the character {found[0]} cannot be written. Leave it out.")
 
-    def _note_patterns(self, schema: dict[str, Any], place: str) -> None:
+    def _write_patterns(self, schema: dict[str, Any], place: str) -> None:
         if isinstance(schema.get("pattern"), str):
-            self._found.patterns[f"{place}.pattern"] = schema["pattern"]
-        if isinstance(schema.get("patternProperties"), dict):
-            self._found.patterns |= {f"{place}.patternProperties": p for p in schema["patternProperties"]}
+            schema["pattern"] = self._written(schema["pattern"], f"{place}.pattern")
+        named = schema.get("patternProperties")
+        if isinstance(named, dict):
+            written = {self._written(p, f"{place}.patternProperties"): part for p, part in named.items()}
+            if len(written) < len(named):
+                raise SchemaProblemError(f"{place}.patternProperties: two of its patterns are the same. Write one.")
+            schema["patternProperties"] = written
 
-    @staticmethod
-    def _write_format(schema: dict[str, Any], place: str) -> None:
+    def _written(self, pattern: str, place: str) -> str:
+        """A pattern in Rust's syntax."""
+        try:
+            written = rust_pattern(pattern)
+        except PatternError as error:
+            raise SchemaProblemError(f"{place}={shown(pattern)}: {error}.") from None
+        self._found.patterns.append((place, pattern, written))
+        return written
+
+    def _write_format(self, schema: dict[str, Any], place: str) -> None:
         name = schema.get("format")
         if name is None:
             return
@@ -250,21 +265,59 @@ class _Reader:
                 "Leave it out, or say it with pattern."
             )
         del schema["format"]
-        added = FORMATS.get(name) or (NUMBER_FORMATS[name],)
-        schema["allOf"] = [*schema.get("allOf", []), *map(dict, added)]
+        added = list(map(dict, FORMATS.get(name) or (NUMBER_FORMATS[name],)))
+        self._read.update(map(id, added))
+        schema["allOf"] = [*schema.get("allOf", []), *added]
 
-    def _read_reference(self, reference: Any, depth: int) -> None:
+    def _read_reference(self, schema: dict[str, Any], reference: Any, depth: int) -> None:
+        """Read what a reference names; every definition, too, where it is not a plain path from the root."""
         if not isinstance(reference, str):
             return
-        if reference == "#" or reference.startswith("#/"):
-            self.read(
-                pointed_at(self._root, reference), reference.replace("#", "json_schema").replace("/", "."), depth + 1
-            )
+        address, _, path = reference.partition("#")
+        own, name = self._resource_of[id(schema)]
+        resource = self._resources.get(urljoin(name, address)) if address else own
+        if resource is not None and (not path or path.startswith("/")):
+            place = "json_schema" if resource is self._root else f"json_schema.{shown_name(address or name)}"
+            self.read(pointed_at(resource, f"#{path}"), f"{place}{path.replace('/', '.')}", depth + 1)
+        if resource is not self._root or address or (path and not path.startswith("/")):
+            self._read_definitions(self._root, "json_schema", depth, set())
+
+    def _read_definitions(self, schema: Any, place: str, depth: int, seen: set[int]) -> None:
+        """Read all schemas of a schema: one of them has the name or the address."""
+        if not isinstance(schema, dict) or id(schema) in seen:
             return
+        seen.add(id(schema))
+        parts = list(_parts(schema))
         for word in _DEFINITIONS:
-            definitions = self._root.get(word)
-            for name, part in definitions.items() if isinstance(definitions, dict) else ():
-                self.read(part, f"json_schema.{word}.{shown_name(name)}", depth + 1)
+            definitions = schema.get(word)
+            named = definitions.items() if isinstance(definitions, dict) else ()
+            parts += [(part, f"{word}.{shown_name(name)}") for name, part in named]
+        for part, name in parts:
+            self.read(part, f"{place}.{name}", depth + 1)
+            self._read_definitions(part, f"{place}.{name}", depth + 1, seen)
+
+
+#: A schema with an address of its own, and that address.
+_Resource = tuple[dict[str, Any], str]
+
+
+def resources(root: dict[str, Any]) -> tuple[dict[int, _Resource], dict[str, dict[str, Any]]]:
+    """The resource in which each object of a schema stands, by `id`; and all resources by their addresses."""
+    of_object: dict[int, _Resource] = {}
+    by_address: dict[str, dict[str, Any]] = {"": root}
+    waiting: list[tuple[Any, _Resource]] = [(root, (root, ""))]
+    while waiting:
+        value, resource = waiting.pop()
+        if isinstance(value, dict):
+            for word in ("$id", "id"):
+                name = value.get(word)
+                if isinstance(name, str) and not name.startswith("#"):
+                    resource = value, urljoin(resource[1], name).removesuffix("#")
+                    by_address[resource[1]] = value
+            of_object[id(value)] = resource
+        if isinstance(value, dict | list):
+            waiting += [(part, resource) for part in (value.values() if isinstance(value, dict) else value)]
+    return of_object, by_address
 
 
 def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
@@ -282,6 +335,8 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
 
 def pointed_at(root: Any, reference: str) -> Any:
     """What a reference within a schema (`#`, `#/$defs/a`) names; None where there is nothing of that name."""
+    if reference != "#" and not reference.startswith("#/"):
+        return None
     found = root
     for step in reference[1:].split("/")[1:]:
         key = unquote(step).replace("~1", "/").replace("~0", "~")

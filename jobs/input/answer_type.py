@@ -8,6 +8,7 @@ Keys that the schema does not name are left out; the completion has them.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce
@@ -15,7 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from ...engine.text.json_schema import pointed_at
+from ...engine.text.json_schema import pointed_at, resources
 from ...engine.untrusted import MALFORMED
 
 _MOST_NESTED = 32
@@ -41,11 +42,18 @@ class AnswerType:
 
     def _value(self, text: str) -> Any:
         try:
-            value = self.convert(json.loads(text))
+            value = self.convert(json.loads(text, parse_float=_finite))
             pa.scalar(value, self.arrow)
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError, OverflowError, pa.ArrowException):
             return None
         return value
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise OverflowError(text)
+    return number
 
 
 @lru_cache(maxsize=64)
@@ -132,6 +140,8 @@ class _Reader:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._num_parts = 0
+        # a path may begin at another schema than the root
+        self._has_resources = isinstance(root, dict) and any(part is not root for part in resources(root)[1].values())
 
     def shape_of(self, schema: Any, depth: int, inside: frozenset[str]) -> _Shape:
         """The shape of one part. `inside`: references that lead to it."""
@@ -157,7 +167,8 @@ class _Reader:
 
     def _referred(self, reference: Any, depth: int, inside: frozenset[str]) -> _Shape:
         """The shape of what a reference names; text for what stands elsewhere, and for a part that holds itself."""
-        target = pointed_at(self._root, reference) if str(reference).startswith("#") else None
+        is_path = isinstance(reference, str) and not self._has_resources
+        target = pointed_at(self._root, reference) if is_path else None
         if target is None or reference in inside:
             return _TEXT
         return self.shape_of(target, depth + 1, inside | {reference})

@@ -23,6 +23,7 @@ from lorabatch.engine.text.tokenizer import Tokenizers
 ROOT = Path(__file__).parents[3]
 TEXT, INT = {"type": "string"}, {"type": "integer"}
 END = 2
+DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 
 
 @pytest.fixture(scope="module")
@@ -130,17 +131,19 @@ ADVICE: dict[str, tuple[Any, Any]] = {
         {"type": "object", "minProperties": 2},
         {"type": "object", "properties": {"a": INT, "b": INT}, "required": ["a", "b"], "minProperties": 2},
     ),
+    "minProperties, maxProperties": (
+        {"type": "object", "properties": {"a": INT, "b": INT}, "minProperties": 1},
+        {"type": "object", "properties": {"a": INT, "b": INT}, "minProperties": 1, "required": ["a", "b"]},
+    ),
     "nullable": ({"type": "string", "nullable": True}, {"type": ["string", "null"]}),
     "min_length": ({"type": "string", "min_length": 3}, {"type": "string", "minLength": 3}),
     "const": ({"const": "\x01"}, {"const": "a"}),
     "draft 7": (
-        {"$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#/definitions/a", "maximum": 3,
-         "definitions": {"a": INT}},
-        {"$schema": "http://json-schema.org/draft-07/schema#", "definitions": {"a": INT},
-         "allOf": [{"$ref": "#/definitions/a"}, {"maximum": 3}]},
+        {"$schema": DRAFT_7, "$ref": "#/definitions/a", "maximum": 3, "definitions": {"a": INT}},
+        {"$schema": DRAFT_7, "definitions": {"a": INT}, "allOf": [{"$ref": "#/definitions/a"}, {"maximum": 3}]},
     ),
     "contentEncoding": (
-        {"$schema": "http://json-schema.org/draft-07/schema#", "definitions": {}, "contentEncoding": "base64"},
+        {"$schema": DRAFT_7, "definitions": {}, "contentEncoding": "base64"},
         {"type": "string", "contentEncoding": "base64"},
     ),
     "patternProperties": ({"patternProperties": {"a^b": INT}}, {"type": "object", "patternProperties": {"^ab$": INT}}),
@@ -220,8 +223,82 @@ def test_parts_that_references_name_are_read_too(tokenizers: Tokenizers) -> None
         {"$ref": "#/components/schemas/a", "components": {"schemas": {"a": date}}},
         {"$ref": "#/$defs/a~1b", "$defs": {"a/b": date, "unused": {"not": True}}},
         {"$ref": "#d", "$defs": {"a": {"$anchor": "d", **date}}},
+        {"$ref": "#d", "items": {"$defs": {"a": {"$anchor": "d", **date}}}},
+        {"$schema": DRAFT_7, "$ref": "#d", "definitions": {"a": {"definitions": {"b": {"$id": "#d", **date}}}}},
+        {"$id": "http://e/r", "$ref": "http://e/r#/x/y", "x": {"y": date}},
+        {"$id": "http://e/r", "$ref": "r#/$defs/a/$defs/b", "$defs": {"a": {"$defs": {"b": date}}}},
+        # a path begins at the schema that has an address
+        {"$ref": "b", "$defs": {"y": INT, "x": {"$id": "b", "$ref": "#/$defs/y", "$defs": {"y": date}}}},
+        {"$ref": "#/items", "items": {"$id": "b", "$ref": "#/$defs/y", "$defs": {"y": date}}, "$defs": {"y": INT}},
     ):
         assert accepts(tokenizers, schema, '"2021-02-28"', '"2021-02-29"') == [True, False]
+
+
+#: Pattern -> texts that it matches by ECMA-262, and texts that it does not.
+PATTERNS: dict[str, tuple[str, str]] = {
+    r"^\s$": (" \t\n\xa0\u2028\u3000\ufeff", "a\x85\u200b\u180e"),
+    r"^\S$": ("a\x85\u200b\U0001f600", " \n\xa0\ufeff"),
+    r"^[^\s]$": ("a\x85", "\ufeff\u2029"),
+    r"^[\S\n]$": ("a\n", "\ufeff\t"),
+    r"^.$": ("a\x85\ufeff\U0001f600", "\n\r\u2028\u2029"),
+    r"^[.]$": (".", "a"),
+    r"^[\d_-]$": ("1_-", "a\u0e51"),
+    r"^[\w-.]$": ("a1-.", "é"),
+    r"^[+--]$": ("+,-", "."),
+    r"^[a&&b~~c]$": ("ab&~c", "d"),
+    r"^[^[\]]$": ("a", "[]"),
+    r"^\u{1F600}$": ("\U0001f600", "u"),
+    r"^{$": ("{", "a"),
+    r"^(?i:k)$": ("kK", "a"),
+    r"^\cJ$": ("\n", "J"),
+    r"^[\b]$": ("\b", "b"),
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_pattern_is_read_as_ecma_262_has_it(pattern: str, tokenizers: Tokenizers) -> None:
+    good, bad = ([json.dumps(sign, ensure_ascii=False) for sign in signs] for signs in PATTERNS[pattern])
+    schema = {"type": "string", "pattern": pattern}
+    assert accepts(tokenizers, schema, *good, *bad) == [True] * len(good) + [False] * len(bad)
+    named = {"type": "object", "patternProperties": {pattern: INT}, "additionalProperties": False}
+    assert accepts(tokenizers, named, f"{{{good[0]}: 1}}", f"{{{bad[0]}: 1}}") == [True, False]
+
+
+def test_escapes_of_a_pattern_stand_for_their_characters(tokenizers: Tokenizers) -> None:
+    schema = {"type": "string", "pattern": r"^\<\/\-\u00e9\ud83d\ude00\x41\$$"}
+    assert accepts(tokenizers, schema, '"</-é😀A$"', '"</-é😀A"') == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("[]a]", "[] and [^]"),
+        ("[^]", "[] and [^]"),
+        ("[[:alpha:]]", "[:alpha:] is not of ECMA-262"),
+        ("(?s)a.b", "flags other than i, here s"),
+        ("(?x: a b)", "flags other than i, here x"),
+        ("a++", "a repeat of a repeat, ++"),
+        ("a{2}{3}", "a repeat of a repeat"),
+        ("a{,3}", "write {0,2} for {,2}"),
+        (r"\ha", r"\h is no escape"),
+        (r"\Qa.b\E", r"\Q is no escape"),
+        ("[a", "unclosed character class"),
+        ("a\\", "escapes nothing"),
+        ("[b-a]", "start must be <= the end"),
+        ("^a$b", "Write them at its beginning and its end only"),
+    ],
+)
+def test_what_other_syntaxes_of_patterns_mean_is_refused_by_name(pattern: str, said: str) -> None:
+    for word, schema in (("pattern", pattern), ("patternProperties", {pattern: INT})):
+        found = problem({"properties": {"q": {word: schema}}}) or ""
+        assert found.startswith(f"json_schema.properties.q.{word}={pattern!r}: ")
+        assert said in found
+        assert found.endswith(".")
+
+
+def test_a_keyword_that_was_taken_out_on_purpose_asks_nothing() -> None:
+    assert problem({"type": "string", "_format": "regex", "x-pattern": "(", "__minLength": 3}) is None
+    assert "did you mean minLength" in (problem({"type": "string", "min_length": 3}) or "")
 
 
 @pytest.mark.parametrize(

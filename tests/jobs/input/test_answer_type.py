@@ -87,6 +87,25 @@ def test_integers_beyond_64_bits_are_null() -> None:
     assert found.column([str(2**63 - 1), str(2**63), "-" + "9" * 5000]).to_pylist() == [2**63 - 1, None, None]
 
 
+@pytest.mark.parametrize("schema", [{"type": "number"}, {"type": ["number", "string"]}, True])
+def test_numbers_beyond_floats_are_null_and_never_infinite(schema: Any) -> None:
+    texts = answer_type(json.dumps(schema)).column(["1e400", "-5E3549", "1e308"]).to_pylist()
+    assert texts[:2] == [None, None]
+    assert float(texts[2]) == 1e308
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "b", "$defs": {"y": {"type": "integer"}, "x": {"$id": "b", "$ref": "#/$defs/y"}}},
+        {"$ref": "#d", "$defs": {"x": {"$anchor": "d", "type": "string"}}},
+        {"properties": {"q": {"$ref": "#d"}, "x": {"$anchor": "d", "type": "integer"}}, "$ref": "#d"},
+    ],
+)
+def test_what_references_name_by_an_address_is_text(schema: Any) -> None:
+    assert answer_type(json.dumps(schema)).arrow == TEXT
+
+
 def test_recursive_schemas_end_in_text() -> None:
     schema = {"$ref": "#/$defs/t", "$defs": {"t": {"type": "object", "properties": {"c": {"$ref": "#/$defs/t"}}}}}
     assert answer_type(json.dumps(schema)).column(['{"c": {"c": null}}']).null_count == 0
