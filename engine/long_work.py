@@ -27,21 +27,34 @@ def listening(listener: Callable[[str], None]) -> Iterator[None]:
 
 
 class LongWork:
-    """One piece of work on a known number of bytes. `what`: begins its lines, as "converting base.gguf"."""
+    """One piece of work on a known number of bytes. `what`: begins its lines, as "converting base.gguf". `quiet_s`:
+    work that is done sooner says nothing.
 
-    def __init__(self, what: str, num_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+    The lines go where this thread's do now, whatever thread adds.
+    """
+
+    def __init__(
+        self, what: str, num_bytes: int, clock: Callable[[], float] = time.monotonic, *, quiet_s: float = 0.0
+    ) -> None:
         self._what, self._num_bytes, self._clock = what, num_bytes, clock
-        self._num_done, self._last_s = 0, clock()
-        self._say(f"{what} ({num_bytes / 1e6:,.0f} MB), once for this machine")
+        self._say = _listener.get() or _logger.info
+        self._num_done, self._is_begun, self._next_s = 0, False, clock() + quiet_s
+        if quiet_s == 0:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._is_begun, self._next_s = True, self._next_s + _INTERVAL_S
+        self._say(f"{self._what} ({self._num_bytes / 1e6:,.0f} MB), once for this machine")
 
     def add(self, num_bytes: int) -> None:
         """Note that so many bytes more are done. Says so every few seconds."""
         self._num_done += num_bytes
-        if self._clock() - self._last_s >= _INTERVAL_S:
-            self._last_s = self._clock()
-            share = min(self._num_done / max(self._num_bytes, 1), 1.0)
-            self._say(f"{self._what}: {share:.0%} of {self._num_bytes / 1e6:,.0f} MB")
-
-    @staticmethod
-    def _say(line: str) -> None:
-        (_listener.get() or _logger.info)(line)
+        now_s = self._clock()
+        if now_s < self._next_s:
+            return
+        if not self._is_begun:
+            self._begin()
+            return
+        self._next_s = now_s + _INTERVAL_S
+        share = min(self._num_done / max(self._num_bytes, 1), 1.0)
+        self._say(f"{self._what}: {share:.0%} of {self._num_bytes / 1e6:,.0f} MB")

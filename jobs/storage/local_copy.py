@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+from fsspec.callbacks import Callback
 
 from ...engine.errors import ModelFilesError
 from ...engine.local_cache import default_cache_root, file_lock, make_private, temporary_folder
+from ...engine.long_work import LongWork
 from ...engine.model_config.folder import READ, weight_files
 from ...engine.models.gguf.converted import resolve_gguf
 from ..errors import StorageError
@@ -35,6 +37,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # so that messages can say what the folder holds.
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack")
 _VERSION_KEYS = ("ETag", "etag", "LastModified", "mtime", "created", "md5Hash", "content_md5")
+# Copies that are made sooner say nothing: most adapters.
+_QUIET_S = 1.0
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 
 
@@ -83,7 +87,8 @@ def _fetched(url: str, storage_options: Mapping[str, Any], root: Path) -> Path:
             # Workers of this host that start together need one copy.
             with file_lock(folder.with_name(f".{folder.name}.lock")):
                 if not folder.exists():
-                    _fetch(fs, remote.rsplit("/", 1)[0] if is_file else remote, list(listing), folder)
+                    sizes = {path: int(info.get("size") or 0) for path, info in listing.items()}
+                    _fetch(fs, remote.rsplit("/", 1)[0] if is_file else remote, sizes, folder, redacted_url(url))
     except Exception as error:
         raise StorageError(f"{redacted_url(url)!r}: {storage_reason(error, options, url)}") from None
     return folder / name if is_file else folder
@@ -97,19 +102,43 @@ def _listing_key(url: str, listing: Mapping[str, Mapping[str, Any]]) -> str:
     return hashlib.sha256(json.dumps([redacted_url(url), versions]).encode()).hexdigest()[:16]
 
 
-def _fetch(fs: Any, remote: str, files: list[str], folder: Path) -> None:
-    """Copy into a temporary folder, then rename: the folder is whole or absent."""
+class _Copied(Callback):  # type: ignore[misc]
+    """Notes what a store says of one file's copy. Some stores say nothing before its end."""
+
+    def __init__(self, work: LongWork) -> None:
+        super().__init__()
+        self._work, self._num_noted = work, 0
+
+    def call(self, *_: Any, **__: Any) -> None:
+        """Note the bytes since the last call; fsspec calls this after each change."""
+        if self.value > self._num_noted:
+            self._work.add(self.value - self._num_noted)
+            self._num_noted = self.value
+
+    def end(self, num_bytes: int) -> None:
+        """Note what is left of the file's size."""
+        self.absolute_update(max(num_bytes, self.value))
+
+
+def _fetch(fs: Any, remote: str, files: Mapping[str, int], folder: Path, shown: str) -> None:
+    """Copy into a temporary folder, then rename: the folder is whole or absent. `files`: path -> size in bytes.
+    `shown`: the URL for messages.
+    """
     make_private(folder.parent)
+    wanted = {file: size for file, size in files.items() if not file.endswith(_PICKLES)}
+    work = LongWork(f"copying {shown}", sum(wanted.values()), quiet_s=_QUIET_S)
     with temporary_folder(folder.parent, ".fetch-") as scratch:
         for file in files:
             target = scratch / file.removeprefix(remote).lstrip("/")
             if not target.resolve().is_relative_to(scratch.resolve()):
                 raise ValueError(f"{file!r} would be written outside its folder")
             target.parent.mkdir(parents=True, exist_ok=True)
-            if target.suffix in _PICKLES:
+            if file not in wanted:
                 target.touch()
-            else:
-                fs.get_file(file, str(target))
+                continue
+            copied = _Copied(work)
+            fs.get_file(file, str(target), callback=copied)
+            copied.end(wanted[file])
         try:
             scratch.rename(folder)
         except OSError:

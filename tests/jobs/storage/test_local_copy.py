@@ -6,17 +6,23 @@ The same content is the same model, wherever it is stored; other content is anot
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import fsspec
 import pytest
 
+from lorabatch.engine.long_work import LongWork, listening
 from lorabatch.jobs.errors import StorageError
 from lorabatch.jobs.storage.local_copy import local_folder, model_sha256
 from lorabatch.jobs.storage.location import Location
@@ -100,12 +106,12 @@ class Watched(LocalFileSystem):
     def _strip_protocol(cls, path):
         return super()._strip_protocol(path.removeprefix("watched://"))
 
-    def get_file(self, file, target):
+    def get_file(self, file, target, **options):
         with (source.parent / "reads").open("a") as reads:
             reads.write(Path(file).name + "\\n")
         while not (source.parent / "gate").exists():
             time.sleep(0.01)
-        super().get_file(file, target)
+        super().get_file(file, target, **options)
 
 fsspec.register_implementation("watched", Watched)
 print("ready", flush=True)
@@ -166,6 +172,83 @@ def test_a_process_killed_while_it_fetches_blocks_no_other(tmp_path: Path) -> No
     (tmp_path / "gate").touch()
     printed, _ = next_one.communicate(timeout=60)
     assert contents(Path(printed.strip())) == {"a.json": b"1"}
+
+
+class SlowModel(BaseHTTPRequestHandler):
+    """A store with one file of 8 MB, which it sends in `seconds`."""
+
+    seconds = 1.5
+    num_bytes, pieces = 8_000_000, 16
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(self.num_bytes))
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
+        pause = threading.Event()
+        for _ in range(self.pieces if "Range" not in self.headers else 0):
+            self.wfile.write(b"w" * (self.num_bytes // self.pieces))
+            pause.wait(self.seconds / self.pieces)
+
+    def log_message(self, *_: Any) -> None:
+        return
+
+
+@contextmanager
+def slow_store(seconds: float) -> Iterator[str]:
+    """The URL of a file that takes so long."""
+    handler = type("Slow", (SlowModel,), {"seconds": seconds})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/model.bin2?signature=secret"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("seconds", [1.5, pytest.param(8.0, marks=pytest.mark.long)])
+def test_a_copy_that_takes_long_says_its_size_and_how_far_it_is(tmp_path: Path, seconds: float) -> None:
+    lines: list[str] = []
+    with slow_store(seconds) as url, listening(lines.append), pytest.raises(StorageError, match="expected a folder"):
+        local_folder(url, {}, tmp_path)
+    shown = f"copying {url.partition('?')[0]}?***"
+    assert lines[:1] == [f"{shown} (8 MB), once for this machine"]
+    assert [line for line in lines[1:] if re.fullmatch(rf"{re.escape(shown)}: \d\d% of 8 MB", line)] == lines[1:]
+    assert lines[1:] or seconds < 6
+
+
+def test_copies_of_folders_in_object_stores_count_what_is_read(
+    s3_options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"s3://bucket-{uuid4().hex}/model"
+    fsspec.filesystem("s3", **s3_options).mkdir(url.rpartition("/")[0])
+    remote = Location(url, s3_options)
+    sizes = {"a.safetensors": 12_000_000, "b.json": 5, "c.bin": 1000}
+    for name, size in sizes.items():
+        remote.write(name, b"w" * size)
+    counted: list[int] = []
+    monkeypatch.setattr(LongWork, "add", lambda self, num_bytes: counted.append(num_bytes))
+    local_folder(url, s3_options, tmp_path)
+    assert sum(counted) == 12_000_005
+    assert len(counted) > 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        ([0.5, 0.9], []),
+        ([0.5, 1.5], ["x (10 MB), once for this machine"]),
+        ([1.0, 2.0, 7.0], ["x (10 MB), once for this machine", "x: 90% of 10 MB"]),
+    ],
+)
+def test_work_that_may_be_short_says_nothing_until_it_takes_long(seconds: list[float], said: list[str]) -> None:
+    lines: list[str] = []
+    times = iter([0.0, *seconds])
+    with listening(lines.append):
+        work = LongWork("x", 10_000_000, lambda: next(times), quiet_s=1.0)
+    for _ in seconds:
+        work.add(3_000_000)
+    assert lines == said
 
 
 def test_names_cannot_lead_out_of_the_copy(tmp_path: Path) -> None:
