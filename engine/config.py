@@ -17,6 +17,7 @@ __all__ = [
     "BLOCKS_KEY",
     "DEFAULT_BATCH_ROWS",
     "DEFAULT_STEP_TOKENS",
+    "UNREAD_KEYS",
     "BaseQuantization",
     "DeviceKind",
     "EngineConfig",
@@ -33,6 +34,8 @@ DeviceKind = Literal["cpu", "cuda"]
 DEFAULT_BATCH_ROWS, DEFAULT_STEP_TOKENS = 64, 512
 #: Key of `config.json` in folders that were converted from GGUF: linear layers are in blocks of few bits.
 BLOCKS_KEY = "gguf_blocks"
+#: Key of `config.json` in such folders: metadata keys of the GGUF file that nothing reads.
+UNREAD_KEYS = "gguf_unread_keys"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +127,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def unknown_config_keys(folder: Path) -> list[str]:
-    """Keys of a model folder's `config.json` that nothing reads, this engine or transformers."""
+    """Keys of a model folder's `config.json`, and of the GGUF file that it was converted from, that nothing reads: this
+    engine, transformers or llama.cpp.
+    """
     from .model_config.keys import unknown_keys
 
-    return unknown_keys(read_json(folder / "config.json"))
+    raw = read_json(folder / "config.json")
+    return [*unknown_keys(raw), *map(str, raw.get(UNREAD_KEYS, ()))]
 
 
 def has_blocks(folder: Path) -> bool:

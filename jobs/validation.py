@@ -196,7 +196,8 @@ def _check_model(spec: JobSpec) -> CheckedModel:
     notes = [*around.notes, *(f"tokenizer_config.json: {note}" for note in tokenizer.notes)]
     unknown = unknown_config_keys(folder)
     if unknown:
-        notes.append(f"config.json: keys that nothing reads: {', '.join(map(shown_name, unknown[:_KEYS_SHOWN]))}")
+        source = "metadata" if spec.model.endswith(".gguf") else "config.json"
+        notes.append(f"{source}: keys that nothing reads: {', '.join(map(shown_name, unknown[:_KEYS_SHOWN]))}")
     if config.says_tied:
         notes.append(
             "config.json says tie_word_embeddings, and the checkpoint has a head that differs from the embedding: it "

@@ -27,7 +27,7 @@ READ: Mapping[str, str] = {
     "tie_word_embeddings": "one tensor for embedding and head, unless the checkpoint has two that differ",
     **dict.fromkeys(("eos_token_id", "bos_token_id"), "ends of answers, beginnings of texts"),
     "tokenizer_class": "the tokenizer's class, where tokenizer_config.json has none",
-    "gguf_blocks": "written by the conversion of GGUF files",
+    **dict.fromkeys(("gguf_blocks", "gguf_unread_keys"), "written by the conversion of GGUF files"),
 }
 _OF_TRAINING = "of training"
 _OF_OUTPUTS = "what transformers returns"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ...config import UNREAD_KEYS
 from ...errors import ModelFilesError, UnsupportedModelError
 from ...untrusted import shown
 from .file import GgufFile
-from .keys import ARCHITECTURES
+from .keys import ARCHITECTURES, named_keys
 
 # Llama 3.1's rotary factors, precomputed by llama.cpp; they come back as `rope_parameters` in config.json.
 ROPE_FACTORS = "rope_freqs.weight"
@@ -48,6 +49,7 @@ def model_config(gguf: GgufFile, dtype: str) -> dict[str, Any]:
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "dtype": dtype,
+        **({UNREAD_KEYS: unread} if (unread := named_keys(gguf.metadata, gguf.architecture)) else {}),
         **token_id_config(gguf),
     }
 

@@ -1,9 +1,9 @@
 """Every metadata key of GGUF files, and what becomes of it in a model of a supported architecture.
 
 llama.cpp reads what these keys ask for. A key is read, known not to matter, or refused by name unless its value asks
-for nothing. Keys of the architecture and of the tokenizer that stand in no list are refused; keys of other programs
-(`quantize.imatrix.file`) are theirs. Source: llama.cpp `src/llama-arch.cpp`, `src/llama-model.cpp`, and gguf-py's
-`constants.py`, which a test compares.
+for nothing. Keys that stand in no list are refused where they begin as the architecture's or the tokenizer's do. Others
+are named in a job's notes: nothing reads them. Source: llama.cpp `src/llama-arch.cpp`, `src/llama-model.cpp`, and
+gguf-py's `constants.py`, which a test compares.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OF_MODEL, _OF_TOKENIZER = "{arch}.", "tokenizer."
 class Key:
     """What becomes of a key. `why`: what it is. `neutral`: values of a refused key that ask for nothing."""
 
-    fate: Literal["read", "ignored", "refused"]
+    fate: Literal["read", "ignored", "named", "refused"]
     why: str = ""
     neutral: tuple[Any, ...] = ()
 
@@ -133,6 +133,11 @@ KEYS: Mapping[str, Key] = {
     **_keys("diffusion.", "shift_logits", _refused("a model that does not write from left to right")),
     **_keys("xielu.", "alpha_p alpha_n beta eps", _refused("another activation")),
     **_keys("imatrix.", "chunk_count chunk_size datasets", Key("ignored", "how weights were quantised")),
+    **_keys(
+        "quantize.imatrix.",
+        "file dataset entries_count chunks_count",
+        Key("ignored", "how weights were quantised"),
+    ),
     # the tokenizer
     **_keys(
         "tokenizer.ggml.",
@@ -163,14 +168,14 @@ KEYS: Mapping[str, Key] = {
 
 
 def key_of(name: str, architecture: str) -> Key:
-    """What becomes of a key of a file. Keys of other architectures and programs are ignored."""
+    """What becomes of a key of a file."""
     pattern = name.replace(f"{architecture}.", _OF_MODEL, 1) if name.startswith(f"{architecture}.") else name
     found = KEYS.get(pattern) or next((KEYS[form] for form in _with_places(pattern) if form in KEYS), None)
     if found is not None:
         return found
     if pattern.startswith((_OF_MODEL, _OF_TOKENIZER)):
         return _refused("not known here")
-    return Key("ignored", "of another program")
+    return Key("named")
 
 
 def _with_places(name: str) -> Iterator[str]:
@@ -178,6 +183,11 @@ def _with_places(name: str) -> Iterator[str]:
     parts = name.split(".")
     yield ".".join("{id}" if part.isdigit() else part for part in parts)
     yield ".".join([*parts[:-1], "{name}"])
+
+
+def named_keys(names: Collection[str], architecture: str) -> list[str]:
+    """Keys of a file that nothing reads, neither this engine nor llama.cpp as far as is known."""
+    return [name for name in names if key_of(name, architecture).fate == "named"]
 
 
 def refused_keys(values: Mapping[str, Any], arrays: Collection[str]) -> list[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-from importlib.metadata import version
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFWriter
 
+from lorabatch.engine.config import unknown_config_keys
 from lorabatch.engine.errors import UnsupportedModelError
 from lorabatch.engine.long_work import LongWork, listening
 from lorabatch.engine.models.gguf.checks import check_convertible
@@ -22,10 +24,6 @@ from lorabatch.engine.models.gguf.keys import ARCHITECTURES, KEYS, key_of
 
 ROOT = Path(__file__).parents[4]
 HIDDEN, HEADS, VOCABULARY = 64, 4, 258
-
-
-def is_pinned() -> bool:
-    return f"gguf=={version('gguf')}" in (ROOT / "constraints.txt").read_text("utf-8").splitlines()
 
 
 def keys_of_gguf() -> set[str]:
@@ -39,15 +37,13 @@ def keys_of_gguf() -> set[str]:
     }
 
 
-def test_every_key_of_gguf_is_classified() -> None:
+@pytest.mark.reference("gguf")
+def test_every_key_of_gguf_is_classified(unclassified: Callable[[Iterable[str]], None]) -> None:
     found = keys_of_gguf()
     assert len(found) > 200
-    unclassified = sorted(found - KEYS.keys() - {"general.base_model.{id}.name"})
-    others = ("clip.",)  # another architecture's, which is refused by its name
-    unclassified = [key for key in unclassified if not key.startswith(others)]
-    if unclassified and not is_pinned():
-        pytest.skip(f"new in gguf {version('gguf')}: {', '.join(unclassified)}")
-    assert not unclassified
+    # clip: another architecture's, which is refused by its name
+    found = {key for key in found if not key.startswith("clip.")}
+    unclassified(found - KEYS.keys() - {"general.base_model.{id}.name"})
 
 
 def key_table() -> str:
@@ -67,13 +63,11 @@ def test_the_documented_table_of_keys_is_the_one_that_is_used() -> None:
     assert key_table() in (ROOT / "docs" / "models.md").read_text("utf-8"), key_table()
 
 
-def test_every_kind_of_gguf_is_read_or_known_not_to_be() -> None:
+@pytest.mark.reference("gguf")
+def test_every_kind_of_gguf_is_read_or_known_not_to_be(unclassified: Callable[[Iterable[str]], None]) -> None:
     found = {kind.value: kind.name for kind in GGMLQuantizationType}
     names = {number: name for number, (name, _, _) in KINDS_READ.items()} | dict(KINDS_NOT_READ)
-    new = {number: name for number, name in found.items() if names.get(number) != name}
-    if new and not is_pinned():
-        pytest.skip(f"new in gguf {version('gguf')}: {new}")
-    assert not new
+    unclassified(f"{name} ({number})" for number, name in found.items() if names.get(number) != name)
     assert KINDS_READ.keys().isdisjoint(KINDS_NOT_READ)
     for number, (_, block, block_bytes) in KINDS_READ.items():
         assert gguf.constants.GGML_QUANT_SIZES[GGMLQuantizationType(number)] == (block, block_bytes)
@@ -190,6 +184,13 @@ def test_keys_that_ask_for_nothing_are_passed_over(tmp_path: Path) -> None:
     assert model_config(opened(tmp_path / "m.gguf", **keys), "float32")["vocab_size"] == VOCABULARY
     assert key_of("general.dataset.12.url", "llama").fate == "ignored"
     assert key_of("llama.dense_2_feat_in", "llama").fate == "refused"
+
+
+def test_keys_that_nothing_reads_are_named(tmp_path: Path) -> None:
+    keys = {"general__motto": "x", "mine__sizes": [3], "quantize__imatrix__file": "y", "mamba__ssm__state_size": 4}
+    config = model_config(opened(tmp_path / "m.gguf", **keys), "float32")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert unknown_config_keys(tmp_path) == ["general.motto", "mine.sizes", "mamba.ssm.state_size"]
 
 
 def test_all_tokens_that_end_an_answer_end_it(tmp_path: Path) -> None:
