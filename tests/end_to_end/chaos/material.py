@@ -14,6 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from safetensors.torch import load_file, save
 
 from lorabatch.tests.conftest import write_adapter, write_model
 from lorabatch.tests.end_to_end.chaos.scenario import EngineKind, Scenario
@@ -60,6 +61,13 @@ class Material:
         shutil.copytree(self.model, folder, dirs_exist_ok=True)
         (folder / "echo.json").write_text(json.dumps(_ECHO[engine]))
         return folder
+
+    @cached_property
+    def other_weights(self) -> bytes:
+        """A file of the same size for the same model, with which every answer is another one."""
+        weights = load_file(self.model / "model.safetensors")
+        turned = {name: -tensor if "down_proj" in name else tensor for name, tensor in weights.items()}
+        return save(turned, metadata={"format": "pt"})
 
     @cached_property
     def adapters(self) -> Path:

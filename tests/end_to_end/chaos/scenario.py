@@ -15,13 +15,15 @@ ClusterKind = Literal["embedded", "existing", "hosts"]
 StoreKind = Literal["disk", "small disk", "s3"]
 # Coordinator: the worker that runs the job's coordinator. Owner and helper: those at the two ends of a loan of rows.
 # Engine: its process, of a group the leader; member: another process of a group.
+# Base: the weights of the base model.
 Victim = Literal[
-    "client", "worker", "coordinator", "nanny", "engine", "member", "scheduler", "owner", "helper", "store"
+    "client", "worker", "coordinator", "nanny", "engine", "member", "scheduler", "owner", "helper", "store", "base"
 ]
 # FULL: the disk is. MEMORY: an engine gets no more. CUT: nothing passes between a host and its opposite (see `Trial`).
-# The last four are what an S3 server does, see `s3_server.FAULTS`.
-Signal = Literal["KILL", "TERM", "STOP", "FULL", "MEMORY", "CUT", "500", "503", "lost", "silent"]
-Trouble = Literal["full", "memory", "store", "partition"]
+# REPLACED: a file has other contents of the same size. The last four are what an S3 server does, see
+# `s3_server.FAULTS`.
+Signal = Literal["KILL", "TERM", "STOP", "FULL", "MEMORY", "CUT", "REPLACED", "500", "503", "lost", "silent"]
+Trouble = Literal["full", "memory", "store", "partition", "base"]
 
 # Which processes can be hit: an embedded cluster's scheduler and nannies live inside the client.
 _VICTIMS: dict[ClusterKind, tuple[Victim, ...]] = {
@@ -38,6 +40,9 @@ _SHARD_ROWS = (8, 16, 32)
 _ENGINES: tuple[EngineKind, ...] = ("echo", "echo", "echo", "uneven", "uneven", "real")
 # What else befalls a job, besides signals, and for how long.
 _TROUBLES: tuple[Trouble, ...] = ("full", "memory", "store", "partition")
+# How long the base has other weights; None: to the end of the client. An engine is killed then in half of the cases.
+_REPLACED_S = (0.2, 2.0, None)
+_LOADED_AGAIN_S = (0.05, 0.5)
 _STORE_FAULTS: tuple[Signal, ...] = ("500", "503", "lost", "silent")
 _CUT_OFF: tuple[Victim, ...] = ("worker", "coordinator", "client")
 _TROUBLE_S = (0.5, 5.0, 20.0)
@@ -51,8 +56,9 @@ _LONGEST_START_S = 4.0
 class Blow:
     """`victim` gets `signal`, `delay_s` after so large a share of the parts is committed (0: after the client's start).
 
-    `pick` chooses among the victims there are. A stopped process goes on after `stopped_s` seconds, and so does a store
-    or a network in trouble; None: never.
+    `pick` chooses among the victims there are; where it is odd, the base is written to in place. A stopped process goes
+    on after `stopped_s` seconds, and so does a store or a network in trouble, or a base whose weights are put back;
+    None: never.
     """
 
     share: float
@@ -112,6 +118,8 @@ def make_scenario(seed: int, tensor_parallel: int = 1) -> Scenario:
         more = [_of_group(luck, blow) for blow in more]
     # A disk of a store cannot be filled.
     blows += [blow for blow in more if blow is not None and not (blow.signal == "FULL" and store == "s3")]
+    if engine == "real" and luck.random() < 0.5:
+        blows += _replace_base(luck, sum(blow.victim in _IN_ENGINES for blow in blows) < _MAX_ENGINE_BLOWS)
     in_order = tuple(sorted(blows, key=lambda blow: blow.share))
     return Scenario(seed, engine, cluster, num_workers, rows_per_shard, in_order, is_held_up, store, tensor_parallel)
 
@@ -119,7 +127,7 @@ def make_scenario(seed: int, tensor_parallel: int = 1) -> Scenario:
 def troubles(scenario: Scenario) -> set[Trouble]:
     """What befalls a job besides signals."""
     kinds: dict[Signal, Trouble] = {"FULL": "full", "MEMORY": "memory", "CUT": "partition"}
-    kinds |= dict.fromkeys(_STORE_FAULTS, "store")
+    kinds |= dict.fromkeys(_STORE_FAULTS, "store") | {"REPLACED": "base"}
     return {kinds[blow.signal] for blow in scenario.blows if blow.signal in kinds}
 
 
@@ -141,6 +149,17 @@ def _make_trouble(
             victim = luck.choice(_CUT_OFF + (("owner", "helper") if moves_rows else ()))
             seconds = luck.choice(_PARTITION_S if may_last else _PARTITION_S[:-1])
             return replace(drawn, victim=victim, signal="CUT", stopped_s=seconds)
+
+
+def _replace_base(luck: random.Random, may_kill: bool) -> list[Blow]:
+    """The base gets other weights for a while; an engine may be killed, which loads them then."""
+    replaced = replace(
+        _make_blow(luck, ("base",)), signal="REPLACED", stopped_s=luck.choice(_REPLACED_S), pick=luck.randrange(2)
+    )
+    loads_again = luck.random() < 0.5
+    delay_s = replaced.delay_s + luck.choice(_LOADED_AGAIN_S)
+    killed = replace(replaced, delay_s=delay_s, victim="engine", signal="KILL", stopped_s=None)
+    return [replaced, killed] if loads_again and may_kill else [replaced]
 
 
 def _of_group(luck: random.Random, blow: Blow | None) -> Blow | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -99,6 +100,8 @@ class Trial:
         self._held_up: psutil.Process | None = None
         # Pairs of hosts that are cut off from each other.
         self._cuts: list[tuple[str, str]] = []
+        # The base's weights as they were, while it has others.
+        self._own_weights: Path | None = None
         # A client may fail when the ground under it is gone, and only then.
         self._may_fail = False
         # What others had there before.
@@ -171,8 +174,9 @@ class Trial:
                 self._disturb(client, give_up_s)
                 self._judge_exit(client)
             has_ended_well = client.returncode == 0
-            # Its user makes room, waits until the store is back, or mends the own connection.
+            # Its user makes room, waits until the store is back, puts the base back, or mends the own connection.
             self._place.relieve()
+            self._put_base_back()
             self._mend(*(pair for pair in self._cuts if "client" in pair))
 
     @contextmanager
@@ -196,7 +200,7 @@ class Trial:
     @property
     def _has_trouble(self) -> bool:
         """Whether a client may rightly fail now, whatever the processes do."""
-        return self._place.is_in_trouble or bool(self._cuts)
+        return self._place.is_in_trouble or bool(self._cuts) or self._own_weights is not None
 
     def _arguments(self) -> list[str]:
         options: dict[str, Any] = self._material.options(self._scenario.engine, self._scenario.tensor_parallel) | {
@@ -257,6 +261,9 @@ class Trial:
         if blow.victim == "store":
             self._trouble_store(blow)
             return
+        if blow.victim == "base":
+            self._replace_base(blow)
+            return
         candidates = self._victims(blow.victim)
         if not candidates:
             # It has not started yet, or is just being replaced; or no rows have moved yet.
@@ -282,6 +289,31 @@ class Trial:
             self._outcome.blows.append(f"{blow.signal} store")
             assert blow.stopped_s is not None
             self._later(blow.stopped_s, self._place.relieve)
+
+    def _replace_base(self, blow: Blow) -> None:
+        """Give the base other weights, once the job has named those that it has."""
+        if self._own_weights is not None or not self._place.store.contents().has_job:
+            self._later(_POLL_S, partial(self._replace_base, blow))
+            return
+        weights = self._model / "model.safetensors"
+        self._own_weights = self._folder / "own.safetensors"
+        shutil.copy2(weights, self._own_weights)
+        if blow.pick % 2:
+            with weights.open("r+b") as file:
+                file.write(self._material.other_weights)
+        else:
+            others = self._folder / "others.safetensors"
+            others.write_bytes(self._material.other_weights)
+            others.replace(weights)
+        self._may_fail = True
+        self._outcome.blows.append("REPLACED base" + (", in place" if blow.pick % 2 else ""))
+        if blow.stopped_s is not None:
+            self._later(blow.stopped_s, self._put_base_back)
+
+    def _put_base_back(self) -> None:
+        if self._own_weights is not None:
+            self._own_weights.replace(self._model / "model.safetensors")
+            self._own_weights = None
 
     def _cut_off(self, blow: Blow, process: psutil.Process) -> None:
         """Let nothing pass between a process's host and its opposite: of owner and helper the other one, of a worker
