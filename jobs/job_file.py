@@ -15,7 +15,8 @@ import yaml
 
 from ..engine.untrusted import MALFORMED, read_regular, shown_name
 from .errors import JobRequestError
-from .spec import JobSpec, field_name
+from .option_problems import field_name
+from .spec import JobSpec
 
 _MAX_BYTES = 4 << 20  # ten thousand adapters by name and URL have 1 MB
 # Ten lists that name each other ten times stand for ten thousand million values.

@@ -6,23 +6,21 @@ of sampling come from `engine.request.SamplingParams`. A spec is frozen and touc
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model, field_validator
-from pydantic.fields import FieldInfo
 
 from ..engine.config import BaseQuantization, Mode
 from ..engine.request import SAMPLING_OPTIONS, SamplingParams
 from ..engine.structured_output import CONSTRAINTS, FORMS, constraint_of
 from ..engine.text.conversation import RENDERING_OPTIONS, is_template_text, read_tools, read_variables, written
-from ..engine.untrusted import shortened
 from .errors import JobRequestError
+from .option_problems import field_name, unknown_options, value_problems, with_next_step, with_suggestion
 from .option_values import TLS_FIELDS, ErrorBudget, TlsFiles, pairs_of, parse_storage_options
 from .storage.location import absolute, paths_as_text
-from .storage.redaction import redacted_url, scrubbed
+from .storage.redaction import redacted_url
 
 PROMPT_ROLES = ("prompt", "messages", "prompt_token_ids")
 SAMPLING_COLUMNS = (*SAMPLING_OPTIONS, *FORMS)
@@ -46,21 +44,6 @@ _MODES_OF_POLICY: dict[str, tuple[Mode, ...]] = {
     "merged-only": ("auto", "merged"),
     "peft-like": ("auto", "merged"),
 }
-# Spellings of an option that are accepted beside the field's name.
-_SPELLINGS = {"column": "columns", "adapter": "adapters"}
-# What other systems have and jobs have not -> what to do instead.
-_BEAMS = "beam search is not served; draw completions with n and temperature, and compare them by logprobs"
-_OF_BEAMS = ("use_beam_search", "num_beams", "beam_width", "best_of", "early_stopping", "length_penalty")
-_NOT_SERVED = {
-    **dict.fromkeys(_OF_BEAMS, _BEAMS),
-    **{f"guided_{kind}": f"its name is {name} here" for kind, name in
-       (("json", "json_schema"), ("regex", "regex"), ("choice", "choice"), ("grammar", "grammar"))},
-    "logits_processors": "code of jobs is not run; see logit_bias, bad_words, allowed_token_ids and penalties",
-    "do_sample": "rows are greedy at temperature 0",
-    "max_new_tokens": "its name is max_tokens here",
-    "echo": "see prompt_logprobs and continuation",
-}  # fmt: skip
-_SHOWN_CHARACTERS = 300
 _MOST_PREFIX_CHARACTERS = 64
 # Values for the required fields while the other fields are checked.
 _PLACEHOLDERS = {"model": "-", "input": "-", "output": "-"}
@@ -252,17 +235,17 @@ class JobSpec(_SamplingFields):
         """Sets the fields whose values can be used. Returns every problem, and the fields with wrong values."""
         values = {field_name(name): paths_as_text(value) for name, value in values.items()}
         known = {name: value for name, value in values.items() if name in JobSpec.model_fields}
-        problems, wrong = _unknown_options(values), frozenset[str]()
+        problems, wrong = unknown_options(values, JobSpec.model_fields), frozenset[str]()
         problems += _replace_forms(known)
         try:
             super().__init__(**known)
         except ValidationError as error:
-            problems += _value_problems(error, known)
+            problems += value_problems(error, known, JobSpec.model_fields)
             # the other fields are checked too, beside any value for those that are wrong
             wrong = frozenset(str(found["loc"][0]) for found in error.errors() if found["loc"])
             super().__init__(**_PLACEHOLDERS | {name: value for name, value in known.items() if name not in wrong})
         problems += [*self.sampling.problems(), *self.tls_files.problems(self.cluster), *self._unserved_problems()]
-        return list(map(_with_next_step, problems)), wrong
+        return list(map(with_next_step, problems)), wrong
 
     @property
     def sampling(self) -> SamplingParams:
@@ -371,7 +354,7 @@ class JobSpec(_SamplingFields):
     @field_validator("columns")
     @classmethod
     def _column_roles(cls, value: dict[str, str]) -> dict[str, str]:
-        unknown = [_with_suggestion(f"{role!r} is not a role", role, COLUMN_ROLES) for role in value]
+        unknown = [with_suggestion(f"{role!r} is not a role", role, COLUMN_ROLES) for role in value]
         wrong = [text for role, text in zip(value, unknown, strict=True) if role not in COLUMN_ROLES]
         if wrong:
             raise ValueError(f"{'; '.join(wrong)}; roles are {', '.join(COLUMN_ROLES)}")
@@ -392,7 +375,7 @@ class JobSpec(_SamplingFields):
     @classmethod
     def _settings(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         choices = (ALL_SETTINGS, *SETTING_ROLES)
-        wrong = [_with_suggestion(f"{name!r} is not a setting", name, choices) for name in value if name not in choices]
+        wrong = [with_suggestion(f"{name!r} is not a setting", name, choices) for name in value if name not in choices]
         if wrong:
             raise ValueError(f"{'; '.join(wrong)}; expected {ALL_SETTINGS}, or some of {', '.join(SETTING_ROLES)}")
         return tuple(dict.fromkeys(value))
@@ -480,64 +463,3 @@ def _one_or_all(values: list[Any] | tuple[Any, ...]) -> Any:
 def _absolute_if_there(url: str) -> str:
     path = absolute(url)
     return path if Path(path).exists() else url
-
-
-def field_name(key: str) -> str:
-    """The field of `JobSpec` that a key of a job file, or an option, is for."""
-    name = key.replace("-", "_")
-    return _SPELLINGS.get(name, name)
-
-
-def _unknown_options(values: Mapping[str, Any]) -> list[str]:
-    """One problem for each key that is not an option's name."""
-    names = tuple(JobSpec.model_fields)
-    return [
-        f"{name}: not an option; {_NOT_SERVED[name]}"
-        if name in _NOT_SERVED
-        else _with_suggestion(f"{name}: not an option", name, names)
-        for name in values
-        if name not in names
-    ]
-
-
-def _with_suggestion(text: str, word: str, choices: tuple[str, ...]) -> str:
-    """`text`, and which of the choices may have been meant."""
-    close = difflib.get_close_matches(word, choices, n=2, cutoff=0.65)
-    return f"{text}; did you mean {' or '.join(map(repr, close))}?" if close else text
-
-
-def _with_next_step(problem: str) -> str:
-    """A problem with an option as a whole sentence that says where to look."""
-    return problem if problem.endswith((".", "?")) else f"{problem}. See `lorabatch run --help`."
-
-
-def _value_problems(error: ValidationError, values: Mapping[str, Any]) -> list[str]:
-    """pydantic's findings in our form: `field=value: expectation`; storage options without their values."""
-    sentences = []
-    for found in error.errors(include_url=False):
-        name = ".".join(str(part) for part in found["loc"][:1])
-        expectation = _expectation(JobSpec.model_fields[name]) or in_our_words(found["msg"])
-        if found["type"] == "missing":
-            option = f"--{name.replace('_', '-')}"
-            sentences.append(f"{name}: required and not given. Add {option}, or the key {name} in the job file.")
-        elif name == "storage_options":
-            sentences.append(f"{name}: {expectation}")
-        elif expectation.startswith(name):
-            sentences.append(expectation)  # it says where in the value
-        else:
-            sentences.append(f"{name}={shortened(repr(values.get(name)), _SHOWN_CHARACTERS)}: {expectation}")
-    # values may be URLs
-    return [scrubbed(sentence, {}) for sentence in dict.fromkeys(sentences)]
-
-
-def in_our_words(finding: str) -> str:
-    """What pydantic says about a value, as the sentences of this project have it."""
-    finding = finding.removeprefix("Value error, ").partition(", unable to parse")[0]
-    return finding.replace("Input should be", "expected").replace("greater than or equal to", "at least")
-
-
-def _expectation(field: FieldInfo) -> str:
-    """What the field's declaration says of wrong values; empty where pydantic's words serve."""
-    extra = field.json_schema_extra
-    expected = extra.get("expected") if isinstance(extra, dict) else None
-    return f"expected {expected}" if expected else ""
