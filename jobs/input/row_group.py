@@ -33,7 +33,7 @@ _COUNT_TASK = "jobs.input.row_group"
 _GAP_BYTES = 1 << 20
 _FIXED_BYTES = _LIST_BYTES = 8
 _VARIABLE = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
-# Readers of files of old writers look so far beyond a column chunk.
+# Readers look so far beyond a column chunk: old writers left the header of a dictionary out of its size.
 _PADDING_BYTES = 100
 
 
@@ -100,7 +100,7 @@ def open_row_group(
     wanted = [i for i, path in enumerate(paths) if named is None or _is_of(path, named)]
     _check_columns(metadata, number, wanted, _UnreadFile(handle, size, []))
     chunks = [(i, *_extent(group.column(i), size)) for i in wanted]
-    source = _RowGroupFile(handle, size, _ranges([(start, end) for _, start, end in chunks], size, max_bytes))
+    source = _RowGroupFile(handle, size, _ranges([(start, end) for _, start, end in chunks], max_bytes))
     num_bytes = _cleared_bytes(metadata, number, chunks, source, max_bytes)
     with ExitStack() as stack:
         options = {"metadata": metadata, "page_checksum_verification": verify}
@@ -128,20 +128,20 @@ def _is_of(path: str, columns: Collection[str]) -> bool:
 
 
 def _extent(column: pq.ColumnChunkMetaData, size: int) -> tuple[int, int]:
-    """Where a column chunk lies in its file of `size` bytes."""
+    """Where a column chunk lies in its file of `size` bytes, with what readers look at beyond it."""
     start = column.data_page_offset
     if column.has_dictionary_page and 0 < (column.dictionary_page_offset or 0) < start:
         start = column.dictionary_page_offset
     end = start + column.total_compressed_size
     if not 0 <= start <= end <= size:
         raise ValueError(f"column {column.path_in_schema!r}: bytes {start} to {end} of a file of {size}")
-    return start, end
+    return start, min(end + _PADDING_BYTES, size)
 
 
-def _ranges(extents: list[tuple[int, int]], size: int, max_bytes: int) -> list[tuple[int, int]]:
+def _ranges(extents: list[tuple[int, int]], max_bytes: int) -> list[tuple[int, int]]:
     """The parts of the file to read: without overlaps, and without small gaps."""
     found: list[tuple[int, int]] = []
-    for start, end in sorted((start, min(end + _PADDING_BYTES, size)) for start, end in extents):
+    for start, end in sorted(extents):
         if found and start <= found[-1][1] + _GAP_BYTES:
             found[-1] = (found[-1][0], max(found[-1][1], end))
         else:

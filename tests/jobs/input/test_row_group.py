@@ -55,6 +55,39 @@ ABORTING = (
 )
 
 
+def of_old_writer(values: pa.Array, num_missing: int) -> io.BytesIO:
+    """A file as Parquet-MR 1.2.8 wrote it: chunk sizes lack `num_missing` bytes, the header of the dictionary."""
+    file = file_of(pa.table({"text": values}), compression="none", store_schema=False, write_statistics=False)
+    data = file.getvalue()
+    start = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    footer, writer = data[start:], pq.read_metadata(file).created_by.encode()
+
+    def number(value: int) -> bytes:
+        return bytes([value * 2 & 127 | 128, value * 2 >> 7])
+
+    size = pq.read_metadata(file).row_group(0).column(0).total_compressed_size
+    assert size - num_missing >= 64
+    assert size < 8192
+    footer = footer.replace(number(size), number(size - num_missing))
+    footer = footer.replace(writer, b"parquet-mr version 1.2.8".ljust(len(writer)))
+    return io.BytesIO(data[:start] + footer)
+
+
+@pytest.mark.parametrize(
+    ("values", "num_missing"),
+    [
+        (pa.array(["a" * 40, "b" * 40] * 50), 14),
+        (pa.array(["a" * 1000, None, "b"] * 20), 14),
+        (pa.array([["x", "y"], None, []] * 30), 15),
+    ],
+)
+def test_chunks_whose_size_lacks_the_header_of_the_dictionary_are_read(values: pa.Array, num_missing: int) -> None:
+    file = of_old_writer(values, num_missing)
+    assert pq.read_table(file).column("text").to_pylist() == values.to_pylist()
+    with open_row_group(file, 0) as rows:
+        assert rows.table().column("text").to_pylist() == values.to_pylist()
+
+
 def test_metadata_at_which_pyarrow_ends_the_process_is_an_error() -> None:
     file = io.BytesIO(zlib.decompress(base64.b85decode(ABORTING)))
     with pytest.raises(OSError, match="does not support BOOLEAN"), open_row_group(file, 0):
