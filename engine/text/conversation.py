@@ -75,6 +75,7 @@ SPLIT_AND_CONTINUED = (
 )
 #: What may be peculiar about a conversation, and what templates drop by design. Values are words of notes.
 FINAL_ANSWER, REASONING, BLANKS = "final answers", "reasoning of earlier turns", "blanks at the ends of messages"
+NAMES = "names of speakers"
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -88,6 +89,8 @@ def peculiarities(messages: Sequence[Mapping[str, Any]], options: RenderOptions)
         found.append(REASONING)
     if any(text != text.strip() for text in texts):
         found.append(BLANKS)
+    if any(message.get("name") and message.get("role") not in ("tool", "function") for message in messages):
+        found.append(NAMES)
     return found
 
 

@@ -20,6 +20,8 @@ from .conversation import RenderOptions
 
 #: Roles that every template takes; in some, one of them is whatever is not the other.
 COMMON_ROLES = ("user", "assistant")
+# Keys of OpenAI's messages of the assistant.
+_INSTEAD_OF_CONTENT = ("function_call", "refusal", "audio")
 Messages = Sequence[Mapping[str, Any]]
 Render = Callable[[Messages, RenderOptions], str]
 
@@ -84,7 +86,9 @@ def _tells_roles_apart(attempt: Callable[[Mapping[str, Any]], str | None], nonse
 
 
 def _message_pieces(messages: Messages) -> Iterator[_Piece]:
-    """Texts that are not blank, and calls. Blanks at the ends of a text are dropped by many templates."""
+    """Texts that are not blank, calls, and what older or other forms of OpenAI's messages have instead of them. Blanks
+    at the ends of a text are dropped by many templates.
+    """
     for place, message in enumerate(messages):
         content, calls = message.get("content"), message.get("tool_calls")
         whose = f"of messages[{place}] (role {shown_name(str(message.get('role')))!r})"
@@ -94,6 +98,9 @@ def _message_pieces(messages: Messages) -> Iterator[_Piece]:
             if isinstance(part, Mapping) and isinstance(part.get("text"), str) and part["text"].strip():
                 path = ("messages", place, "content", number, "text")
                 yield _Piece(path, f"part {number} {whose}", _TEXT_CHANGES)
+        for key in _INSTEAD_OF_CONTENT:
+            if message.get(key):
+                yield _Piece(("messages", place, key), f"{key} {whose}", _VALUE_CHANGES)
         for number, call in enumerate(calls if isinstance(calls, list | tuple) else ()):
             if isinstance(call, Mapping):
                 yield _Piece(("messages", place, "tool_calls", number), f"tool_calls[{number}] {whose}", _CALL_CHANGES)
@@ -126,6 +133,13 @@ def _changed(value: Any, path: Sequence[str | int], change: Callable[[Any], Any]
     return [inner if place == path[0] else item for place, item in enumerate(value)]
 
 
+def _altered(value: Any, mark: str) -> Any:
+    """A value with the mark in each of its texts."""
+    if isinstance(value, Mapping):
+        return {key: _altered(part, mark) for key, part in value.items()}
+    return f"{value}{mark}"
+
+
 def _called(call: Mapping[str, Any], mark: str) -> Mapping[str, Any]:
     """A call of another function with one argument more."""
     function = call.get("function")
@@ -155,4 +169,5 @@ def _with_parameter(tool: Mapping[str, Any], mark: str) -> Mapping[str, Any]:
 
 _TEXT_CHANGES = (lambda text, mark: text + mark, lambda text, mark: mark + text, lambda _, mark: mark)
 _CALL_CHANGES = (_called,)
+_VALUE_CHANGES = (_altered,)
 _TOOL_CHANGES = (_described, _with_parameter)

@@ -14,12 +14,12 @@ from ..errors import ChatTemplateError
 from ..tokenizer_files import ADDED, SETTINGS, SPECIAL_MAP, TEMPLATE, TOOL_TEMPLATE, TokenizerFiles
 from ..untrusted import read_regular
 from .chat_template import CPU_S, MEMORY_BYTES, ChatTemplate, render_here
-from .conversation import BLANKS, REASONING, RenderOptions
+from .conversation import BLANKS, NAMES, REASONING, RenderOptions
 from .tokenizer import DEFAULT_TEMPLATE, templates_of
 from .tokenizer_settings import read_settings
 
 _TASK = "engine.text.template_probe"
-_QUESTION, _ANSWER, _THOUGHT = "What is q7q?", "It is a7a.", "Think t7t."
+_QUESTION, _ANSWER, _THOUGHT, _NAME = "What is q7q?", "It is a7a.", "Think t7t.", "n7n"
 # Files that a template needs: none of them is large.
 _FILES = (SETTINGS, SPECIAL_MAP, ADDED, TEMPLATE, TOOL_TEMPLATE)
 _MAX_FILE_BYTES = 32 << 20
@@ -129,4 +129,7 @@ def _drops(render: Any, asks: dict[str, Any], answers: dict[str, Any]) -> list[s
     found = render([{**asks, "content": padded}])
     if _QUESTION in found and padded not in found:
         drops.append(BLANKS)
+    found = render([{**asks, "name": _NAME}])
+    if _QUESTION in found and _NAME not in found:
+        drops.append(NAMES)
     return drops

@@ -51,16 +51,19 @@ COMPLETIONS = Endpoint(
 ENDPOINTS: Mapping[str, Endpoint] = {endpoint.url: endpoint for endpoint in (CHAT, COMPLETIONS)}
 
 #: Parameter -> the column that plays its role under another name.
-_RENAMED = {"max_completion_tokens": "max_tokens"}
-#: Parameters that change no answer.
-_IGNORED = frozenset(
-    {
-        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-        "stream_options", "request_id", "priority", "cache_salt",
-    }
-)  # fmt: skip
+RENAMED = {"max_completion_tokens": "max_tokens"}
+#: Parameter that changes no answer -> what it is about.
+IGNORED: Mapping[str, str] = {
+    **dict.fromkeys(("user", "safety_identifier"), "whom a request is from"),
+    **dict.fromkeys(("metadata", "store", "request_id"), "the service's records"),
+    **dict.fromkeys(("service_tier", "priority", "prediction"), "when answers come"),
+    **dict.fromkeys(
+        ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_salt"), "the service's caches"
+    ),
+    "stream_options": "streams, which are refused",
+}
 #: Parameter that no column plays -> its values that ask for nothing else than what every answer has.
-_PLAIN: Mapping[str, tuple[Any, ...]] = {
+PLAIN: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "stream": (False,),
     "echo": (False,),
@@ -75,6 +78,12 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
+}
+_TO_TEMPLATES = "Give it to the chat template by chat_template_kwargs."
+#: Parameter that is refused whatever it asks -> what to do instead. Any other unknown one is refused, too.
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(("reasoning_effort", "verbosity"), _TO_TEMPLATES),
+    **dict.fromkeys(("audio", "moderation", "web_search_options"), "Leave it out."),
 }
 
 
@@ -169,10 +178,11 @@ def read_parameters(body: Mapping[str, Any], endpoint: Endpoint) -> tuple[dict[s
     columns: dict[str, Any] = {}
     problems: list[str] = []
     for name, value in _asked(body, endpoint):
-        column = _RENAMED.get(name, name)
+        column = RENAMED.get(name, name)
         kind = COLUMN_KINDS.get(column)
         if kind is None:
-            problems.append(f"{shown_name(name)}={shown(value)}: not supported. Leave it out.")
+            next_step = REFUSED.get(name, "Leave it out.")
+            problems.append(f"{shown_name(name)}={shown(value)}: not supported. {next_step}")
             continue
         try:
             read = kind.read(value)
@@ -192,7 +202,7 @@ def read_parameters(body: Mapping[str, Any], endpoint: Endpoint) -> tuple[dict[s
 def _asked(body: Mapping[str, Any], endpoint: Endpoint) -> Iterator[tuple[str, Any]]:
     """The parameters that ask for something, with values as columns spell them."""
     for name, value in body.items():
-        if name in _IGNORED or name in ("model", endpoint.prompt):
+        if name in IGNORED or name in ("model", endpoint.prompt):
             continue
         if endpoint is COMPLETIONS and name == "logprobs" and type(value) is int and value > 0:
             name = "top_logprobs"  # as many alternatives as this, which come with those of the tokens
@@ -200,7 +210,7 @@ def _asked(body: Mapping[str, Any], endpoint: Endpoint) -> Iterator[tuple[str, A
             if _is_same(value, theirs):
                 value = ours
                 break
-        is_plain = any(_is_same(value, plain) for plain in _PLAIN.get(name, ()))
+        is_plain = any(_is_same(value, plain) for plain in PLAIN.get(name, ()))
         if value is not None and not is_plain:
             yield name, value
 

@@ -8,7 +8,7 @@ import pytest
 
 from lorabatch.engine.errors import ChatTemplateError
 from lorabatch.engine.text.chat_template import ChatTemplate
-from lorabatch.engine.text.conversation import Conversation, RenderOptions
+from lorabatch.engine.text.conversation import Conversation, RenderOptions, peculiarities
 from lorabatch.engine.text.template_probe import template_traits
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -22,6 +22,7 @@ ELSE_ASSISTANT = (
     "{% endfor %}"
 )
 TEXTS = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+REFUSALS = "{% for m in messages %}{{ m.content }}{{ m.refusal }}{{ (m.function_call or {}).name }}\n{% endfor %}"
 LOUD = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
 TOOL_NAMES = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + TEXTS
 TOOL_FLAG = "{% if tools %}You have tools.{% endif %}" + TEXTS
@@ -61,6 +62,11 @@ CALL = {"function": {"name": "f", "arguments": {"a": 1}}}
         (TOOL_FLAG, [ASKS], tools("have"), "the tool 'have'"),
         (FIRST_TOOL, [ASKS], tools("a", "b"), "the tool 'b'"),
         (TEXTS, [ASKS, said("assistant", "a", tool_calls=[CALL])], None, "tool_calls[0] of messages[1]"),
+        (TEXTS, [said("assistant", "a", function_call=CALL["function"])], None, "function_call of messages[0]"),
+        (TEXTS, [ASKS, said("assistant", "a", refusal="I will not.")], None, "refusal of messages[1]"),
+        (TEXTS, [ASKS, said("assistant", "a", audio={"id": "x"})], None, "audio of messages[1]"),
+        (TEXTS, [ASKS, said("assistant", "a", function_call=None, refusal=None, audio=None)], None, None),
+        (REFUSALS, [ASKS, said("assistant", "a", refusal="no", function_call=CALL["function"])], None, None),
         (
             "{% for p in messages[0].content %}{% if loop.first %}{{ p.text }}{% endif %}{% endfor %}",
             [said("user", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])],
@@ -156,8 +162,20 @@ def test_a_prompt_ends_with_what_stands_before_answers(source: str, variables: A
 
 
 def test_what_a_template_drops_by_design_is_found() -> None:
-    assert template_traits(ChatTemplate(BY_ROLE, SPECIAL)).drops == ("reasoning of earlier turns",)
+    assert template_traits(ChatTemplate(BY_ROLE, SPECIAL)).drops == ("reasoning of earlier turns", "names of speakers")
     trimmed = (
         CHATML.replace("m.content", "m.content | trim") + "{% for m in messages %}{{ m.reasoning_content }}{% endfor %}"
     )
+    trimmed += "{% for m in messages %}{{ m.name }}{% endfor %}"
     assert template_traits(ChatTemplate(trimmed, SPECIAL)).drops == ("blanks at the ends of messages",)
+
+
+def test_names_of_speakers_are_found_and_names_of_functions_are_not_theirs() -> None:
+    named = said("user", "q", name="Ada")
+    for messages, expected in (
+        ([named], ["names of speakers"]),
+        ([said("assistant", "a", name="Bob"), ASKS], ["names of speakers"]),
+        ([said("tool", "out", name="f"), ASKS], []),
+        ([said("user", "q", name=None)], []),
+    ):
+        assert peculiarities(messages, RenderOptions()) == expected

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as TokenizerFile
 from transformers import AutoTokenizer
@@ -25,7 +24,6 @@ from lorabatch.engine.text.conversation import RenderOptions
 from lorabatch.engine.text.tokenizer import Tokenizer
 from lorabatch.engine.text.tokenizer_settings import IRRELEVANT, READ, REFUSED, class_of
 
-PINNED = "5.23.0"
 TEXTS = ["<|tool|> fetch <|obs|>the page", "answer: <|obs|> yes<|end|>", " Hello  world", "<|start|>a<|tool|>"]
 NUM_FILE_TOKENS = 258
 WRITTEN = {
@@ -229,12 +227,12 @@ EVERY = sorted(set(filter(None, tokenization_auto.TOKENIZER_MAPPING_NAMES.values
 @pytest.mark.parametrize(
     "names", [pytest.param(_NEAR, id="of families"), pytest.param(EVERY, id="all", marks=pytest.mark.long)]
 )
-def test_every_key_that_transformers_reads_is_classified(names: Iterable[str]) -> None:
+@pytest.mark.reference("transformers")
+def test_every_key_that_transformers_reads_is_classified(
+    names: Iterable[str], unclassified: Callable[[Iterable[str]], None]
+) -> None:
     known = READ.keys() | IRRELEVANT.keys() | REFUSED.keys()
-    new = {key for key in keys_of_transformers(names) - known if not key.endswith("_token")}
-    if transformers.__version__ != PINNED:
-        pytest.skip(f"transformers {transformers.__version__} reads {sorted(new) or 'nothing'} beyond {PINNED}")
-    assert not new
+    unclassified(key for key in keys_of_transformers(names) - known if not key.endswith("_token"))
     assert not READ.keys() & IRRELEVANT.keys()
     assert not IRRELEVANT.keys() & REFUSED.keys()
 

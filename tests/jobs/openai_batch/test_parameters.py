@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import re
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from pathlib import Path
+from typing import Any, get_type_hints
 
+import openai.types.shared_params
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from openai.types import chat
+from openai.types import completion_create_params as of_completions
 
+import lorabatch
 from lorabatch.engine.request import SAMPLING_OPTIONS
 from lorabatch.engine.untrusted import printable
 from lorabatch.jobs.input.columns import find_roles
@@ -17,6 +25,10 @@ from lorabatch.jobs.openai_batch.parameters import (
     CHAT,
     COLUMN_KINDS,
     COMPLETIONS,
+    IGNORED,
+    PLAIN,
+    REFUSED,
+    RENAMED,
     Endpoint,
     json_text,
     read_parameters,
@@ -117,6 +129,73 @@ def test_parameters_that_ask_for_nothing_leave_no_trace() -> None:
 )
 def test_everything_else_is_refused_by_name(body: dict[str, Any], problem: str) -> None:
     assert problems(**body) == [problem]
+
+
+def keys_of(module: Any, name: str) -> set[str]:
+    """Keys of one of openai's types, with those of its bases."""
+    return set(get_type_hints(getattr(module, name)))
+
+
+@pytest.mark.reference("openai")
+@pytest.mark.parametrize(("endpoint", "module"), [(CHAT, chat.completion_create_params), (COMPLETIONS, of_completions)])
+def test_every_parameter_of_openai_is_classified(
+    endpoint: Endpoint, module: Any, unclassified: Callable[[Iterable[str]], None]
+) -> None:
+    found = keys_of(module, "CompletionCreateParamsNonStreaming") | keys_of(module, "CompletionCreateParamsStreaming")
+    assert len(found) > 15
+    known = {"model", endpoint.prompt, *COLUMN_KINDS, *RENAMED, *IGNORED, *PLAIN, *REFUSED}
+    unclassified(found - known)
+
+
+#: Keys of openai's messages: what templates read, and what is an error row where a template leaves it out.
+OF_MESSAGES = {"role", "content", "name", "tool_calls", "tool_call_id", "function_call", "refusal", "audio"}
+#: Keys of parts that are text, of calls and of tools. `prompt_cache_breakpoint` is of the service's caches.
+OF_PARTS = {"type", "text", "prompt_cache_breakpoint"}
+OF_CALLS, OF_TOOLS = {"id", "type", "function"}, {"type", "function"}
+OF_FUNCTIONS = {"name", "description", "parameters", "strict"}
+
+
+@pytest.mark.reference("openai")
+def test_every_key_of_openai_s_messages_and_tools_is_classified(
+    unclassified: Callable[[Iterable[str]], None],
+) -> None:
+    roles = [name for name in dir(chat) if re.fullmatch(r"ChatCompletion[A-Z][a-z]+MessageParam", name)]
+    assert len(roles) > 5
+    found = set().union(*(keys_of(chat, name) for name in roles)) - OF_MESSAGES
+    found |= keys_of(chat, "ChatCompletionContentPartTextParam") - OF_PARTS
+    found |= keys_of(chat, "ChatCompletionMessageFunctionToolCallParam") - OF_CALLS
+    found |= keys_of(chat, "ChatCompletionFunctionToolParam") - OF_TOOLS
+    found |= keys_of(openai.types.shared_params, "FunctionDefinition") - OF_FUNCTIONS
+    unclassified(found)
+
+
+def test_a_parameter_has_one_meaning() -> None:
+    groups = [COLUMN_KINDS.keys(), RENAMED.keys(), IGNORED.keys(), PLAIN.keys(), REFUSED.keys()]
+    assert len(set().union(*groups)) == sum(map(len, groups))
+
+
+def parameter_table() -> str:
+    """The table of docs/openai-batch.md."""
+    lines = ["| parameter | |", "|---|---|"]
+    for why, pairs in groupby(IGNORED.items(), key=lambda pair: pair[1]):
+        lines.append(f"| {' '.join(f'`{name}`' for name, _ in pairs)} | left out: about {why} |")
+    plain = " ".join(f"`{name}: {json.dumps(value)}`" for name, (value,) in PLAIN.items())
+    lines.append(f"| {plain} | left out: what every answer has; other values are refused |")
+    for next_step, pairs in groupby(REFUSED.items(), key=lambda pair: pair[1]):
+        lines.append(f"| {' '.join(f'`{name}`' for name, _ in pairs)} | refused: {next_step} |")
+    return "\n".join([*lines, "| any other | refused |"])
+
+
+def test_the_documented_table_of_parameters_is_the_one_that_is_used() -> None:
+    page = Path(lorabatch.__file__).parent / "docs" / "openai-batch.md"
+    assert parameter_table() in page.read_text("utf-8"), parameter_table()
+
+
+@pytest.mark.parametrize("name", ["reasoning_effort", "verbosity"])
+def test_what_a_refusal_advises_is_taken(name: str) -> None:
+    [said] = problems(**{name: "low"})
+    assert said == f"{name}='low': not supported. Give it to the chat template by chat_template_kwargs."
+    assert columns(chat_template_kwargs={name: "low"}) == {"chat_template_kwargs": f'{{"{name}": "low"}}'}
 
 
 def test_many_problems_are_counted_not_listed() -> None:
