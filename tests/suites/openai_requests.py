@@ -2,15 +2,17 @@
 
 The folder has `openapi.json` of the public repository openai/openai-openapi. Requests are its examples of
 /chat/completions, /completions and /responses (bodies of `curl`), each of them whole and with one parameter of the
-endpoint more, which the description gives a value for.
+endpoint more, which the description gives a value for; and the calls of these endpoints in a checkout of
+openai/openai-python (its README, examples and tests), whole and parameter by parameter.
 
-    python tests/suites/openai_requests.py FOLDER
+    python tests/suites/openai_requests.py FOLDER [CHECKOUT]
 
 Exits with 1 if a key of a request is in no list and does not refuse its line, or if a line crashes the import.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import sys
@@ -79,6 +81,45 @@ def requests(description: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[st
                 yield f"{path} with {name}={json.dumps(body[name])[:60]}", f"/v1{path}", body
 
 
+_ADDRESSES = {
+    "chat.completions": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "responses": "/v1/responses",
+}
+
+
+def calls(checkout: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Place, address and body of each call of an endpoint in a checkout, whole and parameter by parameter."""
+    texts = [(path, path.read_text("utf-8")) for path in sorted(checkout.rglob("*.py"))]
+    for path in sorted(checkout.rglob("*.md")):
+        texts += [(path, found) for found in re.findall(r"```python\n(.*?)```", path.read_text("utf-8"), re.DOTALL)]
+    for path, text in texts:
+        try:
+            tree = ast.parse(text)
+        except SyntaxError:
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "create":
+                name = ast.unparse(node.func.value).replace(".with_raw_response", "")
+                name = name.replace(".with_streaming_response", "").partition("client.")[2]
+                if name in _ADDRESSES:
+                    body = {word.arg: _literal(word.value) for word in node.keywords if word.arg}
+                    extra = {word: body.pop(word) for word in ("extra_body",) if isinstance(body.get(word), dict)}
+                    body = {**body, **extra.get("extra_body", {})}
+                    place, url = f"{path.relative_to(checkout)}:{node.lineno}", _ADDRESSES[name]
+                    yield place, url, body
+                    asked = {key: body[key] for key in ("model", "messages", "prompt", "input") if key in body}
+                    yield from ((f"{place}, {key}", url, asked | {key: body[key]}) for key in body.keys() - asked)
+
+
+def _literal(node: ast.expr) -> Any:
+    """The value of an expression; a text where it is no literal."""
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return [{"role": "user", "content": "text"}] if "message" in ast.unparse(node) else "text"
+
+
 def fate(url: str, body: Mapping[str, Any], key: str, row: Mapping[str, Any]) -> str:
     """What became of a key in the row of a line that was accepted; "" for nothing."""
     endpoint, value = ENDPOINTS[url], body[key]
@@ -109,13 +150,13 @@ def imported(title: str, url: str, body: Mapping[str, Any], folder: Path) -> dic
     return row
 
 
-def main(folder: Path) -> int:
+def main(folder: Path, checkout: Path | None = None) -> int:
     """Import every request and print counts."""
     description = json.loads((folder / "openapi.json").read_text("utf-8"))
     counts, keys, refused = Counter[str](), Counter[str](), Counter[str]()
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
-        for title, url, body in requests(description):
+        for title, url, body in [*requests(description), *(calls(checkout) if checkout else ())]:
             counts[f"requests of {url}"] += 1
             try:
                 row = imported(title, url, body, Path(scratch))
@@ -139,4 +180,4 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(*map(Path, sys.argv[1:3])))
