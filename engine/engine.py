@@ -26,7 +26,7 @@ from .batching.batch import RunningBatch
 from .batching.policy import choose_batcher
 from .batching.prefix_sharing import CopiedPrefixes, NamedPrefixes, PrefixSharing
 from .config import EngineConfig, read_model_config
-from .errors import AdapterRefusedError, AdapterUnusableError, ModelFilesError
+from .errors import AdapterRefusedError, AdapterUnusableError, ModelFilesError, TokenizerError
 from .memory.allocation import MemoryPlan, eraser_for
 from .memory.limits import keeps_merged_copy
 from .memory.loader import AdapterLoader, HostTier
@@ -45,9 +45,9 @@ from .sequence import Sequence
 from .telemetry import EngineTelemetry
 from .text.choices import ChoiceScores
 from .text.completion import Completion
-from .text.sampling_check import token_problems
+from .text.confined_tokenizer import adapter_tokenizer
 from .text.token_rules import TokenRules
-from .text.tokenizer import Tokenizers
+from .text.tokenizer import Tokenizer, Tokenizers
 
 
 class Engine:
@@ -96,7 +96,8 @@ class Engine:
                 rows_to_come=self._num_expected,
             ),
         )
-        tokenizers = Tokenizers(model_folder, self._registry.tokenizer_folder, self.model.eos_token_ids)
+        own_tokenizer = partial(_own_tokenizer, self._registry, model_folder)
+        tokenizers = Tokenizers(model_folder, own_tokenizer, self.model.eos_token_ids)
         self._tokenizers = tokenizers
         #: What rows ask of their next token.
         self.rules = TokenRules(tokenizers)
@@ -147,24 +148,29 @@ class Engine:
             for _ in self._in_flight.read(keep=0):
                 pass
         for row in rows:
-            limits = self._registry, self._batch, self.model.max_context_tokens
-            problem = self._tokenizer_problem(row.request.adapter_id)
-            problem = problem or problem_with(row, *limits, self._choices.spare_tokens)
-            if problem is None:
-                self._batch.append(sequence := Sequence.of(row, self._choices.spare_tokens(row.request)))
-                self._choices.ask(sequence)
-                self._lengths.asked(row.request.sampling.max_tokens, prompt_tokens=sequence.prompt_tokens)
-            else:
+            try:
+                problem = self._queued(row)
+            except (ModelFilesError, TokenizerError) as error:
+                # its adapter's own tokenizer has changed since it was audited, or fails on the row's texts
+                problem = str(error)
+            if problem is not None:
                 self._rejected.append(Result.refused(row.request, problem))
 
-    def _tokenizer_problem(self, adapter_id: str | None) -> str | None:
-        """Why an adapter's own tokenizer cannot be read: its files have changed since they were audited."""
-        if adapter_id is None or adapter_id not in self._registry:
-            return None
+    def _queued(self, row: ExportedRow) -> str | None:
+        """Queue a row, or say why it cannot be served. Raises `ModelFilesError` and `TokenizerError`."""
+        request = row.request
+        if request.adapter_id is not None and request.adapter_id in self._registry:
+            self._tokenizers.of(request.adapter_id)
+        problem = self._batch.problem_with(row, self.model.max_context_tokens, self._choices.spare_tokens)
+        if problem is not None:
+            return problem
+        self._batch.append(sequence := Sequence.of(row, self._choices.spare_tokens(request)))
         try:
-            self._tokenizers.of(adapter_id)
-        except ModelFilesError as error:
-            return str(error)
+            self._choices.ask(sequence)
+        except TokenizerError:
+            self._take_out([request.request_id])
+            raise
+        self._lengths.asked(request.sampling.max_tokens, prompt_tokens=sequence.prompt_tokens)
         return None
 
     def expect_rows(self, adapter_id: str, num_rows: int) -> None:
@@ -344,20 +350,23 @@ class Engine:
         rows = self._take_out(self._batch.ids_of_adapter(error.adapter_id))
         return [Result.refused(sequence.request, str(error)) for sequence in rows]
 
-    def _give_up_row(self, sequence: Sequence) -> Result:
-        """An error result for a row whose logits are not finite; all others go on."""
+    def _give_up_row(self, sequence: Sequence, problem: str) -> Result:
+        """An error result for a row; all others go on."""
         self._end(sequence)
+        return Result.refused(sequence.request, problem)
+
+    def _why_no_token(self, sequence: Sequence) -> str:
         after, dtype = len(sequence.token_ids), str(self.backend.dtype).removeprefix("torch.")
+        if (problem := self.rules.problem_of(sequence)) is not None:
+            return problem
         if sequence.request.sampling.is_constrained:
-            return Result.refused(
-                sequence.request,
+            return (
                 f"after {after} generated tokens the row's grammar allows none of the model's tokens, has become too "
-                "complex, or the logits are not finite: simplify the grammar",
+                "complex, or the logits are not finite: simplify the grammar"
             )
-        return Result.refused(
-            sequence.request,
+        return (
             f"the model's logits are NaN or infinite after {after} generated tokens in {dtype}: use a wider --dtype, "
-            "or an earlier checkpoint of the adapter",
+            "or an earlier checkpoint of the adapter"
         )
 
     def _end(self, sequence: Sequence) -> None:
@@ -401,7 +410,7 @@ class Engine:
         if not self._batch.is_running(sequence):
             return None  # it ended or was taken out after this step was launched
         if token == NO_TOKEN:
-            return self._give_up_row(sequence)
+            return self._give_up_row(sequence, self._why_no_token(sequence))
         self._generated_tokens += 1
         if sequence.asked_tokens:
             self._choices.note(sequence, asked)
@@ -412,8 +421,11 @@ class Engine:
             sequence.token_logprobs.append(logprob)
         if sequence.request.sampling.top_logprobs:
             sequence.top_logprobs.append(top)
-        self._choices.ask(sequence)
-        result = self._completion.finish(sequence)
+        try:
+            self._choices.ask(sequence)
+            result = self._completion.finish(sequence)
+        except TokenizerError as error:
+            return self._give_up_row(sequence, str(error))
         if result is not None:
             self._lengths.finished(len(sequence.token_ids), reused_tokens=sequence.num_reused)
             self._batch.finished(sequence)
@@ -430,6 +442,12 @@ class Engine:
         elif self.model.has_length_dependent_rope:
             sequence.num_stored = 0
         return result
+
+
+def _own_tokenizer(registry: AdapterRegistry, base: Path, adapter_id: str) -> Tokenizer | None:
+    """An adapter's own tokenizer, if it ships one. No engine renders chat templates."""
+    own = registry.tokenizer_folder(adapter_id)
+    return None if own is None else adapter_tokenizer(own.folder, base, own.sha256, chat_template="")
 
 
 def _backend_maker(config: EngineConfig) -> MakeBackend:
@@ -471,40 +489,3 @@ def _running_batch(
         rows_grow=traits.has_block_tables,
         merges_packed=merges_packed,
     )
-
-
-def problem_with(
-    row: ExportedRow,
-    registry: AdapterRegistry,
-    batch: RunningBatch,
-    max_context_tokens: int,
-    spare_tokens: Callable[[Request], int],
-) -> str | None:
-    """Why the engine cannot serve a row, as a plain sentence; None for a row that it can."""
-    request = row.request
-    if request.adapter_id is not None and request.adapter_id not in registry:
-        return f"adapter {request.adapter_id[:12]} is not known to this engine"
-    vocab_size = registry.vocab_size(request.adapter_id)
-    problems = request.sampling.problems() or row.problems() or token_problems(request.sampling, vocab_size)
-    if problems:
-        return "; ".join(problems)
-    ids = request.prompt_token_ids
-    if not ids:
-        return "the prompt has no tokens"
-    if min(ids + row.token_ids) < 0 or max(ids + row.token_ids) >= vocab_size:
-        return f"prompt_token_ids must be in 0..{vocab_size - 1}"
-    max_tokens = request.sampling.max_tokens
-    if len(ids) + max_tokens > max_context_tokens:
-        return (
-            f"prompt of {len(ids)} tokens + max_tokens={max_tokens} exceeds the context of {max_context_tokens} tokens"
-        )
-    sequence = Sequence.of(row, spare_tokens(request))
-    if sequence.capacity_tokens > max_context_tokens:
-        return (
-            f"prompt of {len(ids)} tokens and the choice's texts exceed the context of {max_context_tokens} tokens; "
-            "shorten the prompt, or give score_choices=False"
-        )
-    pages, num_pages = batch.pages_of_row(sequence), batch.pool.num_pages
-    if pages > num_pages:
-        return f"the row and its adapter need {pages} pages, the pool has {num_pages}; raise pool_bytes"
-    return None

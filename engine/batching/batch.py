@@ -18,7 +18,9 @@ from ..memory.packed import AdapterLayout
 from ..memory.pool import PageRun
 from ..memory.residency import MergedShare
 from ..models.step_batch import StepEntry
+from ..request import ExportedRow, Request
 from ..sequence import Sequence
+from ..text.sampling_check import token_problems
 from .admission import Admission, Room, WaitingRows, row_owner
 
 
@@ -156,6 +158,41 @@ class RunningBatch:
     def finished(self, sequence: Sequence) -> None:
         """Learn from the length of an answer that is complete."""
         self._lengths.finished(np.array([sequence.prompt_tokens]), np.array([len(sequence.token_ids)]))
+
+    def problem_with(
+        self, row: ExportedRow, max_context_tokens: int, spare_tokens: Callable[[Request], int]
+    ) -> str | None:
+        """Why a row cannot be served, as a plain sentence; None for a row that can be. `spare_tokens`: that a row may
+        store beyond its prompt and `max_tokens`.
+        """
+        request = row.request
+        if request.adapter_id is not None and request.adapter_id not in self._registry:
+            return f"adapter {request.adapter_id[:12]} is not known to this engine"
+        vocab_size = self._registry.vocab_size(request.adapter_id)
+        problems = request.sampling.problems() or row.problems() or token_problems(request.sampling, vocab_size)
+        if problems:
+            return "; ".join(problems)
+        ids = request.prompt_token_ids
+        if not ids:
+            return "the prompt has no tokens"
+        if min(ids + row.token_ids) < 0 or max(ids + row.token_ids) >= vocab_size:
+            return f"prompt_token_ids must be in 0..{vocab_size - 1}"
+        max_tokens = request.sampling.max_tokens
+        if len(ids) + max_tokens > max_context_tokens:
+            return (
+                f"prompt of {len(ids)} tokens + max_tokens={max_tokens} exceeds the context of {max_context_tokens} "
+                "tokens"
+            )
+        sequence = Sequence.of(row, spare_tokens(request))
+        if sequence.capacity_tokens > max_context_tokens:
+            return (
+                f"prompt of {len(ids)} tokens and the choice's texts exceed the context of {max_context_tokens} "
+                "tokens; shorten the prompt, or give score_choices=False"
+            )
+        pages = self.pages_of_row(sequence)
+        if pages > self.pool.num_pages:
+            return f"the row and its adapter need {pages} pages, the pool has {self.pool.num_pages}; raise pool_bytes"
+        return None
 
     def pages_of_row(self, sequence: Sequence) -> int:
         """Pages of the whole pool that one row occupies by itself, its adapter included unless it is always merged."""

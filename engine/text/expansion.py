@@ -36,13 +36,6 @@ def long_token_problem(backend: TokenizerFile) -> str | None:
     return None
 
 
-def slow_decoder_problem(backend: TokenizerFile) -> str | None:
-    """Likewise of a decoder whose pattern may backtrack: engines decode token by token, outside of any limit."""
-    if backend.decoder is not None and '"Regex"' in str(backend.decoder.__getstate__(), "utf-8"):
-        return "its decoder has a regular expression, which no known tokenizer has"
-    return None
-
-
 def _factor(step: Any) -> int:
     """The most characters that a normalizer or decoder makes of one."""
     factor = 1

@@ -21,9 +21,11 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
 from ..confinement import ConfinedError, confined
+from ..errors import TokenizerError
+from ..request import Request
 from ..sequence import Sequence
 from ..untrusted import shown
-from .choices import ChoiceMatcher, tree_of
+from .choices import ChoiceMatcher, ChoiceTree, tree_of
 from .json_schema import SchemaProblemError, enforceable
 from .reasoning import AnswerTokens
 from .tokenizer import Tokenizer, Tokenizers
@@ -198,6 +200,8 @@ class Grammars:
         self._executor = LLExecutor(num_threads)
         self._compiled = lru_cache(_MOST_COMPILED)(self._compile)
         self._tokenizer = lru_cache(None)(self._read_tokenizer)
+        #: request_id -> why an adapter's own tokenizer fails on a row: it may have no token.
+        self.problems: dict[str, str] = {}
         #: Grammars compiled so far.
         self.num_compiled = 0
 
@@ -263,24 +267,29 @@ class Grammars:
     def forget(self, sequence: Sequence) -> None:
         """Drop what was kept for a row that ended or left."""
         self._running.pop(sequence.request.request_id, None)
+        self.problems.pop(sequence.request.request_id, None)
 
     def _caught_up(self, sequence: Sequence, vocab_size: int) -> _Running:
-        request = sequence.request
-        running = self._running.get(request.request_id)
-        if running is None:
-            tokenizer = self._tokenizers.of(request.adapter_id)
-            width, ends = max(vocab_size, tokenizer.vocab_size), self._tokenizers.ends(request)
-            if request.sampling.choice:
-                # exactly the tokens that scores count
-                matcher: LLMatcher | ChoiceMatcher = ChoiceMatcher(tree_of(tokenizer, request), ends)
-            else:
-                key = (tokenizer, width, ends)
-                matcher = self._compiled(request.sampling.constraint, key).deep_copy()
-            markers = request.sampling.reasoning
-            answer = None if markers is None else AnswerTokens(tokenizer, markers)
-            running = self._running[request.request_id] = _Running(matcher, width, answer)
-        running.catch_up(sequence)
+        request_id = sequence.request.request_id
+        try:
+            running = self._running.get(request_id) or self._begun(sequence.request, vocab_size)
+            running.catch_up(sequence)
+        except TokenizerError as error:
+            self.problems[request_id] = str(error)
+            running = _Running(ChoiceMatcher(ChoiceTree(()), ()), vocab_size, num_seen=len(sequence.token_ids))
+        self._running[request_id] = running
         return running
+
+    def _begun(self, request: Request, vocab_size: int) -> _Running:
+        tokenizer = self._tokenizers.of(request.adapter_id)
+        width, ends = max(vocab_size, tokenizer.vocab_size), self._tokenizers.ends(request)
+        if request.sampling.choice:
+            # exactly the tokens that scores count
+            matcher: LLMatcher | ChoiceMatcher = ChoiceMatcher(tree_of(tokenizer, request), ends)
+        else:
+            matcher = self._compiled(request.sampling.constraint, (tokenizer, width, ends)).deep_copy()
+        markers = request.sampling.reasoning
+        return _Running(matcher, width, None if markers is None else AnswerTokens(tokenizer, markers))
 
     def _compile(self, constraint: str, key: tuple[Tokenizer, int, tuple[int, ...]]) -> LLMatcher:
         self.num_compiled += 1
@@ -288,4 +297,4 @@ class Grammars:
         return LLMatcher(self._tokenizer(*key), _source(kind, value), log_level=0, limits=_LIMITS)
 
     def _read_tokenizer(self, tokenizer: Tokenizer, vocab_size: int, ends: tuple[int, ...]) -> LLTokenizer:
-        return LLTokenizer(tokenizer.to_json(), n_vocab=vocab_size, eos_token=list(ends))
+        return LLTokenizer(tokenizer.for_grammars, n_vocab=vocab_size, eos_token=list(ends))

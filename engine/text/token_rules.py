@@ -28,6 +28,7 @@ from torch import Tensor
 from ...kernels.launch import to_device
 from ...kernels.token_mask import mask_tokens_
 from ...kernels.token_penalties import PenalisedRow, penalise_tokens_
+from ..errors import TokenizerError
 from ..request import SAMPLING_OPTIONS, SamplingParams
 from ..sequence import Sequence
 from ..structured_output import CONSTRAINTS
@@ -53,6 +54,7 @@ class TokenRules:
         self._of_prompts: dict[str, NDArray[np.int64]] = {}
         self._kinds: dict[str, tuple[SamplingParams, _Kind]] = {}
         self._bad_words = lru_cache(_MOST_BAD_WORDS_KEPT)(self._encode_bad_words)
+        self._problems: dict[str, str] = {}
 
     @property
     def num_compiled_grammars(self) -> int:
@@ -62,8 +64,8 @@ class TokenRules:
     def apply_(self, logits: Tensor, sequences: Items[Sequence], *, checks_later: bool = False) -> None:
         """Change `logits` [num_sequences, vocab_size] to what is left of them; minus infinity is impossible.
 
-        Where a row's grammar has grown too complex nothing is left. `checks_later`: grammars of rows that `refused` can
-        check are left to it.
+        Where a row's grammar has grown too complex, or its adapter's own tokenizer fails, nothing is left.
+        `checks_later`: grammars of rows that `refused` can check are left to it.
         """
         kinds = [self._kind(sequence) for sequence in sequences]
         masked = [i for i, kind in enumerate(kinds) if kind.is_constrained and not (checks_later and kind.is_checkable)]
@@ -111,8 +113,15 @@ class TokenRules:
         """Whether the row's grammar allows its end and nothing else."""
         return self._grammars is not None and self._grammars.is_complete(sequence)
 
+    def problem_of(self, sequence: Sequence) -> str | None:
+        """Why an adapter's own tokenizer has left a row without tokens."""
+        request_id = sequence.request.request_id
+        of_grammar = None if self._grammars is None else self._grammars.problems.get(request_id)
+        return of_grammar or self._problems.get(request_id)
+
     def forget(self, sequence: Sequence) -> None:
         """Drop what was kept for a sequence that ended or was aborted."""
+        self._problems.pop(sequence.request.request_id, None)
         self._of_prompts.pop(sequence.request.request_id, None)
         self._kinds.pop(sequence.request.request_id, None)
         if self._grammars is not None:
@@ -139,7 +148,12 @@ class TokenRules:
             logits.fill_(-torch.inf)
             logits[allowed] = kept
         if sampling.bad_words:
-            words = self._bad_words(sequence.request.adapter_id, sampling.bad_words)
+            try:
+                words = self._bad_words(sequence.request.adapter_id, sampling.bad_words)
+            except TokenizerError as error:
+                self._problems[sequence.request.request_id] = str(error)
+                logits.fill_(-torch.inf)
+                return
             ends = [word[-1] for word in words if _ends_with(sequence.token_ids, word[:-1])]
             logits[self._known(ends, logits)] = -torch.inf
         if sampling.logit_bias:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,11 +18,11 @@ from tokenizers import Tokenizer as TokenizerFile
 from ..config import read_json
 from ..errors import ChatTemplateError, ModelFilesError, TokenizerError
 from ..request import Request
-from ..tokenizer_files import SETTINGS, TEMPLATE, TOOL_TEMPLATE, AuditedFolder, TokenizerFiles
+from ..tokenizer_files import SETTINGS, TEMPLATE, TOOL_TEMPLATE, TokenizerFiles
 from ..untrusted import STOPS, shown_name
 from .chat_template import ChatTemplate
 from .conversation import AS_USUAL, Conversation, RenderOptions
-from .expansion import long_token_problem, slow_decoder_problem
+from .expansion import long_token_problem
 from .literal import LiteralText, RenderedMessages
 from .token_bytes import TokenBytes
 from .tokenizer_backend import build
@@ -99,7 +99,7 @@ class Tokenizer:
         chat_template: str | None = None,
     ) -> Tokenizer:
         """`from_folder`, of files that were read before."""
-        model_type, kind = _named_by_model(files.folder)
+        model_type, kind = named_by_model(files.folder)
         backend, settings = build(files, base=of_base, model_type=model_type, model_class=kind)
         special = settings.special_tokens
         templates = templates_of(files, of_base, special, now=now, chat_template=chat_template)
@@ -141,13 +141,16 @@ class Tokenizer:
         size = self.vocab_size
         return size - 1 if padding == size - 1 else size
 
-    def to_json(self) -> str:
-        """The tokenizer as a `tokenizer.json` would have it, tokens and settings of other files included."""
+    @property
+    def for_grammars(self) -> Any:
+        """The tokenizer as llguidance takes it: as a `tokenizer.json` would have it, tokens and settings of other files
+        included.
+        """
         return str(self._backend.to_str())
 
     def foreign_problem(self) -> str | None:
-        """Why it may not serve as a stranger's tokenizer, as a clause: it may make long texts, or take long."""
-        return long_token_problem(self._backend) or slow_decoder_problem(self._backend)
+        """Why it may not serve as a stranger's tokenizer, as a clause: it may make long texts."""
+        return long_token_problem(self._backend)
 
     def conflicts(self, other: Tokenizer) -> list[str]:
         """Added and special tokens that stand for another number in `other`, as plain sentences."""
@@ -289,28 +292,25 @@ class Tokenizer:
 class Tokenizers:
     """The tokenizers of an engine: the base's, and those of adapters that ship one.
 
-    `own_folder(adapter_id)`: the adapter's folder if it ships a tokenizer, with its hash where that is known.
-    `eos_token_ids`: the model's.
+    `own_tokenizer(adapter_id)`: the adapter's own, which is asked for once; None where it ships none. `eos_token_ids`:
+    the model's.
     """
 
     def __init__(
         self,
         model_folder: Path,
-        own_folder: Callable[[str | None], AuditedFolder | Path | None],
+        own_tokenizer: Callable[[str], Tokenizer | None],
         eos_token_ids: tuple[int, ...],
     ) -> None:
         base = Tokenizer.from_folder(model_folder)
         self._eos_token_ids = tuple(sorted({*eos_token_ids, *base.eos_token_ids}))
-        self._model_folder = model_folder
-        self._own_folder = own_folder
-        self._read = lru_cache(None)(self._read_own)
+        self._own_tokenizer = own_tokenizer
         self._of_adapter: dict[str | None, Tokenizer] = {None: base}
 
     def of(self, adapter_id: str | None) -> Tokenizer:
         """The tokenizer of an adapter's rows."""
-        if adapter_id not in self._of_adapter:
-            own = self._own_folder(adapter_id)
-            self._of_adapter[adapter_id] = self._of_adapter[None] if own is None else self._read(own)
+        if adapter_id is not None and adapter_id not in self._of_adapter:
+            self._of_adapter[adapter_id] = self._own_tokenizer(adapter_id) or self._of_adapter[None]
         return self._of_adapter[adapter_id]
 
     def ends(self, request: Request) -> tuple[int, ...]:
@@ -324,10 +324,6 @@ class Tokenizers:
         sampling, tokenizer = request.sampling, self.of(request.adapter_id)
         special = tokenizer.special_token_ids(sampling.stop)
         return tuple({*self._eos_token_ids, *tokenizer.eos_token_ids, *sampling.stop_token_ids, *special})
-
-    def _read_own(self, own: AuditedFolder | Path) -> Tokenizer:
-        folder, sha256 = (own.folder, own.sha256) if isinstance(own, AuditedFolder) else (own, "")
-        return Tokenizer.from_folder(folder, base=self._model_folder, sha256=sha256)
 
 
 class Detokenizer:
@@ -403,7 +399,7 @@ def _each(
     return [found for item in items for found in _each([item], encode)]
 
 
-def _named_by_model(folder: Path) -> tuple[str, str]:
+def named_by_model(folder: Path) -> tuple[str, str]:
     """What the model's own configuration says of the tokenizer's class: `model_type` and `tokenizer_class`."""
     path = folder / "config.json"
     config = read_json(path) if path.is_file() else {}

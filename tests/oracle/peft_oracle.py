@@ -16,14 +16,14 @@ from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, Result, SamplingParams
 from lorabatch.engine.text.completion import Completion
 from lorabatch.engine.text.token_rules import TokenRules
-from lorabatch.engine.text.tokenizer import Tokenizers
+from lorabatch.engine.text.tokenizer import Tokenizer, Tokenizers
 
 POOL_BYTES = 4 << 20
 
 
-def completion_of(model: Path, own_folder: Callable[[str | None], Path | None] = lambda _: None) -> Completion:
+def completion_of(model: Path, own_tokenizer: Callable[[str], Tokenizer | None] = lambda _: None) -> Completion:
     """Watches rows of a model that ends with token 2 for their ends."""
-    tokenizers = Tokenizers(model, own_folder, (2,))
+    tokenizers = Tokenizers(model, own_tokenizer, (2,))
     return Completion(tokenizers, TokenRules(tokenizers))
 
 
