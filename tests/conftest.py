@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         marker = item.get_closest_marker("reference")
         if marker is not None and (installed := _not_pinned(marker.args[0])):
-            item.add_marker(pytest.mark.xfail(reason=f"not as in the pinned version: {installed}", strict=False))
+            item.add_marker(pytest.mark.xfail(reason=f"compared with {installed}, which is not pinned", strict=False))
 
 
 @pytest.fixture
