@@ -15,15 +15,34 @@ _KINDS_OF_VLLM = {"json": "json_schema", "regex": "regex", "choice": "choice", "
 
 
 def schema_text(schema: Any) -> str:
-    """A JSON Schema as text. A class of pydantic gives its own. Raises ValueError for what JSON has no word for."""
-    if hasattr(schema, "model_json_schema"):
-        schema = schema.model_json_schema()
+    """A JSON Schema as text. A class of pydantic, its dataclasses too, and a TypeAdapter give their own. Raises
+    ValueError for what JSON has no word for, and for a class that has no schema.
+    """
+    if isinstance(schema, str):
+        return schema
     try:
-        return schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
-    except (TypeError, RecursionError) as error:
+        return json.dumps(_schema_of(schema), ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"not JSON ({error}). Give a mapping of texts, numbers, lists and mappings, JSON, or a class of pydantic"
+            f"not JSON ({error}). Give a mapping of texts, numbers, lists and mappings, JSON, or a class of pydantic 2"
         ) from None
+
+
+def _schema_of(schema: Any) -> Any:
+    """The schema that a class of pydantic has; any other value as it is."""
+    for name in ("model_json_schema", "json_schema"):
+        if callable(found := getattr(schema, name, None)):
+            break
+    else:
+        if not hasattr(schema, "__pydantic_core_schema__"):
+            return schema
+        from pydantic import TypeAdapter
+
+        found = TypeAdapter(schema).json_schema
+    try:
+        return found()
+    except Exception as error:  # pydantic's own, of several kinds
+        raise ValueError(f"pydantic finds no schema: {str(error).partition(chr(10))[0]}") from None
 
 
 def constraint_of(form: str, value: Any) -> dict[str, Any]:

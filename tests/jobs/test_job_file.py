@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from lorabatch.jobs.errors import JobRequestError
 from lorabatch.jobs.job_file import read_job_file
@@ -108,11 +111,45 @@ class Answer(BaseModel):
     score: int
 
 
-def test_a_class_of_pydantic_is_its_schema() -> None:
-    assert json.loads(JobSpec(**BASICS, json_schema=Answer).json_schema) == Answer.model_json_schema()
+@pydantic_dataclass
+class Point:
+    """A dataclass of pydantic."""
+
+    x: float
 
 
-@pytest.mark.parametrize("value", [datetime.date(2026, 1, 31), object(), {1, 2}, b"a"])
+class Callback(BaseModel):
+    """A class that no JSON Schema says."""
+
+    call: Callable[[int], int]
+
+
+class Undefined(BaseModel):
+    """A class whose types are not there."""
+
+    part: Missing  # type: ignore[name-defined]  # noqa: F821
+
+
+@pytest.mark.parametrize(
+    ("value", "schema"),
+    [
+        (Answer, Answer.model_json_schema()),
+        (Answer(label="spam", score=1), Answer.model_json_schema()),
+        (Point, TypeAdapter(Point).json_schema()),
+        (TypeAdapter(list[Answer]), TypeAdapter(list[Answer]).json_schema()),
+    ],
+)
+def test_a_class_of_pydantic_is_its_schema(value: Any, schema: Any) -> None:
+    assert json.loads(JobSpec(**BASICS, json_schema=value).json_schema) == schema
+
+
+@pytest.mark.parametrize("value", [Callback, Undefined, BaseModel])
+def test_a_class_without_a_schema_is_refused_with_the_reason(value: Any) -> None:
+    with pytest.raises(JobRequestError, match=r"json_schema=.*pydantic finds no schema: .*a class of pydantic 2"):
+        JobSpec(**BASICS, json_schema=value)
+
+
+@pytest.mark.parametrize("value", [datetime.date(2026, 1, 31), object(), {1, 2}, b"a", math.nan])
 def test_a_schema_of_values_that_json_does_not_have_is_refused(value: Any) -> None:
     with pytest.raises(JobRequestError, match=r"json_schema=.*not JSON .*a class of pydantic"):
         JobSpec(**BASICS, json_schema={"enum": [value]})
