@@ -42,6 +42,7 @@ from .input.columns import asked_options, copied_names, find_roles
 from .input.file_metadata import kept_metadata, settings_of_files
 from .input.files import endings, pack_schema, read_footers, unified_schema, would_read
 from .input.partitions import with_partitions
+from .input.spark_metadata import spark_type_problems
 from .job_file import read_job_file
 from .record import InputRecord
 from .spec import PROMPT_ROLES, SETTING_ROLES, JobSpec
@@ -226,6 +227,7 @@ def _check_input(spec: JobSpec) -> InputRecord:
     _, of_roles = find_roles(schema, spec.columns, options, row_settings, copied=copied, prefix=spec.output_prefix)
     kinds = found.distinct_kinds()
     problems += [*of_roles, *of_names, *type_problems(schema, copied, kinds)]
+    problems += spark_type_problems([(f.file.name, f.metadata) for f in found.footers], copied)
     if problems:
         raise JobRequestError(*problems)
     read = {*copied, *roles.values(), *(name.partition(".")[0] for name in roles.values())}

@@ -7,7 +7,7 @@ input. `ARROW_TYPES` has every type of Arrow, `parquet_schema.py` every type of 
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from shlex import quote
 from typing import Any
 
@@ -183,7 +183,8 @@ def check_int96(name: str, read: pa.Array, as_nanoseconds: pa.Array) -> None:
     """Raise ValueError where INT96 timestamps have more digits than microseconds hold. `as_nanoseconds`: wrapped
     outside of 1677 to 2262, as products of microseconds are.
     """
-    for micros, nanos in zip(_timestamps(read), _timestamps(as_nanoseconds), strict=True):
+    pairs = zip(nested_values(read, t.is_timestamp), nested_values(as_nanoseconds, t.is_timestamp), strict=True)
+    for micros, nanos in ((one.cast(pa.int64()), other.cast(pa.int64())) for one, other in pairs):
         if not pc.all(pc.equal(pc.multiply(micros, _NS_PER_UNIT), nanos)).as_py():
             raise ValueError(
                 f"column {name!r} has INT96 timestamps with nanoseconds, expected microseconds; leave it out with "
@@ -191,17 +192,17 @@ def check_int96(name: str, read: pa.Array, as_nanoseconds: pa.Array) -> None:
             )
 
 
-def _timestamps(array: Any) -> Iterator[pa.Array]:
-    """The whole numbers of all timestamps in an array, nested ones too, without nulls."""
+def nested_values(array: Any, is_kind: Callable[[pa.DataType], bool]) -> Iterator[pa.Array]:
+    """The values of a kind in an array, nested ones too, without nulls."""
     kind = array.type
-    if t.is_timestamp(kind):
-        yield array.drop_null().cast(pa.int64())
+    if is_kind(kind):
+        yield array.drop_null()
     elif t.is_struct(kind):
         for field in array.flatten():
-            yield from _timestamps(field)
+            yield from nested_values(field, is_kind)
     elif t.is_map(kind):
         # what is behind a null map is no value
-        yield from _timestamps(pa.ListArray.from_arrays(array.offsets, array.keys).flatten())
-        yield from _timestamps(pa.ListArray.from_arrays(array.offsets, array.items).flatten())
+        yield from nested_values(pa.ListArray.from_arrays(array.offsets, array.keys).flatten(), is_kind)
+        yield from nested_values(pa.ListArray.from_arrays(array.offsets, array.items).flatten(), is_kind)
     elif t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind):
-        yield from _timestamps(array.flatten())
+        yield from nested_values(array.flatten(), is_kind)

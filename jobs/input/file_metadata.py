@@ -12,6 +12,7 @@ from typing import Any
 
 from ...engine.untrusted import parse_json, shown_name
 from .files import Footer
+from .spark_metadata import SPARK_SCHEMA_KEY, says_more
 
 #: Key under which `lorabatch import` writes a JSON list of the columns that are settings.
 SETTINGS_KEY = "lorabatch.row_settings"
@@ -45,6 +46,9 @@ def settings_of_files(
 def kept_metadata(footers: Sequence[Footer], copied: Collection[str]) -> tuple[dict[str, str], list[str]]:
     """What all parts of the output say too, and the keys of what they leave out. `copied`: columns of the output."""
     keys = sorted({key for footer in footers for key in footer.metadata if not key.startswith(_OWN_PREFIX)})
+    # types that only it shows are refused
+    if not any(says_more(text) for text in {footer.metadata.get(SPARK_SCHEMA_KEY, "") for footer in footers}):
+        keys = [key for key in keys if key != SPARK_SCHEMA_KEY]
     kept, left_out = {}, []
     for key in keys:
         texts = {footer.metadata.get(key) for footer in footers}

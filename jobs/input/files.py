@@ -27,6 +27,7 @@ from .column_types import INT96_UNIT, carried_field
 from .file_version import file_version
 from .parquet_schema import column_kinds
 from .row_group import MAX_ROW_GROUP_ROWS
+from .spark_metadata import SPARK_CALENDAR_KEYS
 
 _WEB = ("http://", "https://")
 _GLOB_SIGNS = "*?["
@@ -44,7 +45,7 @@ _RECORDS = ("_lorabatch", "_temporary", "_delta_log", "_spark_metadata")
 DELTA_LOG = "_delta_log"
 # What a footer says beside the schema, of formats and programs; it is of no use in another file.
 _KNOWN_METADATA = (
-    "ARROW:schema", "org.apache.spark.version", "writer.model.name", "writer.date", "avro.schema",
+    *SPARK_CALENDAR_KEYS, "ARROW:schema", "writer.model.name", "writer.date", "avro.schema",
     "parquet.avro.schema", "parquet.proto.descriptor", "parquet.proto.class", "duckdb.interval_bloom_filter",
 )  # fmt: skip
 _TAIL_BYTES = 8

@@ -10,6 +10,7 @@ import io
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -20,6 +21,7 @@ from ...engine.confinement import ConfinedError, confined
 from ...engine.local_cache import temporary_folder
 from .column_types import INT96_UNIT, check_int96, int96_columns
 from .pages import decoded_bytes
+from .spark_metadata import check_calendar, old_calendar
 
 MAX_ROW_GROUP_BYTES = 2 << 30
 #: The most rows of a row group: what is kept for each of them takes memory too.
@@ -54,6 +56,8 @@ class RowGroup:
     #: Those of the columns that hold INT96 timestamps, and the file read with these as nanoseconds; None without any.
     int96: Sequence[str] = ()
     as_nanoseconds: pq.ParquetFile | None = None
+    #: Whether old values are of the Julian calendar: dates and timestamps, and INT96 timestamps.
+    has_old_calendar: tuple[bool, bool] = (False, False)
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """Its rows, at most a thousand at a time and, single rows apart, at most 64 MiB."""
@@ -63,15 +67,28 @@ class RowGroup:
             yield from _pieces(batch)
 
     def _checked(self, batches: Iterator[pa.RecordBatch], num_rows: int) -> Iterator[pa.RecordBatch]:
-        """The batches. Raises ValueError where reading has changed an INT96 timestamp."""
-        if self.as_nanoseconds is None:
+        """The batches. Raises ValueError where reading has changed an INT96 timestamp, or Spark reads other days."""
+        if self.as_nanoseconds is None and not any(self.has_old_calendar):
             yield from batches
             return
-        again = self.as_nanoseconds.iter_batches(num_rows, [self.number], columns=self.int96)
-        for batch, nanoseconds in zip(batches, again, strict=True):
-            for name in nanoseconds.schema.names:
-                check_int96(name, batch.column(name), nanoseconds.column(name))
+        again: Iterator[pa.RecordBatch | None] = repeat(None)
+        if self.as_nanoseconds is not None:
+            again = self.as_nanoseconds.iter_batches(num_rows, [self.number], columns=self.int96)
+        for batch, nanoseconds in zip(batches, again, strict=False):
+            if nanoseconds is not None:
+                for name in nanoseconds.schema.names:
+                    check_int96(name, batch.column(name), nanoseconds.column(name))
+            for name in batch.schema.names:
+                if self._may_be_old(name, batch.column(name).type):
+                    check_calendar(name, batch.column(name))
             yield batch
+
+    def _may_be_old(self, name: str, kind: pa.DataType) -> bool:
+        """Whether a column may have values of the Julian calendar. A nested one may have dates beside INT96."""
+        days, timestamps = self.has_old_calendar
+        if name not in self.int96:
+            return days
+        return timestamps or (days and not pa.types.is_timestamp(kind))
 
     def table(self) -> pa.Table:
         """All its rows."""
@@ -107,7 +124,8 @@ def open_row_group(
         file = stack.enter_context(pq.ParquetFile(source, coerce_int96_timestamp_unit=INT96_UNIT, **options))
         int96 = [name for name in int96_columns(file) if columns is None or name in columns]
         again = stack.enter_context(pq.ParquetFile(source, **options)) if int96 else None
-        yield RowGroup(file, number, columns, group.num_rows, num_bytes, int96, again)
+        calendar = old_calendar(metadata.metadata)
+        yield RowGroup(file, number, columns, group.num_rows, num_bytes, int96, again, calendar)
 
 
 def _check_columns(metadata: pq.FileMetaData, number: int, columns: Sequence[int], file: _UnreadFile) -> None:

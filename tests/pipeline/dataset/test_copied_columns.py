@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import io
+import json
 import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -204,6 +205,116 @@ def test_int96_timestamps_with_nanoseconds_are_refused_by_name(prepare_job: Prep
     assert "--drop fine" in summary.damage
     (summary,) = prepare_job({"x.parquet": parquet(table, use_deprecated_int96_timestamps=True)}, drop=["fine"]).index()
     assert summary.damage is None
+
+
+def by_spark(columns: dict[str, Any], fields: Any = (), **options: Any) -> bytes:
+    """A file with a footer like Spark's. `fields`: of its JSON schema. `options`: of the footer and of the writer."""
+    schema = {"type": "struct", "fields": [{"nullable": True, "metadata": {}, **field} for field in fields]}
+    metadata = {"org.apache.spark.version": "3.5.1", "org.apache.spark.sql.parquet.row.metadata": json.dumps(schema)}
+    metadata |= {f"org.apache.spark.{key}": options.pop(key) for key in ("version", *OLD) if key in options}
+    table, sink = pa.table(ID | columns), io.BytesIO()
+    with pq.ParquetWriter(sink, table.schema, store_schema=False, **options) as writer:
+        writer.write_table(table)
+        writer.add_key_value_metadata({key: text for key, text in metadata.items() if text is not None})
+    return sink.getvalue()
+
+
+OLD = ("legacyDateTime", "legacyINT96")
+VECTOR = {"type": "udt", "class": "org.apache.spark.ml.linalg.VectorUDT", "sqlType": {"type": "struct", "fields": []}}
+INTERVALS = {"type": "array", "elementType": "interval day to second", "containsNull": True}
+KEYS = {"type": "map", "keyType": "interval year to month", "valueType": "string", "valueContainsNull": True}
+VARIANT = {"type": "struct", "fields": [{"name": "v", "type": "variant", "nullable": True, "metadata": {}}]}
+PLAIN = [
+    "boolean", "byte", "short", "integer", "long", "float", "double", "string", "binary", "date", "timestamp",
+    "timestamp_ntz", "decimal(9,2)", "char(3)", "varchar(9)", "void", "time(6)",
+    {"type": "array", "elementType": "string", "containsNull": True},
+    {"type": "map", "keyType": "string", "valueType": "decimal(38,10)", "valueContainsNull": True},
+    {"type": "struct", "fields": [{"name": "x", "type": "date", "nullable": True, "metadata": {}}]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ({"type": "interval day to second"}, "interval day to second"),
+        ({"type": INTERVALS}, "interval day to second"),
+        ({"type": KEYS}, "interval year to month"),
+        ({"type": VARIANT}, "variant"),
+        ({"type": VECTOR}, "udt org.apache.spark.ml.linalg.VectorUDT"),
+        ({"type": "string", "metadata": {"__COLLATIONS": {"c": "spark.UTF8_LCASE"}}}, "text with a collation"),
+        ({"type": "geometry(4326)"}, "geometry(4326)"),
+    ],
+)
+def test_types_that_only_spark_shows_are_refused_by_name(copied: Callable[..., Path], field: Any, said: str) -> None:
+    data = by_spark({"c": [1, 2, 3], "other": [1, 2, 3]}, [{"name": "c", **field}, {"name": "other", "type": "long"}])
+    with pytest.raises(JobRequestError) as caught:
+        copied(data)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"input column 'c': {said} in 'in.parquet', a type of Spark that would be lost")
+    assert problem.endswith("--drop c.")
+    names = pq.read_schema(copied(data, drop=["c"]) / "part-00000.parquet").names
+    assert names[:3] == ["id", "prompt", "other"]
+
+
+def test_types_of_spark_that_parquet_shows_are_copied(prepare_job: Prepare) -> None:
+    fields = [{"name": f"c{i}", "type": kind} for i, kind in enumerate(PLAIN)]
+    columns = {field["name"]: [1, 2, 3] for field in fields}
+    job = prepare_job({"a.parquet": by_spark(columns, fields)})
+    assert not job.record.input.metadata_left_out
+    with_comment = by_spark(columns, [*fields[1:], fields[0] | {"metadata": {"comment": "x"}}])
+    assert prepare_job({"a.parquet": with_comment}).record.input.metadata_left_out
+    for text in ("no JSON", "[]", '{"fields": [3]}', '{"fields": [{"name": "c0", "type": {}}]}'):
+        table = pa.table(ID).replace_schema_metadata({"org.apache.spark.sql.parquet.row.metadata": text})
+        assert prepare_job({"a.parquet": parquet(table)}).index()[0].damage is None
+
+
+DAY, TIME = dt.date(1582, 10, 14), dt.datetime(1899, 12, 31, 23, 59, 59)
+OLD_VALUES = {
+    "date": pa.array([None, DAY, dt.date(2026, 1, 1)]),
+    "list": pa.array([[dt.date(2026, 1, 1)], None, [DAY]]),
+    "map": pa.array([[(DAY, 1)], None, []], pa.map_(pa.date32(), pa.int8())),
+    "timestamp": pa.array([NEAR, None, TIME], US),
+    "millis": pa.array([TIME, None, NEAR], pa.timestamp("ms", "UTC")),
+    "struct": pa.array([{"t": TIME}, None, {"t": None}], pa.struct([("t", US)])),
+}
+
+
+@pytest.mark.parametrize("name", OLD_VALUES)
+def test_old_days_of_the_julian_calendar_are_refused_by_name(prepare_job: Prepare, name: str) -> None:
+    def damage(**options: Any) -> str | None:
+        drop = options.pop("drop", ())
+        data = by_spark({"c": OLD_VALUES[name], "new": pa.array([NEAR, NEAR, None], US)}, **options)
+        (summary,) = prepare_job({"x.parquet": data}, drop=drop).index()
+        return summary.damage
+
+    is_int96 = {"use_deprecated_int96_timestamps": True}
+    has_int96 = name in ("timestamp", "millis", "struct")
+    cases = [{"legacyDateTime": ""}, {"version": "2.4.8"}]
+    for options in [
+        *cases,
+        *([{"legacyINT96": "", **is_int96}, {"version": "3.0.3", **is_int96}] if has_int96 else []),
+    ]:
+        said = damage(**options)
+        assert said is not None
+        assert "column 'c' has dates before 1582-10-15 or timestamps before 1900" in said
+        assert "--drop c" in said
+        assert damage(**options, drop=["c"]) is None
+    for options in ({}, {"version": None, "legacyDateTime": ""}, {"legacyINT96": ""}, {"version": "4.0.0"}):
+        assert damage(**options) is None
+    assert damage(**is_int96) is None
+
+
+def test_days_that_both_calendars_have_are_copied(copied: Callable[..., Path]) -> None:
+    columns = {
+        "day": pa.array([dt.date(1582, 10, 15), None, dt.date(9999, 12, 31)]),
+        "time": pa.array([dt.datetime(1900, 1, 1), None, FAR], US),
+        "none": pa.array([None, None, None], pa.date32()),
+    }
+    for options in ({"legacyDateTime": ""}, {"version": "2.4.0", "use_deprecated_int96_timestamps": True}):
+        found = pq.read_table(copied(by_spark(columns, **options)) / "part-00000.parquet").sort_by("id")
+        assert {name: found.column(name).to_pylist() for name in columns} == {
+            name: column.to_pylist() for name, column in columns.items()
+        }
 
 
 VIEWS = {
