@@ -81,10 +81,6 @@ def replace(path: Path, content: str) -> None:
     os.replace(path.with_suffix(".new"), path)
 
 
-def test_an_engine_with_the_job_s_model_answers(start: Callable[[], Engine]) -> None:
-    assert answers(start().ask()) == 1
-
-
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_an_engine_with_another_model_answers_nothing(start: Callable[[], Engine], base: Path, name: str) -> None:
     replace(base / name, '{"other": 1}')
@@ -94,10 +90,11 @@ def test_an_engine_with_another_model_answers_nothing(start: Callable[[], Engine
     assert "holds content" in (engine.wait_for("failed").error or "")
 
 
-def test_a_model_replaced_under_a_running_engine_counts_at_its_next_start(
+def test_an_engine_with_the_job_s_model_answers_until_a_start_with_another_one(
     start: Callable[[], Engine], base: Path
 ) -> None:
     engine = start()
+    assert answers(engine.ask()) == 1
     first = engine.wait_for("ready")
     replace(base / "model.safetensors", "other")
     assert answers(engine.ask()) == 1, "what was loaded is still right"
