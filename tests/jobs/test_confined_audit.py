@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from lorabatch.engine.peft import audit_adapter
 from lorabatch.jobs import confined_audit
 from lorabatch.jobs.adapters import audit_all
 from lorabatch.jobs.confined_audit import Auditors
+from lorabatch.jobs.record import AdapterRecord
 
 NESTED = "[" * 100_000 + "]" * 100_000
 # Its map says that it has 16 GB; the library aborts where it cannot have them.
@@ -34,38 +36,47 @@ LONG_TOKEN = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "sp
 }
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        ("tokenizer.json", {"normalizer": GREEDY}, "it needs more than 3 GiB of memory"),
-        ("tokenizer.json", {"normalizer": ONE_TO_MANY}, "its normalizer makes 10000000 characters of one"),
-        ("tokenizer.json", {"added_tokens": [LONG_TOKEN]}, "it has a token of 100000 characters"),
-        ("tokenizer.json", NESTED, "not a tokenizer"),
-        ("tokenizer_config.json", f'{{"x": {NESTED}}}', "it nests too deeply"),
-        ("tokenizer_config.json", f'{{"x": 1{"0" * 5000}}}', "a number of 5001 digits"),
-        ("tokenizer_config.json", None, "not a regular file"),
-        ("chat_template.jinja", "(" * 3000, ""),
-        ("chat_template.jinja", "{{ " + "(" * 3000, "not a valid jinja2 template"),
-        ("chat_template.jinja", "{% for i in x %}" * 25 + "{% endfor %}" * 25, "too many statically nested blocks"),
-        ("chat_template.jinja", "{{ 9**(9**9) }}", ""),
-    ],
+#: A file of an adapter's folder, what it holds (None: a pipe), and why the adapter is refused; "" where it is not.
+HOSTILE: tuple[tuple[str, Any, str], ...] = (
+    ("tokenizer.json", {"normalizer": GREEDY}, "it needs more than 3 GiB of memory"),
+    ("tokenizer.json", {"normalizer": ONE_TO_MANY}, "its normalizer makes 10000000 characters of one"),
+    ("tokenizer.json", {"added_tokens": [LONG_TOKEN]}, "it has a token of 100000 characters"),
+    ("tokenizer.json", NESTED, "not a tokenizer"),
+    ("tokenizer_config.json", f'{{"x": {NESTED}}}', "it nests too deeply"),
+    ("tokenizer_config.json", f'{{"x": 1{"0" * 5000}}}', "a number of 5001 digits"),
+    ("tokenizer_config.json", None, "not a regular file"),
+    ("chat_template.jinja", "(" * 3000, ""),
+    ("chat_template.jinja", "{{ " + "(" * 3000, "not a valid jinja2 template"),
+    ("chat_template.jinja", "{% for i in x %}" * 25 + "{% endfor %}" * 25, "too many statically nested blocks"),
+    ("chat_template.jinja", "{{ 9**(9**9) }}", ""),
 )
-def test_a_hostile_tokenizer_costs_its_adapter_alone(
-    tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path, name: str, content: Any, reason: str
-) -> None:
-    bad = Path(shutil.copytree(tiny_adapters["rank8"], tmp_path / "bad"))
-    shutil.copy(tiny_llama / "tokenizer.json", bad)
-    if content is None:
-        os.mkfifo(bad / name)
-    elif isinstance(content, dict):
-        (bad / name).write_text(json.dumps(json.loads((bad / name).read_text()) | content))
-    else:
-        (bad / name).write_text(content)
-    adapters = {"bad": str(bad), "good": str(tiny_adapters["rank8"])}
-    audits = audit_all(adapters, tiny_llama, read_model_config(tiny_llama), {})
-    assert [audit.verdict for audit in audits] == ["refused" if reason else "exact", "exact"]
-    assert reason in "".join(audits[0].reasons)
+
+
+@pytest.fixture(scope="module")
+def hostile_audits(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, AdapterRecord]:
+    """What a job's audit says of all hostile folders together, each with a good neighbour behind it."""
+    root, adapters = tmp_path_factory.mktemp("hostile"), {}
+    for number, (name, content, _) in enumerate(HOSTILE):
+        bad = Path(shutil.copytree(tiny_adapters["rank8"], root / f"bad{number}"))
+        shutil.copy(tiny_llama / "tokenizer.json", bad)
+        if content is None:
+            os.mkfifo(bad / name)
+        elif isinstance(content, dict):
+            (bad / name).write_text(json.dumps(json.loads((bad / name).read_text()) | content))
+        else:
+            (bad / name).write_text(content)
+        adapters |= {f"bad{number}": str(bad), f"good{number}": str(tiny_adapters["rank8"])}
+    return {record.name: record for record in audit_all(adapters, tiny_llama, read_model_config(tiny_llama), {})}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("number", range(len(HOSTILE)))
+def test_a_hostile_tokenizer_costs_its_adapter_alone(hostile_audits: dict[str, AdapterRecord], number: int) -> None:
+    bad, good, reason = hostile_audits[f"bad{number}"], hostile_audits[f"good{number}"], HOSTILE[number][2]
+    assert (bad.verdict, good.verdict) == ("refused" if reason else "exact", "exact")
+    assert reason in "".join(bad.reasons)
 
 
 def with_tokenizer(adapter: Path, model: Path, folder: Path, **changes: Any) -> Path:
@@ -125,7 +136,7 @@ def test_an_auditor_that_is_killed_from_outside_is_replaced(
     with Auditors(tiny_llama, read_model_config(tiny_llama)) as auditors:
         others = set(psutil.Process().children())
         assert auditors.audit("first", tiny_adapters["rank8"]).verdict == "exact"
-        for name, folder in tiny_adapters.items():
+        for name, folder in islice(tiny_adapters.items(), 2):
             (auditor,) = set(psutil.Process().children()) - others
             auditor.suspend()
             threading.Timer(0.3, auditor.kill).start()
@@ -180,23 +191,29 @@ def test_a_machine_that_cannot_start_processes_is_no_fault_of_the_adapters(
         lorabatch.audit(tiny_adapters["rank8"], model=tiny_llama)
 
 
-@pytest.mark.parametrize(
-    ("end", "missing"),
-    [
-        ("", "<|im_start|>assistant\n"),
-        ("{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}", ""),
-        ("{% if add_generation_prompt %}Answer:{% endif %}", "<|im_start|>assistant\n"),
-    ],
-    ids=["ignored", "with reasoning", "another header"],
-)
+HEADER = "<|im_start|>assistant\n"
+#: How a template ends prompts -> what they lack then.
+ENDS = {
+    "ignored": ("", HEADER),
+    "with reasoning": ("{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}", ""),
+    "another header": ("{% if add_generation_prompt %}Answer:{% endif %}", HEADER),
+}
+
+
 def test_a_template_that_ends_prompts_without_the_header_of_answers_is_noted(
-    tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path, end: str, missing: str
+    tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path
 ) -> None:
-    own = Path(shutil.copytree(tiny_adapters["rank8"], tmp_path / "own"))
     turns = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    (own / "chat_template.jinja").write_text(turns + end)
-    (found,) = lorabatch.audit([own], model=tiny_llama)
-    assert (found.verdict, found.missing_header) == ("exact", missing)
-    assert any("ends prompts without '<|im_start|>assistant\\n'" in note for note in found.notes) == bool(missing)
-    (record,) = audit_all({"own": str(own)}, tiny_llama, read_model_config(tiny_llama), {})
-    assert record.missing_header == missing
+    for name, (end, _) in ENDS.items():
+        own = Path(shutil.copytree(tiny_adapters["rank8"], tmp_path / name))
+        (own / "chat_template.jinja").write_text(turns + end)
+    folders = {name: str(tmp_path / name) for name in ENDS}
+    audits = lorabatch.audit(list(folders.values()), model=tiny_llama)
+    expected = {name: ("exact", missing) for name, (_, missing) in ENDS.items()}
+    assert {found.name: (found.verdict, found.missing_header) for found in audits} == expected
+    noted = [any("ends prompts without '<|im_start|>assistant\\n'" in note for note in found.notes) for found in audits]
+    assert noted == [bool(found.missing_header) for found in audits]
+    records = audit_all(folders, tiny_llama, read_model_config(tiny_llama), {})
+    assert {record.name: record.missing_header for record in records} == {
+        n: missing for n, (_, missing) in expected.items()
+    }

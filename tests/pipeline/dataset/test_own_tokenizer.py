@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from lorabatch.engine.confinement import ConfinedProcess
 from lorabatch.engine.text.tokenizer import Tokenizer
+from lorabatch.jobs import confined_audit
 from lorabatch.jobs.errors import JobRequestError, StorageError
 from lorabatch.jobs.opening import make_record
 from lorabatch.jobs.record import JobRecord
@@ -24,6 +28,24 @@ from lorabatch.pipeline.dataset.index import index_chunk, list_chunks
 from lorabatch.pipeline.dataset.schema import ADAPTER, ERROR, TOKENS, arrow_file
 
 TEMPLATE = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kept_auditors() -> Iterator[None]:
+    """All jobs of this module have their adapters audited by the same processes, which start once."""
+    kept = [KeptProcess() for _ in range(min(confined_audit.MAX_PROCESSES, os.cpu_count() or 1))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(confined_audit, "ConfinedProcess", cycle(kept).__next__)
+        yield
+    for process in kept:
+        ConfinedProcess.close(process)
+
+
+class KeptProcess(ConfinedProcess):
+    """A process that outlives the audit of one job."""
+
+    def close(self) -> None:
+        """Nothing: the next job uses it."""
 
 
 @pytest.fixture
