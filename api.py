@@ -280,7 +280,7 @@ class Job:
         try:
             import pandas  # noqa: F401
         except ImportError:
-            raise ImportError("to_pandas needs pandas: pip install 'lorabatch[dataframe]'") from None
+            raise ImportError("to_pandas needs pandas: pip install pandas") from None
         return self.to_arrow().to_pandas()
 
     def to_dask_dataframe(self) -> dd.DataFrame:
@@ -291,7 +291,7 @@ class Job:
         try:
             import dask.dataframe as dd
         except ImportError:
-            raise ImportError("to_dask_dataframe needs dask[dataframe]: pip install 'lorabatch[dataframe]'") from None
+            raise ImportError("to_dask_dataframe needs dask[dataframe]: pip install 'dask[dataframe]' pandas") from None
         names, location = self._part_names(), self._store.location
         if not names:
             return dd.from_pandas(self.to_pandas(), npartitions=1)

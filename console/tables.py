@@ -61,7 +61,7 @@ def print_answers(output: Path, console: Console | None = None) -> None:
     query = f"SELECT adapter, count(*), avg(completion_tokens) FROM '{output}/*.parquet' GROUP BY adapter"
     console.print(f'  {_python()} -c "import duckdb; print(duckdb.sql(\\"{query}\\"))"', soft_wrap=True)
     if find_spec("duckdb") is None:
-        console.print("DuckDB is not installed: pip install 'lorabatch[demo]'")
+        console.print("DuckDB is not installed: pip install duckdb")
 
 
 def _python() -> str:
@@ -115,7 +115,7 @@ def print_simulation(result: SimulationResult, console: Console | None = None) -
             *(f"{share:.1%}" for share in shares),
         )
     console.print(table)
-    hint = "" if len(result.files) > 1 else " (plots need matplotlib: pip install 'lorabatch[bench]')"
+    hint = "" if len(result.files) > 1 else " (plots need matplotlib: pip install matplotlib)"
     console.print(f"{result.request.output}: {', '.join(result.files)}{hint}", soft_wrap=True)
 
 

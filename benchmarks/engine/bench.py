@@ -60,7 +60,7 @@ _OPENVINO_BF16 = [in_format(system, "bfloat16") for system in (OPENVINO_NO_LORA,
 # Where the package has another name than the peer.
 _MODULES = {"llamacpp": "xllamacpp", "openvino": "openvino_genai"}
 _INSTALL = {
-    "peft": ": pip install 'lorabatch[bench]'",
+    "peft": ": pip install peft transformers",
     "llamacpp": ": pip install xllamacpp",
     "openvino": ": pip install openvino-genai",
 }

@@ -152,7 +152,7 @@ def _hub_snapshot(hub_id: str) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise StorageError(
-            f"{hub_id!r}: no such local folder. To take it from the hub: pip install 'lorabatch[hub]'; or give the "
+            f"{hub_id!r}: no such local folder. To take it from the hub: pip install huggingface_hub; or give the "
             "path of a folder."
         ) from None
     try:

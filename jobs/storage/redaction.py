@@ -24,10 +24,8 @@ _QUERY = re.compile(r"[?#]")
 _PORT = re.compile(r"[^:]*(?::\d*)?|\[.*")
 # Shorter strings ("", "us") are no secrets, and masking them would garble ordinary text.
 _MIN_SECRET_CHARS = 4
-# Modules that storage may need -> what to install for them, where that has another name. Extras are of this package.
-_INSTALLS = {
-    "s3fs": "'lorabatch[s3]'",
-    "huggingface_hub": "'lorabatch[hub]'",
+#: Modules that storage may need -> what to install for them, where that has another name.
+INSTALLS = {
     "smbclient": "smbprotocol",
     "libarchive": "libarchive-c",
     "webdav4": "'webdav4[fsspec]'",
@@ -128,7 +126,7 @@ def storage_reason(error: BaseException, storage_options: Mapping[str, Any], url
         if not isinstance(missing, ModuleNotFoundError) or not missing.name:
             return f"a package for this storage cannot be imported ({detail}). Install it again."
         module = missing.name.partition(".")[0]
-        return f"a package for this storage is missing: pip install {_INSTALLS.get(module, module)}"
+        return f"a package for this storage is missing: pip install {INSTALLS.get(module, module)}"
     if isinstance(error, ValueError) and "rotocol" in detail:
         return f"{detail}. Use a local path or a URL that fsspec knows, such as s3://bucket/folder."
     if isinstance(error, ConnectionError | TimeoutError) or "connect" in detail.lower() or "Timeout" in kind:

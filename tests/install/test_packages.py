@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import subprocess
 import sys
 import tomllib
 from importlib.metadata import distribution
@@ -13,6 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from lorabatch.install.packages import ROOT, install, needs_index_of_cpu_builds, pinned_versions, progress
+from lorabatch.jobs.storage.redaction import INSTALLS
 
 # What pip prints, of several versions.
 PIP_SAYS = """\
@@ -103,3 +106,24 @@ def test_compiled_modules_share_no_source_and_list_all_that_they_include() -> No
     kernels = {str(path.relative_to(ROOT)) for kind in ("c", "h") for path in (ROOT / "kernels").rglob(f"*.{kind}")}
     for module in modules:
         assert set(module["depends"]) == kernels - set(sources)
+
+
+#: Packages that messages name and that tests have not: for storage and programs that are not part of them.
+NOT_PINNED = {"xllamacpp", "openvino-genai", "smbprotocol", "libarchive-c", "webdav4[fsspec]"}
+
+
+def test_what_messages_say_to_install_can_be_installed() -> None:
+    """This package is on no index: its extras are named by what they have."""
+    rooms = ("api.py", "cli.py", "benchmarks", "console", "demo", "engine", "jobs", "kernels", "pipeline", "scheduler")
+    files = [path for room in rooms for path in ([ROOT / room] if "." in room else (ROOT / room).rglob("*.py"))]
+    said = [line for path in files for line in re.findall(r"pip install ([^\n;)]*)", path.read_text("utf-8"))]
+    words = {word for line in said if "{" not in line for word in shlex.split(line.rstrip("\"',: ").replace('"', ""))}
+    words |= {shlex.split(word)[0] for word in INSTALLS.values()}
+    named = {word for word in words if not word.startswith("-") and word != "CHECKOUT"} - NOT_PINNED
+    assert {"pandas", "peft", "duckdb", "matplotlib", "huggingface_hub", "dask[dataframe]"} <= named
+    assert "lorabatch" not in {Requirement(word).name for word in named}
+    found = subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--no-deps", *sorted(named)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
