@@ -198,7 +198,9 @@ def _problems(config: Mapping[str, Any]) -> Iterable[str]:
 def _special_tokens(
     config: Mapping[str, Any], special_map: Mapping[str, Any]
 ) -> tuple[dict[str, AddedToken], list[AddedToken]]:
-    """Special tokens by name, and others. `special_map` takes precedence."""
+    """Special tokens by name, in transformers' order, by which new ones are numbered; and others. `special_map` takes
+    precedence.
+    """
     given = dict(config)
     if not given.get("extra_special_tokens") and "additional_special_tokens" in given:
         given["extra_special_tokens"] = given["additional_special_tokens"]
@@ -212,6 +214,7 @@ def _special_tokens(
     listed = [values for values in (extra, more) if isinstance(values, list) and values]
     if not listed and isinstance(special_map.get("additional_special_tokens"), list):
         listed = [special_map["additional_special_tokens"]]
+    by_name = {name: by_name[name] for name in SPECIAL_NAMES if name in by_name} | by_name
     named = {name: token for name, value in by_name.items() if (token := _token(value)) is not None}
     others = {token.content: token for values in listed for value in values if (token := _token(value)) is not None}
     return named, list(others.values())

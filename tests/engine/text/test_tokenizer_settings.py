@@ -69,6 +69,14 @@ def theirs(folder: Path) -> list[list[int]]:
 
 SETTINGS: dict[str, Callable[[Path], None]] = {
     "nothing": lambda folder: None,
+    "new special tokens, padding first": lambda folder: write(folder, pad_token="<|tool|>", unk_token="<|obs|>"),
+    "new special tokens, the start last": lambda folder: write(
+        folder, mask_token="<|tool|>", eos_token="<|obs|>", bos_token="<|new|>"
+    ),
+    "new special tokens of two files": lambda folder: (
+        write(folder, sep_token="<|tool|>", image_token="page"),
+        write(folder, "special_tokens_map.json", cls_token="answer", unk_token="<|obs|>"),
+    )[0],
     "added_tokens_decoder": lambda folder: write(folder, added_tokens_decoder=DECODER),
     "added tokens that take blanks": lambda folder: write(
         folder, added_tokens_decoder={n: t | {"lstrip": True, "rstrip": True} for n, t in DECODER.items()}
