@@ -56,6 +56,18 @@ def text_behind(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], token_ids
     return both[len(before) :] if both.startswith(before) else tokenizer.decode(token_ids)
 
 
+def given_text(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> str:
+    """The text that was given, which has these tokens behind a prompt. Some tokenizers put a blank of their own between
+    a special token and a text; where the text has the same tokens with that blank, it is kept.
+    """
+    found = text_behind(tokenizer, prompt_token_ids, token_ids)
+    if found.startswith(" ") and prompt_token_ids and prompt_token_ids[-1] in tokenizer.special_ids:
+        both = (found, found[1:])
+        tokens = texts_behind(tokenizer, prompt_token_ids, both).tokens
+        return next((text for text, of_it in zip(both, tokens, strict=True) if of_it == tuple(token_ids)), found)
+    return found
+
+
 @lru_cache(_MOST_KEPT)
 def _texts_behind(tokenizer: Tokenizer, tail: tuple[int, ...], texts: tuple[str, ...]) -> TextsBehind:
     tokens, merged = _behind(tokenizer, *_context(tokenizer, tail), texts)

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ..request import FinishReason, Result
 from ..sequence import Sequence
-from .boundary import text_behind
+from .boundary import given_text, text_behind
 from .choices import choice_of
 from .reasoning import AnswerTokens, split_reasoning
 from .token_rules import TokenRules
@@ -58,7 +58,9 @@ class Completion:
             if listed is not None:
                 return listed
         is_plain = sampling.reasoning is None and not sampling.tool_call_parser
-        if is_plain and (sampling.continuation_token_ids or sampling.is_constrained):
+        if is_plain and sampling.continuation_token_ids:
+            return given_text(tokenizer, sequence.request.prompt_token_ids, said)
+        if is_plain and sampling.is_constrained:
             return text_behind(tokenizer, sequence.request.prompt_token_ids, said)
         return tokenizer.decode(said)
 

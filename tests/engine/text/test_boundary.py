@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as File
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from lorabatch.engine.request import Request, SamplingParams
-from lorabatch.engine.text.boundary import split_at_prompt, text_behind, texts_behind
+from lorabatch.engine.text.boundary import given_text, split_at_prompt, text_behind, texts_behind
 from lorabatch.engine.text.choices import ChoiceMatcher, ChoiceTree, choice_of, tree_of
 from lorabatch.engine.text.completion import _TextSoFar
 from lorabatch.engine.text.tokenizer import Tokenizer
@@ -93,6 +93,29 @@ def test_a_text_in_its_place_reads_as_it_was_given(
     if not is_merged:
         assert before + list(found.tokens[0]) == whole
         assert text_behind(tokenizer, before, found.tokens[0]) == text
+
+
+@pytest.mark.parametrize("scheme", ["Prepend", "always", "first", "never"])
+def test_a_text_behind_a_special_token_is_the_given_one(scheme: str, tmp_path: Path) -> None:
+    file = File(word_pieces("▁"))
+    if scheme == "Prepend":
+        file.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        file.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    file.decoder = decoders.Sequence([*steps, *([] if scheme == "never" else [decoders.Strip(" ", 1, 0)])])
+    file.add_special_tokens(["[end]"])
+    file.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    (before,) = encoded(tokenizer, "the an[end]")
+    for text in ("and", " and", "  in", "é", "."):
+        (whole,) = encoded(tokenizer, "the an[end]" + text)
+        found = texts_behind(tokenizer, before, (text,))
+        assert before + list(found.tokens[0]) == whole
+        with_blank = texts_behind(tokenizer, before, (f" {text}",)).tokens[0]
+        expected = f" {text}" if with_blank == found.tokens[0] else text
+        assert given_text(tokenizer, before, found.tokens[0]) == expected
+        assert expected == text or scheme == "always", "where a text has the same tokens with a blank"
 
 
 def test_an_answer_has_the_tokens_that_scores_count(tokenizer: Tokenizer) -> None:
