@@ -226,8 +226,8 @@ def _check_input(spec: JobSpec) -> InputRecord:
     copied, of_names = copied_names(schema, roles, spec.keep, spec.drop)
     _, of_roles = find_roles(schema, spec.columns, options, row_settings, copied=copied, prefix=spec.output_prefix)
     kinds = found.distinct_kinds()
-    problems += [*of_roles, *of_names, *type_problems(schema, copied, kinds)]
-    problems += spark_type_problems([(f.file.name, f.metadata) for f in found.footers], copied)
+    of_spark = spark_type_problems([(footer.file.name, footer.metadata) for footer in found.footers], copied)
+    problems += [*of_roles, *of_names, *(of_spark | type_problems(schema, copied, kinds)).values()]
     if problems:
         raise JobRequestError(*problems)
     read = {*copied, *roles.values(), *(name.partition(".")[0] for name in roles.values())}

@@ -115,9 +115,9 @@ def _without_list_views(column: pa.Array, kind: pa.DataType) -> pa.Array:
 
 def type_problems(
     schema: pa.Schema, copied: Collection[str], of_files: Sequence[tuple[str, Mapping[str, tuple[str, ...]]]]
-) -> list[str]:
-    """Why columns cannot be copied unchanged, one sentence each. `of_files`: a file's name and its `column_kinds`, of
-    files that differ in them.
+) -> dict[str, str]:
+    """Why columns cannot be copied unchanged: column -> a sentence. `of_files`: a file's name and its `column_kinds`,
+    of files that differ in them.
     """
     names = [name for name in schema.names if name in copied]
     written = _written_kinds(pa.schema([schema.field(name) for name in names]))
@@ -132,7 +132,7 @@ def type_problems(
                     f"output; expected one that is copied unchanged. Cast the column before, or leave it out of the "
                     f"output with --drop {quote(name)}.",
                 )
-    return list(problems.values())
+    return problems
 
 
 def times_are_zoned(copied: Collection[str], of_files: Sequence[tuple[str, Mapping[str, tuple[str, ...]]]]) -> bool:

@@ -32,7 +32,7 @@ SPARK_CALENDAR_KEYS = (_VERSION, _OLD_DAYS, _OLD_INT96, "org.apache.spark.timeZo
 _WITH_PARAMETERS = ("decimal", "char", "varchar", "time")
 _SHOWN = {
     *_WITH_PARAMETERS, "boolean", "byte", "short", "integer", "long", "float", "double", "string", "binary", "date",
-    "timestamp", "timestamp_ntz", "void", "null",
+    "timestamp", "timestamp_ntz",
 }  # fmt: skip
 _COLLATIONS = "__COLLATIONS"
 # The first values that are the same in both calendars: days since 1970, and microseconds, for zones changed too.
@@ -40,8 +40,8 @@ _FIRST_DAY, _FIRST_MICROSECOND = -141_427, -2_208_988_800_000_000
 _PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
 
 
-def spark_type_problems(files: Iterable[tuple[str, Mapping[str, str]]], copied: Collection[str]) -> list[str]:
-    """Why copied columns would lose a type of Spark's, one sentence each. `files`: a file's name and metadata."""
+def spark_type_problems(files: Iterable[tuple[str, Mapping[str, str]]], copied: Collection[str]) -> dict[str, str]:
+    """Why columns would lose a type of Spark's: column -> a sentence. `files`: a file's name and metadata."""
     problems: dict[str, str] = {}
     seen: set[str] = set()
     for file, metadata in files:
@@ -57,7 +57,7 @@ def spark_type_problems(files: Iterable[tuple[str, Mapping[str, str]]], copied: 
                     f"output; expected one that is copied unchanged. Cast the column before, or leave it out of the "
                     f"output with --drop {quote(name)}.",
                 )
-    return list(problems.values())
+    return problems
 
 
 def _hidden_types(text: str) -> dict[str, str]:

@@ -226,7 +226,7 @@ KEYS = {"type": "map", "keyType": "interval year to month", "valueType": "string
 VARIANT = {"type": "struct", "fields": [{"name": "v", "type": "variant", "nullable": True, "metadata": {}}]}
 PLAIN = [
     "boolean", "byte", "short", "integer", "long", "float", "double", "string", "binary", "date", "timestamp",
-    "timestamp_ntz", "decimal(9,2)", "char(3)", "varchar(9)", "void", "time(6)",
+    "timestamp_ntz", "decimal(9,2)", "char(3)", "varchar(9)", "time(6)",
     {"type": "array", "elementType": "string", "containsNull": True},
     {"type": "map", "keyType": "string", "valueType": "decimal(38,10)", "valueContainsNull": True},
     {"type": "struct", "fields": [{"name": "x", "type": "date", "nullable": True, "metadata": {}}]},
@@ -243,6 +243,7 @@ PLAIN = [
         ({"type": VECTOR}, "udt org.apache.spark.ml.linalg.VectorUDT"),
         ({"type": "string", "metadata": {"__COLLATIONS": {"c": "spark.UTF8_LCASE"}}}, "text with a collation"),
         ({"type": "geometry(4326)"}, "geometry(4326)"),
+        ({"type": "void"}, "void"),
     ],
 )
 def test_types_that_only_spark_shows_are_refused_by_name(copied: Callable[..., Path], field: Any, said: str) -> None:
