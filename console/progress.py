@@ -208,8 +208,8 @@ def status_lines(status: JobStatus) -> list[str]:
         lines.append(f"prompts   {state.prefix_hit_rate:.1%} of their tokens reused")
     if state is not None:
         lines += [f"note      {note}" for note in state.notes]
-    if state is not None and state.message:
-        lines.append(f"message   {state.message}")
+    if status.message:
+        lines.append(f"message   {status.message}")
     if status.next_step is not None:
         lines.append(f"next      {status.next_step}")
     return lines

@@ -17,6 +17,14 @@ Each message names the field or file, its value, what was expected, and what to 
 
 from __future__ import annotations
 
+#: In a message about one row: what the error comes from may be put right, and another run computes the row then.
+RUN_AGAIN = "Run the same command again when that is put right: it computes these rows again."
+
+
+def curable(error: object) -> str:
+    """The message of an error about files, with what to do about it."""
+    return f"{str(error).rstrip('.')}. {RUN_AGAIN}"
+
 
 class EngineError(Exception):
     """Base of everything the engine raises on purpose."""

@@ -71,8 +71,7 @@ class TokenizerFiles:
         if expected_sha256 and (found := files.sha256) != expected_sha256:
             raise ModelFilesError(
                 f"{folder}: its tokenizer holds content {found[:12] or 'none'}, expected {expected_sha256[:12]}: its "
-                "files have changed since they were read first. Run the job again, and what has changed is planned "
-                "anew."
+                "files have changed since they were read first."
             )
         return files
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from ..engine.text.conversation import read_variables
 from ..engine.text.sampling_check import token_problems
@@ -21,7 +20,8 @@ from ..engine.text.template_probe import TemplateTraits, template_traits
 from .adapters import audit_all
 from .errors import DamagedRecordError, JobRequestError, MissingFileError, OutputConflictError
 from .generation_config import generation_defaults
-from .record import JobRecord, JobState, ModelRecord, changed_adapters, differences, public_spec
+from .parts import changed_parts, in_words
+from .record import InputRecord, JobRecord, JobState, ModelRecord, changed_adapters, differences, public_spec
 from .spec import JobSpec
 from .storage.local_copy import model_sha256
 from .storage.redaction import redacted_url
@@ -134,13 +134,36 @@ def _resumed(checked: CheckedJob, record: JobRecord) -> OpenedJob:
             f"output={shown!r}: holds another job, {frozen.job_id} of {frozen.created_at}: {'; '.join(reasons)}. "
             "Choose another output, or start over with --overwrite."
         )
-    update: dict[str, Any] = {"adapters": record.adapters, "spec": record.spec}
-    if checked.store.has_plan():
-        # Each row is planned by its own hash, so that the files may have been copied or touched meanwhile.
-        update["input"] = record.input
-    resumed = frozen.model_copy(update=update)
     changed = changed_adapters(frozen, record)
-    return OpenedJob(checked.spec, checked.store, resumed, checked.model.folder, checked.store.is_finished(), changed)
+    is_finished = _is_still_finished(checked)
+    # Files may have been copied or touched meanwhile. Rows that were prepared and not planned are those of the files
+    # that were there; of planned ones the parts say what they were made of.
+    is_read_again = not checked.store.has_plan() and _versions_of(frozen.input) != _versions_of(record.input)
+    if is_read_again or (checked.spec.verify and not is_finished):
+        check_silent(checked.store)
+        checked.store.remove_index()
+    resumed = frozen.model_copy(update={"adapters": record.adapters, "spec": record.spec, "input": record.input})
+    return OpenedJob(checked.spec, checked.store, resumed, checked.model.folder, is_finished, changed)
+
+
+def _versions_of(given: InputRecord) -> list[tuple[str, float] | None]:
+    return [(file.version.tag, file.version.modified_s) if file.version else None for file in given.files]
+
+
+def _is_still_finished(checked: CheckedJob) -> bool:
+    """Whether the job was done and all its parts are as they were then. Where not, `_SUCCESS` goes: the run compares
+    the parts with the plan and computes again what is missing. `verify` asks for that.
+    """
+    store, contents = checked.store, checked.store.contents()
+    if not contents.is_finished:
+        return False
+    reasons = in_words(changed_parts(store, contents))
+    reasons = reasons or ("" if store.read_summary() is not None else "its summary.json is gone")
+    if not reasons and not checked.spec.verify:
+        return True
+    logger.warning("the job in %s was done and is compared again: %s", redacted_url(store.url), reasons or "--verify")
+    store.unmark_success()
+    return False
 
 
 def make_record(checked: CheckedJob) -> JobRecord:

@@ -175,7 +175,11 @@ class JobSpec(_SamplingFields):
     storage_options: dict[str, Any] = _option(
         {}, "JSON object for fsspec (keys, endpoint); never recorded, so given again to resume.", repr=False
     )
-    verify: bool = _option(False, "Hash the base model's weights again, also those whose files look unchanged.")
+    verify: bool = _option(
+        False,
+        "Hash the base model's weights and read the input again, also where their files look unchanged. Parts that "
+        "were made of other rows are computed again.",
+    )
     overwrite: bool = _option(False, "Remove the job that is in the output and start over.")
     migration: bool = _option(True, "Move rows from slow or busy workers to others.")
     policy: PolicyName = _option("planner", "How rows are batched, dispatched and moved: planner is this project's.")

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from ..engine.untrusted import MALFORMED, parse_json
 from .agreement import Agreement
-from .errors import DamagedRecordError, MissingFileError, OutputConflictError, StorageError
+from .errors import DamagedRecordError, MissingFileError, OutputConflictError, StorageError, naming_damage
 from .record import JobRecord, JobState, changed_adapters
 from .storage.location import Location
 from .storage.redaction import redacted_url
@@ -28,6 +28,7 @@ _PLAN_FACTS = f"{OURS}/plan.json"
 _STATE = f"{OURS}/state.json"
 _EVENTS = f"{OURS}/events.jsonl"
 _SUMMARY = f"{OURS}/summary.json"
+_PARTS = f"{OURS}/parts.json"
 _AGREEMENT = f"{OURS}/agreement.json"
 #: Where `compare` answers some rows again.
 COMPARISON = f"{OURS}/compare"
@@ -171,6 +172,10 @@ class JobStore:
         """Whether `_SUCCESS` is there."""
         return self.location.exists(SUCCESS)
 
+    def unmark_success(self) -> None:
+        """Say that the job is not done any more: some of its parts are to be computed again."""
+        self.location.remove([SUCCESS])
+
     def clean_up(self) -> None:
         """Remove what only a running job needs: prepared rows, unfinished work, temporary files."""
         self.location.remove([f"{OURS}/rows", f"{OURS}/wip", f"{OURS}/tmp"])
@@ -220,6 +225,19 @@ class JobStore:
         """A committed part, for reading."""
         return self.location.open(part_name(shard_id))
 
+    def write_parts(self, parts: Mapping[int, tuple[int, str]]) -> None:
+        """Record the parts of a job that is done: shard -> bytes of its part, and hash of what it was made of."""
+        self.location.write(_PARTS, json.dumps(parts).encode())
+
+    def read_parts(self) -> dict[int, tuple[int, str]] | None:
+        """What `write_parts` recorded; None in jobs of earlier versions and in those that were never done."""
+        try:
+            found = self._read_json(_PARTS)
+        except MissingFileError:
+            return None
+        with naming_damage("parts.json"):
+            return {int(shard_id): (int(num_bytes), str(contents)) for shard_id, (num_bytes, contents) in found.items()}
+
     def remove_part(self, shard_id: int) -> None:
         """Uncommit a shard; its still valid rows must be in `wip` by now. `_SUCCESS` goes first."""
         self.location.remove([SUCCESS, part_name(shard_id)])
@@ -258,6 +276,10 @@ class JobStore:
     def write_plan(self, references: bytes | memoryview) -> bool:
         """Store the plan. False when there is one already: shards are cut once for all runs of the job."""
         return self.location.create(_PLAN, references)
+
+    def remove_index(self) -> None:
+        """Forget all prepared rows and numbers: the input is read again."""
+        self.location.remove([f"{OURS}/index", f"{OURS}/rows"])
 
     def has_index(self, chunk_id: int) -> bool:
         """Whether a chunk's numbers and its rows are both there."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..errors import AdapterRefusedError, AdapterUnusableError
+from ..errors import AdapterRefusedError, AdapterUnusableError, curable
 from ..model_config.model import PACKED_SITES, ModelConfig
 from ..model_config.partition import Partition
 from ..peft import AdapterAudit, audit_adapter
@@ -129,7 +129,7 @@ class AdapterRegistry:
             try:
                 return read_packed(audit, adapter_id, model, dtype, in_panels=in_panels, device=self._device)
             except (AdapterRefusedError, OSError) as error:
-                raise AdapterUnusableError(adapter_id, f"{error}") from error
+                raise AdapterUnusableError(adapter_id, curable(error)) from error
         if is_dummy and self._device.type == "cuda" and not self._partitions:
             return random_packed(self._audits[adapter_id], self._model, self._dtype, self._device)
         weights = self._load(adapter_id, self._device if is_dummy else torch.device("cpu"))
@@ -144,4 +144,4 @@ class AdapterRegistry:
         try:
             return load_adapter(self._audits[adapter_id], device, adapter_id)
         except (AdapterRefusedError, OSError) as error:
-            raise AdapterUnusableError(adapter_id, f"{error}") from error
+            raise AdapterUnusableError(adapter_id, curable(error)) from error

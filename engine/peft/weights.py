@@ -186,7 +186,7 @@ def read_adapter(
     used = dict.fromkeys(key for change in audit.changes for key in change.keys)
     missing = sorted(used.keys() - entries.keys())
     if missing:
-        raise AdapterRefusedError(f"adapter {audit.name!r}: {missing[0]} is gone since the audit. Start again.")
+        raise AdapterRefusedError(f"adapter {audit.name!r}: {missing[0]} is gone since the audit.")
     parts = _parts([entries[key] for key in used])
     data: dict[str, TensorData] = {}
 
@@ -203,7 +203,7 @@ def read_adapter(
     if found != expected:
         raise AdapterRefusedError(
             f"adapter {audit.name!r}: {audit.folder} holds content {found[:12]}, expected {expected[:12]}. "
-            "Its files have changed since they were audited. Run the job again, and its rows are planned anew."
+            "Its files have changed since they were audited."
         )
 
 

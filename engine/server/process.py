@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from ..config import EngineConfig
-from ..errors import EngineError
+from ..errors import EngineError, curable
 from ..request import ExportedRow, Result
 from ..telemetry import EngineTelemetry
 from ..untrusted import LogFormatter
@@ -165,7 +165,7 @@ class EngineProcess:
                 try:
                     engine.register_adapter(adapter_id, Path(folder), name)
                 except EngineError as error:
-                    self._refused_adapters[adapter_id] = str(error)
+                    self._refused_adapters[adapter_id] = curable(error)
             case ExpectRows():
                 engine.expect_rows(message.adapter_id, message.num_rows)
             case ExportRows():

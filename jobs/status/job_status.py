@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from ..errors import JobError, JobFailedError, JobRequestError, MissingFileError, error_of_kind, naming_damage
+from ..parts import in_words, missing_parts
 from ..progress import RowTotals
 from ..record import BEGINNING_PHASES, JobRecord, JobState
 from ..storage.redaction import redacted_url
@@ -44,12 +45,16 @@ class JobStatus:
     is_cancel_requested: bool
     is_stale: bool
     silent_s: float = 0.0
+    #: Parts that are not as they were when the job was done, each with a clause that says why.
+    changed_parts: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def headline(self) -> str:
         """One word or two for where the job stands."""
         if self.is_finished:
             return "done"
+        if self.changed_parts:
+            return "done, parts changed since"
         if self.state is None:
             return "not started"
         if self.is_stale:
@@ -63,6 +68,8 @@ class JobStatus:
         """One word for programs."""
         if self.is_finished:
             return "done"
+        if self.changed_parts:
+            return "failed"
         if self.state is None or self.state.phase == "queued":
             return "waiting"
         if self.is_stale:
@@ -97,11 +104,23 @@ class JobStatus:
     @property
     def error(self) -> JobError | None:
         """What ended its last run, as the exception that was raised then; None when nothing did."""
+        if self.changed_parts:
+            return JobFailedError(
+                f"output={self.output!r}: {in_words(self.changed_parts)}; the job was done before. Go on with "
+                f"`{self.next_step}`: it computes what is missing."
+            )
         if self.outcome == "unknown":
             return JobFailedError(f"output={self.output!r}: {self.headline}. Go on with `{self.next_step}`.")
         if self.state is None or self.outcome not in ("failed", "stopped"):
             return None
         return error_of_kind(self.state.error, self.state.phase)(self.state.message)
+
+    @property
+    def message(self) -> str:
+        """One sentence that says why the job stopped, or what has become of its parts, and what to do."""
+        if self.changed_parts:
+            return str(self.error)
+        return self.state.message if self.state else ""
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready object for programs."""
@@ -111,7 +130,7 @@ class JobStatus:
             "headline": self.headline,
             "outcome": self.outcome,
             "exit_code": self.exit_code,
-            "message": self.state.message if self.state else "",
+            "message": self.message,
             "rows": None if self.totals is None else self.totals.to_json(),
             "time_left": self.time_left,
             "started_at": self.record.created_at,
@@ -159,16 +178,19 @@ def read_status(store: JobStore, now_s: float | None = None) -> JobStatus:
     is_stale = state is not None and is_silent(state, state.updated_at_s + age_s)
     # A run whose adapters have changed removes `_SUCCESS` when it has planned its rows.
     begins_anew = state is not None and not is_stale and state.phase in BEGINNING_PHASES
+    was_finished = contents.is_finished and not begins_anew
+    changed = missing_parts(store, contents) if was_finished else {}
     return JobStatus(
         output=redacted_url(store.url),
         record=record,
         state=state,
         summary=store.read_summary(),
         num_parts=len(contents.parts),
-        is_finished=contents.is_finished and not begins_anew,
+        is_finished=was_finished and not changed,
         is_cancel_requested=store.is_cancel_requested(),
         is_stale=is_stale,
         silent_s=age_s if is_stale else 0.0,
+        changed_parts=changed,
     )
 
 

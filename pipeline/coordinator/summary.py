@@ -9,20 +9,29 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from ...jobs.errors import JobFailedError
-from ...jobs.input.columns import output_name, readable_values
+from ...jobs.errors import JobFailedError, MissingFileError
+from ...jobs.input.columns import readable_values
 from ...jobs.input.completions import completions
+from ...jobs.parts import (
+    ROW_ADAPTER,
+    ROW_ID,
+    PartMark,
+    answers_hash,
+    counted_columns,
+    curable,
+    damage_of,
+    in_words,
+    mark_in,
+)
 from ...jobs.record import JobRecord
 from ...jobs.store import JobStore
 from ...scheduler.estimates.lengths import AnswerLengths, length_class
-from ..dataset.writer import check_writer, num_reused_rows
+from ..dataset.reader import read_contents
 from ..planning.plan import JobPlan
 from ..result import AdapterCount, KindOfError
 
 ENGINE_ERROR = "engine"
-_LISTS = ("completion_tokens", "finish_reason")
-# Keys of a row beside lorabatch's own columns.
-_ID, _ADAPTER = "row id", "row adapter"
+_LISTS = ("completion", "completion_tokens", "finish_reason")
 
 
 @dataclass(slots=True)
@@ -47,6 +56,12 @@ class Account:
     answers: Counter[tuple[str, int, bool]] = field(default_factory=Counter)
     answer_tokens: Counter[tuple[str, int, bool]] = field(default_factory=Counter)
     first_engine_error: tuple[str, str] | None = None
+    #: Mark of each part that counts.
+    marks: dict[int, PartMark] = field(default_factory=dict)
+    #: Parts that do not count, each with a clause that says why: they are not what their shards would be now, or they
+    #: hold errors that another run may not have.
+    unusable: dict[int, str] = field(default_factory=dict)
+    curable: dict[int, str] = field(default_factory=dict)
 
     def add(self, other: Account) -> None:
         """Take in the counts of other parts."""
@@ -63,13 +78,17 @@ class Account:
         self.answers.update(other.answers)
         self.answer_tokens.update(other.answer_tokens)
         self.first_engine_error = self.first_engine_error or other.first_engine_error
+        self.marks |= other.marks
+        self.unusable |= other.unusable
+        self.curable |= other.curable
 
     def check_complete(self, plan: JobPlan) -> None:
         """Raise `JobFailedError` unless every row of the plan was counted."""
-        if (self.num_rows, self.num_parts) != (plan.num_rows, len(plan.shards)):
+        if self.unusable or (self.num_rows, self.num_parts) != (plan.num_rows, len(plan.shards)):
+            found = in_words(self.unusable) or f"its {self.num_parts} parts hold {self.num_rows} rows"
             raise JobFailedError(
-                f"output: its {self.num_parts} parts hold {self.num_rows} rows; the plan has {plan.num_rows} rows in "
-                f"{len(plan.shards)} parts. The output was changed meanwhile; start over with --overwrite."
+                f"output: {found}; the plan has {plan.num_rows} rows in {len(plan.shards)} parts. The output was "
+                "changed while the job ran. Run the same command again: it computes what is missing."
             )
 
     def adapter_counts(self) -> tuple[AdapterCount, ...]:
@@ -94,32 +113,44 @@ class Account:
         return (KindOfError(ENGINE_ERROR, self.num_engine_errors, place, sentence),)
 
 
-def account_parts(shard_ids: Iterable[int], store: JobStore, record: JobRecord, run_id: str) -> Account:
-    """Count the rows of these parts. `run_id`: of the run that counts. Raises `StorageError` when one is gone or
-    another job's.
+def account_parts(
+    shard_ids: Iterable[int], store: JobStore, record: JobRecord, run_id: str, reopens: bool = False
+) -> Account:
+    """Compare these parts with the plan and count the rows of those that are right. `run_id`: of the run that counts.
+    `reopens`: it computes rows again that had errors in earlier runs.
+
+    Raises `StorageError` when storage fails.
     """
     total = Account()
     for shard_id in shard_ids:
-        total.add(_account_part(store, record, shard_id, run_id))
+        total.add(_account_part(store, record, shard_id, run_id, reopens))
     return total
 
 
-def _account_part(store: JobStore, record: JobRecord, shard_id: int, run_id: str) -> Account:
-    adapter_column = record.input.roles.get("adapter")
-    id_column = record.input.roles.get("id", "id")
-    ours = ("error", "mode", "prompt_tokens", "completion_tokens", "finish_reason")
-    columns = {name: output_name(record, name) for name in ours} | {_ID: id_column}
-    columns |= {_ADAPTER: adapter_column} if adapter_column else {}
-    with store.open_part(shard_id) as part:
-        file = pq.ParquetFile(part)
-        table = file.read(columns=list(columns.values()))
-        num_reused = num_reused_rows(file, run_id)
-    check_writer(table.schema, shard_id, record)
-    account = Account(num_parts=1, num_reused=num_reused)
-    for values in zip(*(readable_values(table.column(name)) for name in columns.values()), strict=True):
-        row = dict(zip(columns, values, strict=True))
+def _account_part(store: JobStore, record: JobRecord, shard_id: int, run_id: str, reopens: bool) -> Account:
+    columns = counted_columns(record)
+    expected = read_contents(store, record, shard_id)
+    try:
+        with store.open_part(shard_id) as part:
+            mark = mark_in(part)
+            problem = mark if isinstance(mark, str) else mark.problem(shard_id, record, expected)
+            if isinstance(mark, str) or problem:
+                return Account(unusable={shard_id: problem})
+            if reopens and mark.run_id != run_id and (clause := curable(mark)):
+                return Account(curable={shard_id: clause})
+            table = pq.read_table(part, columns=list(columns.values()), page_checksum_verification=True)
+    except MissingFileError:
+        return Account(unusable={shard_id: "is gone"})
+    except Exception as error:
+        return Account(unusable={shard_id: damage_of(error)})
+    values = {name: readable_values(table.column(column)) for name, column in columns.items()}
+    if answers_hash(values) != mark.answers:
+        return Account(unusable={shard_id: "has other answers than were written"})
+    account = Account(num_parts=1, num_reused=mark.reused_by(run_id), marks={shard_id: mark})
+    for of_row in zip(*values.values(), strict=True):
+        row = dict(zip(columns, of_row, strict=True))
         for each in completions(row, _LISTS) if record.has_lists else (row,):
-            _count(account, each, row.get(_ADAPTER), f"{id_column}={row[_ID]!r}")
+            _count(account, each, row.get(ROW_ADAPTER), f"{columns[ROW_ID]}={row[ROW_ID]!r}")
     return account
 
 

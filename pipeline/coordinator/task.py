@@ -14,9 +14,10 @@ from typing import Any
 
 from distributed import Reschedule, get_worker, secede
 
-from ...jobs.errors import JobFailedError, OutputConflictError, StorageError
+from ...jobs.errors import DamagedRecordError, JobFailedError, OutputConflictError, StorageError
 from ...jobs.history import add_to_history
 from ...jobs.opening import OpenedJob
+from ...jobs.parts import in_words
 from ...jobs.record import changed_adapters
 from ...jobs.status.notes import row_notes
 from ...jobs.storage.redaction import redacted_url
@@ -30,11 +31,12 @@ from ..cluster.connect import count_workers, open_client, scheduler_loss_reporte
 from ..cluster.security import client_security
 from ..dataset.chunk import IndexJob
 from ..dataset.index import IndexTotals, deadly_chunk, index_chunk, list_chunks
+from ..dataset.reader import read_shard
 from ..dataset.writer import empty_part
 from ..migration.peers import Peers
 from ..monitoring.job_monitor import JobMonitor, WorkLeft
 from ..monitoring.reporter import JobReporter, latest_state, state_before, state_publisher
-from ..planning.plan import JobPlan, plan_job, read_plan, reopen_shards, serving_adapters
+from ..planning.plan import JobPlan, plan_job, read_plan, reopen_shard, reopen_shards, serving_adapters
 from ..planning.settings import RunSettings
 from ..result import JobResult
 from ..worker.registration import unregister_plugin
@@ -122,7 +124,8 @@ def finished_before(job: OpenedJob) -> JobResult:
     of a running job behind and a state that says so: both are put right.
     """
     summary = job.store.read_summary()
-    assert summary is not None, "_SUCCESS is there, summary.json is not"
+    if summary is None:
+        raise DamagedRecordError("summary.json: is gone, and _SUCCESS is there. Run the same command again.")
     result = JobResult.from_json(summary)
     reporter = JobReporter(job.store, lambda state: None, job.spec.error_budget)
     state = latest_state(job.store)
@@ -140,9 +143,12 @@ def _stages(run: JobRun, began_s: float) -> JobResult:
     # A coordinator that Dask has started again may find a job that was started over.
     run.job.store.check_holder(run.job.record.job_id)
     plan = plan_shards(run, index_rows(run))
-    done = coordinate(run, plan)
+    for turn in range(_TURNS):
+        done = coordinate(run, plan, turn)
+        account = count_rows(run, plan, turn)
+        if not account.unusable:
+            break
     unregister_plugin(run.client, run.run_id)
-    account = count_rows(run, plan)
     # Clocks may be set back meanwhile.
     return finish(run, plan, account, done, max(time.time() - began_s, done.working_s or 0.0))
 
@@ -155,6 +161,8 @@ def _forgive(dask_scheduler: Any, key: Any) -> None:
 
 
 _PARTS_PER_COUNT = 64
+# Parts that were changed while the job ran are computed again so often.
+_TURNS = 3
 # Seconds of steps from which what they cost is kept for later jobs: the first ones are slower.
 _HISTORY_S = 5.0
 
@@ -196,7 +204,7 @@ def plan_shards(run: JobRun, indexed: IndexTotals) -> JobPlan:
             job.store,
             job.record,
             read_plan(job.store),
-            changed,
+            changed | indexed.cured,
             length_share=run.settings.length_share,
             check=run.control.check_displaced,
         )
@@ -224,13 +232,17 @@ class Coordinated:
     prefix_hit_rate: float | None
 
 
-def coordinate(run: JobRun, plan: JobPlan) -> Coordinated:
-    """Run every shard that has no part. Errors in the parts that are there count against the job's budget too."""
+def coordinate(run: JobRun, plan: JobPlan, turn: int = 0) -> Coordinated:
+    """Run every shard that has no part, or one that is not what it should be. Errors in the parts that are there count
+    against the job's budget too. `turn`: how often this run has done so before.
+    """
     job = run.job
     # Without shards there may be the part that says so, when a run before was killed right after it.
-    committed = job.store.committed_parts() if plan.shards else {}
-    rows_of_part = {shard_id: plan.shards[shard_id].num_rows for shard_id in committed}
-    found = _count(run, sorted(rows_of_part), "errors")
+    there = job.store.committed_parts() if plan.shards else {}
+    strange = {shard_id: "belongs to no shard of the job" for shard_id in there if shard_id >= len(plan.shards)}
+    found = _count(run, sorted(there.keys() - strange.keys()), f"errors{turn}", reopens=True)
+    _take_away(run, found.unusable | strange, found.curable)
+    rows_of_part = {shard_id: plan.shards[shard_id].num_rows for shard_id in found.marks}
     run.reporter.check_budget(found.num_errors, plan.num_rows)
     names = {adapter.sha256: adapter.name for adapter in job.record.adapters if not adapter.is_refused}
     known_lengths = None if job.spec.sampling.ignore_eos else run.settings.lengths
@@ -258,6 +270,20 @@ def coordinate(run: JobRun, plan: JobPlan) -> Coordinated:
         monitor.batch_fill,
         monitor.prefix_hit_rate,
     )
+
+
+def _take_away(run: JobRun, bad: Mapping[int, str], curable: Mapping[int, str]) -> None:
+    """Remove parts, so that their shards are computed again; each has a clause that says why. Those that are `curable`
+    keep their answers.
+    """
+    if not bad and not curable:
+        return
+    run.control.check_displaced()
+    logger.warning("parts that are computed again: %s", in_words({**bad, **curable}))
+    for shard_id in bad:
+        run.job.store.remove_part(shard_id)
+    for shard_id in curable:
+        reopen_shard(run.job.store, run.job.record, read_shard(run.job.store, run.job.record, shard_id))
 
 
 def _planned(
@@ -289,18 +315,18 @@ def _bound_s(run: JobRun, coordinator: Coordinator, work: JobWork | None) -> flo
     return bound_s
 
 
-def count_rows(run: JobRun, plan: JobPlan) -> Account:
-    """Count what the parts hold, on the workers."""
+def count_rows(run: JobRun, plan: JobPlan, turn: int = 0) -> Account:
+    """Compare the parts with the plan and count what they hold, on the workers."""
     run.reporter.phase("finishing", plan.num_rows, rows_done=plan.num_rows)
-    return _count(run, [shard.shard_id for shard in plan.shards], "count")
+    return _count(run, [shard.shard_id for shard in plan.shards], f"count{turn}")
 
 
-def _count(run: JobRun, shard_ids: Sequence[int], name: str) -> Account:
-    """Count what these parts hold, on the workers. `name`: of this count; Dask keeps results by name."""
+def _count(run: JobRun, shard_ids: Sequence[int], name: str, *, reopens: bool = False) -> Account:
+    """See `account_parts`; on the workers. `name`: of this count; Dask keeps results by name."""
     groups = [shard_ids[start : start + _PARTS_PER_COUNT] for start in range(0, len(shard_ids), _PARTS_PER_COUNT)]
     total = Account()
     key, attempt = f"{name}-{run.run_id}", run.control.coordinator_id
-    given = {"store": run.job.store, "record": run.job.record, "run_id": run.run_id}
+    given = {"store": run.job.store, "record": run.job.record, "run_id": run.run_id, "reopens": reopens}
     counting = FanOut(run.client, account_parts, groups, key, attempt, _refuse_deadly, **given)
     for account in counting.results(run.control):
         total.add(account)
@@ -343,6 +369,9 @@ def finish(run: JobRun, plan: JobPlan, account: Account, done: Coordinated, seco
     job.store.check_current(job.record)
     if not plan.shards:
         job.store.commit_part(0, empty_part(job.record, run.run_id))
+    contents = {shard_id: mark.contents for shard_id, mark in account.marks.items()}
+    parts = job.store.committed_parts()
+    job.store.write_parts({i: (parts[i], contents.get(i, "")) for i in sorted(parts)})
     job.store.write_summary(result.to_json())
     job.store.mark_success()
     # Last, since a client that waits for "done" may read the output.

@@ -21,6 +21,7 @@ from ...engine.errors import ChatTemplateError, TokenizerError
 from ...engine.request import SamplingParams
 from ...engine.text.boundary import split_at_prompt, texts_behind
 from ...engine.text.choices import steps_of_choice
+from ...engine.text.confined_tokenizer import MissingTokenizer
 from ...engine.text.conversation import (
     RENDERING_OPTIONS,
     SPLIT_AND_CONTINUED,
@@ -104,6 +105,11 @@ class ChunkRows:
             batch = batch.take(pa.array(rows))
         self._append(batch, drafts, adapters, [places[row] for row in rows])
         self._num_rows += len(places)
+
+    @property
+    def without_tokenizer(self) -> list[str]:
+        """Adapters whose rows are errors because their own tokenizer could not be read."""
+        return [name for name, found in self._tokenizers.items() if name and isinstance(found, MissingTokenizer)]
 
     def order(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Rows sorted by adapter, the base model first, otherwise as in the input; and where record batches

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from ...engine.errors import ModelFilesError, TokenizerError
+from ...engine.errors import ModelFilesError, TokenizerError, curable
 from ...engine.text.confined_tokenizer import MissingTokenizer, adapter_tokenizer
 from ...engine.text.tokenizer import Tokenizer
 from ...jobs.errors import DamagedRecordError, StorageError
@@ -28,7 +28,7 @@ from ...jobs.storage.redaction import is_redacted, redacted_url
 from ...jobs.store import JobStore
 from .chunk import ChunkRef, DamagedChunkError, IndexJob, read_chunk
 from .chunk_rows import ChunkRows
-from .schema import arrow_file, counts_of, with_counts, with_key
+from .schema import arrow_file, counts_of, with_counts, with_key, without_tokenizer
 from .writer import Spell
 
 
@@ -45,6 +45,8 @@ class ChunkSummary:
     #: Rows of the input by what should be known of them.
     peculiar_rows: Mapping[str, int] = field(default_factory=dict)
     damage: str | None = None
+    #: Adapters whose own tokenizers could not be read when the chunk was indexed before, and can be now.
+    cured: frozenset[str] = frozenset()
 
 
 def list_chunks(record: JobRecord, inputs: Sequence[str] = ()) -> tuple[ChunkRef, ...]:
@@ -65,18 +67,22 @@ def list_chunks(record: JobRecord, inputs: Sequence[str] = ()) -> tuple[ChunkRef
 
 
 def index_chunk(chunk: ChunkRef, job: IndexJob, store: JobStore) -> ChunkSummary:
-    """Index one chunk, unless that is done already. Safe to repeat, and to run twice at once.
+    """Index one chunk, unless that is done already and every tokenizer could be read then. Safe to repeat, and to run
+    twice at once.
 
     Bad rows become error rows. A row group that cannot be read is reported in the summary. Raises
     `StorageError` when the model cannot be had or the output cannot be written.
     """
+    without: frozenset[str] = frozenset()
     if store.has_index(chunk.chunk_id):
         with (
             suppress(DamagedRecordError),
             arrow_file(store.rows_source(chunk.chunk_id), job.key),
             arrow_file(store.index_source(chunk.chunk_id), job.key) as index,
         ):
-            return _summary(chunk.chunk_id, index.read_all(), counts_of(index.schema))
+            without = without_tokenizer(index.schema)
+            if not without:
+                return _summary(chunk.chunk_id, index.read_all(), counts_of(index.schema))
     rows = ChunkRows(chunk, job, lambda adapter: _tokenizer_of(job, adapter))
     try:
         for batch in read_chunk(chunk, job.schema_ipc, job.storage_options, is_narrow=bool(job.dropped)):
@@ -86,9 +92,9 @@ def index_chunk(chunk: ChunkRef, job: IndexJob, store: JobStore) -> ChunkSummary
     order, batches = rows.order()
     store.write_rows(chunk.chunk_id, _ipc_bytes(rows.prepared_batches(order, batches), job.key))
     found = rows.index(order, batches)
-    batches_of_index = with_counts(found.combine_chunks(), rows.counts).to_batches()
+    batches_of_index = with_counts(found.combine_chunks(), rows.counts, rows.without_tokenizer).to_batches()
     store.write_index(chunk.chunk_id, _ipc_bytes(batches_of_index, job.key))
-    return _summary(chunk.chunk_id, found, rows.counts)
+    return replace(_summary(chunk.chunk_id, found, rows.counts), cured=without.difference(rows.without_tokenizer))
 
 
 def deadly_chunk(chunk: ChunkRef) -> ChunkSummary:
@@ -127,7 +133,7 @@ def _tokenizer_of(job: IndexJob, adapter: str | None) -> Tokenizer:
         folder = local_folder(apart.url, job.storage_options)
         return _own_tokenizer(folder, apart.tokenizer_sha256, base, job.tokenizer_sha256, job.now, job.chat_template)
     except ModelFilesError as error:
-        return MissingTokenizer(str(error).rstrip("."))
+        return MissingTokenizer(curable(error).rstrip("."))
 
 
 @lru_cache(maxsize=4)
@@ -187,6 +193,8 @@ class IndexTotals:
     #: Rows of the input by what should be known of them.
     peculiar_rows: Counter[str] = field(default_factory=Counter)
     damages: dict[int, str] = field(default_factory=dict)
+    #: See `ChunkSummary`.
+    cured: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, summaries: Iterable[ChunkSummary]) -> IndexTotals:
@@ -202,5 +210,6 @@ class IndexTotals:
         self.num_rows += summary.num_rows
         self.rows_per_adapter.update(summary.rows_per_adapter)
         self.peculiar_rows.update(summary.peculiar_rows)
+        self.cured |= summary.cured
         if summary.damage is not None:
             self.damages[summary.chunk_id] = summary.damage

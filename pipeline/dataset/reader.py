@@ -7,15 +7,18 @@ into memory; remote ones are read by range, several chunks at a time.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from ...engine.request import Request
 from ...jobs.errors import StorageError
+from ...jobs.parts import contents_of
 from ...jobs.record import JobRecord, adapter_problem, index_key
 from ...jobs.store import JobStore, part_name
 from . import schema as prepared
@@ -23,6 +26,8 @@ from .row_checks import row_sampling
 
 _REMOTE_READS = 8
 # Each row group has less; a shard takes rows of many.
+# What `contents_of` is told of a row.
+_CONTENTS = (prepared.FINGERPRINT, prepared.ADAPTER, prepared.ERROR)
 # In one array Arrow counts bytes of text by 31 bits.
 _MAX_SHARD_BYTES = 2 << 30
 
@@ -54,6 +59,10 @@ class ShardRows:
         """Rows of the shard, error rows included."""
         return len(self.requests)
 
+    def contents(self, record: JobRecord) -> str:
+        """Hash of what its answers depend on; see `contents_of`."""
+        return _contents(self.table, record)
+
     def fingerprint_of(self) -> dict[str, bytes]:
         """Request id -> the row's fingerprint."""
         return {r.request_id: f for r, f in zip(self.requests, self.fingerprints, strict=True)}
@@ -65,10 +74,7 @@ def read_shard(store: JobStore, record: JobRecord, shard_id: int, *, max_bytes: 
     Raises `StorageError` when they take more, and its kinds `MissingFileError` and `DamagedRecordError` when the
     prepared rows or the plan are gone or damaged.
     """
-    with prepared.arrow_file(store.plan_source()) as plan:
-        references = plan.get_batch(shard_id)
-    chunk, batch, row = (references.column(name).to_numpy() for name in ("chunk", "batch", "row"))
-    table = _gather(store, index_key(record), shard_id, chunk, batch, row, max_bytes)
+    table = _gather(store, record, shard_id, max_bytes)
     return ShardRows(
         shard_id=shard_id,
         table=table,
@@ -77,16 +83,28 @@ def read_shard(store: JobStore, record: JobRecord, shard_id: int, *, max_bytes: 
     )
 
 
-def _gather(
-    store: JobStore,
-    key: str,
-    shard_id: int,
-    chunk: NDArray[np.int32],
-    batch: NDArray[np.int32],
-    row: NDArray[np.int32],
-    max_bytes: int,
-) -> pa.Table:
-    """The referenced rows, in the order of the references."""
+def read_contents(store: JobStore, record: JobRecord, shard_id: int) -> str:
+    """`ShardRows.contents` of one shard, from the columns that say it. Raises what `read_shard` raises."""
+    return _contents(_gather(store, record, shard_id, _MAX_SHARD_BYTES, _CONTENTS), record)
+
+
+def _contents(table: pa.Table, record: JobRecord) -> str:
+    adapters = {adapter.name: adapter for adapter in record.adapters}
+    names = pc.unique(table.column(prepared.ADAPTER)).to_pylist()
+    is_refused = {name: adapter_problem(name, adapters) is not None for name in names}
+    hashes = {name: adapters[name].sha256 for name in names if name in adapters}
+    rows = zip(*(table.column(name).to_pylist() for name in _CONTENTS), strict=True)
+    return contents_of(
+        record, ((fingerprint, hashes.get(name), bool(error) or is_refused[name]) for fingerprint, name, error in rows)
+    )
+
+
+def _gather(store: JobStore, record: JobRecord, shard_id: int, max_bytes: int, columns: Sequence[str] = ()) -> pa.Table:
+    """The rows of a shard, in the plan's order. `columns`: all where none is named."""
+    with prepared.arrow_file(store.plan_source()) as plan:
+        references = plan.get_batch(shard_id)
+    chunk, batch, row = (references.column(name).to_numpy() for name in ("chunk", "batch", "row"))
+    key = index_key(record)
     by_place = np.lexsort((row, batch, chunk))
     chunks, starts = np.unique(chunk[by_place], return_index=True)
     pieces = np.split(by_place, starts[1:])
@@ -96,7 +114,7 @@ def _gather(
 
     def read(piece: NDArray[np.int64]) -> list[pa.RecordBatch]:
         nonlocal num_bytes
-        found = _read_chunk(store, key, int(chunk[piece[0]]), batch[piece], row[piece])
+        found = _read_chunk(store, key, int(chunk[piece[0]]), batch[piece], row[piece], columns)
         with counting:
             num_bytes += sum(part.nbytes for part in found)
         if num_bytes > max_bytes:
@@ -119,11 +137,16 @@ def _gather(
 
 
 def _read_chunk(
-    store: JobStore, key: str, chunk_id: int, batch: NDArray[np.int32], row: NDArray[np.int32]
+    store: JobStore,
+    key: str,
+    chunk_id: int,
+    batch: NDArray[np.int32],
+    row: NDArray[np.int32],
+    columns: Sequence[str],
 ) -> list[pa.RecordBatch]:
     """Rows `row` of batches `batch` (ascending) of one chunk."""
     batches, starts = np.unique(batch, return_index=True)
-    with prepared.arrow_file(store.rows_source(chunk_id), key) as reader:
+    with prepared.arrow_file(store.rows_source(chunk_id), key, columns) as reader:
         return [
             reader.get_batch(int(number)).take(pa.array(rows))
             for number, rows in zip(batches, np.split(row, starts[1:]), strict=True)

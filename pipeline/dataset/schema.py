@@ -7,7 +7,7 @@ them, so that a shard reads little more than its own rows.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -73,6 +73,7 @@ def passthrough_schema(schema: pa.Schema) -> pa.Schema:
 
 
 _KEY, _COUNTS = b"lorabatch.index_key", b"lorabatch.counts"
+_WITHOUT_TOKENIZER = b"lorabatch.without_tokenizer"
 
 
 def with_key(schema: pa.Schema, key: str) -> pa.Schema:
@@ -80,9 +81,18 @@ def with_key(schema: pa.Schema, key: str) -> pa.Schema:
     return schema.with_metadata({**(schema.metadata or {}), _KEY: key})
 
 
-def with_counts(table: pa.Table, counts: Mapping[str, int]) -> pa.Table:
-    """A chunk's index that says, too, how many rows of the input there are of which something should be known."""
-    return table.replace_schema_metadata({_COUNTS: json.dumps(counts)})
+def with_counts(table: pa.Table, counts: Mapping[str, int], without_tokenizer: Sequence[str] = ()) -> pa.Table:
+    """A chunk's index that says, too, how many rows of the input there are of which something should be known, and
+    which adapters' own tokenizers could not be read.
+    """
+    return table.replace_schema_metadata(
+        {_COUNTS: json.dumps(counts), _WITHOUT_TOKENIZER: json.dumps(without_tokenizer)}
+    )
+
+
+def without_tokenizer(schema: pa.Schema) -> frozenset[str]:
+    """Adapters whose own tokenizers could not be read when the index with this schema was made."""
+    return frozenset(json.loads((schema.metadata or {}).get(_WITHOUT_TOKENIZER, b"[]")))
 
 
 def counts_of(schema: pa.Schema) -> dict[str, int]:
@@ -92,9 +102,11 @@ def counts_of(schema: pa.Schema) -> dict[str, int]:
 
 
 @contextmanager
-def arrow_file(source: Path | BinaryIO, key: str = "") -> Iterator[pa.ipc.RecordBatchFileReader]:
+def arrow_file(
+    source: Path | BinaryIO, key: str = "", columns: Sequence[str] = ()
+) -> Iterator[pa.ipc.RecordBatchFileReader]:
     """An Arrow IPC file: mapped into memory when it is a path. `key`: for which it must have been written, where it
-    says for which. Raises `DamagedRecordError`.
+    says for which. `columns`: those that are read; all where none is named. Raises `DamagedRecordError`.
     """
     is_mapped = isinstance(source, Path)
     name = source if is_mapped else getattr(source, "path", "an Arrow file of this job")
@@ -105,6 +117,9 @@ def arrow_file(source: Path | BinaryIO, key: str = "") -> Iterator[pa.ipc.Record
             if key and found not in ("", key):
                 # A process that was stopped, or slow, has written it after the job had been started over.
                 raise DamagedRecordError(f"{name}: written for other rows than this job's. Run the same command again.")
+            if columns:
+                places = [reader.schema.get_field_index(name) for name in columns]
+                reader = pa.ipc.open_file(handle, options=pa.ipc.IpcReadOptions(included_fields=places))
             yield reader
     except pa.ArrowInvalid as error:
         raise DamagedRecordError(

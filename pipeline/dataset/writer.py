@@ -15,11 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from ...engine.errors import RUN_AGAIN
 from ...engine.request import Request, TopLogprobs
-from ...jobs.errors import DamagedRecordError
 from ...jobs.input.answer_type import answer_type
 from ...jobs.input.columns import (
-    ANSWER_FIELDS,
     ASKED_FIELDS,
     CHOICE_FIELD,
     CHOICE_SCORES_FIELD,
@@ -33,12 +32,13 @@ from ...jobs.input.columns import (
     copied_schema,
     expected_field,
     output_name,
+    readable_values,
     records_samples,
     sample_field,
 )
 from ...jobs.input.completions import OF_ROWS, as_lists, completions
+from ...jobs.parts import PartMark, answers_hash, contents_of, counted_columns, damage_of
 from ...jobs.record import JobRecord
-from ...jobs.store import part_name
 from .answers import RowAnswer
 from .reader import RowError, ShardRows
 from .schema import ADAPTER, SAMPLE, passthrough_schema
@@ -48,12 +48,6 @@ Spell = Callable[[str | None, Sequence[int]], list[bytes] | None]
 _TEXTS, _BYTES = LOGPROB_FIELDS[2:]
 _TOPS = ASKED_FIELDS["top_logprobs"]
 _PROMPT, _PROMPT_TOPS = ASKED_FIELDS["prompt_logprobs"], ASKED_FIELDS["prompt_top_logprobs"]
-# In the metadata of every part: which job wrote it.
-_JOB_ID = b"lorabatch.job_id"
-# Likewise: which run of it, and how many of its rows earlier runs had done.
-_RUN_ID, _NUM_REUSED = b"lorabatch.run_id", b"lorabatch.num_reused"
-# Likewise: completions, where a row has several.
-_NUM_COMPLETIONS = b"lorabatch.num_completions"
 
 
 def part_bytes(
@@ -76,9 +70,27 @@ def part_bytes(
         for request, fingerprint in zip(rows.requests, rows.fingerprints, strict=True)
     ]
     table = _with_answers(rows, answers, record, spell or (lambda adapter, token_ids: None))
-    writer = {_JOB_ID: record.job_id, _RUN_ID: run_id, _NUM_REUSED: str(num_reused)}
-    writer |= {_NUM_COMPLETIONS: str(rows.num_rows)} if record.has_lists else {}
-    return _parquet(table.replace_schema_metadata(_metadata(record) | writer), record)
+    num_curable = sum(RUN_AGAIN in (answer.error or "") for answer in answers)
+    counts = {"num_completions": rows.num_rows, "num_reused": num_reused, "num_curable": num_curable}
+    made_of = {"contents": rows.contents(record), "answers": _answers_hash(table, record)}
+    mark = _mark(record, run_id, rows.shard_id, **made_of, **counts)
+    return _parquet(table.replace_schema_metadata(_metadata(record) | mark.metadata()), record)
+
+
+def _mark(record: JobRecord, run_id: str, shard_id: int, **values: Any) -> PartMark:
+    return PartMark(
+        job_id=record.job_id,
+        run_id=run_id,
+        shard_id=str(shard_id),
+        model_sha256=record.model.sha256,
+        tokenizer_sha256=record.model.tokenizer_sha256,
+        **values,
+    )
+
+
+def _answers_hash(part: pa.Table, record: JobRecord) -> str:
+    columns = counted_columns(record)
+    return answers_hash({name: readable_values(part.column(column)) for name, column in columns.items()})
 
 
 def error_answer(row: RowError, fingerprint: bytes) -> RowAnswer:
@@ -115,19 +127,19 @@ def output_schema(record: JobRecord) -> pa.Schema:
 
 def empty_part(record: JobRecord, run_id: str) -> memoryview:
     """The one part of a job without rows: readers of the output find its columns."""
-    writer = {_JOB_ID: record.job_id, _RUN_ID: run_id, _NUM_REUSED: "0"}
     table = pa.Table.from_batches([], output_schema(record))
-    return _parquet(table.replace_schema_metadata(_metadata(record) | writer), record)
+    mark = _mark(record, run_id, 0, contents=contents_of(record, ()), answers=_answers_hash(table, record))
+    return _parquet(table.replace_schema_metadata(_metadata(record) | mark.metadata()), record)
 
 
 def answers_in_part(
     part: BinaryIO, rows: ShardRows, record: JobRecord, *, with_errors: bool = False
-) -> dict[str, RowAnswer]:
-    """Answers of a committed part that still hold: request id -> answer.
+) -> dict[str, RowAnswer] | None:
+    """Answers of a committed part that still hold: request id -> answer. None where the part cannot be read or holds
+    other rows than the shard's.
 
     A row's answer holds when the row is asked today of the same adapter content. Error rows are left out unless asked
-    for: what caused the error may have been repaired. Raises `DamagedRecordError` when the part does not fit the shard,
-    or is another job's.
+    for: what caused the error may have been repaired.
     """
     id_column = record.input.roles.get("id", DEFAULT_ID_COLUMN)
     ids = rows.table.column(id_column)
@@ -138,15 +150,13 @@ def answers_in_part(
     columns = {name: output_name(record, name) for name in names}
     try:
         table = pq.read_table(part)
-    except pa.ArrowInvalid as error:
-        raise DamagedRecordError(f"part of shard {rows.shard_id}: cannot be read back ({error}).") from None
-    check_writer(table.schema, rows.shard_id, record)
-    is_ours = {id_column, *(output_name(record, field.name) for field in ANSWER_FIELDS)} <= set(table.column_names)
+        mark = PartMark.of(table.schema)
+    except Exception as error:
+        damage_of(error)
+        return None
+    is_ours = (mark.job_id, mark.shard_id) == (record.job_id, str(rows.shard_id))
     if not is_ours or not table.column(id_column).equals(ids):
-        raise DamagedRecordError(
-            f"part of shard {rows.shard_id}: its {table.num_rows} rows are not the {len(ids)} rows of the "
-            f"plan, compared by {id_column!r}. Start the job again with --overwrite."
-        )
+        return None
     there = [name for name, column in columns.items() if column in table.column_names]
     answers = table.select([columns[name] for name in there]).rename_columns(there).to_pylist()
     if record.has_lists:
@@ -159,24 +169,6 @@ def answers_in_part(
         and (with_errors or answer["error"] is None)
         and answer["adapter_sha256"] == request.adapter_id
     }
-
-
-def num_reused_rows(part: BinaryIO | pq.ParquetFile, run_id: str) -> int:
-    """How many rows of a part earlier runs than this one had done: all, when one of them wrote it."""
-    file = part if isinstance(part, pq.ParquetFile) else pq.ParquetFile(part)
-    written = file.schema_arrow.metadata or {}
-    is_own = written.get(_RUN_ID) == run_id.encode()
-    return int(written[_NUM_REUSED] if is_own else written.get(_NUM_COMPLETIONS, file.metadata.num_rows))
-
-
-def check_writer(schema: pa.Schema, shard_id: int, record: JobRecord) -> None:
-    """Raise `DamagedRecordError` when another job wrote the part: it asked other things of its rows."""
-    writer = (schema.metadata or {}).get(_JOB_ID, b"no job of this version").decode()
-    if writer != record.job_id:
-        raise DamagedRecordError(
-            f"{part_name(shard_id)}: written by {writer}, not by {record.job_id}, whose output this is. Remove this "
-            "file and run the same command again: its rows are computed anew."
-        )
 
 
 def _answer(values: dict[str, Any], fingerprint: bytes) -> RowAnswer:

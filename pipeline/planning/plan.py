@@ -301,7 +301,7 @@ def reopen_shards(
         check()
         rows = read_shard(store, record, shard_id)
         if shard_id in committed:
-            _reopen(store, record, rows)
+            reopen_shard(store, record, rows)
         if is_served_by_others:
             shards[shard_id] = _refreshed(shards[shard_id], adapters, rows, length_share)
     refreshed = replace(plan, shards=tuple(shards))
@@ -310,9 +310,10 @@ def reopen_shards(
     return refreshed
 
 
-def _reopen(store: JobStore, record: JobRecord, rows: ShardRows) -> None:
+def reopen_shard(store: JobStore, record: JobRecord, rows: ShardRows) -> None:
+    """Uncommit a shard's part; what it holds of its rows and holds still goes to the shard's journal first."""
     with store.open_part(rows.shard_id) as part:
-        kept = answers_in_part(part, rows, record)
+        kept = answers_in_part(part, rows, record) or {}
     store.clear_wip(rows.shard_id)
     if kept:
         store.append_wip(rows.shard_id, _ATTEMPT, encode_answers(kept.values()))

@@ -16,13 +16,14 @@ import numpy as np
 from distributed import get_worker, secede
 
 from ...engine.request import ExportedRow, Request
+from ...jobs.parts import PartMark, read_mark
 from ...jobs.record import JobRecord
 from ...jobs.store import JobStore
 from ...scheduler.messages import RunShard
 from ...scheduler.planning.bound import JobWork
 from ..dataset.answers import BegunRow, RowAnswer, decode_journal, encode_answers, encode_begun
 from ..dataset.reader import RowError, ShardRows, read_shard
-from ..dataset.writer import answers_in_part, num_reused_rows, part_bytes
+from ..dataset.writer import answers_in_part, part_bytes
 from ..messages import PromptReuse, ShardAbandonedError, ShardOutcome
 from ..supervisor.open_shard import OpenShard, ServedRow
 from ..supervisor.queue import EngineQueue
@@ -55,8 +56,9 @@ def _answer_and_commit(plugin: RunPlugin, command: RunShard, run_id: str) -> Sha
     rows = read_shard(plugin.store, record, command.shard_id)
     done = read_done(plugin.store, record, rows)
     if done is not None:
-        with plugin.store.open_part(command.shard_id) as file:
-            return _outcome(plugin, rows, done, num_reused_rows(file, run_id), JobWork())
+        mark = read_mark(plugin.store, command.shard_id)
+        num_reused = mark.reused_by(run_id) if isinstance(mark, PartMark) else 0
+        return _outcome(plugin, rows, done, num_reused, JobWork())
     kept = read_kept(plugin.store, record, rows, run_id)
     answers = kept.answers
     reused = frozenset(answers)
@@ -206,7 +208,7 @@ def read_kept(store: JobStore, record: JobRecord, rows: ShardRows, run_id: str =
                     kept.earlier.add(request.request_id)
     if store.is_committed(rows.shard_id):
         with store.open_part(rows.shard_id) as part:
-            in_part = answers_in_part(part, rows, record)
+            in_part = answers_in_part(part, rows, record) or {}
         kept.answers.update(in_part)
         kept.earlier.update(in_part)
         store.append_wip(rows.shard_id, f"part-{uuid4().hex[:8]}", encode_answers(in_part.values()))
@@ -222,7 +224,8 @@ def read_done(store: JobStore, record: JobRecord, rows: ShardRows) -> dict[str, 
         return None
     with store.open_part(rows.shard_id) as part:
         answers = answers_in_part(part, rows, record, with_errors=True)
-    return answers if len(answers) == sum(isinstance(request, Request) for request in rows.requests) else None
+    num_asked = sum(isinstance(request, Request) for request in rows.requests)
+    return None if answers is None or len(answers) < num_asked else answers
 
 
 def _begin(kept: KeptRows, request: Request, row: BegunRow) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 import time
@@ -62,7 +63,36 @@ def test_the_same_job_again_resumes_it(given: dict[str, Any]) -> None:
     assert again.record.spec["max_errors"] == "50%"
     assert again.store.committed_parts() == {0: 4}
     first.store.mark_success()
+    assert not open_job(JobSpec(**given)).is_finished, "no run has said so in summary.json"
+    assert not first.store.is_finished()
+    first.store.write_summary({})
+    first.store.mark_success()
     assert open_job(JobSpec(**given)).is_finished
+
+
+def test_an_input_that_was_replaced_and_put_back_is_read_again(given: dict[str, Any]) -> None:
+    path = Path(given["input"])
+    content, store = path.read_bytes(), open_job(JobSpec(**given)).store
+    store.write_rows(0, b"rows of the file that was there")
+    store.write_index(0, b"their numbers")
+    assert open_job(JobSpec(**given)).store.has_index(0), "nothing has changed"
+    path.write_bytes(content)
+    os.utime(path, ns=(1, path.stat().st_mtime_ns + 10**9))
+    again = open_job(JobSpec(**given))
+    assert not store.has_index(0)
+    assert again.record.input.files[0].version != store.read_record().input.files[0].version
+
+
+def test_verify_reads_the_input_of_a_planned_job_again(given: dict[str, Any]) -> None:
+    store = open_job(JobSpec(**given)).store
+    store.write_plan(b"plan")
+    for options, is_kept in (({}, True), ({"verify": True}, False)):
+        store.write_rows(0, b"rows")
+        store.write_index(0, b"numbers")
+        store.write_summary({})
+        store.mark_success()
+        assert open_job(JobSpec(**given, **options)).is_finished == is_kept
+        assert store.has_index(0) == is_kept
 
 
 def test_another_job_on_the_same_output_is_refused_with_every_difference(given: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ import echo_engine
 import pytest
 
 from lorabatch.engine.config import EngineConfig
+from lorabatch.engine.errors import RUN_AGAIN
 from lorabatch.engine.request import ExportedRow, Request, Result, SamplingParams
 from lorabatch.pipeline.messages import (
     EngineFailedError,
@@ -258,7 +259,7 @@ def test_rows_of_a_refused_adapter_become_errors(start: Callable[..., EngineHand
     engine = start(refuse_adapters=["sha-b"])
     adapter = LocalAdapter("sha-b", "b", Path("/nowhere"))
     rows = collect(open_shard(engine, 0, make_requests(range(2), adapter_id="sha-b"), [adapter]))
-    assert {row.result.error for row in rows.values()} == {"adapter sha-b: refused for the test"}
+    assert {row.result.error for row in rows.values()} == {f"adapter sha-b: refused for the test. {RUN_AGAIN}"}
 
 
 def test_closing_hands_out_finished_rows_before_it_says_that_the_rest_is_given_up(

@@ -1,0 +1,161 @@
+"""Parts are compared with the plan before they count: what is there must be what its shard would be now."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from lorabatch.engine.errors import RUN_AGAIN
+from lorabatch.jobs.errors import JobFailedError
+from lorabatch.jobs.parts import PartMark, changed_parts, missing_parts
+from lorabatch.jobs.store import JobStore, part_name
+from lorabatch.pipeline.coordinator.summary import Account, account_parts
+from lorabatch.pipeline.dataset.reader import read_contents, read_shard
+from lorabatch.pipeline.dataset.writer import part_bytes
+
+Prepare = Callable[..., Any]
+Echo = Callable[..., Any]
+
+
+@pytest.fixture
+def job(prepare_job: Prepare, answer_by_echo: Echo) -> Any:
+    """A job of three shards of four rows, all of them committed."""
+    table = pa.table(
+        {"id": [*range(12)], "adapter": [None, "alpha", "broken"] * 4, "prompt": [f"p{i}" for i in range(12)]}
+    )
+    job = prepare_job(table, rows_per_shard=4)
+    for rows in job.shards():
+        job.store.commit_part(rows.shard_id, part_bytes(rows, answer_by_echo(rows), job.record, "run"))
+    return job
+
+
+def counted(job: Any, run_id: str = "run", reopens: bool = False, **record: Any) -> Account:
+    return account_parts(
+        sorted(job.store.committed_parts()), job.store, job.record.model_copy(update=record), run_id, reopens
+    )
+
+
+def path_of(store: JobStore, shard_id: int) -> Any:
+    return store.location.local_path(part_name(shard_id))
+
+
+def rewritten(store: JobStore, shard_id: int, change: Callable[[pa.Table], pa.Table]) -> bytes:
+    """A part as another program writes it: with the same metadata, and changed rows."""
+    part, sink = pq.read_table(path_of(store, shard_id)), io.BytesIO()
+    pq.write_table(change(part).replace_schema_metadata(part.schema.metadata), sink)
+    return sink.getvalue()
+
+
+def with_completion(table: pa.Table, text: str) -> pa.Table:
+    place = table.column_names.index("completion")
+    texts = [None if one is None else text for one in table["completion"].to_pylist()]
+    return table.set_column(place, "completion", pa.array(texts, pa.string()))
+
+
+def test_parts_of_the_plan_count(job: Any) -> None:
+    account = counted(job)
+    assert (account.num_rows, account.num_parts, account.unusable) == (12, 3, {})
+    account.check_complete(job.plan())
+    for shard_id, mark in account.marks.items():
+        rows = read_shard(job.store, job.record, shard_id)
+        assert mark.contents == rows.contents(job.record) == read_contents(job.store, job.record, shard_id)
+        assert (mark.model_sha256, mark.tokenizer_sha256) == (
+            job.record.model.sha256,
+            job.record.model.tokenizer_sha256,
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda store: path_of(store, 0).read_bytes(), "holds the rows of shard 0"),
+        (lambda store: b"", "cannot be read"),
+        (lambda store: path_of(store, 1).read_bytes()[:300], "cannot be read"),
+        (lambda store: path_of(store, 1).read_bytes()[:-1], "cannot be read"),
+        (lambda store: b"PAR1" + bytes(500) + b"PAR1", "cannot be read"),
+        (lambda store: rewritten(store, 1, lambda t: t.slice(1)), "has other answers"),
+        (lambda store: rewritten(store, 1, lambda t: t.take([1, 0, 2, 3])), "has other answers"),
+        (lambda store: rewritten(store, 1, lambda t: t.take([0, 1, 2, 2])), "has other answers"),
+        (lambda store: rewritten(store, 1, lambda t: with_completion(t, "other")), "has other answers"),
+        (lambda store: pa_bytes(pa.table({"id": [1]})), "was written by no job"),
+    ],
+)  # fmt: skip
+def test_what_is_not_the_part_of_its_shard_does_not_count(
+    job: Any, change: Callable[[JobStore], bytes], said: str
+) -> None:
+    path_of(job.store, 1).write_bytes(change(job.store))
+    account = counted(job)
+    assert said in account.unusable.pop(1)
+    assert (account.unusable, account.num_rows, sorted(account.marks)) == ({}, 8, [0, 2])
+    with pytest.raises(JobFailedError, match="Run the same command again"):
+        account.check_complete(job.plan())
+
+
+def pa_bytes(table: pa.Table) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(table, sink)
+    return sink.getvalue()
+
+
+def test_a_part_that_is_gone_meanwhile_does_not_count(job: Any) -> None:
+    path_of(job.store, 1).unlink()
+    assert account_parts([0, 1, 2], job.store, job.record, "run").unusable == {1: "is gone"}
+
+
+def test_parts_of_another_base_model_or_adapter_do_not_count(job: Any) -> None:
+    mark, other = counted(job).marks[1], job.record.model.model_copy(update={"sha256": "f" * 64})
+    of_other = mark.problem(1, job.record.model_copy(update={"model": other}), mark.contents)
+    assert of_other == f"was made with base model {mark.model_sha256[:12]}, not with ffffffffffff"
+    alpha, *rest = job.record.adapters
+    changed = counted(job, adapters=(alpha.model_copy(update={"sha256": "e" * 64}), *rest))
+    served = counted(job, adapters=(alpha, rest[0], rest[1].model_copy(update={"verdict": "exact", "reasons": ()})))
+    assert {*changed.unusable.values(), *served.unusable.values()} == {"was made of other rows or with other adapters"}
+    names = job.plan().adapter_names
+    assert changed.unusable.keys() == {i for i, of_shard in enumerate(names) if "alpha" in of_shard}
+    assert served.unusable.keys() == {i for i, of_shard in enumerate(names) if "broken" in of_shard}
+
+
+def test_errors_of_an_earlier_run_that_may_be_right_now_are_computed_again(job: Any, answer_by_echo: Echo) -> None:
+    rows = read_shard(job.store, job.record, 1)
+    (first, answer), *rest = answer_by_echo(rows).items()
+    failed = replace(answer, completion=None, finish_reason="error", error=f"adapter 'a': gone. {RUN_AGAIN}")
+    part = part_bytes(rows, {first: failed, **dict(rest)}, job.record, "run")
+    path_of(job.store, 1).write_bytes(part)
+    assert PartMark.of(pq.read_schema(io.BytesIO(part))).num_curable == 1
+    assert counted(job, reopens=True).curable == {}, "the run that has just written it"
+    assert counted(job, "next", reopens=True).curable == {1: "has 1 error rows that may be right now"}
+    assert sorted(counted(job, "next").marks) == [0, 1, 2], "at the end of a run they count"
+
+
+def test_a_job_that_was_done_says_which_parts_are_not_as_they_were(job: Any) -> None:
+    def found(compare: Any = changed_parts) -> dict[int, str]:
+        return compare(job.store, job.store.contents())  # type: ignore[no-any-return]
+
+    assert found() == {}, "nothing is known of jobs of earlier versions"
+    sizes, marks = job.store.committed_parts(), counted(job).marks
+    job.store.write_parts({i: (sizes[i], marks[i].contents) for i in sizes})
+    assert found() == found(missing_parts) == {}
+    whole = [path_of(job.store, i).read_bytes() for i in range(3)]
+    path_of(job.store, 0).unlink()
+    path_of(job.store, 1).write_bytes(whole[1][:-10])
+    path_of(job.store, 7).write_bytes(whole[2])
+    expected = {
+        0: "is not there",
+        1: f"has {len(whole[1]) - 10} bytes, not {len(whole[1])}",
+        7: "belongs to no shard of the job",
+    }
+    assert found() == found(missing_parts) == expected
+    path_of(job.store, 7).unlink()
+    for shard_id, content in enumerate(whole):
+        path_of(job.store, shard_id).write_bytes(content)
+    assert found() == {}
+    # A part of the same size, which only its metadata tells apart.
+    job.store.write_parts({i: (sizes[i], marks[min(i, 1)].contents) for i in sizes})
+    assert found(missing_parts) == {}
+    assert found() == {2: f"holds the rows of shard 2 of {job.record.job_id}"}
