@@ -24,7 +24,14 @@ from ..jobs.record import JobState
 from ..jobs.spec import JobSpec
 from ..jobs.status.notes import job_notes
 from ..jobs.storage.redaction import redacted_url
-from .cluster.connect import SCHEDULER_LOST, connected, count_workers, page_address, scheduler_loss_reported
+from .cluster.connect import (
+    SCHEDULER_LOST,
+    connected,
+    count_workers,
+    known_workers,
+    page_address,
+    scheduler_loss_reported,
+)
 from .cluster.devices import find_device, find_device_of_workers
 from .coordinator.lease import keep_leases
 from .coordinator.losses import count_losses
@@ -122,6 +129,10 @@ _POLL_S = 0.5
 # A coordinator that runs reports every second.
 _SILENCE_S = 10.0
 _NO_WORKERS = "The cluster has no workers. The job waits for one."
+_NO_SCHEDULER = (
+    "The Dask scheduler at {} does not answer. The job waits for it. Where it is gone for good, stop this command and "
+    "run the same command again on another cluster: finished rows are kept."
+)
 _ENDING_S, _ENDING_POLL_S = 15.0, 0.1
 _ARRIVAL_POLL_S = 0.01
 # In Dask's configuration of the process that starts the job: how long a coordinator may be silent.
@@ -227,10 +238,14 @@ def _report_until_done(
             if client.status == "closed":
                 raise JobFailedError(SCHEDULER_LOST) from None
             if not has_said and time.monotonic() - silent_since_s > _SILENCE_S:
-                silent_since_s = time.monotonic()
-                has_said = not client.scheduler_info(n_workers=-1)["workers"]
-                if has_said:
+                workers = known_workers(client)
+                has_said = not workers
+                if workers is None:
+                    watcher.note(_NO_SCHEDULER.format(client.scheduler.address if client.scheduler else "?"))
+                elif not workers:
                     watcher.note(_NO_WORKERS)
+                else:
+                    silent_since_s = time.monotonic()
             continue
         silent_since_s, has_said = time.monotonic(), patience_s < inf
         if state is not None:

@@ -40,6 +40,8 @@ _WORKER_PROCESS = "Dask Worker process"
 _NANNY_ERRORS = (RuntimeError, TimeoutError, AssertionError)
 # Workers send heartbeats every few seconds, in big clusters less often.
 _ALIVE_WITHIN_S = 10.0
+# A scheduler that has not answered a question by then is stopped, hung or cut off.
+_ANSWER_LIMIT_S = 10.0
 # For clusters of our own. Stealing would move shards behind the scheduler's back; a shard whose workers died is
 # not to blame; a job without workers must end some day.
 _SETTINGS: dict[str, Any] = {
@@ -91,14 +93,30 @@ def page_address(client: Client) -> str:
     return f"{link.removesuffix('/status')}/lora" if link else ""
 
 
+def known_workers(client: Client) -> dict[str, Any] | None:
+    """What the scheduler knows of its workers now, by address; None where it does not answer within 10 s.
+
+    `Client.scheduler_info` is no answer: it returns what the client remembers, which a poll of its own replaces by an
+    identity without workers, and which stays when the scheduler is gone.
+    """
+    scheduler = client.scheduler
+    if scheduler is None:
+        return None
+    try:
+        found: dict[str, Any] = client.sync(scheduler.identity, n_workers=-1, callback_timeout=_ANSWER_LIMIT_S)
+    except OSError:  # timeouts and broken connections
+        return None
+    return found["workers"]  # type: ignore[no-any-return]
+
+
 def count_workers(client: Client) -> int:
     """Workers that are there now; at least 1, for a cluster that is still growing."""
-    return max(1, len(client.scheduler_info(n_workers=-1)["workers"]))
+    return max(1, len(known_workers(client) or ()))
 
 
 def hung_workers(client: Client) -> set[str]:
     """Workers that have sent no heartbeat for a while. Dask itself notices after minutes only."""
-    workers = client.scheduler_info(n_workers=-1)["workers"]
+    workers = known_workers(client) or {}
     # Compared with one another: all of these times are by the scheduler's clock.
     latest_s = max((worker["last_seen"] for worker in workers.values()), default=0.0)
     return {address for address, worker in workers.items() if latest_s - worker["last_seen"] > _ALIVE_WITHIN_S}
@@ -109,7 +127,7 @@ def placement_of_tasks(client: Client) -> dict[str, Any]:
     hung = hung_workers(client)
     if not hung:
         return {}
-    others = set(client.scheduler_info(n_workers=-1)["workers"]) - hung
+    others = set(known_workers(client) or ()) - hung
     return {"workers": sorted(others), "allow_other_workers": True}
 
 

@@ -46,6 +46,7 @@ from ...scheduler.messages import (
     WorkersSeen,
 )
 from ...scheduler.scheduler import Scheduler
+from ..cluster.connect import known_workers
 from ..messages import EngineFailedError, ShardAbandonedError, ShardOutcome, WorkerReport
 from ..migration.peers import LendRows
 from ..monitoring.job_monitor import JobMonitor
@@ -143,7 +144,8 @@ class Coordinator:
     # What happens on the cluster, as events.
 
     def _see_workers(self) -> None:
-        workers = tuple(sorted(self._client.scheduler_info(n_workers=-1)["workers"]))
+        known = known_workers(self._client)
+        workers = self._workers if known is None else tuple(sorted(known))
         if workers != self._workers:
             self._workers = workers
             self._handle(WorkersSeen(self._now_s(), workers))

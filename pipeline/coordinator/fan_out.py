@@ -20,7 +20,7 @@ from typing import Any
 from distributed import Client, Future, KilledWorker, get_worker
 
 from ...jobs.errors import StorageError
-from ..cluster.connect import hung_workers, placement_of_tasks
+from ..cluster.connect import hung_workers, known_workers, placement_of_tasks
 from .control import JobControl
 from .losses import losses_of, number_of, task_key
 
@@ -115,7 +115,7 @@ class FanOut:
             self._suspects.discard(number)
             yield self._deadly(self._items[number])
         hung = hung_workers(self._client)
-        workers = sorted(set(self._client.scheduler_info(n_workers=-1)["workers"]) - hung)
+        workers = sorted(set(known_workers(self._client) or ()) - hung)
         once = sorted(n for n in self._suspects if n not in losses or losses[n].num_lost < 2)
         turn = once[: max(len(workers), 1)] or sorted(self._suspects)[:1]
         for i, number in enumerate(turn):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster_under_test import existing_cluster
 from distributed import Client, LocalCluster, SchedulerPlugin
 from distributed.comm.core import CommClosedError
 from distributed.core import Status
@@ -26,6 +27,7 @@ from lorabatch.pipeline.cluster.connect import (
     embedded,
     existing,
     gpus_each,
+    known_workers,
     num_embedded_workers,
     open_client,
     scheduler_loss_reported,
@@ -127,6 +129,39 @@ def test_a_worker_that_hangs_while_it_starts_again_keeps_no_command_from_ending(
         os.kill(again[0].pid or 0, signal.SIGSTOP)
     again[0].join(timeout=10)
     assert not again[0].is_alive()
+
+
+def test_the_scheduler_is_asked_for_its_workers_whatever_its_client_remembers() -> None:
+    cluster = LocalCluster(n_workers=2, processes=False, dashboard_address="127.0.0.1:0")
+    with cluster, Client(cluster, set_as_default=False) as client:
+        is_done = threading.Event()
+
+        def poll() -> None:
+            while not is_done.is_set():
+                client.sync(client._update_scheduler_info, n_workers=0)  # as Dask's own poll every 2 s
+
+        polls = [threading.Thread(target=poll) for _ in range(2)]
+        for thread in polls:
+            thread.start()
+        found = {len(known_workers(client) or ()) for _ in range(100)}
+        is_done.set()
+        for thread in polls:
+            thread.join()
+    assert found == {2}
+
+
+def test_a_scheduler_that_is_gone_or_does_not_answer_has_no_known_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorabatch.pipeline.cluster.connect._ANSWER_LIMIT_S", 0.5)
+    with existing_cluster(tmp_path, num_workers=1) as (address, _, scheduler), existing(address) as client:
+        assert len(known_workers(client) or ()) == 1
+        scheduler.send_signal(signal.SIGSTOP)
+        assert known_workers(client) is None
+        scheduler.send_signal(signal.SIGCONT)
+        scheduler.kill()
+        scheduler.wait()
+        assert known_workers(client) is None
 
 
 def test_workers_with_nothing_left_to_do_are_ended_at_once_and_leave_nothing_behind(
