@@ -25,12 +25,12 @@ from ..jobs.spec import JobSpec
 from ..jobs.status.notes import job_notes
 from ..jobs.storage.redaction import redacted_url
 from .cluster.connect import (
-    SCHEDULER_LOST,
     connected,
     count_workers,
     known_workers,
     page_address,
     scheduler_loss_reported,
+    scheduler_lost,
 )
 from .cluster.devices import find_device, find_device_of_workers
 from .coordinator.lease import keep_leases
@@ -108,7 +108,7 @@ def _run_opened(
         # Spare processes import the engine; other factories do not need it.
         has_spares = engine_factory == ENGINE_FACTORY
         connection = connected(job.spec, client, has_spares=has_spares)
-        with EarlyCheck(job) as rows, connection as dask, scheduler_loss_reported(dask):
+        with EarlyCheck(job) as rows, connection as dask, scheduler_loss_reported(dask, redacted_url(job.spec.output)):
             launched = launch(dask, job, rows, reporter, engine_factory)
             for line in launched.notes:
                 watcher.note(line)
@@ -212,7 +212,7 @@ def follow(client: Client, launched: LaunchedJob, reporter: JobReporter, watcher
                 future.cancel()
                 unregister_plugin(client, run_id)
                 raise JobInterruptedError(INTERRUPTED) from None
-        return _result(future)
+        return _result(future, reporter.output)
     finally:
         STATES.unsubscribe(client, run_id)
 
@@ -236,7 +236,7 @@ def _report_until_done(
             if future.done():
                 return
             if client.status == "closed":
-                raise JobFailedError(SCHEDULER_LOST) from None
+                raise scheduler_lost(reporter.output) from None
             if not has_said and time.monotonic() - silent_since_s > _SILENCE_S:
                 workers = known_workers(client)
                 has_said = not workers
@@ -252,7 +252,7 @@ def _report_until_done(
             reporter.received(state)
 
 
-def _result(future: Future[JobResult]) -> JobResult:
+def _result(future: Future[JobResult], output: str) -> JobResult:
     try:
         return future.result()
     except KilledWorker as error:
@@ -266,6 +266,8 @@ def _result(future: Future[JobResult]) -> JobResult:
             "configuration). Finished rows are kept; start workers, and run the same command to go on."
         ) from None
     except CancelledError as error:
+        if "scheduler-connection-lost" in str(error):
+            raise scheduler_lost(output) from None
         raise JobFailedError(
             f"The cluster has lost the job ({error}). Finished rows are kept; run the same command to go on."
         ) from None

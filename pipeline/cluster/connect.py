@@ -29,7 +29,6 @@ from .worker_process import GPUS_EACH, SPARE_THREADS, VISIBLE_DEVICES, visible_g
 logger = logging.getLogger(__name__)
 
 
-SCHEDULER_LOST = "The Dask scheduler is gone. Finished rows are kept; run the same command to go on."
 DEFAULT_WORKERS = 2
 CONNECT_TIMEOUT = "10s"
 _CLUSTER_STARTS = 3
@@ -70,9 +69,17 @@ _SPARE_MODULE = "lorabatch.pipeline.worker.spare"
 _WORKER_LOGGING = ("DASK_DISTRIBUTED__LOGGING", repr({"distributed": "warning", "distributed.preloading": "error"}))
 
 
+def scheduler_lost(output: str, cause: str = "") -> JobFailedError:
+    """The error of a job whose Dask scheduler is gone. `output`: the job's, as it may be shown."""
+    return JobFailedError(
+        f"The Dask scheduler is gone{f' ({cause})' if cause else ''}. Finished rows are kept. The same command goes "
+        f"on; on another cluster, `lorabatch resume {output} --cluster ADDRESS` does."
+    )
+
+
 @contextmanager
-def scheduler_loss_reported(client: Client) -> Iterator[None]:
-    """Turn any error of the block into a `JobFailedError` that names its cause, if the Dask scheduler is gone."""
+def scheduler_loss_reported(client: Client, output: str) -> Iterator[None]:
+    """Turn any error of the block into `scheduler_lost` with its cause, if the Dask scheduler is gone."""
     try:
         yield
     except JobError:
@@ -81,10 +88,22 @@ def scheduler_loss_reported(client: Client) -> Iterator[None]:
         # One of the client's connections may break before it notices that all have.
         if client.status == "running" and not isinstance(error, CommClosedError):
             raise
-        raise JobFailedError(
-            f"The Dask scheduler is gone ({str(error) or type(error).__name__}). Finished rows are kept; run the same "
-            "command again to go on."
-        ) from error
+        raise scheduler_lost(output, str(error) or type(error).__name__) from error
+
+
+@contextmanager
+def _without_tracebacks() -> Iterator[None]:
+    """Keep Dask's client from logging how its connection broke: an error of ours says it."""
+    log = logging.getLogger("distributed.client")
+    log.addFilter(_has_no_traceback)
+    try:
+        yield
+    finally:
+        log.removeFilter(_has_no_traceback)
+
+
+def _has_no_traceback(record: logging.LogRecord) -> bool:
+    return record.exc_info is None
 
 
 def page_address(client: Client) -> str:
@@ -150,7 +169,7 @@ def connected(spec: JobSpec, client: Client | None = None, *, has_spares: bool =
         connection = existing(spec.cluster, security_of(spec.tls_files) or background_security(spec.cluster))
     else:
         connection = open_client(client.scheduler_info(n_workers=0)["address"], security=client.security)
-    with connection as own:
+    with _without_tracebacks(), connection as own:
         check_versions(own)
         yield own
 

@@ -9,10 +9,11 @@ from typing import Any, Self
 
 from distributed import Client, Status, Worker
 
-from ...jobs.errors import JobCancelledError, JobFailedError, JobInterruptedError
+from ...jobs.errors import JobCancelledError, JobInterruptedError
 from ...jobs.opening import OpenedJob
+from ...jobs.storage.redaction import redacted_url
 from ...jobs.store import JobStore
-from ..cluster.connect import SCHEDULER_LOST
+from ..cluster.connect import scheduler_lost
 from ..messages import CoordinatorStarted, StopRun, job_of_run
 from ..migration.peers import Peers
 from ..monitoring.reporter import INTERRUPTED, JobReporter
@@ -103,7 +104,7 @@ class JobControl:
         """
         self.check_displaced()
         if self._client.status == "closed":
-            raise JobFailedError(SCHEDULER_LOST)
+            raise scheduler_lost(redacted_url(self._store.url))
         if not self._is_stop_asked and self._is_disowned():
             # A busy worker may learn late that Dask has moved the task.
             self._is_replaced = self._client.run_on_scheduler(_is_wanted, key=self._task_key)

@@ -73,7 +73,10 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, settings: RunSettings, 
         reporter.phases.append(("starting", began_s))
         run = JobRun(client, job, run_id, control, reporter, Peers(worker, run_id), settings)
         try:
-            with scheduler_loss_reported(client), reporter.kept_fresh(lambda: not control.is_displaced):
+            with (
+                scheduler_loss_reported(client, redacted_url(job.store.url)),
+                reporter.kept_fresh(lambda: not control.is_displaced),
+            ):
                 result = _stages(run, began_s)
             lease.end()
             return result

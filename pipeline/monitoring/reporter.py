@@ -28,6 +28,7 @@ from ...jobs.option_values import ErrorBudget
 from ...jobs.record import BEGINNING_PHASES, JobState, Phase
 from ...jobs.status.job_status import is_silent
 from ...jobs.status.worker_names import WorkerNames
+from ...jobs.storage.redaction import redacted_url
 from ...jobs.store import JobStore
 from ..messages import PublishedState
 from ..result import JobResult
@@ -63,6 +64,11 @@ class JobReporter:
         self._lock = threading.RLock()
         #: The latest state.
         self.latest = before or JobState("starting", time.time())
+
+    @property
+    def output(self) -> str:
+        """The job's output, as it may be shown."""
+        return redacted_url(self._store.url)
 
     def __call__(self, state: JobState) -> None:
         """Report a state. Raises `ErrorBudgetError` when it has more errors than the job allows."""

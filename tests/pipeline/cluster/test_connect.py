@@ -204,13 +204,16 @@ class RunningClient:
 def test_what_fails_because_the_scheduler_is_gone_says_so() -> None:
     lost: Any = LostClient()
     running: Any = RunningClient()
-    with pytest.raises(JobFailedError, match=r"scheduler is gone \(stream closed\)"), scheduler_loss_reported(lost):
+    with (
+        pytest.raises(JobFailedError, match=r"scheduler is gone \(stream closed\)"),
+        scheduler_loss_reported(lost, "out"),
+    ):
         raise OSError("stream closed")
-    with pytest.raises(OSError, match="stream closed"), scheduler_loss_reported(running):
+    with pytest.raises(OSError, match="stream closed"), scheduler_loss_reported(running, "out"):
         raise OSError("stream closed")
-    with pytest.raises(JobFailedError, match="scheduler is gone"), scheduler_loss_reported(running):
+    with pytest.raises(JobFailedError, match="scheduler is gone"), scheduler_loss_reported(running, "out"):
         raise CommClosedError("timed out, while the client has not noticed yet")
-    with pytest.raises(JobRequestError), scheduler_loss_reported(lost):
+    with pytest.raises(JobRequestError), scheduler_loss_reported(lost, "out"):
         raise JobRequestError("wrong")
 
 
