@@ -64,10 +64,11 @@ def is_exact_dot(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or is_interpreted()
 
 
-def few_rows_of(limit: int) -> int:
-    """Rows of a tile, at most `limit`, up to which it is computed row by row: none on GPUs before Hopper, for which
-    that takes more registers than a thread has."""
-    return limit if is_interpreted() or compile_capability() >= _PDL_CAPABILITY else 0
+def few_rows_of(limit: int, tile_rows: int) -> int:
+    """Rows of a tile, at most `limit`, up to which it is computed row by row: none in tiles of prompts, which are
+    mostly full, and none on GPUs before Hopper, for which that takes more registers than a thread has."""
+    has_registers = is_interpreted() or compile_capability() >= _PDL_CAPABILITY
+    return limit if tile_rows < 64 and has_registers else 0
 
 
 def most_registers(dtype: torch.dtype, num_programs: int) -> int | None:

@@ -187,7 +187,7 @@ def gate_up(
         segments.header, segments.perm, segments.tiles, scratch, len(scratch),
         SPLITS=SPLITS_AT + GATE_UP, IS_SILU=activation == "silu", HAS_BIAS=bias is not None,
         BLOCK_M=tile_rows, BLOCK_N=_BLOCK_N if tile_rows < 64 else _PREFILL_BLOCK_N,
-        WIDE_N=_WIDE_N, FEW_ROWS=few_rows_of(segments.limits.few_rows),
+        WIDE_N=_WIDE_N, FEW_ROWS=few_rows_of(segments.limits.few_rows, segments.limits.tile_rows),
         EXACT=is_exact_dot(y.dtype), ALIGN=table.alignment,
         num_stages=1, num_warps=4, maxnreg=most_registers(y.dtype, PROGRAMS_PER_MULTIPROCESSOR),
     )  # fmt: skip

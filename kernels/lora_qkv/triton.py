@@ -8,8 +8,8 @@ thread and nothing is shuffled; both halves take the same chunks and shrinks. An
 walked chunk by chunk as `lora_gate_up` does: while one chunk of a head is multiplied, B of the next chunk or head is on
 its way, 4 KiB. 16 x 128 fp32 in 64 threads are 32 registers each, at most 168 in all: 6 programs fit on a
 multiprocessor, with 24 KiB of B in flight, as good as the 25 of the full bandwidth. A tile of few rows
-is computed row by row as `lora_gate_up` does, up to two heads of one member at once. Tiles of 64 rows (prefill) take
-256 threads, 128 for heads of 64, and one head per item.
+is computed row by row as `lora_gate_up` does, a head of 128 at once, or several narrower ones of one member. Tiles of
+64 rows (prefill) take 256 threads, 128 for heads of 64, and one head per item.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from .types import HeadFinish
 PROGRAMS_PER_MULTIPROCESSOR = 6
 _SUMS_PER_THREAD = 32
 _MOST_HEADS = 8  # of an item
-_ROW_COLUMNS = 256  # at once, of heads of one member: 64 numbers of B in each of 64 threads
+_ROW_COLUMNS = 128  # at once, of heads of one member: 32 numbers of B in each of 64 threads
 
 
 @triton.jit
@@ -71,11 +71,11 @@ def _chunks_of_head(sites, plus, minus, site_row, rows_per_resident, head, H: tl
 
 @triton.jit
 def _row_of_heads(
-    y, bias, q_norm, k_norm, norm_eps, norm_offset, cos, sin, slots, layer, page_elements,
+    y, bias, cos, sin, slots, layer, page_elements,
     site_row, rows_per_resident, pool, pool_fp32, sites, chunks, scales, perm, scratch,
     tile, r, num_splits, plane_stride, vectors, head, first_head, end_head,
     H: tl.constexpr, K: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
-    GROUP: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, ALIGN: tl.constexpr,
+    GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Row `r` of a tile, GROUP heads of one member from `head` on: those of `first_head` to `end_head`."""
     row_start, num_rows, plus, minus, scratch_row = tile
@@ -96,10 +96,6 @@ def _row_of_heads(
     heads = head + tl.arange(0, GROUP)
     in_heads = ((heads >= first_head) & (heads < end_head))[:, None] & in_half[None, :]
     if head < H + K:
-        if HAS_NORM:
-            inverse = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / HEAD_DIM + norm_eps)[:, None]
-            first *= inverse * _norm_weight(q_norm, k_norm, head, H, halves, in_half, norm_offset)
-            second *= inverse * _norm_weight(q_norm, k_norm, head, H, halves + HALF, in_half, norm_offset)
         c = tl.load(cos + row * HALF + halves)[None, :]
         s = tl.load(sin + row * HALF + halves)[None, :]
         turned = first * c - second * s
@@ -163,11 +159,11 @@ def _qkv(
             for group in range(first_head // GROUP, tl.cdiv(first_head + num_heads, GROUP)):
                 for r in range(0, num_rows):
                     _row_of_heads(
-                        y, bias, q_norm, k_norm, norm_eps, norm_offset, cos, sin, slots, layer, page_elements,
+                        y, bias, cos, sin, slots, layer, page_elements,
                         site_row, rows_per_resident, pool, pool_fp32, sites, chunks, scales, perm, scratch,
                         (row_start, num_rows, plus, minus, scratch_row), r, num_splits, plane_stride, vectors,
                         group * GROUP, first_head, first_head + num_heads,
-                        H, K, HEAD_DIM, HALF, PAGE, GROUP, HAS_NORM, HAS_BIAS, ALIGN,
+                        H, K, HEAD_DIM, HALF, PAGE, GROUP, HAS_BIAS, ALIGN,
                     )  # fmt: skip
         else:
             of_head = _chunks_of_head(sites, plus, minus, site_row, rows_per_resident, first_head, H, K)
@@ -318,7 +314,8 @@ def qkv(
         H=layout.num_heads, K=layout.num_kv_heads, HEAD_DIM=layout.head_dim, HALF=half, PAGE=layout.page_tokens,
         HALF_BLOCK=half_block, REST_BLOCK=rest_block, SPLITS=SPLITS_AT + QKV,
         MOST_HEADS=_MOST_HEADS if is_decode else 1,
-        GROUP=_heads_of_one_member(layout, half) if is_decode else 0, FEW_ROWS=few_rows_of(segments.limits.few_rows),
+        GROUP=_heads_of_one_member(layout, half) if is_decode and finish.q_norm is None else 0,
+        FEW_ROWS=few_rows_of(segments.limits.few_rows, tile_rows),
         HAS_NORM=finish.q_norm is not None, HAS_BIAS=finish.bias is not None,
         BLOCK_M=tile_rows, EXACT=is_exact_dot(y.dtype), ALIGN=table.alignment, num_stages=1,
         num_warps=num_warps, maxnreg=max_registers,
@@ -326,9 +323,10 @@ def qkv(
 
 
 def _heads_of_one_member(layout: HeadLayout, half: int) -> int:
-    """Heads that a row by itself computes at once, of queries, keys or values alone: two, or one of over 128 columns.
-    0: rows are not computed by themselves, where rotated halves do not fill a head of a power of 2."""
+    """Heads that a row by itself computes at once, of queries, keys or values alone: as many as `_ROW_COLUMNS` hold, or
+    one. 0: rows are not computed by themselves, where rotated halves do not fill a head of a power of 2. Nor are they
+    where heads have norms, whose weights leave too few registers.
+    """
     if 2 * half != layout.head_dim or half != next_power_of_2(half):
         return 0
-    at_once = 2 if 2 * layout.head_dim <= _ROW_COLUMNS else 1
-    return math.gcd(layout.num_heads, layout.num_kv_heads, at_once)
+    return math.gcd(layout.num_heads, layout.num_kv_heads, max(1, _ROW_COLUMNS // layout.head_dim))

@@ -167,7 +167,7 @@ def add_residual(
         segments.header, segments.perm, segments.tiles, scratch, len(scratch),
         HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None,
         BLOCK_M=tile_rows, BLOCK_N=(_BLOCK_BYTES if tile_rows < 64 else _PREFILL_BLOCK_BYTES) // y.element_size(),
-        WIDE_N=_WIDE_N, FEW_ROWS=few_rows_of(segments.limits.few_rows),
+        WIDE_N=_WIDE_N, FEW_ROWS=few_rows_of(segments.limits.few_rows, segments.limits.tile_rows),
         EXACT=is_exact_dot(y.dtype), ALIGN=table.alignment,
         num_stages=1, num_warps=4, maxnreg=most_registers(y.dtype, PROGRAMS_PER_MULTIPROCESSOR),
     )  # fmt: skip

@@ -100,7 +100,7 @@ def shrink(x: Tensor, table: LoraTable, segments: Segments, scratch: Tensor, lay
         segments.header, segments.perm, segments.tiles, segments.items, segments.limits.max_items,
         scratch, len(scratch),
         ITEMS=ITEMS_AT, SPLITS=SPLITS_AT, BLOCK_M=segments.limits.tile_rows, BLOCK_K=_BLOCK_K_BYTES // x.element_size(),
-        WIDE_K=_WIDE_K, FEW_ROWS=few_rows_of(segments.limits.few_rows),
+        WIDE_K=_WIDE_K, FEW_ROWS=few_rows_of(segments.limits.few_rows, segments.limits.tile_rows),
         EXACT=is_exact_dot(x.dtype), ALIGN=table.alignment, num_warps=4, num_stages=4,
         maxnreg=most_registers(x.dtype, PROGRAMS_PER_MULTIPROCESSOR),
     )  # fmt: skip

@@ -87,6 +87,9 @@ def main() -> None:
         kind = of_steps + " with gelu"
         for layer, num_rows in steps if compile_all else ():
             _reach_gate_up(layer, num_rows, tile_rows, torch.bfloat16, "gelu_tanh")
+        kind = of_steps + " without norms"
+        for layer, num_rows in steps:
+            _reach_qkv(layout, layer, num_rows, tile_rows, torch.bfloat16)
         kind = of_steps + " in order"
         for layer, num_rows in steps:
             _reach_attention_in_order(layout, layer, num_rows, is_decode=tile_rows < PREFILL_TILE_ROWS)
@@ -134,13 +137,20 @@ def make_table(dtype: torch.dtype = torch.bfloat16) -> LoraTable:
     )
 
 
-def _reach_kernels_of_heads(layout: HeadLayout, layer: int, num_rows: int, tile_rows: int, dtype: torch.dtype) -> None:
-    head_dim, heads, is_decode = layout.head_dim, layout.num_heads + 2 * layout.num_kv_heads, tile_rows < 64
-    segments, weight = make_segments(num_rows, tile_rows), zeros(dtype, head_dim)
-    angles, slots = torch.zeros(num_rows, head_dim // 2), torch.zeros(num_rows, dtype=torch.int32)
-    finish = HeadFinish(angles, angles, slots, bias=zeros(dtype, heads * head_dim), q_norm=weight, k_norm=weight)
-    y = zeros(dtype, num_rows, heads * head_dim)
+def _reach_qkv(
+    layout: HeadLayout, layer: int, num_rows: int, tile_rows: int, dtype: torch.dtype, norm: torch.Tensor | None = None
+) -> None:
+    columns = (layout.num_heads + 2 * layout.num_kv_heads) * layout.head_dim
+    segments = make_segments(num_rows, tile_rows)
+    angles, slots = torch.zeros(num_rows, layout.head_dim // 2), torch.zeros(num_rows, dtype=torch.int32)
+    finish = HeadFinish(angles, angles, slots, bias=zeros(dtype, columns), q_norm=norm, k_norm=norm)
+    y = zeros(dtype, num_rows, columns)
     qkv.qkv(y, finish, layout, make_table(dtype), segments, segments.allocate_scratch(), layer)
+
+
+def _reach_kernels_of_heads(layout: HeadLayout, layer: int, num_rows: int, tile_rows: int, dtype: torch.dtype) -> None:
+    head_dim, is_decode = layout.head_dim, tile_rows < 64
+    _reach_qkv(layout, layer, num_rows, tile_rows, dtype, norm=zeros(dtype, head_dim))
     pool, q = zeros(dtype, 4 * layout.page_elements), zeros(dtype, num_rows, layout.num_heads, head_dim)
     spans = [Span(row, 1, 900 if row == 0 else 5, row) for row in range(num_rows)]
     limits = WorkLimits(rounded(2 * num_rows), num_rows, tile_rows_for(layout, q.dtype, is_decode), 512)
