@@ -285,7 +285,7 @@ def test_a_hub_name_without_the_hub_library_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(StorageError, match=r"'org/model': no such local folder.*lorabatch\[hub\]"):
+    with pytest.raises(StorageError, match=r"'org/model': no such local folder.*pip install huggingface_hub"):
         local_folder("org/model", {}, tmp_path)
 
 
