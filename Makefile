@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # A file of tests stays in one of two processes, which wait more than they compute.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Files or folders of tests; all where none is named.
+TESTS :=
 INSTALL := $(BIN)/python install/packages.py
 DEMO_OUTPUT ?= demo-output
 export PYTHONDONTWRITEBYTECODE :=
@@ -15,7 +17,7 @@ demo: $(VENV)/.demo
 	$(BIN)/lorabatch demo --output $(DEMO_OUTPUT) --overwrite
 
 test: $(VENV)/.test lint types imports
-	$(PYTEST) -m "not long"
+	$(PYTEST) -m "not long" $(TESTS)
 
 test-all: $(VENV)/.test $(VENV)/.tools lint types imports
 	$(PYTEST) --hypothesis-profile=long
