@@ -459,8 +459,10 @@ def _check_writable(folder: Path) -> None:
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
+    if os.access(there, os.W_OK | os.X_OK):
+        return
+    code = errno.EROFS if os.statvfs(there).f_flag & os.ST_RDONLY else errno.EACCES
+    raise OSError(code, os.strerror(code), str(there))
 
 
 def _sync_folder(folder: Path) -> None:

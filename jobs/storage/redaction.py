@@ -107,7 +107,9 @@ def storage_reason(error: BaseException, storage_options: Mapping[str, Any], url
     """One plain sentence for what storage answered about `url`, and what to do. Free of secrets."""
     detail = printable(scrubbed(str(error), storage_options, url) or type(error).__name__)
     kind = type(error).__name__
-    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and error.filename:
+    if isinstance(error, OSError) and error.errno == errno.EROFS:
+        return f"the volume is read-only ({detail}). Mount it for writing, or name another place."
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM) and error.filename:
         return f"access was refused ({detail}). Check the permissions of the file and of the folders above it."
     if isinstance(error, PermissionError) or "Credentials" in kind or "Forbidden" in kind:
         return (

@@ -32,6 +32,7 @@ from lorabatch.jobs.storage.location import (
     segments_of,
 )
 from lorabatch.tests.end_to_end.bucket import s3_server
+from lorabatch.tests.end_to_end.chaos.place import can_mount, mounted
 
 Place = tuple[str, dict[str, Any]]
 
@@ -221,6 +222,17 @@ def test_a_local_folder_that_may_not_be_written_to_is_reported_before_anything_i
     monkeypatch.setattr("os.access", lambda *_: False)
     with pytest.raises(StorageError, match=r"access was refused .* Check the permissions of the file"):
         Location(str(tmp_path / "to" / "come")).check_folder()
+
+
+@pytest.mark.skipif(not can_mount(), reason="this process may not mount file systems")
+def test_a_read_only_volume_is_named_as_one(tmp_path: Path) -> None:
+    with mounted(tmp_path):
+        location = Location(str(tmp_path / "to" / "come"))
+        location.check_folder()
+        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)
+        for write in (location.check_folder, lambda: location.write("a", b"1"), lambda: location.append("b", b"1")):
+            with pytest.raises(StorageError, match=r"the volume is read-only .* Mount it for writing, or name another"):
+                write()
 
 
 def test_a_store_that_refuses_to_say_is_not_taken_for_an_empty_one(
