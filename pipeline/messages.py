@@ -176,6 +176,8 @@ class WorkerReport:
     used_place_s: float = 0.0
     offered_place_s: float = 0.0
     finished: tuple[FinishedRows, ...] = ()
+    #: Shards whose tasks have begun on the worker and have not ended.
+    begun_shards: tuple[int, ...] = ()
 
     @property
     def open_rows(self) -> int:

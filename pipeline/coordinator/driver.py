@@ -23,7 +23,7 @@ from typing import Any
 from distributed import Future
 
 from ...jobs.errors import JobFailedError, OutputConflictError, StorageError
-from ...jobs.store import JobStore
+from ...jobs.store import JobStore, part_name
 from ...scheduler.estimates.step_costs import StepCosts
 from ...scheduler.estimates.time_left import PlannedJob, TimeLeft, Work
 from ...scheduler.messages import (
@@ -62,16 +62,19 @@ _TICK_INTERVAL_S = 2.0
 # Between two updates of what people see, and of `events.jsonl`.
 _SHOW_INTERVAL_S = 1.0
 _RESULT_TIMEOUT_S = 5.0
+# A worker that reports, and has not begun a shard by then, has no thread for it.
+_BEGIN_LIMIT_S = 30.0
 # Of each worker, after which a prediction that rested on a guess is made again.
 _FIRST_STEPS_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """One attempt at a shard: the command and its task on a worker."""
+    """One attempt at a shard: the command, its task on a worker, and when it was sent there, in seconds of the run."""
 
     command: RunShard
     future: Future[ShardOutcome]
+    sent_s: float
 
 
 class Coordinator:
@@ -93,6 +96,8 @@ class Coordinator:
         self._inbox: queue.SimpleQueue[WorkerReport | _Attempt] = queue.SimpleQueue()
         # By shard id; a shard has one attempt at a time.
         self._attempts: dict[int, _Attempt] = {}
+        # By worker: a task that ends once one of its threads takes tasks again.
+        self._probes: dict[str, Future[None]] = {}
         # By name; the base model is "" both ways.
         self._adapter_ids = {"": ""} | {adapter.name: adapter.sha256 for adapter in run.job.record.adapters}
         self._workers: tuple[str, ...] = ()
@@ -132,6 +137,7 @@ class Coordinator:
         finally:
             REPORTS.unsubscribe(self._client, run_id)
             self._cancel(lambda attempt: True)
+            self._client.cancel([*self._probes.values()])
             # One that was stopped and replaced meanwhile would write into the other's events.
             if not self._run.control.is_replaced:
                 self._events.flush()
@@ -183,6 +189,8 @@ class Coordinator:
         done = report.telemetry
         self.costs.reported(report.worker, done.steps, done.computing_s)
         worker, takes_part = report.worker, self._scheduler.has_replica(report.worker)
+        if report.state == "ready" and self._begins_nothing(report):
+            return  # as one that is silent
         match report.state:
             case "ready" if not takes_part:
                 self._handle(ReplicaJoined(self._now_s(), worker, report.batch_rows))
@@ -196,6 +204,35 @@ class Coordinator:
                     self._handle(ReplicaFailed(self._now_s(), worker, report.error or "its engine failed"))
         if self._scheduler.has_replica(worker):
             self._handle(progress_of(report, self._now_s(), self._monitor.adapter_name))
+
+    def _begins_nothing(self, report: WorkerReport) -> bool:
+        """Whether a worker lives and does not begin what it is sent: its threads have other users' tasks, or are gone,
+        or it is out of memory and paused by Dask.
+        """
+        worker = report.worker
+        if (probe := self._probes.get(worker)) is not None:
+            if probe.done():
+                del self._probes[worker]
+            return not probe.done()
+        late = [
+            attempt.command.shard_id
+            for attempt in self._attempts.values()
+            if attempt.command.replica_id == worker
+            and attempt.command.shard_id not in report.begun_shards
+            and self._now_s() - attempt.sent_s > _BEGIN_LIMIT_S
+        ]
+        if not late:
+            return False
+        note = (
+            f"worker {worker} has not begun {part_name(late[0])} within {_BEGIN_LIMIT_S:.0f} s: other tasks have its "
+            "threads, or Dask has paused it. Its shards go to other workers"
+        )
+        logger.warning(note)
+        if note not in self._run.reporter.notes:
+            self._run.reporter.notes += (note,)
+        key = f"lora_probe-{self._run.run_id}-{worker}-{late[0]}-{self._now_s():.0f}"
+        self._probes[worker] = self._client.submit(_nothing, key=key, workers=[worker], pure=False)
+        return True
 
     def _ended(self, attempt: _Attempt) -> None:
         """The task of an attempt is done. One that was recalled meanwhile is of no interest."""
@@ -305,13 +342,17 @@ class Coordinator:
         key = (f"lora_shard-{self._run.run_id}", command.shard_id, number)
         arguments = (self._run.run_id, command)
         future = self._client.submit(run_shard, *arguments, key=key, workers=[command.replica_id], pure=False)
-        attempt = self._attempts[command.shard_id] = _Attempt(command, future)
+        attempt = self._attempts[command.shard_id] = _Attempt(command, future, self._now_s())
         future.add_done_callback(lambda _: self._inbox.put(attempt))
 
     def _cancel(self, is_unwanted: Callable[[_Attempt], bool]) -> None:
         for attempt in [attempt for attempt in self._attempts.values() if is_unwanted(attempt)]:
             del self._attempts[attempt.command.shard_id]
             attempt.future.cancel()
+
+
+def _nothing() -> None:
+    """A task that ends as soon as it begins."""
 
 
 def latest_reports(published: Iterable[tuple[float, WorkerReport]]) -> list[tuple[WorkerReport, float]]:

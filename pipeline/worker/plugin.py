@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -204,6 +204,8 @@ class RunPlugin(WorkerPlugin):
 
     def _send(self, report: WorkerReport) -> None:
         """Publish a report; called by the supervisor's thread, while Dask's streams belong to the event loop's."""
+        with self._lock:
+            report = replace(report, begun_shards=tuple(self._claims))
         # A worker that ends may have closed its loop already.
         with contextlib.suppress(RuntimeError):
             self._worker.loop.add_callback(REPORTS.publish, self._worker, self._run_id, report)

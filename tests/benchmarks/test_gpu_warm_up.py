@@ -29,6 +29,7 @@ def kernels_of(names: list[str]) -> set[str]:
     return {name.split()[0].rpartition(".")[2] for name in names}
 
 
+@pytest.mark.long
 def test_sections_launch_no_kernel_that_is_not_compiled_before_them(found: Launches) -> None:
     """Checks, kernels alone, layers and merges."""
     assert found["sections"]["missing"] == []

@@ -108,6 +108,7 @@ def test_what_cannot_be_kept_refuses_the_job(
     assert not (tmp_path / "output").exists()
 
 
+@pytest.mark.long
 def test_several_completions_of_a_row_are_rows_of_their_own(tiny_llama: Path, tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"id": i, "prompt": f"once upon a midnight {i}", "note": i * i} for i in range(12)]
     rows[5] |= {"n": 1, "temperature": 0.0}
@@ -151,6 +152,7 @@ def test_lists_of_completions_are_the_rows_of_others(tiny_llama: Path, tmp_path:
     assert exported[0] == exported[1]
 
 
+@pytest.mark.long
 def test_the_likeliest_tokens_are_those_of_transformers(tiny_llama: Path, tmp_path: Path) -> None:
     rows = [{"id": i, "prompt_token_ids": [5 + i, 9, 11], "top_logprobs": i % 4} for i in range(8)]
     done = run(tiny_llama, rows, tmp_path, "--max-tokens", "5", "--ignore-eos")
@@ -171,6 +173,7 @@ def test_the_likeliest_tokens_are_those_of_transformers(tiny_llama: Path, tmp_pa
         assert all(math.isfinite(value) for value in row["token_logprobs"])
 
 
+@pytest.mark.long
 def test_choices_of_a_job_are_a_column_beside_the_scores_of_all_texts(
     tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -108,6 +108,7 @@ def test_a_job_file_and_options_make_one_job(echo_job: EchoJob) -> None:
     echo_job.assert_answered(rows, max_tokens=3)
 
 
+@pytest.mark.long
 def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(echo_job: EchoJob) -> None:
     rows = make_rows(240)
     echo_job.write_input(rows)

@@ -24,7 +24,7 @@ def compared(job: EchoJob, client: Client, num_rows: int) -> Agreement:
     return compare(job.store, job.record.job_spec(), num_rows, client=client, engine_factory=ECHO_FACTORY)
 
 
-@pytest.mark.parametrize("num_rows", [pytest.param(5, marks=pytest.mark.long), 1000])
+@pytest.mark.parametrize("num_rows", [5, pytest.param(1000, marks=pytest.mark.long)])
 def test_rows_of_all_parts_are_answered_twice_and_the_job_is_as_before(
     echo_job: EchoJob, shared_client: Client, monkeypatch: pytest.MonkeyPatch, num_rows: int
 ) -> None:

@@ -143,6 +143,7 @@ def test_a_coordinator_that_hangs_is_replaced_and_does_no_harm_when_it_wakes_up(
     assert state.phase == "done"
 
 
+@pytest.mark.long
 def test_what_a_cut_off_attempt_leaves_of_a_finished_job_is_put_right(shared_client: Client, echo_job: EchoJob) -> None:
     """A coordinator that begins while another one ends, and then hangs, is replaced by one that finds all done."""
     rows = make_rows(30)

@@ -198,6 +198,32 @@ def test_a_worker_lost_while_it_is_asked_to_start_an_engine_costs_no_job(echo_jo
 
 
 @pytest.mark.long
+def test_shards_of_a_worker_whose_thread_is_taken_go_to_others(echo_job: EchoJob, tmp_path: Path) -> None:
+    rows = make_rows(240)
+    echo_job.write_input(rows)
+    echo_job.set_engine(step_s=0.05)
+    with (
+        existing_cluster(tmp_path, num_workers=2) as (address, _, _),
+        Client(address, set_as_default=False) as client,
+    ):
+        taken = []
+
+        def take_a_thread() -> None:
+            begun = next(e for e in echo_job.store.read_events() if e["kind"] == "SchedulerStarted")
+            other = next(w for w in client.scheduler_info(n_workers=-1)["workers"] if w != begun["coordinator"])
+            # Another user's task, which ends with the cluster.
+            taken.append(client.submit(time.sleep, 600, workers=[other], priority=1000, pure=False))
+
+        watcher = Watcher(lambda state: len(echo_job.parts()) > 0, take_a_thread)
+        began_s = time.monotonic()
+        echo_job.run(client=client, progress=watcher, cluster=address)
+        assert time.monotonic() - began_s < 200
+        assert [task.done() for task in taken] == [False]
+    echo_job.assert_answered(rows)
+    assert any("has not begun part-" in note for state in watcher.states for note in state.notes)
+
+
+@pytest.mark.long
 def test_a_hung_worker_costs_seconds_and_no_row(echo_job: EchoJob, tmp_path: Path) -> None:
     rows = make_rows(240)
     echo_job.write_input(rows)

@@ -59,6 +59,7 @@ def direct(folder: Path, model: Path, adapters: dict[str, Path], rows: list[dict
     return {row["id"]: row["completion"] for row in parts.to_pylist()}
 
 
+@pytest.mark.long
 def test_chats_of_three_models_and_lines_that_are_none(
     tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -125,6 +125,7 @@ def test_a_cancelled_job_raises_so_until_it_is_submitted_again(
     echo_job.assert_answered(rows)
 
 
+@pytest.mark.long
 def test_a_job_that_fails_raises_from_its_handle_what_run_raises(
     echo_job: EchoJob, shared_client: Client, echoes: None, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -363,6 +363,7 @@ def test_a_run_has_the_shards_and_the_settings_with_which_it_is_planned_and_simu
     assert plan.predicted_s == planned.forecast.predicted_s
 
 
+@pytest.mark.long
 def test_later_jobs_expect_answers_as_long_as_those_of_earlier_ones(
     echo_job: EchoJob, shared_client: Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

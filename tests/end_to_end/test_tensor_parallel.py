@@ -78,8 +78,9 @@ def test_the_command_answers_with_groups_as_with_engines_of_one_process(
     assert answers_of(tmp_path / "two") == expected_of(tiny_llama, tiny_adapters, rows, 12)
 
 
+@pytest.mark.long
 @pytest.mark.chaos
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_member_that_is_lost_in_mid_job_costs_no_row(
     tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
@@ -21,6 +22,7 @@ MAX_TOKENS = 12
 CALL = '<tool_call>{"name": "now", "arguments": {"zone": "é"}}</tool_call>'
 
 
+@pytest.mark.long
 def test_rows_with_tools_are_answered_as_transformers_does_and_their_calls_are_read(
     make_model: Callable[..., Path], tmp_path: Path
 ) -> None:

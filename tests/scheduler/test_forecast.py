@@ -91,6 +91,7 @@ def test_of_a_large_job_a_sample_is_played_and_gives_nearly_the_same_seconds(num
     assert sampled.placement.makespan_s >= sampled.placement.bound_s > 0
 
 
+@pytest.mark.long
 def test_blocks_of_a_large_job_give_the_seconds_of_the_whole():
     workload = large_job(6_000, 40)
     order = np.argsort(workload.adapter_index, kind="stable")

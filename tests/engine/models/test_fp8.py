@@ -70,6 +70,7 @@ def test_gpu_kernels_serve_a_base_of_8_bits(tiny_llama: Path, adapters: dict[str
     assert weights_sha256(engine) == before, "the base is whole after a merge"
 
 
+@pytest.mark.long
 def test_products_of_8_bits_are_near_those_of_fp32(tiny_llama: Path, adapters: dict[str, Path]) -> None:
     engine = Engine(tiny_llama, EngineConfig(device="cpu", **CONFIG), make_backend=_Twin)
     oracle, served = Oracle(tiny_llama, adapters), {"base": None} | register_all(engine, adapters)

@@ -154,6 +154,7 @@ ASKED: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.long
 def test_members_on_devices_compute_together_what_one_process_does(
     small: tuple[Path, dict[str, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,6 +255,7 @@ def test_eight_bit_floats_of_parts_are_as_near_to_fp32_as_those_of_the_whole(
     assert 0 < errors[1] <= 1.1 * errors[0], errors
 
 
+@pytest.mark.long
 def test_a_member_that_is_lost_while_the_leader_waits_for_its_sum_is_named(small: tuple[Path, dict[str, Path]]) -> None:
     """It is stopped before a step, which is seen while the leader is in it; then it is killed, which ends the step."""
     base, _ = small

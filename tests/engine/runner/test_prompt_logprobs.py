@@ -99,6 +99,7 @@ def test_a_score_has_those_of_its_prompt_too(tiny_llama: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_device_gives_those_of_a_cpu_beside_rows_that_run_ahead(tiny_llama: Path) -> None:
     rows = [replace(row, prompt_token_ids=row.prompt_token_ids[-9:]) for row in rows_for([None], 6)]
     rows += [Request("free", (5, 6, 7), None, SamplingParams(max_tokens=6, temperature=1.0))]

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from lorabatch.engine.config import EngineConfig
+from lorabatch.engine.errors import RUN_AGAIN
 from lorabatch.engine.request import ExportedRow, Request, Result, SamplingParams
 from lorabatch.engine.server.frames import (
     FROM_ENGINE,
@@ -187,7 +188,7 @@ def test_rows_of_an_adapter_that_cannot_be_registered_become_errors(
     child.send(RegisterAdapter("bad", "somewhere", "bad"))
     child.add(("a", (1,), "bad"), ("b", (2,), None))
     first, second = (child.result() for _ in range(2))
-    assert (first.finish_reason, first.error) == ("error", "adapter bad: no weights")
+    assert (first.finish_reason, first.error) == ("error", f"adapter bad: no weights. {RUN_AGAIN}")
     assert (second.request_id, second.error) == ("b", None)
 
 

@@ -167,6 +167,7 @@ def test_speeds_that_are_none_are_refused(options: dict[str, Any], speeds: str, 
         dry_run(options, speeds=speeds)
 
 
+@pytest.mark.long
 def test_beginnings_that_rows_of_an_adapter_share_are_predicted_once(options: dict[str, Any]) -> None:
     rows = [{"id": i, "adapter": "rank8", "prompt_token_ids": [*range(5, 45), 60 + i]} for i in range(20)]
     pq.write_table(pa.Table.from_pylist(rows), options["input"])

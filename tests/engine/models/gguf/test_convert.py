@@ -404,6 +404,7 @@ print(resolve_gguf(Path(sys.argv[1]), Path(sys.argv[2])))
 """
 
 
+@pytest.mark.long
 def test_processes_that_need_a_file_at_once_convert_it_once(llama_gguf, tmp_path):
     command = [sys.executable, "-c", _RESOLVE_ON_REQUEST, str(llama_gguf), str(tmp_path / "cache")]
     asking = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
