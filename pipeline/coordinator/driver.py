@@ -68,13 +68,15 @@ _BEGIN_LIMIT_S = 30.0
 _FIRST_STEPS_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Attempt:
-    """One attempt at a shard: the command, its task on a worker, and when it was sent there, in seconds of the run."""
+    """One attempt at a shard: the command and its task on a worker. `seen_s`: when it was sent, or when its worker last
+    said that it runs, in seconds of the run.
+    """
 
     command: RunShard
     future: Future[ShardOutcome]
-    sent_s: float
+    seen_s: float
 
 
 class Coordinator:
@@ -210,17 +212,15 @@ class Coordinator:
         or it is out of memory and paused by Dask.
         """
         worker = report.worker
+        attempts = [attempt for attempt in self._attempts.values() if attempt.command.replica_id == worker]
+        for attempt in attempts:
+            if attempt.command.shard_id in report.begun_shards:
+                attempt.seen_s = self._now_s()
         if (probe := self._probes.get(worker)) is not None:
             if probe.done():
                 del self._probes[worker]
             return not probe.done()
-        late = [
-            attempt.command.shard_id
-            for attempt in self._attempts.values()
-            if attempt.command.replica_id == worker
-            and attempt.command.shard_id not in report.begun_shards
-            and self._now_s() - attempt.sent_s > _BEGIN_LIMIT_S
-        ]
+        late = [a.command.shard_id for a in attempts if self._now_s() - a.seen_s > _BEGIN_LIMIT_S]
         if not late:
             return False
         note = (
