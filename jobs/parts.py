@@ -25,6 +25,8 @@ _COUNTED = ("completion", "error", "mode", "prompt_tokens", "completion_tokens",
 #: Of `counted_columns`: those that are not lorabatch's own.
 ROW_ID, ROW_ADAPTER = "row id", "row adapter"
 _NUMBERS = ("num_completions", "num_reused", "num_curable")
+#: A clause about a part.
+OF_NO_SHARD = "belongs to no shard of the job"
 _HASH_SHOWN = 12
 _PARTS_SHOWN = 5
 _READS_AT_ONCE = 16
@@ -56,8 +58,8 @@ class PartMark:
     @classmethod
     def of(cls, schema: pa.Schema) -> PartMark:
         """The mark of a part with this schema."""
-        found = {key.decode("utf-8", "replace"): value.decode() for key, value in (schema.metadata or {}).items()}
-        given = {name: found.get(_PREFIX + name, "") for name in cls.__dataclass_fields__}
+        found = schema.metadata or {}  # others' values may be anything
+        given = {name: found.get(f"{_PREFIX}{name}".encode(), b"").decode() for name in cls.__dataclass_fields__}
         return cls(**given | {name: int(given[name] or 0) for name in _NUMBERS})
 
     def metadata(self) -> dict[bytes, str]:
@@ -122,7 +124,7 @@ def missing_parts(store: JobStore, contents: OutputContents) -> dict[int, str]:
         for shard_id, n in sizes.items()
         if contents.parts.get(shard_id) != n
     }
-    return found | dict.fromkeys(contents.parts.keys() - sizes.keys(), "belongs to no shard of the job")
+    return found | dict.fromkeys(contents.parts.keys() - sizes.keys(), OF_NO_SHARD)
 
 
 def changed_parts(store: JobStore, contents: OutputContents) -> dict[int, str]:

@@ -17,7 +17,7 @@ from distributed import Reschedule, get_worker, secede
 from ...jobs.errors import DamagedRecordError, JobFailedError, OutputConflictError, StorageError
 from ...jobs.history import add_to_history
 from ...jobs.opening import OpenedJob
-from ...jobs.parts import in_words
+from ...jobs.parts import OF_NO_SHARD, in_words
 from ...jobs.record import changed_adapters
 from ...jobs.status.notes import row_notes
 from ...jobs.storage.redaction import redacted_url
@@ -242,7 +242,7 @@ def coordinate(run: JobRun, plan: JobPlan, turn: int = 0) -> Coordinated:
     job = run.job
     # Without shards there may be the part that says so, when a run before was killed right after it.
     there = job.store.committed_parts() if plan.shards else {}
-    strange = {shard_id: "belongs to no shard of the job" for shard_id in there if shard_id >= len(plan.shards)}
+    strange = {shard_id: OF_NO_SHARD for shard_id in there if shard_id >= len(plan.shards)}
     found = _count(run, sorted(there.keys() - strange.keys()), f"errors{turn}", reopens=True)
     _take_away(run, found.unusable | strange, found.curable)
     rows_of_part = {shard_id: plan.shards[shard_id].num_rows for shard_id in found.marks}

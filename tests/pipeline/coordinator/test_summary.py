@@ -103,6 +103,13 @@ def pa_bytes(table: pa.Table) -> bytes:
     return sink.getvalue()
 
 
+def test_metadata_of_others_may_be_no_text() -> None:
+    mark = PartMark.of(
+        pa.schema([], metadata={b"\xff": b"\xff", b"lorabatch.job_id": b"j", b"lorabatch.num_curable": b"2"})
+    )
+    assert (mark.job_id, mark.num_curable, mark.contents) == ("j", 2, "")
+
+
 def test_a_part_that_is_gone_meanwhile_does_not_count(job: Any) -> None:
     path_of(job.store, 1).unlink()
     assert account_parts([0, 1, 2], job.store, job.record, "run").unusable == {1: "is gone"}
