@@ -99,8 +99,10 @@ def plan(
     """Dry run: adapters, rows and tokens, waves, placement, memory, predicted seconds and money. Runs nothing."""
     with errors_as_exit_codes():
         from .console.plan_tables import print_plan
+        from .jobs.input.without_pandas import leave_out_pandas
         from .pipeline.planning.dry_run import dry_run
 
+        leave_out_pandas()
         print_plan(dry_run(options, job_file, speeds), gpu_hour_price, as_json=as_json)
 
 

@@ -9,21 +9,22 @@ from collections.abc import Sequence
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pyarrow as pa
-import pyarrow.dataset as ds
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..demo.job import DEMO_FOLDER
 from ..engine.peft import AdapterAudit
 from ..engine.peft.audit import AUDIT_COLUMNS, audit_rows
-from ..jobs.cost_profile import CostProfile
-from ..pipeline.planning.simulate import SimulationResult
-from ..scheduler.cost import CostModel
 from .terminal import plain_console
+
+if TYPE_CHECKING:  # each takes up to a second to import, and `audit` needs none of them
+    import pyarrow as pa
+
+    from ..jobs.cost_profile import CostProfile
+    from ..pipeline.planning.simulate import SimulationResult
 
 _SHOWN_PER_ADAPTER = 3
 _CELL_CHARACTERS = 160
@@ -49,6 +50,10 @@ def print_audits(audits: Sequence[AdapterAudit], console: Console | None = None,
 
 def print_answers(output: Path, console: Console | None = None) -> None:
     """A few rows per adapter, rows in against rows out, and how to look at the rest."""
+    import pyarrow.dataset as ds
+
+    from ..demo.job import DEMO_FOLDER
+
     console = console or plain_console()
     answers = ds.dataset(output, format="parquet").to_table()
     names = sorted(set(answers.column("adapter").to_pylist()), key=lambda name: name or "")
@@ -78,7 +83,7 @@ def print_profile(profile: CostProfile, path: Path, console: Console | None = No
         fit_table.add_row(kind, str(quality.num_steps), f"{quality.r_squared:.3f}", f"{quality.median_error:.1%}")
     console.print(fit_table)
     table = Table("coefficient", "value")
-    for field in fields(CostModel):
+    for field in fields(profile.cost):
         value = getattr(profile.cost, field.name)
         table.add_row(field.name, f"{value:.4g}" if isinstance(value, float) else str(value))
     console.print(table)
