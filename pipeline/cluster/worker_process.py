@@ -1,4 +1,4 @@
-"""Sets up worker processes: logs, signals and GPUs of embedded workers, and an orderly end of all workers at SIGTERM.
+"""Sets up worker processes: logs, signals and GPUs of embedded workers, threads and an orderly end of all workers.
 
 Embedded workers share a terminal with the command that started them, and the machine's GPUs with one another; Dask
 preloads this module into them (`dask_setup`).
@@ -6,6 +6,11 @@ preloads this module into them (`dask_setup`).
 Dask's nannies start worker processes that die at SIGTERM, which batch systems send to every process of a worker that is
 preempted. `leave_on_sigterm` has the process close its Dask worker first, which hands over the rows its engines have
 begun.
+
+Dask counts a thread as one of its pool before it starts it. Where the system refuses the thread (a limit of processes
+or memory), a worker of one thread lives on and never begins a task. `revive_pools` starts the thread when there is room
+again. Beside documented names it uses `_threads` and `_adjust_thread_count` of `distributed.threadpoolexecutor`; the
+test of this file says what is relied on.
 """
 
 from __future__ import annotations
@@ -25,8 +30,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import dask
-from distributed import Nanny, Worker
+from distributed import Nanny, Worker, secede
 from distributed.protocol.pickle import dumps
+from distributed.threadpoolexecutor import ThreadPoolExecutor, thread_state, threads_lock
 
 from ...engine.untrusted import LogFormatter
 from ...jobs.input.without_pandas import leave_out_pandas
@@ -133,6 +139,32 @@ def keep_warnings(worker: Worker) -> None:
         handler.setLevel(logging.WARNING)
         handler.setFormatter(LogFormatter(_FORMAT))
         package.addHandler(handler)
+
+
+def leave_pool() -> None:
+    """Have the task's thread leave the worker's pool, also where the system refuses the thread that takes its place."""
+    executor = thread_state.executor
+    try:
+        secede()
+    except RuntimeError:
+        # The thread that was refused counts as one of the pool by now, so that nothing is started this time.
+        executor._threads.add(threading.current_thread())
+        secede()
+
+
+def revive_pools(worker: Worker) -> None:
+    """Start the threads that a worker's pools count and that were never started, if the system lets it now."""
+    for executor in set(worker.executors.values()):
+        if not isinstance(executor, ThreadPoolExecutor):
+            continue
+        with threads_lock, executor._shutdown_lock:  # nobody else is about to start one
+            lost = [thread for thread in executor._threads if thread.ident is None]
+            executor._threads.difference_update(lost)
+            try:
+                for _ in lost:
+                    executor._adjust_thread_count()
+            except RuntimeError as error:
+                logger.warning("a thread for tasks cannot be started (%s); it is tried again", error)
 
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"

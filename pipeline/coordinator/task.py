@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from distributed import Reschedule, get_worker, secede
+from distributed import Reschedule, get_worker
 
 from ...jobs.errors import DamagedRecordError, JobFailedError, OutputConflictError, StorageError
 from ...jobs.history import add_to_history
@@ -29,6 +29,7 @@ from ...scheduler.planning.bound import JobWork, work_bound
 from ...scheduler.policies import make_scheduler
 from ..cluster.connect import count_workers, open_client, scheduler_loss_reported
 from ..cluster.security import client_security
+from ..cluster.worker_process import leave_pool
 from ..dataset.chunk import IndexJob
 from ..dataset.index import IndexTotals, deadly_chunk, index_chunk, list_chunks
 from ..dataset.reader import read_shard
@@ -55,7 +56,7 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, settings: RunSettings, 
 
     Raises what `run.run` raises. The hosts are gone when it returns or raises.
     """
-    secede()
+    leave_pool()
     worker = get_worker()
     if has_finished(job):
         with open_client(worker.scheduler.address, security=client_security(worker)) as client:

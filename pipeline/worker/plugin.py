@@ -28,7 +28,7 @@ from ...jobs.storage.local_copy import local_folder
 from ...jobs.store import JobStore
 from ...version import __version__
 from ..cluster.versions import sent_to_workers
-from ..cluster.worker_process import keep_warnings, leave_on_sigterm, worker_log_path
+from ..cluster.worker_process import keep_warnings, leave_on_sigterm, revive_pools, worker_log_path
 from ..dataset.index import spelling
 from ..dataset.writer import Spell
 from ..messages import (
@@ -204,6 +204,7 @@ class RunPlugin(WorkerPlugin):
 
     def _send(self, report: WorkerReport) -> None:
         """Publish a report; called by the supervisor's thread, while Dask's streams belong to the event loop's."""
+        revive_pools(self._worker)
         with self._lock:
             report = replace(report, begun_shards=tuple(self._claims))
         # A worker that ends may have closed its loop already.

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 from cluster_under_test import existing_cluster
-from distributed import Client
+from distributed import Client, secede
 from echo_job import ECHO_FACTORY, ECHO_FOLDER, EchoJob, Watcher, kill_one, make_rows, processes_of
 
 from lorabatch.benchmarks.simulation.replay import replay_job
@@ -221,6 +221,50 @@ def test_shards_of_a_worker_whose_thread_is_taken_go_to_others(echo_job: EchoJob
         assert [task.done() for task in taken] == [False]
     echo_job.assert_answered(rows)
     assert any("has not begun part-" in note for state in watcher.states for note in state.notes)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("seconds", "by"), [(8.0, "our task"), (8.0, "another task"), (60.0, "our task")])
+def test_a_worker_that_is_refused_its_only_thread_goes_on_when_there_is_room_again(
+    echo_job: EchoJob, tmp_path: Path, seconds: float, by: str
+) -> None:
+    rows = make_rows(480 if seconds > 30 else 240)
+    echo_job.write_input(rows)
+    echo_job.set_engine(step_s=0.1)
+    others: list[str] = []
+
+    def refuse_threads() -> None:
+        """On a worker: no thread can be started for tasks."""
+        start, until_s = threading.Thread.start, time.monotonic() + seconds
+
+        def start_or_refuse(thread: threading.Thread) -> None:
+            if time.monotonic() < until_s and "Dask-Default-Threads" in thread.name:
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        threading.Thread.start = start_or_refuse  # type: ignore[method-assign]
+
+    def refuse() -> None:
+        begun = next(e for e in echo_job.store.read_events() if e["kind"] == "SchedulerStarted")
+        others.extend(w for w in client.scheduler_info(n_workers=-1)["workers"] if w != begun["coordinator"])
+        client.run(refuse_threads, workers=others)
+        if by == "another task":
+            client.submit(secede, workers=others, priority=1000, pure=False)
+
+    with (
+        existing_cluster(tmp_path, num_workers=2) as (address, _, _),
+        Client(address, set_as_default=False) as client,
+    ):
+        watcher = Watcher(lambda state: len(echo_job.parts()) > 0, refuse)
+        began_s = time.monotonic()
+        echo_job.run(client=client, progress=watcher, cluster=address)
+        assert time.monotonic() - began_s < 200
+        threads = client.run(lambda dask_worker: len(dask_worker.executor._threads), workers=others)
+        assert client.submit(int, workers=others, pure=False).result(60) == 0
+    echo_job.assert_answered(rows)
+    assert list(threads.values()) == [1]
+    has_waited = any("has not begun part-" in note for state in watcher.states for note in state.notes)
+    assert has_waited == (seconds > 30)
 
 
 @pytest.mark.long

@@ -1,5 +1,5 @@
 """GPUs counted without CUDA, and shared out among embedded workers, which leave the main module alone, and which are
-replaced when they hang while they leave.
+replaced when they hang while they leave. Threads that the system refuses a worker are started later.
 """
 
 from __future__ import annotations
@@ -7,17 +7,19 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pyarrow as pa
 import pytest
-from distributed import Worker, WorkerPlugin
+from distributed import Client, LocalCluster, Worker, WorkerPlugin, secede
 
 from lorabatch.pipeline.cluster import worker_process
 from lorabatch.pipeline.cluster.connect import embedded
-from lorabatch.pipeline.cluster.worker_process import gpus_of_worker, visible_gpus
+from lorabatch.pipeline.cluster.worker_process import gpus_of_worker, leave_pool, revive_pools, visible_gpus
 
 
 def test_every_device_file_is_a_gpu_and_control_files_are_none(tmp_path: Path) -> None:
@@ -92,3 +94,76 @@ def test_a_worker_that_is_stopped_while_it_leaves_is_replaced() -> None:
             assert time.monotonic() < stop_s, "the stopped worker was not replaced"
             time.sleep(0.1)
         assert not psutil.pid_exists(pid)
+
+
+@pytest.fixture
+def worker_of_one_thread() -> Iterator[tuple[Client, Worker]]:
+    """In this process, and a client."""
+    with (
+        LocalCluster(1, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0") as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        (worker,) = cluster.workers.values()
+        assert isinstance(worker, Worker)
+        yield client, worker
+
+
+class Refusals:
+    """Refuses threads of Dask's pools while `is_on`, as a system at its limit does."""
+
+    is_on = False
+    count = 0
+    may_end = threading.Event()
+
+
+def refuse(leave: Callable[[], None]) -> str:
+    """A task that leaves its pool when there is no room for another thread."""
+    Refusals.is_on = True
+    leave()
+    Refusals.may_end.wait(60)
+    return "ended"
+
+
+@pytest.fixture
+def _refusals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    start = threading.Thread.start
+
+    def start_or_refuse(thread: threading.Thread) -> None:
+        if Refusals.is_on and "Dask-Default-Threads" in thread.name:
+            Refusals.count += 1
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_refuse)
+    Refusals.is_on, Refusals.count = False, 0
+    yield
+    Refusals.may_end.set()
+    Refusals.may_end = threading.Event()
+
+
+@pytest.mark.usefixtures("_refusals")
+@pytest.mark.parametrize("refused", ["a task's own", "another's successor", "our task's successor"])
+def test_a_worker_that_was_refused_its_thread_gets_it_later(
+    worker_of_one_thread: tuple[Client, Worker], refused: str
+) -> None:
+    client, worker = worker_of_one_thread
+    if refused == "a task's own":
+        Refusals.is_on = True
+        assert "can't start" in str(client.submit(int, pure=False).exception(60))
+    else:
+        first = client.submit(refuse, leave_pool if refused.startswith("our") else secede, pure=False)
+    waiting = client.submit(int, pure=False)
+    give_up_s = time.monotonic() + 20
+    while not Refusals.count:
+        assert time.monotonic() < give_up_s, "no thread was refused"
+        time.sleep(0.01)
+    revive_pools(worker)
+    assert (Refusals.count, waiting.done()) == (2, False)
+    Refusals.is_on = False
+    revive_pools(worker)
+    assert waiting.result(60) == 0
+    if refused == "our task's successor":
+        Refusals.may_end.set()
+        assert first.result(60) == "ended"
+    revive_pools(worker)
+    assert len(worker.executor._threads) == 1
