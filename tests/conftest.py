@@ -159,6 +159,7 @@ def write_adapter(folder: Path, model_folder: Path, seed: int = 0, **lora: Any) 
         for name, parameter in model.named_parameters():
             if "lora_B" in name or "lora_A" in name:
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    model.create_or_update_model_card = lambda folder: None  # its README.md takes most of the time
     model.save_pretrained(folder)
     return folder
 

@@ -53,6 +53,7 @@ KNOWN = CPU_SMOLLM2_135M.to_json().keys()
 CPU = torch.device("cpu")
 
 
+@pytest.mark.long
 def test_the_checks_pass_on_right_kernels() -> None:
     assert correctness.check_all([torch.float32], CPU) == []
 
@@ -282,6 +283,7 @@ def test_an_unknown_variant_is_named(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "--variants faster: expected usual, early-launches" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_again", [False, True])
 def test_what_spoils_a_process_ends_its_section(
     is_again: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -367,6 +369,7 @@ def place(seconds: float, saved: list[Any]) -> Place:
     return Place(CPU, Deadline.after(seconds), lambda value: saved.append(deepcopy(value)))
 
 
+@pytest.mark.long
 def test_without_time_sections_end_with_what_they_have() -> None:
     scale = replace(tiny_scale(), dtypes=())
     places = {s.name: place(0.0, []) for s in SECTIONS}

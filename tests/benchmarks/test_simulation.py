@@ -158,6 +158,7 @@ def test_the_sustained_rate_is_found_between_steps_of_the_bisection():
     assert steep == pytest.approx(2.5, rel=0.01)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("seeds", "number", "begin"),
     [((7009, 7020), 0, 0.25), ((7013, 7019), 0, 0.25), ((7013, 7019), 1, 0.0)],

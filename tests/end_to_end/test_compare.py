@@ -44,6 +44,7 @@ def test_rows_of_all_parts_are_answered_twice_and_the_job_is_as_before(
     assert not (echo_job.output / "_lorabatch" / "compare").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("samples", [pytest.param("rows", marks=pytest.mark.long), "lists"])
 def test_rows_with_several_completions_are_compared_by_one(
     echo_job: EchoJob, shared_client: Client, samples: str

@@ -141,6 +141,7 @@ def test_completions_of_three_models(
         assert len(body.choices[0].logprobs.tokens or ()) == body.usage.completion_tokens
 
 
+@pytest.mark.long
 def test_a_job_that_was_not_imported_is_exported_and_one_that_is_not_there_is_a_wrong_request(
     tiny_llama: Path, tmp_path: Path
 ) -> None:

@@ -89,6 +89,7 @@ def test_other_users_run_nothing_on_a_clusters_ports_and_read_nothing_there(
     echo_job.assert_answered(make_rows(64))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("umask", [0o000, pytest.param(0o022, marks=pytest.mark.long)])
 def test_files_outside_the_output_are_for_their_owner_alone(
     echo_job: EchoJob, background: Path, scratch: Path, umask: int

@@ -41,6 +41,7 @@ def add_one(output: Path) -> None:
     shutil.copy(part(output, 0), part(output, 77))
 
 
+@pytest.mark.long
 def test_parts_that_change_while_the_job_runs_are_computed_again(echo_job: EchoJob, shared_client: Client) -> None:
     echo_job.write_input(ROWS)
     echo_job.set_engine(step_s=0.02)

@@ -81,6 +81,7 @@ def answers(options: dict[str, Any], folder: Path, client: Client, **more: Any) 
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("policy", "placement"), CHOICES)
 def test_a_policy_changes_no_answer_and_its_events_replay(
     policy: str, placement: str, options: dict[str, Any], expected: Any, shared_client: Client, tmp_path: Path

@@ -104,6 +104,7 @@ def test_a_submitted_job_is_followed_and_read_by_its_handle(
     assert lorabatch.submit(**echo_job.options(), client=shared_client).cluster == ""
 
 
+@pytest.mark.long
 def test_a_cancelled_job_raises_so_until_it_is_submitted_again(
     echo_job: EchoJob, shared_client: Client, echoes: None
 ) -> None:
@@ -143,6 +144,7 @@ def test_a_job_that_fails_raises_from_its_handle_what_run_raises(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.long
 @DASK_FRAMES
 def test_a_job_without_rows_has_an_empty_table(echo_job: EchoJob, shared_client: Client, echoes: None) -> None:
     schema = pa.schema([("id", pa.int64()), ("prompt", pa.string()), ("note", pa.string())])

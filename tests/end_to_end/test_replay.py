@@ -12,6 +12,7 @@ from lorabatch.jobs.errors import JobFailedError
 from lorabatch.scheduler.messages import Command
 
 
+@pytest.mark.long
 def test_a_real_runs_events_give_its_commands(
     echo_job: EchoJob, shared_client: Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -25,6 +26,7 @@ def test_a_real_runs_events_give_its_commands(
     assert f"{found.num_commands} commands agree" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_job_without_a_working_engine_ends_by_a_command_that_is_replayed(
     echo_job: EchoJob, shared_client: Client
 ) -> None:

@@ -128,6 +128,7 @@ def test_an_idle_background_cluster_ends_itself(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.long
 def test_a_background_cluster_that_another_has_replaced_leaves_the_others_state_file(tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
     process = subprocess.Popen([sys.executable, "-c", SHORT_LIVED.format(str(path))], env=dict(os.environ))

@@ -38,6 +38,7 @@ def make_engine(folder: Path, max_step_tokens: int) -> Engine:
     return Engine(folder, config)
 
 
+@pytest.mark.long
 def test_rows_cut_moved_and_in_company_have_the_bits_of_rows_alone(
     tmp_path: Path, make_model: Any, make_adapter: Any
 ) -> None:

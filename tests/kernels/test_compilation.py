@@ -38,6 +38,7 @@ OF_HEADS = {"_qkv", "_attend", "_combine"}
 TILED = {"_shrink", "_add_residual", "_gate_up", *OF_HEADS}  # other programs for steps with prompts
 NUMBERS = ("", " in fp16", " in fp32")  # bf16 goes without saying
 WITH_GELU = {"_gate_up with gelu", "_gate_up in prefill with gelu"}
+WITHOUT_NORMS = {"_qkv without norms", "_qkv in prefill without norms"}
 MERGES = {"_merge of fp32 pairs", "_merge of packed pairs"}
 SAMPLING = {"_find_largest", "_narrow", "_copy", "_draw"}
 # Of mode `exact`.
@@ -127,8 +128,8 @@ class TestCompiled:
     def test_every_kernel_is_there(self, compiled: Compiled) -> None:
         of_heads = OF_HEADS | {f"{name} in prefill" for name in OF_HEADS}
         tiled = {f"{name}{steps}{of}" for name in TILED for steps in ("", " in prefill") for of in NUMBERS}
-        of_heads |= IN_ORDER
-        everything = OPERATORS.keys() | tiled | WITH_GELU | OTHERS | IN_ORDER | PRODUCTS
+        of_heads |= IN_ORDER | WITHOUT_NORMS
+        everything = OPERATORS.keys() | tiled | of_heads | WITH_GELU | OTHERS | PRODUCTS
         for (_, head_dim), kernels in compiled.items():
             assert kernels.keys() == (everything if head_dim == LLAMA_HEAD_DIM else of_heads)
 

@@ -94,7 +94,7 @@ def test_rows_of_one_step_may_differ_in_everything(device: torch.device, dtype: 
     + [(SMALLEST_TEMPERATURE, *cut) for cut in ((0, 1.0), (4, 1.0), (0, 0.5))],
     ids=str,
 )
-@pytest.mark.parametrize("capacity", [4, 4096])
+@pytest.mark.parametrize("capacity", [4, pytest.param(4096, marks=pytest.mark.long)])
 def test_equal_logits_stand_in_order_of_token_ids(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, cut: tuple[float, int, float], capacity: int
 ) -> None:
@@ -168,6 +168,7 @@ def test_every_row_is_drawn_as_by_sorting(
     assert found.tolist() == expected.tolist()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_logits_that_are_no_numbers_give_some_token_and_leave_other_rows_alone(device: torch.device) -> None:
     logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(6)).to(device)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -104,19 +105,36 @@ class Oracle:
                 self._model.load_adapter(folder, adapter_name=name)
         self._has_adapters = bool(adapters)
         self._model.eval()
+        # For tests that ask the same of several modes.
+        self.greedy = cache(self._greedy)
 
     @torch.no_grad()
     def logits(self, token_ids: Iterable[int], adapter: str | None) -> torch.Tensor:
         """Logits at the last position, [vocab_size]."""
+        return self._all_logits(token_ids, adapter)[-1]
+
+    @torch.no_grad()
+    def logprobs_of(self, prompt: Iterable[int], tokens: Iterable[int], adapter: str | None) -> torch.Tensor:
+        """Log-probabilities of every token at the places of `tokens` behind a prompt, [num_tokens, vocab_size]."""
+        behind = list(tokens)
+        return self._all_logits([*prompt, *behind], adapter)[-len(behind) - 1 : -1].log_softmax(-1)
+
+    def scores(self, prompt: Iterable[int], tokens: Sequence[int], adapter: str | None) -> list[float]:
+        """The log-probability of each of `tokens` behind a prompt."""
+        found = self.logprobs_of(prompt, tokens, adapter)
+        scores: list[float] = found.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+        return scores
+
+    def _all_logits(self, token_ids: Iterable[int], adapter: str | None) -> torch.Tensor:
         inputs = torch.tensor([list(token_ids)])
         if adapter is None and self._has_adapters:
             with self._model.disable_adapter():
-                return self._model(inputs).logits[0, -1]
+                return self._model(inputs).logits[0]
         if adapter is not None:
             self._model.set_adapter(adapter)
-        return self._model(inputs).logits[0, -1]
+        return self._model(inputs).logits[0]
 
-    def greedy(self, prompt: tuple[int, ...], adapter: str | None, max_tokens: int, stop_id: int) -> tuple[int, ...]:
+    def _greedy(self, prompt: tuple[int, ...], adapter: str | None, max_tokens: int, stop_id: int) -> tuple[int, ...]:
         tokens: list[int] = []
         while len(tokens) < max_tokens and (not tokens or tokens[-1] != stop_id):
             tokens.append(int(self.logits([*prompt, *tokens], adapter).argmax()))

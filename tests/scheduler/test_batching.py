@@ -254,6 +254,7 @@ class InGroups:
         return replace(plan, holds_back=len(view.running_adapter) > 0 and not is_enough)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("output_tokens", [20, pytest.param(100, marks=pytest.mark.long)])
 def test_no_fixed_size_of_groups_is_better_than_what_rows_held_back_waste(output_tokens):
     generator, num_rows = np.random.default_rng(output_tokens), 1_000

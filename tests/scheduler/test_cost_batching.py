@@ -86,6 +86,7 @@ def test_where_lora_is_dear_choosing_by_cost_gains_what_dlora_gains():
     assert chosen < dlora * 1.05
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
 @pytest.mark.parametrize("cost", [CPU_SMOLLM2_135M, H200_LLAMA_3_8B, DLORA_A800_LLAMA_2_7B])
 def test_where_memory_holds_few_rows_choosing_by_cost_comes_near_the_better_of_merged_and_unmerged(cost, seed):

@@ -49,6 +49,7 @@ def test_rows_and_tokens_are_accounted_per_adapter_and_for_the_base_model():
     assert sum(a.predicted_output_tokens for a in found.adapters) == 45 * 100
 
 
+@pytest.mark.long
 def test_a_forecast_with_the_right_lengths_is_the_simulated_makespan():
     workload = make_job([0] * 600 + [1] * 300)
     found = forecast(workload)
@@ -59,6 +60,7 @@ def test_a_forecast_with_the_right_lengths_is_the_simulated_makespan():
     assert forecast(known, length_share=1.0).predicted_s == settings.simulate(known, 2).metrics.makespan_s
 
 
+@pytest.mark.long
 def test_shorter_expected_answers_change_the_forecast():
     workload = make_job([0] * 400, max_tokens=1000, output=50)
     assert forecast(workload, length_share=0.05).predicted_s < forecast(workload).predicted_s / 4

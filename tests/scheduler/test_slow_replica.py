@@ -55,6 +55,7 @@ def ideal_s(num_rows, cost):
     return num_rows / BATCH * batch_s / (1 + 1 / SLOWNESS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "cost", [pytest.param(FLAT, id="flat steps"), pytest.param(CPU, id="steps by rows", marks=pytest.mark.long)]
 )

@@ -222,6 +222,7 @@ def test_a_row_alone_beside_a_subtracted_adapter_may_lose_its_pages(
     assert engine.num_preempted == 1
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=ROWS, batch_rows=st.integers(1, 8), num_pages=st.integers(10, 40), step_tokens=st.sampled_from([16, 50]))
 # the last chunk of a row that starts again is its last token alone

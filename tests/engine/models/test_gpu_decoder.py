@@ -138,6 +138,7 @@ def test_many_adapters_and_the_base_in_one_batch(
     assert any(step.first_place > 0 for step in steps), "no decode rows beside prompts"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "settings"),
     [

@@ -109,7 +109,7 @@ def family_of(
     return get
 
 
-@pytest.mark.parametrize("num_members", [2, 4])
+@pytest.mark.parametrize("num_members", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_members_compute_together_what_one_process_does(
     family_of: Callable[[str], tuple[Path, dict[str, Path]]], family: str, num_members: int
@@ -121,7 +121,7 @@ def test_members_compute_together_what_one_process_does(
         assert group.telemetry().reused_prompt_tokens > 0
 
 
-@pytest.mark.parametrize("num_members", [2, 4])
+@pytest.mark.parametrize("num_members", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("mode", ["merged", "auto"])
 def test_modes_that_merge_equal_those_of_one_process(
     tiny_llama: Path, tiny_adapters: dict[str, Path], mode: Mode, num_members: int
@@ -143,7 +143,7 @@ def test_every_family_merges_as_one_process_does(
         assert_equal(make_engine(base, mode), group, adapters)
 
 
-@pytest.mark.parametrize("num_members", [2, 4])
+@pytest.mark.parametrize("num_members", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_log_probabilities_of_prompts_are_those_of_one_process(
     tiny_llama: Path, tiny_adapters: dict[str, Path], num_members: int
 ) -> None:
@@ -178,7 +178,7 @@ class Mixing:
         return StepPlan(mode, chosen, np.ones(len(view.running_adapter), bool), admit)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("num_members", [2, 4])
+@pytest.mark.parametrize("num_members", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_rows_beside_a_merged_adapter_equal_those_of_one_process(
     tiny_llama: Path, tiny_adapters: dict[str, Path], num_members: int
 ) -> None:
@@ -200,7 +200,7 @@ BY_MERGE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("num_members", [2, 4])
+@pytest.mark.parametrize("num_members", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_adapters_that_are_exact_only_when_merged_equal_those_of_one_process(
     make_model: Callable[..., Path], make_adapter: Callable[..., Path], tmp_path: Path, num_members: int
@@ -224,7 +224,7 @@ def test_adapters_that_are_exact_only_when_merged_equal_those_of_one_process(
 FORMATS: dict[Products, dict[str, Any]] = {"bfloat16": {"dtype": "bfloat16"}, "int8": {"base_quantization": "int8"}}
 
 
-@pytest.mark.parametrize("num_members", [2, 4])
+@pytest.mark.parametrize("num_members", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("products", FORMATS)
 def test_products_of_fewer_bits_are_as_near_to_fp32_as_those_of_one_process(
     products: Products,
@@ -317,7 +317,7 @@ def test_adapters_that_leave_the_pool_come_back_to_every_member(
         assert telemetry.adapter_loads > telemetry.adapter_reads
 
 
-@pytest.mark.parametrize("num_members", [2, 4])
+@pytest.mark.parametrize("num_members", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_adapters_cost_no_meeting_and_members_have_their_share(
     tiny_llama: Path, tiny_adapters: dict[str, Path], num_members: int
 ) -> None:

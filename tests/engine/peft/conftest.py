@@ -147,6 +147,7 @@ def train_adapter(base: Base, folder: Path, vocab_size: int | None = None, **lor
             for parameter in trained.parameters():
                 if parameter.requires_grad:
                     parameter.add_(0.1 * torch.randn_like(parameter))
+        trained.create_or_update_model_card = lambda folder: None  # its README.md takes most of the time
         trained.save_pretrained(folder)
     return Trained(base, folder, trained, vocab_size or base.config.vocab_size)
 

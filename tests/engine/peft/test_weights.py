@@ -165,7 +165,7 @@ def test_plain_pairs_equal_peft_in_every_family(bases: Any, train: Any, logits: 
 
 
 @pytest.mark.parametrize("name", ["dora", "embedding and head", "saved head and norms", "saved embedding", "tokens"])
-@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("is_tied", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("family", OTHER_FAMILIES)
 def test_all_other_adapters_equal_peft_in_every_family(
     bases: Any, train: Any, logits: Any, family: str, is_tied: bool, name: str

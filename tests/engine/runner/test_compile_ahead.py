@@ -124,6 +124,7 @@ print(sorted(compile_each(noted, 2)), sorted(path.name for path in made.iterdir(
 """
 
 
+@pytest.mark.long
 def test_a_process_that_dies_or_fails_costs_its_kernel_alone(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FAILING, tmp_path], capture_output=True, text=True, check=False,

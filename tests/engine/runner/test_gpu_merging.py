@@ -40,6 +40,7 @@ class OnceMerged:
         return StepPlan("unmerged" if self.adapter is None else "merged", self.adapter, everyone, waiting)
 
 
+@pytest.mark.long
 def test_weights_merged_from_the_pool_the_host_and_the_files_have_the_same_bits(
     tiny_llama: Path, tiny_adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

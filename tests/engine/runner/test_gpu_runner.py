@@ -157,6 +157,7 @@ class Replaying(EagerExecutor):
         self.works.clear()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "asked",
     [
@@ -213,6 +214,7 @@ def test_a_padded_bucket_gives_what_the_rows_alone_give(tiny_llama: Path) -> Non
     assert noting.keys == keys, "9 rows run in a bucket of 10"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.8])
 def test_decode_rows_beside_prompts_keep_their_graph_and_their_tokens(
     tiny_llama: Path, tiny_adapters: dict[str, Path], temperature: float
@@ -339,6 +341,7 @@ def test_a_row_whose_numbers_overflow_is_an_error_and_the_rows_beside_it_go_on(
     assert {key: results[key].token_ids for key in expected} == {key: r.token_ids for key, r in expected.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("library", ["varlen", pytest.param("flashinfer", marks=pytest.mark.long)])
 def test_a_library_s_attention_over_prompts_gives_the_same_tokens(
     tiny_llama: Path, tiny_adapters: dict[str, Path], library: str

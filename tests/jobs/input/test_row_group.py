@@ -153,6 +153,7 @@ def test_rows_come_as_pyarrow_reads_them_and_within_the_bound(values: pa.Array, 
         assert bound >= taken
 
 
+@pytest.mark.long
 def test_long_rows_come_a_few_at_a_time() -> None:
     table = pa.table({"prompt": pa.array([f"{i}" + "x" * 10_000_000 for i in range(20)])})
     with open_row_group(file_of(table), 0) as rows:

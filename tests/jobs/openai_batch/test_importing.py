@@ -221,6 +221,7 @@ print(found.num_requests, found.num_refused, (resource.getrusage(resource.RUSAGE
 """
 
 
+@pytest.mark.long
 def test_a_line_without_end_takes_no_memory(tmp_path: Path, target: Path) -> None:
     """The file is sparse: a gigabyte of zeros in one line, and a request behind it."""
     path = tmp_path / "batch.jsonl"

@@ -50,6 +50,7 @@ def test_a_worker_has_a_gpu_for_each_process_of_its_engine() -> None:
     assert [gpus_of_worker(i, gpus, 2) for i in range(3)] == [("4", "7"), ("5", "6"), ("4", "7")]
 
 
+@pytest.mark.long
 def test_workers_do_not_import_the_main_module_also_when_they_start_again() -> None:
     main = sys.modules["__main__"]
     before = main.__spec__

@@ -55,6 +55,7 @@ def test_a_plan_accounts_for_every_row_and_writes_nothing(options: dict[str, Any
     json.dumps(found)
 
 
+@pytest.mark.long
 def test_nothing_is_merged_into_a_base_in_blocks_unless_it_is_asked_for(
     options: dict[str, Any], tiny_llama: Path, tmp_path: Path
 ) -> None:

@@ -30,6 +30,7 @@ def make_job(num_rows=500, num_adapters=12, seed=0):
     return make_workload(make_adapters(ranks), adapter, prompt, output, max_tokens=limit)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_serves_every_row(policy, placement):

@@ -41,6 +41,7 @@ def request(folder: Path, **changes: object) -> SimulationRequest:
     return SimulationRequest(**values | changes)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_policies_are_compared_in_a_table_a_file_and_two_pictures(tmp_path: Path) -> None:
     console = Console(width=140, record=True)
     print_simulation(simulate_job(request(tmp_path)), console)

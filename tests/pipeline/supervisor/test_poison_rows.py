@@ -68,7 +68,7 @@ def ids(first: int, num_rows: int) -> set[str]:
 
 @pytest.mark.parametrize("batch_rows", [ALL, 8])
 @pytest.mark.parametrize("place", ["front", "middle", "end"])
-@pytest.mark.parametrize("num_rows", [16, 17, 100, 1024, 4096])
+@pytest.mark.parametrize("num_rows", [16, 17, 100, *(pytest.param(n, marks=pytest.mark.long) for n in (1024, 4096))])
 def test_adjacent_poison_rows_become_error_rows_and_all_others_are_answered(
     num_rows: int, place: str, batch_rows: int
 ) -> None:

@@ -87,6 +87,7 @@ def test_no_more_rows_of_an_adapter_move_than_may_be_there(seed, left_a, left_b,
         assert 0 < move.num_rows <= min(left, -(-held * left // 20))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slow", [None, 4.0])
 def test_a_simulated_job_under_dlora_serves_every_row_and_moves_rows_off_a_slow_replica(monkeypatch, slow):
     rng = np.random.default_rng(1)

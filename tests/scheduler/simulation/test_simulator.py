@@ -64,6 +64,7 @@ def test_a_job_ends_when_its_last_part_is_written():
     assert job_metrics(workload, outcome.timeline, outcome.makespan_s).utilisation > 0.5
 
 
+@pytest.mark.long
 def test_two_replicas_take_about_half_the_time_of_one():
     one, two = (make_job(2000, replicas)[1].run().makespan_s for replicas in (1, 2))
     assert two == pytest.approx(one / 2, rel=0.1)
