@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -21,6 +21,7 @@ from .engine.long_work import listening
 from .jobs.spec import JobSpec
 from .jobs.status.job_status import JobStatus, read_status, request_cancel, wait_for_end
 from .jobs.status.logs import log_lines
+from .jobs.storage.limits import waits_said
 from .jobs.storage.location import absolute
 from .jobs.storage.redaction import redacted_url
 from .jobs.store import JobStore, part_name
@@ -84,7 +85,7 @@ def run(
     from .pipeline.run import run as run_job
 
     spec = _spec(job, options, client)
-    with _shown(progress) as shown, listening(shown.note) if shown is not None else nullcontext():
+    with _shown(progress) as shown, _waits_noted(shown):
         return run_job(spec, client=client, progress=shown)
 
 
@@ -272,7 +273,7 @@ class Job:
         names, location = self._part_names(), self._store.location
         if not names:
             return pa.Table.from_batches([], output_schema(self.status().record))
-        fs = None if location.is_local else location.fs
+        fs = None if location.is_local else location.fs.store
         return pa.concat_tables([pq.read_table(location.path(name), filesystem=fs) for name in names])
 
     def to_pandas(self) -> pd.DataFrame:
@@ -292,10 +293,13 @@ class Job:
             import dask.dataframe as dd
         except ImportError:
             raise ImportError("to_dask_dataframe needs dask[dataframe]: pip install 'dask[dataframe]' pandas") from None
+        from .jobs.storage.stores import without_limit
+
         names, location = self._part_names(), self._store.location
         if not names:
             return dd.from_pandas(self.to_pandas(), npartitions=1)
-        return dd.read_parquet([f"{location.url}/{name}" for name in names], storage_options=location.storage_options)
+        urls = [f"{location.url}/{name}" for name in names]
+        return dd.read_parquet(urls, storage_options=without_limit(location.storage_options))
 
     def _part_names(self) -> list[str]:
         self.result()
@@ -382,6 +386,16 @@ def _spec(job: JobSource, options: Mapping[str, Any], client: Client | None) -> 
     return (
         spec if client is None else spec.model_copy(update={"cluster": client.scheduler_info(n_workers=0)["address"]})
     )
+
+
+@contextmanager
+def _waits_noted(shown: Progress | None) -> Iterator[None]:
+    """Within the block, have a progress display say what takes long before work begins, and what storage waits for."""
+    if shown is None:
+        yield
+        return
+    with listening(shown.note), waits_said(shown.note):
+        yield
 
 
 def _shown(progress: bool | Progress) -> AbstractContextManager[Progress | None]:

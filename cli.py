@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -443,6 +443,7 @@ def _run(spec: JobSpec, ending: _Ending) -> None:
     ending.spec = spec
     leave_out_pandas()
     with ConsoleProgress() as progress, listening(progress.note):
+        ending.say = progress.note
         result = run_job(spec, progress=progress)
     echo(result.to_text(), err=ending.as_json)
     ending.print()
@@ -471,6 +472,8 @@ class _Ending:
 
     as_json: bool
     spec: JobSpec | None = None
+    #: Says on standard error what the command waits for.
+    say: Callable[[str], None] = lambda text: None
 
     def print(self, message: str = "", exit_code: int = 0) -> None:
         """Print the line for machines, if it is asked for."""
@@ -489,10 +492,11 @@ def errors_as_exit_codes(*, as_json: bool = False) -> Iterator[_Ending]:
     from .engine.errors import EngineError
     from .engine.long_work import listening
     from .jobs.errors import JobError
+    from .jobs.storage.limits import waits_said
 
-    ending = _Ending(as_json)
+    ending = _Ending(as_json, say=partial(echo, err=True))
     try:
-        with listening(partial(echo, err=True)):
+        with listening(partial(echo, err=True)), waits_said(lambda text: ending.say(text)):
             yield ending
         return
     except JobError as error:

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -18,7 +18,7 @@ from rich.text import Text
 from ..jobs.agreement import Agreement
 from ..jobs.errors import JobError
 from ..jobs.progress import clock
-from ..jobs.record import BEGINNING_PHASES, JobState
+from ..jobs.record import BEGINNING_PHASES, STILL_AFTER_S, JobState
 from ..jobs.spec import JobSpec
 from ..jobs.status.job_status import JobStatus, Outcome, read_status
 from ..jobs.store import JobStore
@@ -26,6 +26,8 @@ from .terminal import echo, plain_console
 
 _LINE_INTERVAL_S = 5.0
 _ADAPTERS_SHOWN = 4
+# A coordinator reports every second, unless storage holds it up.
+_SILENT_AFTER_S = 10.0
 
 
 class NotebookDisplay:
@@ -58,8 +60,11 @@ class ConsoleProgress:
         self._live: Live | NotebookDisplay | None = None
         self._told_at_s = 0.0
         self._told_phase = ""
-        self._shown_notes: tuple[str, ...] = ()
+        self._shown_notes: set[str] = set()
         self._started_s = time.monotonic()
+        # The latest state and when it came; rows done and since when, while they run.
+        self._heard: tuple[float, float] = (0.0, self._started_s)
+        self._last_row: tuple[int, float] | None = None
         # When rows began to be answered, and how many were done then: those of a resumed job are no speed.
         self._running_since: tuple[float, int] | None = None
 
@@ -80,16 +85,25 @@ class ConsoleProgress:
         """See `Progress`."""
         for text in state.notes:
             if text not in self._shown_notes:
+                self._shown_notes.add(text)
                 self.note(text)
-        self._shown_notes = state.notes
         now_s = time.monotonic()
-        rows_per_s = self._rows_per_s(state, now_s)
+        rows_per_s, lull = self._rows_per_s(state, now_s), self._lull(state, now_s)
         if self._live is not None:
-            self._live.update(job_display(state, now_s - self._started_s, rows_per_s))
+            self._live.update(job_display(state, now_s - self._started_s, rows_per_s, lull))
             return
         if state.phase != self._told_phase or now_s - self._told_at_s >= _LINE_INTERVAL_S:
             self._told_phase, self._told_at_s = state.phase, now_s
-            self._console.print(job_line(state, now_s - self._started_s, rows_per_s), soft_wrap=True)
+            self._console.print(job_line(state, now_s - self._started_s, rows_per_s, lull), soft_wrap=True)
+
+    def _lull(self, state: JobState, now_s: float) -> Lull:
+        if state.updated_at_s != self._heard[0]:
+            self._heard = state.updated_at_s, now_s
+        if state.phase != "running":
+            self._last_row = None
+        elif self._last_row is None or self._last_row[0] != state.rows_done:
+            self._last_row = state.rows_done, now_s
+        return Lull(now_s - self._heard[1], 0.0 if self._last_row is None else now_s - self._last_row[1])
 
     def _rows_per_s(self, state: JobState, now_s: float) -> float:
         if state.phase != "running":
@@ -102,9 +116,32 @@ class ConsoleProgress:
         self._console.print(text, soft_wrap=True)
 
 
-def job_line(state: JobState, elapsed_s: float, rows_per_s: float) -> str:
-    """One line: phase, rows, rates, time left."""
-    return "  ".join([_stage(state, elapsed_s), *_rates(state, rows_per_s), *filter(None, [state.time_left])])
+class Lull(NamedTuple):
+    """Seconds without a report of a job, and those in which it ran and no row finished."""
+
+    silent_s: float = 0.0
+    no_row_s: float = 0.0
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether what the latest report says of rates and time left may be true no more."""
+        return self.silent_s >= _SILENT_AFTER_S
+
+    def to_text(self) -> str:
+        """Such as "no row has finished for 1:10"; "" where that is no matter."""
+        if self.is_silent:
+            return f"no report for {clock(self.silent_s)}"
+        return f"no row has finished for {clock(self.no_row_s)}" if self.no_row_s >= STILL_AFTER_S else ""
+
+
+def job_line(state: JobState, elapsed_s: float, rows_per_s: float, lull: Lull = Lull()) -> str:  # noqa: B008
+    """One line: phase, rows, rates, time left; and for how long nothing moves."""
+    rates = [] if lull.is_silent else [*_rates(state, rows_per_s)]
+    return "  ".join([_stage(state, elapsed_s), *rates, *filter(None, [lull.to_text(), _time_left(state, lull)])])
+
+
+def _time_left(state: JobState, lull: Lull) -> str:
+    return "" if lull.is_silent else state.time_left
 
 
 def _stage(state: JobState, elapsed_s: float) -> str:
@@ -131,12 +168,13 @@ def _rates(state: JobState, rows_per_s: float) -> Iterator[str]:
         yield f"{running} running on {workers}"
 
 
-def job_display(state: JobState, elapsed_s: float, rows_per_s: float) -> RenderableType:
+def job_display(state: JobState, elapsed_s: float, rows_per_s: float, lull: Lull = Lull()) -> RenderableType:  # noqa: B008
     """A bar for the job and a line per worker."""
     bar = Table.grid(padding=(0, 1))
-    bar.add_row(ProgressBar(total=1.0, completed=state.totals.share_done, width=30), Text(state.time_left))
-    head = Group(Text(_stage(state, elapsed_s)), bar, Text("  ".join(_rates(state, rows_per_s))))
-    if not state.workers or state.is_final:
+    bar.add_row(ProgressBar(total=1.0, completed=state.totals.share_done, width=30), Text(_time_left(state, lull)))
+    rates = [] if lull.is_silent else [*_rates(state, rows_per_s)]
+    head = Group(Text(_stage(state, elapsed_s)), bar, Text("  ".join([*rates, *filter(None, [lull.to_text()])])))
+    if not state.workers or state.is_final or lull.is_silent:
         return head
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("worker", "rows open", "running", "tokens/s", "prompt reused", "mode", "adapters in memory"):
@@ -196,7 +234,8 @@ def status_lines(status: JobStatus) -> list[str]:
         lines.append(f"tokens    {state.prompt_tokens:,} prompt, {state.completion_tokens:,} generated")
     if state is not None and not (state.is_final or status.is_stale or status.is_finished):
         speed = f"speed     {state.tokens_per_s:,.0f} generated tokens/s"
-        lines.append(", ".join(filter(None, [speed, status.time_left])))
+        still = f"nothing has moved for {clock(state.still_s)}" if state.still_s >= STILL_AFTER_S else ""
+        lines.append(", ".join(filter(None, [speed, still, status.time_left])))
         lines += [
             f"worker    {worker.name}: {worker.tokens_per_s:,.0f} tokens/s, {worker.open_rows} open rows, "
             f"{worker.mode or 'idle'}, {worker.prefix_hit_rate:.0%} of prompt tokens reused"

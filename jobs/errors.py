@@ -70,9 +70,22 @@ class InputRowsError(JobRequestError):
 class StorageError(JobError):
     """Storage refused or failed while the job was running."""
 
+    #: Whether a store has not done an operation within the limit of time: it is away, and not for a moment.
+    is_away: bool = False
+
 
 class MissingFileError(StorageError, FileNotFoundError):
     """What was to be read is not there."""
+
+
+class UnansweredError(ConnectionError):
+    """A store has not done an operation within its limit; the message counts the attempts. `has_status`: it did answer
+    the last one, with a status that asks for another attempt. `storage_reason` makes a sentence of it.
+    """
+
+    def __init__(self, message: str, *, has_status: bool = False) -> None:
+        super().__init__(message)
+        self.has_status = has_status
 
 
 class DamagedRecordError(StorageError):

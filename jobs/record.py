@@ -320,6 +320,8 @@ Phase = Literal[
 ]  # fmt: skip
 # Of a run that has not begun with its rows.
 BEGINNING_PHASES: tuple[Phase, ...] = ("queued", "starting", "indexing", "planning")
+#: From when on a job that runs counts as one in which nothing moves: its prediction rests on nothing then.
+STILL_AFTER_S = 30.0
 FINAL_PHASES: tuple[Phase, ...] = ("done", "failed", "cancelled", "interrupted")
 
 
@@ -381,6 +383,8 @@ class JobState:
     can_resume: bool = True
     run_id: str = ""
     worker_addresses: tuple[str, ...] = ()
+    #: Seconds since a row finished or an engine computed a token, while shards run.
+    still_s: float = 0.0
 
     @property
     def totals(self) -> RowTotals:
@@ -390,8 +394,8 @@ class JobState:
 
     @property
     def time_left(self) -> str:
-        """In words, as it is shown everywhere; "" where it is not known."""
-        if self.is_final:
+        """In words, as it is shown everywhere; "" where it is not known, also because nothing moves."""
+        if self.is_final or self.still_s >= STILL_AFTER_S:
             return ""
         return time_left(self.eta_s, self.eta_range_s, is_loading=self.phase == "loading engines")
 

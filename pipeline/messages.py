@@ -204,6 +204,14 @@ class PublishedState:
 
 
 @dataclass(frozen=True, slots=True)
+class StorageWait:
+    """From a worker: its address, and a sentence on the operation on storage that it waits for; "" once none does."""
+
+    worker: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class StopRun:
     """To the coordinator of a run, now or later: stop, keeping what is finished."""
 

@@ -228,7 +228,7 @@ def _report_until_done(
     """Report states until the coordinator's task is done and none is left, or `patience_s` have passed."""
     # A job that is to stop does not go on when a worker comes.
     silent_since_s, has_said = time.monotonic(), patience_s < inf
-    give_up_s = silent_since_s + patience_s
+    give_up_s, heard_s = silent_since_s + patience_s, silent_since_s
     while time.monotonic() < give_up_s:
         try:
             state = states.get(timeout=_POLL_S)
@@ -246,7 +246,10 @@ def _report_until_done(
                     watcher.note(_NO_WORKERS)
                 else:
                     silent_since_s = time.monotonic()
+            if not reporter.is_starting and time.monotonic() - heard_s > _SILENCE_S:
+                watcher.update(reporter.latest)  # which says for how long there is no other
             continue
+        heard_s = time.monotonic()
         silent_since_s, has_said = time.monotonic(), patience_s < inf
         if state is not None:
             reporter.received(state)

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import fsspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..record import InputFile, InputRecord
 from ..storage.location import options_for
 from ..storage.redaction import is_redacted
+from ..storage.stores import open_store
 from .columns import text_columns
 from .files import unpack_schema
 from .row_group import open_row_group
@@ -57,7 +57,7 @@ def _names_in(
     file: InputFile, row_group: int, columns: list[str], wanted: pa.Array, storage_options: Mapping[str, Any]
 ) -> dict[str, set[str]]:
     """Per column that the file has, the wanted names among its values."""
-    fs, path = fsspec.core.url_to_fs(file.url, **options_for(file.url, storage_options))
+    fs, path = open_store(file.url, options_for(file.url, storage_options))
     with fs.open(path, "rb") as handle, open_row_group(handle, row_group, columns) as rows:
         own = [column for column in columns if column in rows.file.schema_arrow.names]
         table = rows.table().select(own)

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
@@ -23,6 +22,7 @@ from ..errors import JobRequestError
 from ..record import InputFile
 from ..storage.location import options_for
 from ..storage.redaction import redacted_url, storage_reason
+from ..storage.stores import open_store
 from .column_types import INT96_UNIT, carried_field
 from .file_version import file_version
 from .parquet_schema import column_kinds
@@ -149,7 +149,7 @@ def _found(url: str, storage_options: Mapping[str, Any], problems: list[str]) ->
     """What is behind one input; None, and a problem more, when there is nothing to read."""
     shown, options = redacted_url(url), options_for(url, storage_options)
     try:
-        fs, path = fsspec.core.url_to_fs(url, **options)
+        fs, path = open_store(url, options)
         fs.invalidate_cache()  # this process may have listed it for another job
         found = _Found(url, fs, options, *_find(fs, path))
         _add_by_content(found)
@@ -181,7 +181,7 @@ def _add_by_content(found: _Found) -> None:
 
     def begins_so(path: str) -> bool:
         # Not `found.fs`: a connection of SFTP is for one thread.
-        fs, _ = fsspec.core.url_to_fs(found.url, **found.options)
+        fs, _ = open_store(found.url, found.options)
         if isinstance(fs, LocalFileSystem) and not os.path.isfile(path):
             return False  # a pipe, or a link to a folder
         try:
@@ -372,7 +372,7 @@ def _read_footer(found: _Found, path: str, name: str, kinds: _KindsOfSchemas) ->
     """The footer, or a sentence that says why the file is refused."""
     try:
         # Not `found.fs`: a connection of SFTP is for one thread.
-        fs, _ = fsspec.core.url_to_fs(found.url, **found.options)
+        fs, _ = open_store(found.url, found.options)
         version = file_version(fs, path)
         with fs.open(path, "rb") as file:
             footer, size = _footer_bytes(file)

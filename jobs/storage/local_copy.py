@@ -20,7 +20,6 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-import fsspec
 from fsspec.callbacks import Callback
 
 from ...engine.errors import ModelFilesError
@@ -29,8 +28,10 @@ from ...engine.long_work import LongWork
 from ...engine.model_config.folder import READ, weight_files
 from ...engine.models.gguf.converted import resolve_gguf
 from ..errors import StorageError
+from .limits import note_moved
 from .location import options_for
 from .redaction import redacted_url, storage_reason
+from .stores import open_store
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Never fetched: pickles can run code when read, and nothing here reads them. Their names are kept as empty files,
@@ -75,7 +76,7 @@ def local_folder(url: str, storage_options: Mapping[str, Any], cache_root: Path 
 def _fetched(url: str, storage_options: Mapping[str, Any], root: Path) -> Path:
     options = options_for(url, storage_options)
     try:
-        fs, remote = fsspec.core.url_to_fs(url, **options)
+        fs, remote = open_store(url, options)
         fs.invalidate_cache(remote)
         is_file = fs.isfile(remote)
         listing = {remote: fs.info(remote)} if is_file else fs.find(remote, detail=True)
@@ -112,6 +113,7 @@ class _Copied(Callback):  # type: ignore[misc]
     def call(self, *_: Any, **__: Any) -> None:
         """Note the bytes since the last call; fsspec calls this after each change."""
         if self.value > self._num_noted:
+            note_moved()
             self._work.add(self.value - self._num_noted)
             self._num_noted = self.value
 

@@ -27,7 +27,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from ..errors import MissingFileError, StorageError
+from ..errors import MissingFileError, StorageError, UnansweredError
+from .limits import http_status, noted
 from .redaction import redacted_url, storage_reason
 
 logger = logging.getLogger(__name__)
@@ -66,10 +67,10 @@ class Location:
     def _open(self) -> tuple[Any, str]:
         if (folder := local_folder(self.url)) is not None:
             return LocalFiles(), folder
-        import fsspec  # takes a third of the time of `lorabatch status`
+        from .stores import open_store  # takes a third of the time of `lorabatch status`
 
         with self._translated("open", ""):
-            fs, root = fsspec.core.url_to_fs(self.url, **self.storage_options)
+            fs, root = open_store(self.url, self.storage_options)
         # An old listing would hide what other processes have written since, from threads that read meanwhile too.
         if hasattr(fs, "dircache"):
             fs.dircache.use_listings_cache = False
@@ -77,7 +78,7 @@ class Location:
 
     @property
     def fs(self) -> Any:
-        """The fsspec filesystem; `LocalFiles` where it is the local one."""
+        """The fsspec filesystem as `LimitedFiles`; `LocalFiles` where it is the local one."""
         # A connection of SFTP is for one thread; fsspec keeps a filesystem for each.
         return (self._open() if self.url.startswith(RENAMING_PROTOCOLS) else self._opened)[0]
 
@@ -314,14 +315,19 @@ class Location:
 
     @contextlib.contextmanager
     def _translated(self, doing: str, name: str) -> Iterator[None]:
+        place = f"{self.url}/{name}" if name else self.url
         try:
-            yield
+            # Another machine's disk may wait without end.
+            with noted(doing, place) if local_folder(self.url) is not None else contextlib.nullcontext():
+                yield
         except StorageError:
             raise
         except Exception as error:
-            where = redacted_url(f"{self.url}/{name}" if name else self.url)
+            where = redacted_url(place)
             kind = MissingFileError if isinstance(error, FileNotFoundError) else StorageError
-            raise kind(f"cannot {doing} {where}: {storage_reason(error, self.storage_options, self.url)}") from None
+            failed = kind(f"cannot {doing} {where}: {storage_reason(error, self.storage_options, self.url)}")
+            failed.is_away = isinstance(error, UnansweredError)
+            raise failed from None
 
 
 class LocalFiles:
@@ -401,20 +407,11 @@ def options_for(url: str, storage_options: Mapping[str, Any]) -> dict[str, Any]:
     return {} if protocol in ("file", "local") else dict(storage_options)
 
 
-def _http_status(error: Exception) -> int | None:
-    """The status of a store's reply, as far as its filesystem package says: codes and messages are the store's own."""
-    response = getattr(error.__cause__, "response", None)
-    if isinstance(response, Mapping):
-        return cast(int | None, response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
-    status = getattr(error, "code", None)
-    return status if isinstance(status, int) else None
-
-
 def _is_lost_race(error: Exception) -> bool:
     """Whether a store's refusal means that another writer was first (HTTP 412 or 409)."""
     text = str(error)
     known = any(code in text for code in ("PreconditionFailed", "ConditionalRequestConflict", "412"))
-    return known or _http_status(error) in (409, 412)
+    return known or http_status(error) in (409, 412)
 
 
 def _is_unconditional(error: Exception) -> bool:
@@ -423,7 +420,7 @@ def _is_unconditional(error: Exception) -> bool:
     """
     if isinstance(error, NotImplementedError | TypeError) or "NotImplemented" in str(error):
         return True
-    return (type(error) is OSError and _http_status(error) in (400, 501)) or _errno(error) == errno.ENOSYS
+    return (type(error) is OSError and http_status(error) in (400, 501)) or _errno(error) == errno.ENOSYS
 
 
 def _errno(error: Exception) -> int | None:

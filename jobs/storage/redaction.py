@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...engine.untrusted import printable
+from ..errors import UnansweredError
 
 _MASK = "***"
 _SCHEME = r"[a-zA-Z][a-zA-Z0-9+._-]*"
@@ -131,6 +132,8 @@ def storage_reason(error: BaseException, storage_options: Mapping[str, Any], url
         return f"a package for this storage is missing: pip install {INSTALLS.get(module, module)}"
     if isinstance(error, ValueError) and "rotocol" in detail:
         return f"{detail}. Use a local path or a URL that fsspec knows, such as s3://bucket/folder."
+    if isinstance(error, UnansweredError) and error.has_status:
+        return f"the store refuses for now ({detail}). Go on when it answers again."
     if isinstance(error, ConnectionError | TimeoutError) or "connect" in detail.lower() or "Timeout" in kind:
         return f"no reply ({detail}). Check the network, and the endpoint in --storage-options if there is one."
     return detail

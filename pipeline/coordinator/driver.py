@@ -404,12 +404,14 @@ class EventLog:
         self._lines += [json.dumps(record.to_json()) for record in records]
 
     def flush(self) -> None:
-        """Write what is kept."""
+        """Write what is kept. Raises `StorageError` when the store is away: rows would not be kept either."""
         if not self._lines:
             return
         try:
             self._store.append_events(("\n".join(self._lines) + "\n").encode())
         except StorageError as error:
+            if error.is_away:
+                raise
             logger.warning("events are kept for the next attempt: %s", error)
         else:
             self._lines.clear()

@@ -37,6 +37,7 @@ from ..dataset.writer import empty_part
 from ..migration.peers import Peers
 from ..monitoring.job_monitor import JobMonitor, WorkLeft
 from ..monitoring.reporter import JobReporter, latest_state, state_before, state_publisher
+from ..monitoring.topics import WAITS
 from ..planning.plan import JobPlan, plan_job, read_plan, reopen_shard, reopen_shards, serving_adapters
 from ..planning.settings import RunSettings
 from ..result import JobResult
@@ -77,7 +78,9 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, settings: RunSettings, 
             with (
                 scheduler_loss_reported(client, redacted_url(job.store.url)),
                 reporter.kept_fresh(lambda: not control.is_displaced),
+                reporter.waits_shown(),
             ):
+                WAITS.subscribe(client, run_id, reporter.waits.put)
                 result = _stages(run, began_s)
             lease.end()
             return result

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import fsspec
 import pyarrow as pa
 
 from ...engine.request import SamplingParams
@@ -26,6 +25,7 @@ from ...jobs.record import AdapterRecord, FileVersion, JobRecord, PartitionValue
 from ...jobs.spec import JobSpec
 from ...jobs.storage.location import options_for
 from ...jobs.storage.redaction import storage_reason
+from ...jobs.storage.stores import open_store
 from . import schema as prepared
 
 _REPAIR = "Repair the file or leave it out."
@@ -147,7 +147,7 @@ def read_chunk(
     options = options_for(chunk.file_url, storage_options)
     num_rows = 0
     try:
-        fs, path = fsspec.core.url_to_fs(chunk.file_url, **options)
+        fs, path = open_store(chunk.file_url, options)
         fs.invalidate_cache(path)
         with fs.open(path, "rb") as handle:
             if footer_sha256(handle) != chunk.footer_sha256:
@@ -162,7 +162,7 @@ def read_chunk(
         raise DamagedChunkError(f"{chunk.place}: {error}. Write it in smaller row groups or leave it out.") from None
     except (pa.ArrowException, OSError, MemoryError, ValueError) as error:
         with suppress(OSError, ValueError):
-            _check_version(chunk, *fsspec.core.url_to_fs(chunk.file_url, **options))
+            _check_version(chunk, *open_store(chunk.file_url, options))
         reason = storage_reason(error, options, chunk.file_url)
         if isinstance(error, ConnectionError | TimeoutError) or getattr(error, "errno", None) in _UNREACHED:
             raise StorageError(
@@ -188,7 +188,7 @@ def _changed(chunk: ChunkRef) -> DamagedChunkError:
 
 def read_column(chunk: ChunkRef, column: str, storage_options: Mapping[str, Any]) -> pa.Array:
     """One column of a chunk, numbers or text; null where the file lacks it. Raises what pyarrow and storage raise."""
-    fs, path = fsspec.core.url_to_fs(chunk.file_url, **options_for(chunk.file_url, storage_options))
+    fs, path = open_store(chunk.file_url, options_for(chunk.file_url, storage_options))
     with fs.open(path, "rb") as handle, open_row_group(handle, chunk.row_group, [column]) as rows:
         if column not in rows.file.schema_arrow.names:
             return pa.nulls(chunk.num_rows)

@@ -46,6 +46,8 @@ class JobMonitor:
         self._outcomes: dict[int, ShardOutcome] = {}
         self._reports: dict[str, WorkerReport] = {}
         self._fill = BatchFill()
+        # Rows that were done when something last moved, and when: seconds since the epoch.
+        self._moved: tuple[int, float] | None = None
         uncommitted = [shard for shard in self._shards.values() if shard.shard_id not in committed_rows]
         self._left = WorkLeft(uncommitted, known_lengths)
 
@@ -135,7 +137,14 @@ class JobMonitor:
             eta_range_s=None if left is None else (left.least_s, left.most_s),
             workers=tuple(self._worker_state(self._reports[worker]) for worker in self._present()),
             worker_addresses=self._worker_names.addresses,
+            still_s=self._still_s(done, now_s),
         )
+
+    def _still_s(self, rows_done: int, now_s: float) -> float:
+        computes = any(report.tokens_per_s + report.prompt_tokens_per_s > 0 for report in self._reports.values())
+        if self._moved is None or computes or rows_done != self._moved[0]:
+            self._moved = rows_done, now_s
+        return max(0.0, now_s - self._moved[1])
 
     def _rows_done(self) -> int:
         """Rows of committed shards, and finished ones of shards that are open somewhere: the most that there ever were.

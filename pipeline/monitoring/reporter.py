@@ -6,6 +6,7 @@ In the coordinator, to show a state is to publish it: the dashboard's page and t
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ from ...jobs.status.job_status import is_silent
 from ...jobs.status.worker_names import WorkerNames
 from ...jobs.storage.redaction import redacted_url
 from ...jobs.store import JobStore
-from ..messages import PublishedState
+from ..messages import PublishedState, StorageWait
 from ..result import JobResult
 from .topics import STATES
 
@@ -57,6 +58,10 @@ class JobReporter:
         self._show = show
         self._budget = budget
         self.notes: tuple[str, ...] = ()
+        #: From any thread: what workers wait for, see `waits_shown`.
+        self.waits: queue.SimpleQueue[StorageWait | None] = queue.SimpleQueue()
+        # What each worker waits for now.
+        self._waiting: dict[str, str] = {}
         self.phases: list[tuple[str, float]] = []
         self._is_second = False
         self._found_at_work: JobState | None = None
@@ -72,7 +77,7 @@ class JobReporter:
 
     def __call__(self, state: JobState) -> None:
         """Report a state. Raises `ErrorBudgetError` when it has more errors than the job allows."""
-        state = replace(state, notes=self.notes, run_id=self.latest.run_id)
+        state = replace(state, notes=self._all_notes(), run_id=self.latest.run_id)
         self._write(state)
         self._show(state)
         self.check_budget(state.rows_error, state.rows)
@@ -98,7 +103,7 @@ class JobReporter:
             eta_s=None,
             eta_range_s=None,
             workers=(),
-            notes=self.notes,
+            notes=self._all_notes(),
         )
         self._write(state)
         self._show(state)
@@ -153,6 +158,30 @@ class JobReporter:
         finally:
             is_over.set()
             thread.join()
+
+    @contextmanager
+    def waits_shown(self) -> Iterator[None]:
+        """Within the block, show what the workers of the run wait for, also while this process itself waits for it."""
+
+        def show() -> None:
+            while (wait := self.waits.get()) is not None:
+                self._waiting.pop(wait.worker, None)
+                if wait.text:
+                    self._waiting[wait.worker] = wait.text
+                self._show(replace(self.latest, notes=self._all_notes()))
+
+        thread = threading.Thread(target=show, name="job waits", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self.waits.put(None)
+            thread.join()
+
+    def _all_notes(self) -> tuple[str, ...]:
+        names = WorkerNames(self.latest.worker_addresses)
+        # a note of an earlier wait is gone once the wait has ended
+        return self.notes + tuple(f"{names.name(worker)}: {text}" for worker, text in list(self._waiting.items()))
 
     @property
     def is_starting(self) -> bool:

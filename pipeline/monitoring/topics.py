@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from distributed import Client, Worker
 
 from ...engine.server.codec import Codec
-from ..messages import CoordinatorStarted, PublishedState, StopRun, WorkerReport
+from ..messages import CoordinatorStarted, PublishedState, StopRun, StorageWait, WorkerReport
 
 MessageT = TypeVar("MessageT")
 
@@ -59,5 +59,7 @@ def _subscribe(dask_scheduler: Any, topic: str, client_id: str) -> None:
 REPORTS: Topic[WorkerReport] = Topic("lorabatch-report-", Codec(WorkerReport))
 #: From the coordinator of a run to all who follow the job.
 STATES: Topic[PublishedState] = Topic("lorabatch-state-", Codec(PublishedState))
+#: From the workers of a run, while operations on storage wait.
+WAITS: Topic[StorageWait] = Topic("lorabatch-storage-", Codec(StorageWait))
 #: To the coordinators of a run.
 CONTROL: Topic[StopRun | CoordinatorStarted] = Topic("lorabatch-control-", Codec(StopRun, CoordinatorStarted))

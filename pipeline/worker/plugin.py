@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,6 +25,7 @@ from distributed.protocol.pickle import dumps
 
 from ...jobs.record import JobRecord
 from ...jobs.status.worker_names import file_tag
+from ...jobs.storage.limits import waits_said
 from ...jobs.storage.local_copy import local_folder
 from ...jobs.store import JobStore
 from ...version import __version__
@@ -38,11 +40,12 @@ from ..messages import (
     LocalAdapter,
     ShardAbandonedError,
     ShardOutcome,
+    StorageWait,
     WorkerReport,
 )
 from ..migration.peers import Peers, stop_serving_peers
 from ..monitoring.logs import LogShipper
-from ..monitoring.topics import REPORTS
+from ..monitoring.topics import REPORTS, WAITS
 from ..supervisor.spare import SpareEngine, engine_folder
 from ..supervisor.supervisor import EngineHandle, EngineSupervisor, Reporter
 from .adapters import AdapterCache
@@ -100,6 +103,8 @@ class RunPlugin(WorkerPlugin):
         self._adapters = AdapterCache(peers, lambda: self.record().adapters, self._settings.storage_options, folder)
         self._peer_service = PeerService(worker, self._run_id, self.engine, peers, self._adapters)
         self._watch = worker.loop.asyncio_loop.create_task(self._leave_after_the_run())  # type: ignore[attr-defined]
+        self._waits = contextlib.ExitStack()
+        self._waits.enter_context(waits_said(self._say_wait, partial(self._say_wait, "")))
         leave_on_sigterm(worker)
 
     async def teardown(self, worker: Worker) -> None:
@@ -143,6 +148,7 @@ class RunPlugin(WorkerPlugin):
             # Only now: the worker that opens its shards next must find what was kept.
             self._send(WorkerReport(self.address, "left", self._settings.config.batch_rows))
         self._shipper.close(_CLOSE_TIMEOUT_S)
+        self._waits.close()
         if folder is not None:
             folder.cleanup()
 
@@ -210,6 +216,12 @@ class RunPlugin(WorkerPlugin):
         # A worker that ends may have closed its loop already.
         with contextlib.suppress(RuntimeError):
             self._worker.loop.add_callback(REPORTS.publish, self._worker, self._run_id, report)
+
+    def _say_wait(self, text: str) -> None:
+        """Publish what storage is waited for; called by a thread of its own."""
+        with contextlib.suppress(RuntimeError):
+            wait = StorageWait(self.address, text)
+            self._worker.loop.add_callback(WAITS.publish, self._worker, self._run_id, wait)
 
 
 def _has_plugin(dask_scheduler: Any, name: str) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import time
 from dataclasses import replace
 
+import pytest
 from rich.console import Console
 
-from lorabatch.console.progress import ConsoleProgress, job_display, job_line
+from lorabatch.console.progress import ConsoleProgress, Lull, job_display, job_line
 from lorabatch.jobs.record import JobState, WorkerState
 
 WORKERS = (
@@ -43,6 +45,41 @@ def test_a_line_tells_nothing_that_is_not_known_yet() -> None:
     assert job_line(starting, 5.0, 0.0).endswith("loading engines  0 of 200 rows answered  0 of 1 worker ready")
     predicted = replace(loading, eta_s=75.0, eta_range_s=(50.0, 120.0))
     assert job_line(predicted, 5.0, 0.0).endswith("  engines load, then about 1:15 (0:50 to 2:00)")
+
+
+def test_a_line_says_for_how_long_nothing_moves_and_then_has_no_time_left() -> None:
+    no_row = job_line(RUNNING, 25.0, 2.0, Lull(no_row_s=70.0))
+    assert no_row.endswith("124 running on 2 workers  no row has finished for 1:10  about 1:15 left"), "tokens move"
+    still = job_line(replace(RUNNING, tokens_per_s=0.0, still_s=65.0), 25.0, 2.0, Lull(no_row_s=70.0))
+    assert still.endswith("0 tokens/s  124 running on 2 workers  no row has finished for 1:10")
+    silent = job_line(RUNNING, 25.0, 2.0, Lull(silent_s=12.0, no_row_s=70.0))
+    assert silent == "[0:25] running  48 of 200 rows answered, 2 errors  no report for 0:12"
+    console = Console(file=io.StringIO(), width=140)
+    console.print(job_display(RUNNING, 25.0, 2.0, Lull(silent_s=12.0)))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "no report for 0:12" in shown
+    assert "left" not in shown
+    assert "tcp://w1" not in shown
+    assert not [word for word in ("no report", "no row") if word in job_line(RUNNING, 25.0, 2.0, Lull(5.0, 20.0))]
+
+
+def test_a_display_counts_the_seconds_since_the_last_row_and_the_last_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    out = io.StringIO()
+    with ConsoleProgress(Console(file=out, width=200)) as progress:
+        for seconds, state in (
+            (0, RUNNING), (40, replace(RUNNING, updated_at_s=41.0)),
+            (10, replace(RUNNING, updated_at_s=51.0, rows_done=51)),
+            (20, replace(RUNNING, updated_at_s=51.0, rows_done=51)),
+        ):  # fmt: skip
+            now[0] += seconds
+            progress.update(state)
+    lines = out.getvalue().splitlines()
+    assert [text for line in lines for text in line.split("  ") if text.startswith("no ")] == [
+        "no row has finished for 0:40",
+        "no report for 0:20",
+    ]
 
 
 def test_without_a_terminal_a_line_is_printed_at_each_phase_and_not_at_each_update() -> None:

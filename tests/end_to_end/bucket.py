@@ -25,6 +25,11 @@ class Bucket:
     hold: Path
     own_options: dict[str, Any]
 
+    @property
+    def port(self) -> int:
+        """Of the server, as other processes than the test reach it."""
+        return int(self.options["client_kwargs"]["endpoint_url"].rpartition(":")[2])
+
     def options_at(self, address: str) -> dict[str, Any]:
         """The same for processes that reach the server at another address."""
         endpoint = self.options["client_kwargs"]["endpoint_url"].replace("127.0.0.1", address)

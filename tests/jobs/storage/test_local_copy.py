@@ -45,7 +45,7 @@ def test_a_folder_is_copied_whole_and_once(place: Place, tmp_path: Path, monkeyp
     if remote.is_local:
         assert folder == Path(url)
         return
-    monkeypatch.setattr(type(remote.fs), "get_file", None)
+    monkeypatch.setattr(type(remote.fs.store), "get_file", None)
     assert local_folder(url + "/", options, tmp_path / "cache") == folder
 
 
@@ -72,7 +72,7 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     remote = Location("memory://half/model")
     remote.write("a.json", b"1")
     remote.write("b.json", b"2")
-    copy = type(remote.fs).get_file
+    copy = type(remote.fs.store).get_file
     copied: list[str] = []
 
     def fail_second(fs: Any, source: str, target: str, **options: Any) -> None:
@@ -81,7 +81,7 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
             raise PermissionError("Access Denied")
         copy(fs, source, target, **options)
 
-    monkeypatch.setattr(type(remote.fs), "get_file", fail_second)
+    monkeypatch.setattr(type(remote.fs.store), "get_file", fail_second)
     with pytest.raises(StorageError, match=r"memory://half/model.*access was refused"):
         local_folder(remote.url, {}, tmp_path)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

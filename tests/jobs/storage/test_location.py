@@ -325,7 +325,7 @@ def test_an_error_leaves_a_worker_without_the_signed_url_that_was_refused_and_as
     with ThreadingHTTPServer(("127.0.0.1", 0), _Refusing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with pytest.raises(StorageError) as caught:
-            Location(f"http://127.0.0.1:{server.server_port}/out?sig=very-secret-value").read("a")
+            Location(f"http://127.0.0.1:{server.server_port}/out?sig=very-secret-value", {"limit_s": 0.5}).read("a")
         server.shutdown()
     sent = error_message(caught.value)["exception"].data
     assert b"very-secret-value" not in sent

@@ -97,7 +97,7 @@ def test_a_place_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
 def test_a_store_that_refuses_the_file_is_named_without_secrets() -> None:
     with (
         pytest.raises(StorageError, match=r"cannot write https://\*\*\*@127.0.0.1:1/a.jsonl") as caught,
-        replaced_file("https://me:secret@127.0.0.1:1/a.jsonl", {}) as file,
+        replaced_file("https://me:secret@127.0.0.1:1/a.jsonl", {"limit_s": 0.5}) as file,
     ):
         file.write(b"x")
     assert "secret" not in str(caught.value)

@@ -52,6 +52,20 @@ def test_engines_load_until_one_is_ready(monitor: JobMonitor) -> None:
     assert monitor.state(1.0).phase == "running"
 
 
+def test_seconds_without_a_row_or_a_token_are_counted_and_then_no_time_is_left(monitor: JobMonitor) -> None:
+    left = TimeLeft(15.0, 10.0, 20.0)
+    monitor.reported(make_report("w1", ((0, 10),), tokens_per_s=5.0))
+    assert monitor.state(100.0, left).still_s == 0.0
+    monitor.reported(make_report("w1", ((0, 10),), prompt_tokens_per_s=5.0))
+    assert monitor.state(140.0, left).still_s == 0.0
+    monitor.reported(make_report("w1", ((0, 10),)))
+    assert monitor.state(155.0, left).time_left == "about 0:15 left (0:10 to 0:20)"
+    still = monitor.state(170.0, left)
+    assert (still.still_s, still.time_left) == (30.0, "")
+    monitor.reported(make_report("w1", ((0, 9),)))
+    assert monitor.state(180.0, left).still_s == 0.0
+
+
 def test_a_lost_worker_is_not_shown(monitor: JobMonitor) -> None:
     monitor.reported(make_report("w1", ((0, 4),)))
     monitor.lost("w1")

@@ -1,0 +1,286 @@
+"""`open_store`: filesystems of fsspec whose calls are limited, see `limits.py`, and the settings of their libraries.
+
+| library | what ends one attempt |
+|---|---|
+| s3fs | no reply within what is left of the limit; no byte read for 15 s; bytes sent and not taken for 10 s |
+| gcsfs, http | no byte read for 15 s |
+| adlfs, SFTP | no byte read or written for 15 s |
+| gcsfs, adlfs | a look at one file: what is left of the limit; a write: as long, and 20 s for each MB |
+
+The user's storage options come before these settings. `{"limit_s": 90}` among them is another limit, and `retries` in
+`config_kwargs` leaves all repetitions to the S3 client.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from functools import cache, partial
+from typing import Any, BinaryIO, cast
+
+from .limits import LIMIT_OPTION, SILENT_S, Operation, current_operation
+
+_CONNECT_S = 5.0
+# Linux looks at it each time it doubles the pause between two probes, up to 26 s after 13 s.
+_UNACKNOWLEDGED_S = 10.0
+# An upload of more bytes may be slow where its store is well.
+_SMALL_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 20
+# What the system holds of an upload when its last byte is handed over is sent while a reply is waited for.
+_UNSENT_BYTES = 1 << 18
+# A transfer that is slower has stalled, where its library does not say how far it is.
+_LEAST_BYTES_PER_S = 50_000
+# Calls of a filesystem that are limited, and what they do.
+_CALLS: Mapping[str, str] = {
+    "cat_file": "read", "exists": "look for", "find": "list", "get_file": "read", "glob": "list", "info": "look for",
+    "isdir": "look for", "isfile": "look for", "ls": "list", "makedirs": "make the folder", "mv": "move",
+    "open": "read", "pipe_file": "write", "put_file": "write", "rm": "remove", "rm_file": "remove",
+}  # fmt: skip
+# Of these, those without a transfer, whatever the folder holds.
+_QUICK_CALLS = frozenset(("exists", "info", "isdir", "isfile", "makedirs", "rm_file"))
+# Requests of S3 that may take long where the store is well, and keep the connection alive meanwhile.
+_LONG_REQUESTS = frozenset(("complete_multipart_upload", "copy_object", "upload_part_copy"))
+
+
+def open_store(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """The fsspec filesystem of a URL, and the path there. Its calls are limited unless it is the local one.
+
+    `options`: those for this URL, see `options_for`. Raises what fsspec raises.
+    """
+    from fsspec.core import url_to_fs
+
+    given = without_limit(options)
+    protocol = url.partition("://")[0] if "://" in url and "::" not in url else ""
+    if protocol in ("", "file", "local") and "::" not in url:
+        return cast(tuple[Any, str], url_to_fs(url, **given))
+    all_options = _with_defaults(given, _settings(protocol))
+    # Some filesystems connect when they are made.
+    operation = Operation("connect to", url, options)
+    with operation.entered():
+        fs, path = operation.tried(partial(url_to_fs, url, **all_options))
+    if hasattr(fs, "_call_s3"):
+        _limit_requests(fs)
+    if hasattr(fs, "ftp"):
+        fs.ftp.get_channel().settimeout(SILENT_S)
+    return LimitedFiles(fs, options), path
+
+
+def without_limit(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Storage options as fsspec takes them."""
+    return {name: value for name, value in options.items() if name != LIMIT_OPTION}
+
+
+def _with_defaults(given: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's options, and ours where there is none of the same name; likewise inside of mappings."""
+    both = {
+        name: {**ours[name], **value} for name, value in given.items() if isinstance(value, Mapping) and name in ours
+    }
+    return {**ours, **given, **both}
+
+
+def _settings(protocol: str) -> dict[str, Any]:
+    """Options by which a store's library gives up a connection that stalls, and sends each request once."""
+    match protocol:
+        case "s3" | "s3a":
+            times = {"connect_timeout": _CONNECT_S, "read_timeout": SILENT_S}
+            return {"config_kwargs": {**times, "retries": {"total_max_attempts": 1}, **_socket_setting()}}
+        case "gs" | "gcs":
+            return {"session_kwargs": {"timeout": _http_times()}}
+        case "http" | "https":
+            return {"client_kwargs": {"timeout": _http_times()}}
+        case "az" | "abfs" | "abfss":
+            return {"connection_timeout": int(SILENT_S), "read_timeout": int(SILENT_S)}
+        case "sftp" | "ssh":
+            return {"timeout": _CONNECT_S, "banner_timeout": SILENT_S, "auth_timeout": SILENT_S}
+    return {}
+
+
+@cache
+def _http_times() -> Any:
+    from aiohttp import ClientTimeout
+
+    return ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=SILENT_S)
+
+
+@cache
+def _socket_setting() -> dict[str, Any]:
+    """The setting of aiobotocore by which its sockets stall for a limited time; none before it had one."""
+    from aiobotocore.config import AioConfig
+
+    setting = {"connector_args": {"socket_factory": _stalling_socket}}
+    try:
+        AioConfig(**setting)
+    except Exception:
+        return {}
+    return setting
+
+
+def _stalling_socket(address: tuple[Any, ...]) -> socket.socket:
+    """A socket whose connection ends when what it has sent is not acknowledged, or not taken, for a time. aiohttp waits
+    without end for room to write.
+    """
+    found = socket.socket(*address[:3])
+    with suppress(AttributeError, OSError):  # options of Linux
+        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _UNACKNOWLEDGED_S))
+        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+    return found
+
+
+class LimitedFiles:
+    """A filesystem of fsspec whose calls are operations with a limit. `store`: the filesystem itself."""
+
+    def __init__(self, store: Any, options: Mapping[str, Any]) -> None:
+        self.store = store
+        self._options = options
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        found = getattr(self.store, name)
+        return partial(self._call, name, found) if name in _CALLS else found
+
+    def _call(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        path = args[1] if name == "put_file" else args[0]
+        with suppress(NotImplementedError, TypeError):
+            path = self.store.unstrip_protocol(path)
+        operation = Operation(_CALLS[name], str(path), self._options)
+
+        def attempt() -> Any:
+            return call(*args, **kwargs, **self._time_limit(name, operation, args))
+
+        with operation.entered():
+            found = operation.tried(attempt, self._connect_again)
+        return LimitedFile(found, str(path), self._options) if name == "open" else found
+
+    def _time_limit(self, name: str, operation: Operation, args: tuple[Any, ...]) -> dict[str, float]:
+        """The limit of one attempt, for filesystems whose library repeats requests by itself."""
+        if not getattr(self.store, "async_impl", False) or hasattr(self.store, "_call_s3"):
+            return {}
+        if name in _QUICK_CALLS:
+            return {"timeout": operation.attempt_s()}
+        if name in ("pipe_file", "put_file"):
+            num_bytes = len(args[1]) if name == "pipe_file" else os.path.getsize(args[0])
+            return {"timeout": operation.attempt_s() + num_bytes / _LEAST_BYTES_PER_S}
+        return {}
+
+    def _connect_again(self) -> None:
+        """Connect to a server of SFTP again: a connection of it is not made anew where it was cut."""
+        transport = self.store.client.get_transport() if hasattr(self.store, "ftp") else None
+        if hasattr(self.store, "ftp") and (transport is None or not transport.is_active()):
+            self.store._connect()
+
+
+class LimitedFile(io.RawIOBase):
+    """A file of a store, open for reading. Each read is an operation with a limit."""
+
+    def __init__(self, file: BinaryIO, where: str, options: Mapping[str, Any]) -> None:
+        self._file, self._where, self._options = file, where, options
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._file, name)
+
+    def read(self, size: int = -1) -> bytes:
+        """See `io.RawIOBase`. Bytes are fewer than asked for at the end of the file only."""
+        place = self._file.tell()
+
+        def attempt() -> bytes:
+            self._file.seek(place)
+            return self._file.read(size)
+
+        operation = Operation("read", self._where, self._options)
+        with operation.entered():
+            return operation.tried(attempt)
+
+    def readinto(self, buffer: Any) -> int:
+        """See `io.RawIOBase`."""
+        found = self.read(len(buffer))
+        buffer[: len(found)] = found
+        return len(found)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """See `io.RawIOBase`."""
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        """See `io.RawIOBase`."""
+        return self._file.tell()
+
+    def readable(self) -> bool:
+        """See `io.RawIOBase`."""
+        return True
+
+    def seekable(self) -> bool:
+        """See `io.RawIOBase`."""
+        return self._file.seekable()
+
+    def close(self) -> None:
+        """See `io.RawIOBase`."""
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+def _limit_requests(fs: Any) -> None:
+    """Have the current operation decide about the requests that an `s3fs.S3FileSystem` sends."""
+    if fs.retries == 1:
+        return
+    fs.retries = 1
+    send = fs._call_s3
+
+    async def call(method: str, *args: Any, **kwargs: Any) -> Any:
+        operation = current_operation()
+        if operation is None:
+            return await send(method, *args, **kwargs)
+        body = kwargs.get("Body")
+        is_quick = method not in _LONG_REQUESTS and (body is None or _num_bytes(body) <= _SMALL_BYTES)
+
+        def attempt() -> Awaitable[Any]:
+            if body is not None and hasattr(body, "seek"):
+                body.seek(0)
+            return cast(Awaitable[Any], send(method, *args, **kwargs))
+
+        reply = await operation.requested(attempt, is_quick=is_quick)
+        if method == "get_object":
+            operation.moved()
+            reply["Body"] = _MovingBody(reply["Body"], operation)
+        else:
+            operation.progressed()
+        return reply
+
+    fs._call_s3 = call
+
+
+def _num_bytes(body: Any) -> float:
+    return len(body) if hasattr(body, "__len__") else float("inf")
+
+
+class _MovingBody:
+    """The body of a reply of S3, which tells its operation that bytes come."""
+
+    def __init__(self, body: Any, operation: Operation) -> None:
+        self._body, self._operation = body, operation
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._body, name)
+
+    async def read(self, size: int | None = None) -> bytes:
+        """So many bytes at most; all without a number."""
+        if size is not None and size >= 0:
+            return await self._piece(size)
+        pieces = []
+        while piece := await self._piece(_PIECE_BYTES):
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    async def _piece(self, size: int) -> bytes:
+        piece: bytes = await self._body.read(size)
+        if piece:
+            self._operation.moved()
+        else:
+            self._operation.progressed()
+        return piece
