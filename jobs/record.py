@@ -146,6 +146,8 @@ class InputRecord(_Frozen):
     has_zoned_times: bool = False
     #: Whether parts say which Arrow types they were made of. Some readers show others then, so only where a file does.
     has_arrow_schema: bool = True
+    #: Whether small files that follow each other are indexed together; not in jobs of earlier versions.
+    has_small_files_together: bool = False
 
     @property
     def num_rows(self) -> int:

@@ -243,6 +243,7 @@ def _check_input(spec: JobSpec) -> InputRecord:
         metadata_left_out=tuple(left_out),
         has_zoned_times=times_are_zoned(copied, kinds),
         has_arrow_schema=any(footer.has_arrow_schema for footer in found.footers),
+        has_small_files_together=True,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, BinaryIO
@@ -132,8 +132,12 @@ def _check_columns(metadata: pq.FileMetaData, number: int, columns: Sequence[int
     """Raise OSError for a column whose metadata cannot be used: `RowGroupMetaData.column` ends the process then."""
     with pq.ParquetFile(file, metadata=metadata) as unread:
         for column in columns:
-            with suppress(_UnreadError):
+            file.was_read = False
+            try:
                 unread.reader.read_row_group(number, column_indices=[column])
+            except (pa.ArrowException, OSError):
+                if not file.was_read:
+                    raise
 
 
 def _is_of(path: str, columns: Collection[str]) -> bool:
@@ -218,15 +222,14 @@ class _RowGroupFile(io.RawIOBase):
         return read
 
 
-class _UnreadError(Exception):
-    """A file was about to be read."""
-
-
 class _UnreadFile(_RowGroupFile):
-    """A file that is never read."""
+    """A file that seems to end wherever it is read. `was_read`: somebody has tried."""
+
+    was_read = False
 
     def read(self, size: int = -1) -> Any:
-        raise _UnreadError
+        self.was_read = True
+        return b""
 
 
 def _cleared_bytes(

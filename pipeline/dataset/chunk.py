@@ -1,4 +1,4 @@
-"""Reads one chunk, which is a row group of an input file: `read_chunk` streams it.
+"""Reads one chunk, which is a row group of an input file, or several small files: `read_chunk` streams it.
 
 `ChunkRef` and `IndexJob` are what a worker needs to know to index a chunk; both travel to it.
 """
@@ -20,7 +20,7 @@ from ...jobs.input.column_types import as_carried
 from ...jobs.input.columns import expected_field, records_samples, sample_field
 from ...jobs.input.file_version import has_changed
 from ...jobs.input.files import footer_sha256, unpack_schema
-from ...jobs.input.row_group import OversizedRowGroupError, open_row_group
+from ...jobs.input.row_group import MAX_ROW_GROUP_BYTES, OversizedRowGroupError, open_row_group
 from ...jobs.record import AdapterRecord, FileVersion, JobRecord, PartitionValues, index_key
 from ...jobs.spec import JobSpec
 from ...jobs.storage.location import options_for
@@ -28,6 +28,8 @@ from ...jobs.storage.redaction import storage_reason
 from ...jobs.storage.stores import open_store
 from . import schema as prepared
 
+# Of small files that are one chunk.
+_TOGETHER_BYTES = 64 << 20
 _REPAIR = "Repair the file or leave it out."
 # What stores that are throttled, busy or away are reported as; Arrow's errors about bad bytes have no number.
 _UNREACHED = {
@@ -42,13 +44,12 @@ _UNREACHED = {
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkRef:
+class RowGroupRef:
     """A row group. `file_name` is for messages and made-up ids; `first_row` counts from the file's start.
 
     `footer_sha256`, `version`: of the file when the job was frozen. `partition`: columns of the file's folders.
     """
 
-    chunk_id: int
     file_url: str
     file_name: str
     row_group: int
@@ -63,6 +64,26 @@ class ChunkRef:
         """Its file, number and rows, for messages."""
         last_row = self.first_row + self.num_rows - 1
         return f"input file {self.file_name!r}, row group {self.row_group} (rows {self.first_row} to {last_row})"
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRef:
+    """Rows that are indexed together: one row group, or those of several small files."""
+
+    chunk_id: int
+    row_groups: tuple[RowGroupRef, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all its row groups."""
+        return sum(group.num_rows for group in self.row_groups)
+
+    @property
+    def place(self) -> str:
+        """Its files and rows, for messages."""
+        if len(self.row_groups) == 1:
+            return self.row_groups[0].place
+        return f"input files {', '.join(repr(group.file_name) for group in self.row_groups)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,68 +151,111 @@ def _sample_field(record: JobRecord) -> pa.Field | None:
 
 
 class DamagedChunkError(Exception):
-    """The row group cannot be read; the message names file and row group."""
+    """Row groups cannot be read. `args`: a sentence for each, which names file and row group."""
 
 
 def read_chunk(
     chunk: ChunkRef, schema_ipc: str, storage_options: Mapping[str, Any], *, is_narrow: bool = False
-) -> Iterator[pa.RecordBatch]:
-    """The rows of a chunk, at most a thousand and 64 MiB at a time, cast to the job's schema. Page checksums are
-    verified. `is_narrow`: the file may have columns that the schema lacks; they are not read.
+) -> Iterator[tuple[pa.RecordBatch, list[str]]]:
+    """The rows of a chunk, at most a thousand and 64 MiB at a time, cast to the job's schema, and `file:row` of each.
+    Page checksums are verified. `is_narrow`: files may have columns that the schema lacks; they are not read.
 
     Raises `DamagedChunkError`, also for a row group that takes too much memory, and `StorageError` for a store that
     cannot be reached.
     """
     schema = unpack_schema(schema_ipc)
+    damages: list[str] = []
+    waiting: list[pa.RecordBatch] = []
+    places: list[str] = []
+    num_bytes = 0
+    for group in chunk.row_groups:
+        next_row = group.first_row
+        try:
+            for batch in _read_row_group(group, schema, storage_options, is_narrow=is_narrow):
+                num_bytes += batch.nbytes
+                if len(chunk.row_groups) > 1 and num_bytes > MAX_ROW_GROUP_BYTES:
+                    raise _too_large(chunk)
+                if waiting and sum(one.nbytes for one in waiting) + batch.nbytes > _TOGETHER_BYTES:
+                    yield _joined(waiting), places
+                    waiting, places = [], []
+                waiting.append(batch)
+                places += [f"{group.file_name}:{row}" for row in range(next_row, next_row + batch.num_rows)]
+                next_row += batch.num_rows
+                if len(chunk.row_groups) == 1:
+                    yield batch, places
+                    waiting, places = [], []
+        except DamagedChunkError as damage:
+            damages += damage.args
+    if damages:
+        raise DamagedChunkError(*damages)
+    if waiting:
+        yield _joined(waiting), places
+
+
+def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    return pa.Table.from_batches(batches).unify_dictionaries().combine_chunks().to_batches()[0]
+
+
+def _too_large(chunk: ChunkRef) -> DamagedChunkError:
+    """Small files whose rows take gigabytes: few bytes may stand for many."""
+    return DamagedChunkError(
+        f"{chunk.place}: together take more than {MAX_ROW_GROUP_BYTES / 1e9:.1f} GB in memory. Write them as one file "
+        "in small row groups, or leave them out."
+    )
+
+
+def _read_row_group(
+    group: RowGroupRef, schema: pa.Schema, storage_options: Mapping[str, Any], *, is_narrow: bool
+) -> Iterator[pa.RecordBatch]:
     columns = schema.names if is_narrow else None
-    options = options_for(chunk.file_url, storage_options)
+    options = options_for(group.file_url, storage_options)
     num_rows = 0
     try:
-        fs, path = open_store(chunk.file_url, options)
+        fs, path = open_store(group.file_url, options)
         fs.invalidate_cache(path)
         with fs.open(path, "rb") as handle:
-            if footer_sha256(handle) != chunk.footer_sha256:
-                raise _changed(chunk)
-            with open_row_group(handle, chunk.row_group, columns, verify=True) as rows:
+            if footer_sha256(handle) != group.footer_sha256:
+                raise _changed(group)
+            with open_row_group(handle, group.row_group, columns, verify=True) as rows:
                 for batch in rows.batches():
                     num_rows += batch.num_rows
-                    yield _fitted(batch, schema, chunk.partition)
+                    yield _fitted(batch, schema, group.partition)
         # Last: it may have been written to while it was read.
-        _check_version(chunk, fs, path)
+        _check_version(group, fs, path)
     except OversizedRowGroupError as error:
-        raise DamagedChunkError(f"{chunk.place}: {error}. Write it in smaller row groups or leave it out.") from None
+        raise DamagedChunkError(f"{group.place}: {error}. Write it in smaller row groups or leave it out.") from None
     except (pa.ArrowException, OSError, MemoryError, ValueError) as error:
         with suppress(OSError, ValueError):
-            _check_version(chunk, *open_store(chunk.file_url, options))
-        reason = storage_reason(error, options, chunk.file_url)
+            _check_version(group, *open_store(group.file_url, options))
+        reason = storage_reason(error, options, group.file_url)
         if isinstance(error, ConnectionError | TimeoutError) or getattr(error, "errno", None) in _UNREACHED:
             raise StorageError(
-                f"{chunk.place}: cannot be read now ({reason}). Resume when the store answers."
+                f"{group.place}: cannot be read now ({reason}). Resume when the store answers."
             ) from None
-        raise DamagedChunkError(f"{chunk.place}: cannot be read ({reason}). {_REPAIR}") from None
-    if num_rows != chunk.num_rows:
-        found = f"holds {num_rows} rows, its footer says {chunk.num_rows}"
-        raise DamagedChunkError(f"{chunk.place}: {found}. {_REPAIR}")
+        raise DamagedChunkError(f"{group.place}: cannot be read ({reason}). {_REPAIR}") from None
+    if num_rows != group.num_rows:
+        found = f"holds {num_rows} rows, its footer says {group.num_rows}"
+        raise DamagedChunkError(f"{group.place}: {found}. {_REPAIR}")
 
 
-def _check_version(chunk: ChunkRef, fs: Any, path: str) -> None:
-    if chunk.version is not None and has_changed(fs, path, chunk.version):
-        raise _changed(chunk)
+def _check_version(group: RowGroupRef, fs: Any, path: str) -> None:
+    if group.version is not None and has_changed(fs, path, group.version):
+        raise _changed(group)
 
 
-def _changed(chunk: ChunkRef) -> DamagedChunkError:
+def _changed(group: RowGroupRef) -> DamagedChunkError:
     return DamagedChunkError(
-        f"input file {chunk.file_name!r}: has changed since the job was started. Put back what it was, or start over "
+        f"input file {group.file_name!r}: has changed since the job was started. Put back what it was, or start over "
         "with --overwrite."
     )
 
 
-def read_column(chunk: ChunkRef, column: str, storage_options: Mapping[str, Any]) -> pa.Array:
-    """One column of a chunk, numbers or text; null where the file lacks it. Raises what pyarrow and storage raise."""
-    fs, path = open_store(chunk.file_url, options_for(chunk.file_url, storage_options))
-    with fs.open(path, "rb") as handle, open_row_group(handle, chunk.row_group, [column]) as rows:
+def read_column(group: RowGroupRef, column: str, storage_options: Mapping[str, Any]) -> pa.Array:
+    """One column, numbers or text; null where the file lacks it. Raises what pyarrow and storage raise."""
+    fs, path = open_store(group.file_url, options_for(group.file_url, storage_options))
+    with fs.open(path, "rb") as handle, open_row_group(handle, group.row_group, [column]) as rows:
         if column not in rows.file.schema_arrow.names:
-            return pa.nulls(chunk.num_rows)
+            return pa.nulls(group.num_rows)
         values = rows.table().column(column).combine_chunks()
     return values.cast(pa.int64() if pa.types.is_integer(values.type) else pa.string())
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -34,7 +34,7 @@ from ...engine.text.tokenizer import Tokenizer
 from ...jobs.input.columns import DEFAULT_ID_COLUMN, role_values
 from ...jobs.spec import PROMPT_ROLES, SAMPLING_COLUMNS
 from . import schema as prepared
-from .chunk import ChunkRef, IndexJob
+from .chunk import IndexJob
 from .fingerprints import id_hash, prefix_hash, row_fingerprint, shared_tokens
 from .nested_values import without_filling
 from .row_checks import (
@@ -70,10 +70,10 @@ _END_TOKENS = 64
 
 
 class ChunkRows:
-    """Collects checked rows. Holds one row group in memory, as Arrow columns."""
+    """Collects checked rows. Holds one chunk in memory, as Arrow columns."""
 
-    def __init__(self, chunk: ChunkRef, job: IndexJob, tokenizer_of: Callable[[str | None], Tokenizer]) -> None:
-        self._chunk = chunk
+    def __init__(self, chunk_id: int, job: IndexJob, tokenizer_of: Callable[[str | None], Tokenizer]) -> None:
+        self._chunk_id = chunk_id
         self._job = job
         self._tokenizer_of = tokenizer_of
         self._tokenizers: dict[str | None, Tokenizer] = {}
@@ -84,27 +84,24 @@ class ChunkRows:
         self._numbers: list[pa.RecordBatch] = []
         #: Rows of which something should be known, by what it is; see `notes.row_notes`.
         self.counts: Counter[str] = Counter()
-        self._num_rows = 0  # of the input
         self._num_prepared = 0
 
-    def add(self, batch: pa.RecordBatch) -> None:
-        """Check and tokenise the next rows of the chunk."""
+    def add(self, batch: pa.RecordBatch, places: Sequence[str]) -> None:
+        """Check and tokenise the next rows of the chunk. `places`: `file:row` of each."""
         columns = {role: _values_of(role, role_values(batch, name)) for role, name in self._job.roles.items()}
         undecodable = _take_undecodable(columns)
         adapters = [name or None for name in columns.get("adapter", [None] * batch.num_rows)]
-        drafts = self._drafts(columns, adapters, undecodable)
+        drafts = self._drafts(columns, adapters, undecodable, places)
         self._tokenise(drafts, adapters)
         self._check_options(drafts, adapters)
         for draft in drafts:
             check_length(draft, self._job.max_context_tokens)
-        places = range(self._chunk.first_row + self._num_rows, self._chunk.first_row + self._num_rows + batch.num_rows)
         rows = [row for row, draft in enumerate(drafts) for _ in draft.samples()]
         if len(rows) > len(drafts):
             drafts = [sample for draft in drafts for sample in draft.samples()]
             adapters = [adapters[row] for row in rows]
             batch = batch.take(pa.array(rows))
         self._append(batch, drafts, adapters, [places[row] for row in rows])
-        self._num_rows += len(places)
 
     @property
     def without_tokenizer(self) -> list[str]:
@@ -155,7 +152,11 @@ class ChunkRows:
         return shared_tokens(adapters, prompts)
 
     def _drafts(
-        self, columns: Mapping[str, list[Any]], adapters: list[str | None], undecodable: Mapping[int, list[str]]
+        self,
+        columns: Mapping[str, list[Any]],
+        adapters: list[str | None],
+        undecodable: Mapping[int, list[str]],
+        places: Sequence[str],
     ) -> list[RowDraft]:
         own = [name for name in SAMPLING_COLUMNS if name in columns]
         beside = [name for name in RENDERING_OPTIONS if name in columns]
@@ -169,7 +170,7 @@ class ChunkRows:
             prompts = self._rendered(conversations, adapters, {name: columns[name] for name in beside})
         drafts = []
         for row, adapter in enumerate(adapters):
-            row_id = columns["id"][row] if "id" in columns else self._made_up_id(row)
+            row_id = columns["id"][row] if "id" in columns else places[row]
             sampling, problems = self._sampling({name: columns[name][row] for name in own}, self._vocab_size(adapter))
             draft = RowDraft(row_id, sampling, expected=expected[row])
             drafts.append(draft)
@@ -187,9 +188,6 @@ class ChunkRows:
             for problem in problems:
                 draft.reject(ErrorKind.SAMPLING, f"{problem}. Correct the row, or leave it null for the job's value.")
         return drafts
-
-    def _made_up_id(self, row: int) -> str:
-        return f"{self._chunk.file_name}:{self._chunk.first_row + self._num_rows + row}"
 
     def _vocab_size(self, adapter: str | None) -> int:
         """Tokens that a row of an adapter may hold."""
@@ -336,19 +334,18 @@ class ChunkRows:
         return tokenizer.encode_messages_each(rendered, allow_special_tokens=self._job.allow_special_tokens)
 
     def _append(
-        self, batch: pa.RecordBatch, drafts: list[RowDraft], adapters: list[str | None], places: list[int]
+        self, batch: pa.RecordBatch, drafts: list[RowDraft], adapters: list[str | None], places: list[str]
     ) -> None:
-        """`places`: of the rows in their file."""
         first, job = self._num_prepared, replace(self._job.sampling, n=1)
         self._num_prepared += len(drafts)
         ours = (
-            [f"{self._chunk.chunk_id}:{number}" for number in range(first, self._num_prepared)],
+            [f"{self._chunk_id}:{number}" for number in range(first, self._num_prepared)],
             adapters,
             [draft.tokens for draft in drafts],
             [None if d.problems else sampling_overrides(job, d.sampling) for d in drafts],
             [" ".join(draft.problems) or None for draft in drafts],
             [row_fingerprint(d.row_id, d.tokens or (), d.sampling, d.sample) for d in drafts],
-            [f"{self._chunk.file_name}:{place}" for place in places],
+            places,
         )
         fields = [field for field in batch.schema if field.name not in self._job.dropped]
         columns = [batch.column(field.name) for field in fields]

@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,22 @@ from ...jobs.storage.local_copy import local_folder
 from ...jobs.storage.model_proof import ModelProof
 from ...jobs.storage.redaction import is_redacted, redacted_url
 from ...jobs.store import JobStore
-from .chunk import ChunkRef, DamagedChunkError, IndexJob, read_chunk
+from .chunk import ChunkRef, DamagedChunkError, IndexJob, RowGroupRef, read_chunk
 from .chunk_rows import ChunkRows
 from .schema import arrow_file, counts_of, with_counts, with_key, without_tokenizer
 from .writer import Spell
+
+# Small files share the cost of a chunk, and the workers that the last of them may end.
+_MOST_FILES_TOGETHER = 16
+_MOST_ROWS_TOGETHER = 1024
+_MOST_BYTES_TOGETHER = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkSummary:
     """Counts of one chunk. `rows_per_adapter`: "" counts the base model's rows.
 
-    `damage`: why the row group cannot be read; then nothing was written and all counts are 0.
+    `damages`: why row groups cannot be read; then nothing was written and all counts are 0.
     """
 
     chunk_id: int
@@ -44,26 +50,37 @@ class ChunkSummary:
     rows_per_adapter: Mapping[str, int] = field(default_factory=dict)
     #: Rows of the input by what should be known of them.
     peculiar_rows: Mapping[str, int] = field(default_factory=dict)
-    damage: str | None = None
+    damages: tuple[str, ...] = ()
     #: Adapters whose own tokenizers could not be read when the chunk was indexed before, and can be now.
     cured: frozenset[str] = frozenset()
 
 
 def list_chunks(record: JobRecord, inputs: Sequence[str] = ()) -> tuple[ChunkRef, ...]:
-    """One chunk per row group that has rows, in input order. `inputs`: the job's, with what opens them; the record has
-    them without.
+    """One chunk per row group that has rows, in input order; small files that follow each other are one chunk.
+    `inputs`: the job's, with what opens them; the record has them without.
     """
     opening = {redacted_url(url): url for url in inputs}
-    chunks: list[ChunkRef] = []
+    chunks: list[list[RowGroupRef]] = []
+    num_rows, num_bytes = 0, _MOST_BYTES_TOGETHER
     for file in record.input.files:
         url = opening.get(file.url, inputs[0]) if inputs and is_redacted(file.url) else file.url
-        first_row = 0
-        for row_group, num_rows in enumerate(file.row_group_rows):
-            if num_rows:
-                place = (url, file.name, row_group, first_row, num_rows)
-                chunks.append(ChunkRef(len(chunks), *place, file.footer_sha256, file.partition, file.version))
-            first_row += num_rows
-    return tuple(chunks)
+        starts = accumulate(file.row_group_rows, initial=0)
+        groups = [
+            RowGroupRef(url, file.name, number, start, rows, file.footer_sha256, file.partition, file.version)
+            for number, (start, rows) in enumerate(zip(starts, file.row_group_rows, strict=False))
+            if rows
+        ]
+        if not record.input.has_small_files_together or len(groups) != 1:
+            chunks += [[group] for group in groups]
+            num_bytes = _MOST_BYTES_TOGETHER
+            continue
+        num_rows, num_bytes = num_rows + groups[0].num_rows, num_bytes + file.size_bytes
+        is_full = num_rows > _MOST_ROWS_TOGETHER or num_bytes > _MOST_BYTES_TOGETHER
+        if is_full or len(chunks[-1]) == _MOST_FILES_TOGETHER:
+            chunks.append([])
+            num_rows, num_bytes = groups[0].num_rows, file.size_bytes
+        chunks[-1] += groups
+    return tuple(ChunkRef(number, tuple(groups)) for number, groups in enumerate(chunks))
 
 
 def index_chunk(chunk: ChunkRef, job: IndexJob, store: JobStore) -> ChunkSummary:
@@ -83,12 +100,12 @@ def index_chunk(chunk: ChunkRef, job: IndexJob, store: JobStore) -> ChunkSummary
             without = without_tokenizer(index.schema)
             if not without:
                 return _summary(chunk.chunk_id, index.read_all(), counts_of(index.schema))
-    rows = ChunkRows(chunk, job, lambda adapter: _tokenizer_of(job, adapter))
+    rows = ChunkRows(chunk.chunk_id, job, lambda adapter: _tokenizer_of(job, adapter))
     try:
-        for batch in read_chunk(chunk, job.schema_ipc, job.storage_options, is_narrow=bool(job.dropped)):
-            rows.add(batch)
+        for batch, places in read_chunk(chunk, job.schema_ipc, job.storage_options, is_narrow=bool(job.dropped)):
+            rows.add(batch, places)
     except DamagedChunkError as damage:
-        return ChunkSummary(chunk.chunk_id, damage=str(damage))
+        return ChunkSummary(chunk.chunk_id, damages=damage.args)
     order, batches = rows.order()
     store.write_rows(chunk.chunk_id, _ipc_bytes(rows.prepared_batches(order, batches), job.key))
     found = rows.index(order, batches)
@@ -99,12 +116,12 @@ def index_chunk(chunk: ChunkRef, job: IndexJob, store: JobStore) -> ChunkSummary
 
 def deadly_chunk(chunk: ChunkRef) -> ChunkSummary:
     """The summary of a chunk whose workers are lost while they index it."""
-    return ChunkSummary(
-        chunk.chunk_id,
-        damage=f"{chunk.place}: two workers or more were lost while they read it. It may end the process that reads it "
+    damage = (
+        f"{chunk.place}: two workers or more were lost while they read it. It may end the process that reads it "
         "or take more memory than a worker has; the workers' logs may say more. Write it in smaller row groups, repair "
-        "it or leave it out; if the workers were ended by something else, run the same command again.",
+        "it or leave it out; if the workers were ended by something else, run the same command again."
     )
+    return ChunkSummary(chunk.chunk_id, damages=(damage,))
 
 
 def spelling(record: JobRecord, model_url: str, storage_options: Mapping[str, Any]) -> Spell:
@@ -192,7 +209,7 @@ class IndexTotals:
     rows_per_adapter: Counter[str] = field(default_factory=Counter)
     #: Rows of the input by what should be known of them.
     peculiar_rows: Counter[str] = field(default_factory=Counter)
-    damages: dict[int, str] = field(default_factory=dict)
+    damages: dict[int, tuple[str, ...]] = field(default_factory=dict)
     #: See `ChunkSummary`.
     cured: set[str] = field(default_factory=set)
 
@@ -211,5 +228,5 @@ class IndexTotals:
         self.rows_per_adapter.update(summary.rows_per_adapter)
         self.peculiar_rows.update(summary.peculiar_rows)
         self.cured |= summary.cured
-        if summary.damage is not None:
-            self.damages[summary.chunk_id] = summary.damage
+        if summary.damages:
+            self.damages[summary.chunk_id] = summary.damages

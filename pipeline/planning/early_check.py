@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from ...jobs.errors import ErrorBudgetError, InputRowsError
 from ...jobs.input.columns import readable
 from ...jobs.opening import OpenedJob
-from ..dataset.chunk import ChunkRef, IndexJob, read_column
+from ..dataset.chunk import ChunkRef, IndexJob, RowGroupRef, read_column
 from ..dataset.index import IndexTotals, index_chunk, list_chunks
 from .plan import check_rows
 from .validation import IDS_SHOWN, double_ids, id_example
@@ -109,15 +109,16 @@ class EarlyCheck:
         if column is None:
             return
         ids = []
-        for chunk in chunks:
+        groups = [group for chunk in chunks for group in chunk.row_groups]
+        for group in groups:
             if self._is_left.is_set():
                 return
-            ids.append(read_column(chunk, column, self._job.spec.storage_options))
+            ids.append(read_column(group, column, self._job.spec.storage_options))
         found = pa.chunked_array(ids)
         counts = found.drop_null().value_counts()
         repeated = counts.filter(pc.greater(counts.field("counts"), 1)).field("values")
         if len(repeated):
-            places = _Places(chunks)
+            places = _Places(groups)
             examples = [
                 id_example(readable(value), places.of(pc.indices_nonzero(pc.equal(found, value))))
                 for value in repeated[:IDS_SHOWN]
@@ -128,9 +129,9 @@ class EarlyCheck:
 class _Places:
     """Where rows stand in the files, by their numbers in the whole input."""
 
-    def __init__(self, chunks: Sequence[ChunkRef]) -> None:
-        self._chunks = chunks
-        self._starts = list(accumulate((chunk.num_rows for chunk in chunks), initial=0))
+    def __init__(self, groups: Sequence[RowGroupRef]) -> None:
+        self._groups = groups
+        self._starts = list(accumulate((group.num_rows for group in groups), initial=0))
 
     def of(self, rows: pa.Array) -> list[str]:
         """`file:row` of each."""
@@ -138,5 +139,5 @@ class _Places:
 
     def _place(self, row: int) -> str:
         number = bisect_right(self._starts, row) - 1
-        chunk = self._chunks[number]
-        return f"{chunk.file_name}:{chunk.first_row + row - self._starts[number]}"
+        group = self._groups[number]
+        return f"{group.file_name}:{group.first_row + row - self._starts[number]}"

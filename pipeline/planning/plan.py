@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+from itertools import chain
 
 import numpy as np
 import pyarrow as pa
@@ -156,7 +157,8 @@ def check_rows(store: JobStore, record: JobRecord, indexed: IndexTotals) -> Iter
     `ErrorBudgetError` when more rows are wrong than the job's `max_errors` allows.
     """
     if indexed.damages:
-        raise InputRowsError(*dict.fromkeys(indexed.damages[chunk_id] for chunk_id in sorted(indexed.damages)))
+        damages = chain.from_iterable(indexed.damages[chunk_id] for chunk_id in sorted(indexed.damages))
+        raise InputRowsError(*dict.fromkeys(damages))
     known = {adapter.name: adapter for adapter in record.adapters}
     counts = dict(indexed.rows_per_adapter)
     num_base = counts.pop("", 0)

@@ -23,7 +23,9 @@ from .external_sort import IndexedRows, ScratchFile, read_row
 IDS_SHOWN = 5
 _PLACES_SHOWN = 3
 _MAX_FILES = 256
-_HASHED_ID = np.dtype([("id_hash", np.uint64), ("chunk", np.int32), ("batch", np.int32), ("row", np.int32)])
+_HASHED_ID = np.dtype(
+    [("id_hash", np.uint64), ("chunk", np.int32), ("place", np.int32), ("batch", np.int32), ("row", np.int32)]
+)
 
 
 class DuplicateIds:
@@ -95,7 +97,7 @@ def id_example(row_id: Any, places: Sequence[str]) -> str:
 
 def _repeated(store: JobStore, group: NDArray[np.void], id_column: str) -> list[str]:
     places: defaultdict[Any, list[str]] = defaultdict(list)
-    for hashed in group:
+    for hashed in np.sort(group, order=("chunk", "place")):
         row = read_row(store, hashed, (id_column, prepared.LOCATION))
         places[row[id_column]].append(row[prepared.LOCATION])
     return [id_example(row_id, found) for row_id, found in places.items() if len(found) > 1]
@@ -134,7 +136,7 @@ class RowErrors:
     def _count(self, name: str, rows: IndexedRows) -> None:
         if len(rows):
             self._counts[name] += len(rows)
-            self._first.setdefault(name, rows[0].copy())
+            self._first.setdefault(name, rows[np.argmin(rows["place"])].copy())
 
     def _kind(self, name: str, store: JobStore) -> KindOfError:
         row = self._first[name]

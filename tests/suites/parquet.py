@@ -106,7 +106,7 @@ def copy_as_a_job(given: Path, model: Path, output: Path, **options: Any) -> lis
     store.freeze(record)
     job = IndexJob.from_record(record, spec)
     summaries = [index_chunk(chunk, job, store) for chunk in list_chunks(record)]
-    damages = [summary.damage for summary in summaries if summary.damage]
+    damages = [damage for summary in summaries for damage in summary.damages]
     if damages:
         raise JobError("\n".join(damages))
     settings = RunSettings.of_machine("cpu-smollm2-135m", batch_rows=spec.batch_rows)

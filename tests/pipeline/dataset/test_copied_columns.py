@@ -200,11 +200,10 @@ def test_int96_timestamps_with_nanoseconds_are_refused_by_name(prepare_job: Prep
     table = pa.table({"prompt": ["a"], "fine": column})
     job = prepare_job({"x.parquet": parquet(table, use_deprecated_int96_timestamps=True)})
     (summary,) = job.index()
-    assert summary.damage is not None
-    assert "column 'fine' has INT96 timestamps with nanoseconds" in summary.damage
-    assert "--drop fine" in summary.damage
+    assert "column 'fine' has INT96 timestamps with nanoseconds" in summary.damages[0]
+    assert "--drop fine" in summary.damages[0]
     (summary,) = prepare_job({"x.parquet": parquet(table, use_deprecated_int96_timestamps=True)}, drop=["fine"]).index()
-    assert summary.damage is None
+    assert summary.damages == ()
 
 
 def by_spark(columns: dict[str, Any], fields: Any = (), **options: Any) -> bytes:
@@ -266,7 +265,7 @@ def test_types_of_spark_that_parquet_shows_are_copied(prepare_job: Prepare) -> N
     assert prepare_job({"a.parquet": with_comment}).record.input.metadata_left_out
     for text in ("no JSON", "[]", '{"fields": [3]}', '{"fields": [{"name": "c0", "type": {}}]}'):
         table = pa.table(ID).replace_schema_metadata({"org.apache.spark.sql.parquet.row.metadata": text})
-        assert prepare_job({"a.parquet": parquet(table)}).index()[0].damage is None
+        assert prepare_job({"a.parquet": parquet(table)}).index()[0].damages == ()
 
 
 DAY, TIME = dt.date(1582, 10, 14), dt.datetime(1899, 12, 31, 23, 59, 59)
@@ -286,7 +285,7 @@ def test_old_days_of_the_julian_calendar_are_refused_by_name(prepare_job: Prepar
         drop = options.pop("drop", ())
         data = by_spark({"c": OLD_VALUES[name], "new": pa.array([NEAR, NEAR, None], US)}, **options)
         (summary,) = prepare_job({"x.parquet": data}, drop=drop).index()
-        return summary.damage
+        return summary.damages[0] if summary.damages else None
 
     is_int96 = {"use_deprecated_int96_timestamps": True}
     has_int96 = name in ("timestamp", "millis", "struct")

@@ -333,7 +333,7 @@ def test_files_with_fewer_columns_are_filled_with_nulls(prepare_job: Callable[..
     }
     job = prepare_job(files)
     job.index()
-    rows = [prepared(job.store, chunk)[0] for chunk in (0, 1)]
+    rows = prepared(job.store)
     assert [(row["id"], row["extra"], row["late"]) for row in rows] == [(1, 1.5, None), (2, None, "now")]
 
 
@@ -342,9 +342,8 @@ def test_columns_of_folder_names_are_columns_of_the_rows(prepare_job: Callable[.
     tags = pa.array(["broken"]).dictionary_encode()
     files["z.parquet"] = pa.table({"id": [3], "prompt": ["x"], "adapter": tags})
     job = prepare_job(files)
-    assert [summary.rows_per_adapter for summary in job.index()] == [{"alpha": 1}, {"beta": 1}, {"broken": 1}]
-    rows = [prepared(job.store, chunk)[0] for chunk in range(3)]
-    assert [(row["id"], row["adapter"], row["day"]) for row in rows] == [
+    assert [summary.rows_per_adapter for summary in job.index()] == [{"alpha": 1, "beta": 1, "broken": 1}]
+    assert [(row["id"], row["adapter"], row["day"]) for row in prepared(job.store)] == [
         *((i, name, i) for i, name in NAMED),
         (3, "broken", None),
     ]
@@ -413,7 +412,7 @@ def test_a_file_that_changed_after_the_job_was_frozen_is_not_taken_for_the_one_t
     job = prepare_job(pa.table({"id": [1, 2], "prompt": ["a", "b"]}), row_group_rows=1)
     path = job.store.location.local_path("../in/rows.parquet")
     pq.write_table(pa.table({"id": [1, 2], "prompt": ["a", "c"]}), path, row_group_size=1)
-    (said,) = {summary.damage for summary in job.index()}
+    (said,) = {damage for summary in job.index() for damage in summary.damages}
     assert said == (
         "input file 'rows.parquet': has changed since the job was started. Put back what it was, or start over with "
         "--overwrite."
@@ -441,8 +440,7 @@ def test_a_file_with_the_same_footer_and_other_rows_is_not_taken_for_the_one_tha
         path.unlink()
     write_plainly(path, "new rows")
     assert path.read_bytes()[-100:] == before[-100:]
-    said = index_chunk(second, index_job, job.store).damage
-    assert said is not None
+    (said,) = index_chunk(second, index_job, job.store).damages
     assert said.startswith("input file 'rows.parquet': has changed since the job was started. Put back what it was")
 
 
@@ -468,7 +466,7 @@ def test_a_copy_of_the_file_that_is_older_than_the_job_is_taken_for_it(
     write_plainly(path, "the rows")
     job = prepare_job({}, input=str(path))
     os.utime(path, (1e9, 1e9))  # as a worker on another machine has it
-    assert [summary.damage for summary in job.index()] == [None, None]
+    assert [summary.damages for summary in job.index()] == [(), ()]
 
 
 def test_a_damaged_row_group_is_named_and_the_others_are_indexed(prepare_job: Callable[..., Any]) -> None:
@@ -477,9 +475,8 @@ def test_a_damaged_row_group_is_named_and_the_others_are_indexed(prepare_job: Ca
     job = prepare_job(pa.table({"id": range(num_rows), "prompt": texts}), row_group_rows=1000)
     damaged(job.store.location.local_path("../in/rows.parquet"), 0.4)
     summaries = job.index()
-    bad = [summary for summary in summaries if summary.damage]
-    assert len(bad) == 1
-    assert "input file 'rows.parquet', row group 1 (rows 1000 to 1999): cannot be read" in bad[0].damage
+    (damage,) = (damage for summary in summaries for damage in summary.damages)
+    assert "input file 'rows.parquet', row group 1 (rows 1000 to 1999): cannot be read" in damage
     assert sum(summary.num_rows for summary in summaries) == 3000
     assert not job.store.has_index(1)
 
@@ -500,7 +497,8 @@ def test_a_store_that_does_not_answer_says_nothing_of_the_file(prepare_job: Call
     job = prepare_job(pa.table({"id": [1], "prompt": ["a"]}))
     index_job, (chunk,) = IndexJob.from_record(job.record, job.spec), list_chunks(job.record)
     fsspec.register_implementation("busy", BusyFileSystem, clobber=True)
-    busy = replace(chunk, file_url=f"busy://{job.store.location.local_path('../in/rows.parquet')}")
+    url = f"busy://{job.store.location.local_path('../in/rows.parquet')}"
+    busy = replace(chunk, row_groups=(replace(chunk.row_groups[0], file_url=url),))
     with pytest.raises(StorageError, match=r"row group 0 .*cannot be read now .*429.*Resume when the store answers"):
         index_chunk(busy, index_job, job.store)
     assert index_chunk(chunk, index_job, job.store).num_rows == 1
@@ -510,8 +508,73 @@ def test_a_file_that_vanishes_after_the_check_is_named(prepare_job: Callable[...
     job = prepare_job(pa.table({"id": [1], "prompt": ["a"]}))
     job.store.location.local_path("../in/rows.parquet").unlink()
     (summary,) = job.index()
-    assert summary.damage is not None
-    assert "rows.parquet" in summary.damage
+    assert "rows.parquet" in summary.damages[0]
+
+
+def write_small_files(folder: Path, num_files: int, num_rows: int = 3) -> None:
+    folder.mkdir()
+    for number in range(num_files):
+        prompts = [f"file {number}, row {row}" for row in range(num_rows)]
+        pq.write_table(pa.table({"prompt": prompts}), folder / f"rows-{number:03}.parquet")
+
+
+def test_small_files_that_follow_each_other_are_indexed_together(
+    prepare_job: Callable[..., Any], tmp_path: Path
+) -> None:
+    write_small_files(tmp_path / "many", 40)
+    job = prepare_job({}, input=str(tmp_path / "many"))
+    chunks = list_chunks(job.record)
+    assert [len(chunk.row_groups) for chunk in chunks] == [16, 16, 8]
+    assert [summary.num_rows for summary in job.index()] == [48, 48, 24]
+    rows = [row for chunk in chunks for row in prepared(job.store, chunk.chunk_id)]
+    names = [f"rows-{number:03}.parquet:{row}" for number in range(40) for row in range(3)]
+    assert [row["id"] for row in rows] == [row["__lb_location"] for row in rows] == names
+    assert [row["prompt"] for row in rows] == [f"file {number}, row {row}" for number in range(40) for row in range(3)]
+    assert len({row["__lb_request_id"] for row in rows}) == 120
+    of_earlier = job.record.input.model_copy(update={"has_small_files_together": False})
+    alone = list_chunks(job.record.model_copy(update={"input": of_earlier}))
+    assert [len(chunk.row_groups) for chunk in alone] == [1] * 40
+
+
+@pytest.mark.parametrize("num_rows", [100, 1024, 1025])
+def test_files_with_many_rows_are_indexed_by_fewer(
+    prepare_job: Callable[..., Any], tmp_path: Path, num_rows: int
+) -> None:
+    write_small_files(tmp_path / "many", 12, num_rows)
+    chunks = list_chunks(prepare_job({}, input=str(tmp_path / "many")).record)
+    assert [chunk.num_rows for chunk in chunks] == ([1000, 200] if num_rows == 100 else [num_rows] * 12)
+
+
+def test_of_small_files_that_are_indexed_together_each_damaged_one_is_named(
+    prepare_job: Callable[..., Any], tmp_path: Path
+) -> None:
+    write_small_files(tmp_path / "many", 20)
+    job = prepare_job({}, input=str(tmp_path / "many"))
+    (tmp_path / "many/rows-003.parquet").unlink()
+    write_small_files(tmp_path / "others", 8, 4)
+    (tmp_path / "others/rows-007.parquet").replace(tmp_path / "many/rows-007.parquet")
+    first, second = job.index()
+    assert [damage.partition(":")[0] for damage in first.damages] == [
+        "input file 'rows-003.parquet', row group 0 (rows 0 to 2)",
+        "input file 'rows-007.parquet'",
+    ]
+    assert (second.num_rows, second.damages) == (12, ())
+    assert not job.store.has_index(0)
+
+
+def test_small_files_whose_columns_differ_are_indexed_together(prepare_job: Callable[..., Any], tmp_path: Path) -> None:
+    folder = tmp_path / "many"
+    folder.mkdir()
+    kinds = pa.dictionary(pa.int8(), pa.string())
+    pq.write_table(pa.table({"prompt": ["a"], "kind": pa.array(["x"]).cast(kinds)}), folder / "0.parquet")
+    pq.write_table(pa.table({"prompt": ["b"]}), folder / "1.parquet")
+    pq.write_table(pa.table({"prompt": ["c", "d"], "kind": pa.array(["y", "x"]).cast(kinds)}), folder / "2.parquet")
+    job = prepare_job({}, input=str(folder))
+    (summary,) = job.index()
+    assert summary.num_rows == 4
+    assert [(row["prompt"], row["kind"]) for row in prepared(job.store)] == [
+        ("a", "x"), ("b", None), ("c", "y"), ("d", "x")
+    ]  # fmt: skip
 
 
 def test_a_chunk_is_indexed_once_and_again_only_when_the_job_asks_differently(

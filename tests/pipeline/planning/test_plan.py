@@ -143,8 +143,8 @@ def test_unknown_and_refused_adapters_are_counted_with_the_other_errors(prepare_
     plan = prepare_job(pa.table({"id": range(6), "prompt": prompts, "adapter": adapters})).plan()
     assert {kind.kind: kind.num_rows for kind in plan.errors} == {"prompt": 1, "too_long": 1, "adapter": 2}
     adapter = next(kind for kind in plan.errors if kind.kind == "adapter")
-    assert adapter.location == "rows.parquet:3"
-    assert adapter.sentence == "adapter='broken': refused. all of lora_B is zero."
+    assert adapter.location == "rows.parquet:1"
+    assert adapter.sentence.startswith("adapter='gamma': not among this job's adapters")
     with_work = [shard for shard in plan.shards if shard.has_engine_work]
     assert sum(shard.num_rows for shard in with_work) == 2
     named = Counter(name for names in plan.adapter_names for name in names)
@@ -171,7 +171,11 @@ def test_errors_within_the_budget_pass_and_beyond_it_stop_the_job(
 
 def test_damaged_row_groups_stop_the_job_all_named_at_once(prepare_job: Callable[..., Any]) -> None:
     job = prepare_job(rows(4))
-    summaries = [ChunkSummary(0, damage="first is broken"), ChunkSummary(1, 5), ChunkSummary(2, damage="third too")]
+    summaries = [
+        ChunkSummary(0, damages=("first is broken",)),
+        ChunkSummary(1, 5),
+        ChunkSummary(2, damages=("third too",)),
+    ]
     with pytest.raises(JobRequestError) as caught:
         plan_job(job.store, job.record, IndexTotals.of(summaries), num_replicas=1, settings=job.settings())
     assert caught.value.problems == ("first is broken", "third too")
