@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -71,6 +72,17 @@ def unclassified(request: pytest.FixtureRequest) -> Callable[[Iterable[str]], No
         assert not names, "in none of the lists: what is read, known not to matter, named, refused"
 
     return report
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the garbage collector need not look at it after every test."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """At the end it may look at all, or libraries that count their objects complain."""
+    gc.unfreeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:

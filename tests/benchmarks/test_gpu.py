@@ -58,6 +58,7 @@ def test_the_checks_pass_on_right_kernels() -> None:
     assert correctness.check_all([torch.float32], CPU) == []
 
 
+@pytest.mark.long
 def test_the_checks_see_a_wrong_kernel() -> None:
     problems = correctness.check_all([torch.float32], CPU, kernel_limits={torch.float32: 0.0})
     assert any("attention decode" in problem for problem in problems)

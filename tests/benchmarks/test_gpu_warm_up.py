@@ -38,6 +38,7 @@ def test_sections_launch_no_kernel_that_is_not_compiled_before_them(found: Launc
     }  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_layer_by_itself_has_the_code_of_a_model_s(found: Launches) -> None:
     """Whatever the number of layers and however long block tables are."""
     assert found["layers"]["missing"] == []

@@ -1,11 +1,12 @@
 """Measurements of the cluster side, for docs/operations.md: `python tests/echo/measure.py WHAT FOLDER NUMBERS…`.
 
-`slow` (rows) and `rows` (rows in a row group, then rows) use `echo_engine`, whose steps take as long as configured:
-what is measured is everything else.
+`slow` (rows), `rows` (rows in a row group, then rows), `adapters`, `files` and `shards` (of each that many) use
+`echo_engine`, whose steps take as long as configured: what is measured is everything else.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -13,11 +14,14 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 from cluster_under_test import existing_cluster, own_cluster
 from distributed import Client
 from echo_job import ECHO_FOLDER, EchoJob, make_rows
@@ -80,45 +84,107 @@ def measure_many_rows(folder: Path, rows_per_group: int, num_rows: int) -> None:
     job = make_job(folder, num_rows, rows_per_group)
     job.set_engine(step_s=0.0)
     options = {"max_tokens": 1, "batch_rows": 1024, "rows_per_shard": 2000, "step_tokens": 4096}
-    with existing_cluster(folder, num_workers=2) as (address, workers, scheduler):
+    run_and_print(job, num_rows, f"{num_rows} rows in groups of {rows_per_group}", **options)
+
+
+def measure_adapters(folder: Path, num_adapters: int) -> None:
+    """20,000 rows of one token in 100 shards."""
+    job, num_rows = make_job(folder, 1), 20_000
+    first = job.adapters / "rank1"
+    config = json.loads((first / "adapter_config.json").read_text())
+    shutil.rmtree(job.folder / "many", ignore_errors=True)
+    for number in range(num_adapters):
+        copy = job.folder / "many" / f"adapter-{number:05}"
+        copy.mkdir(parents=True)
+        (copy / "adapter_model.safetensors").hardlink_to(first / "adapter_model.safetensors")
+        (copy / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 1 + number}))
+    names = [f"adapter-{i * 7919 % num_adapters:05}" for i in range(num_rows)]
+    job.write_input([row | {"adapter": name} for row, name in zip(make_rows(num_rows), names, strict=True)], 5000)
+    options = {"adapters": str(job.folder / "many"), "rows_per_shard": 200}
+    run_and_print(job, num_rows, f"{num_adapters} adapters", **options)
+
+
+def measure_files(folder: Path, num_files: int) -> None:
+    """Four rows of one token in each."""
+    job, rows = make_job(folder, 1), make_rows(4 * num_files)
+    (folder / "files").mkdir()
+    for number in range(num_files):
+        table = pa.Table.from_pylist(rows[4 * number : 4 * number + 4])
+        pq.write_table(table, folder / "files" / f"{number:05}.parquet")
+    run_and_print(job, len(rows), f"{num_files} files", input=str(folder / "files"), rows_per_shard=2000)
+
+
+def measure_shards(folder: Path, num_shards: int) -> None:
+    """Five rows of one token in each."""
+    job, num_rows = make_job(folder, 5 * num_shards, 5000), 5 * num_shards
+    run_and_print(job, num_rows, f"{num_shards} shards", rows_per_shard=5)
+
+
+def run_and_print(job: EchoJob, num_rows: int, what: str, **options: Any) -> None:
+    """Run a job of rows of one token on two workers of an existing cluster. Prints seconds, what each process took of
+    a processor, and the largest process of each kind after each quarter of the job.
+    """
+    job.set_engine(step_s=0.0)
+    given = {"max_tokens": 1, "batch_rows": 1024, "step_tokens": 4096} | options
+    with existing_cluster(job.folder, num_workers=2) as (address, workers, scheduler):
         groups = {"client": [os.getpid()], "scheduler": [scheduler.pid], "workers": [w.pid for w in workers]}
-        with Client(address, set_as_default=False) as client, peak_bytes(groups) as peaks:
+        with Client(address, set_as_default=False) as client, usage_of(groups) as samples:
             began_s = time.monotonic()
-            result = job.run(client, **options)
+            result = job.run(client, **given)
             seconds = time.monotonic() - began_s
-    assert result.num_rows == num_rows
-    shown = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in peaks.items())
-    measured = f"{seconds:.1f} s, {1e3 * seconds / num_rows:.3f} ms a row"
-    print(f"{num_rows} rows in groups of {rows_per_group}: {measured}; peak of the largest: {shown}")
+    assert (result.num_rows, result.num_errors) == (num_rows, 0)
+    before, after = samples[0], samples[-1]
+    taken = {name: used[0] - before[name][0] for name, used in after.items()}
+    print(f"{what}: {seconds:.1f} s, {1e3 * seconds / num_rows:.3f} ms a row")
+    print("  CPU: " + ", ".join(f"{name} {cpu_s:.1f} s" for name, cpu_s in taken.items()))
+    for name in after:
+        sizes = [samples[len(samples) * quarter // 4 - 1][name][1] / 2**20 for quarter in range(1, 5)]
+        print(f"  {name}: " + ", ".join(f"{size:.0f}" for size in sizes) + " MiB", flush=True)
+
+
+Usage = Mapping[str, tuple[float, int]]
 
 
 @contextmanager
-def peak_bytes(groups: dict[str, list[int]]) -> Iterator[dict[str, int]]:
-    """Largest resident size of any process of each group, their children (engines apart) included."""
-    peaks: dict[str, int] = dict.fromkeys([*groups, "engines"], 0)
+def usage_of(groups: dict[str, list[int]]) -> Iterator[list[Usage]]:
+    """Twice a second, of each group and of engines: seconds of CPU of all processes so far, their children (engines
+    apart) included, and bytes of the largest.
+    """
+    samples: list[Usage] = []
+    ended: dict[str, dict[int, float]] = {name: {} for name in (*groups, "engines")}
     is_over = threading.Event()
 
-    def watch() -> None:
-        while not is_over.wait(0.2):
-            for name, pids in groups.items():
-                for process in (p for pid in pids for p in family(pid, name == "workers")):
-                    with suppress(psutil.Error):
-                        is_engine = "lorabatch.engine.server.process" in " ".join(process.cmdline())
-                        key = "engines" if is_engine else name
-                        peaks[key] = max(peaks[key], process.memory_info().rss)
+    def look() -> None:
+        sizes = dict.fromkeys(ended, 0)
+        for name, pids in groups.items():
+            for process in (p for pid in pids for p in family(pid, name == "workers")):
+                with suppress(psutil.Error):
+                    is_engine = "lorabatch.engine.server.process" in " ".join(process.cmdline())
+                    key, times = "engines" if is_engine else name, process.cpu_times()
+                    ended[key][process.pid] = times.user + times.system
+                    sizes[key] = max(sizes[key], process.memory_info().rss)
+        samples.append({name: (sum(ended[name].values()), size) for name, size in sizes.items()})
 
+    def watch() -> None:
+        while not is_over.wait(0.5):
+            look()
+
+    look()
     thread = threading.Thread(target=watch)
     thread.start()
     try:
-        yield peaks
+        yield samples
     finally:
         is_over.set()
         thread.join()
 
 
 def family(pid: int, with_children: bool) -> list[psutil.Process]:
-    process = psutil.Process(pid)
-    return [process, *(process.children(recursive=True) if with_children else [])]
+    """A process, and those that it has started; none where it has ended."""
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        return [process, *(process.children(recursive=True) if with_children else [])]
+    return []
 
 
 def main() -> None:
@@ -131,6 +197,10 @@ def main() -> None:
         case "slow":
             for number in numbers or ["96"]:
                 measure_slow_worker(Path(folder), int(number))
+        case "adapters" | "files" | "shards":
+            measure = {"adapters": measure_adapters, "files": measure_files, "shards": measure_shards}[what]
+            for number in numbers:
+                measure(Path(folder), int(number))
         case "rows":
             rows_per_group, *numbers = numbers
             for number in numbers:

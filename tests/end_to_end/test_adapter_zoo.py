@@ -158,6 +158,7 @@ class Oracle:
                 assert abs(logprob - best) < 1e-3, (adapter, row["id"], step)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "processes"),
     [pytest.param(name, 1, marks=[] if name == "qwen2" else pytest.mark.long) for name in BASES]

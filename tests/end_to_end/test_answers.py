@@ -19,6 +19,9 @@ import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from lorabatch.cli import app
 
 LABEL = {
     "type": "object",
@@ -32,14 +35,18 @@ LABEL = {
 }
 
 
-def run(model: Path, rows: list[dict[str, Any]], folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def words(model: Path, rows: list[dict[str, Any]], folder: Path, *options: str) -> list[str]:
+    """Options of a job of these rows, which are written."""
     folder.mkdir(exist_ok=True)
     names = dict.fromkeys(name for row in rows for name in row)
     table = pa.Table.from_pylist([{name: row.get(name) for name in names} for row in rows])
     pq.write_table(table, folder / "input.parquet")
-    command = [sys.executable, "-m", "lorabatch", "run", "--model", str(model), "--workers", "2"]
-    command += ["--input", str(folder / "input.parquet"), "--output", str(folder / "output")]
-    command += ["--row-settings", "all", *options]
+    given = ["--model", str(model), "--workers", "2", "--input", str(folder / "input.parquet")]
+    return [*given, "--output", str(folder / "output"), "--row-settings", "all", *options]
+
+
+def run(model: Path, rows: list[dict[str, Any]], folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lorabatch", "run", *words(model, rows, folder, *options)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
@@ -102,9 +109,10 @@ def test_a_schema_for_the_job_gives_typed_answers_beside_rows_with_their_own_con
 def test_what_cannot_be_kept_refuses_the_job(
     options: list[str], named: str, weightless_model: Path, tmp_path: Path
 ) -> None:
-    done = run(weightless_model, [{"id": 1, "prompt": "a"}], tmp_path, "--load-format", "dummy", *options)
-    assert done.returncode == 2
-    assert named in done.stderr
+    """`plan` refuses what `run` refuses."""
+    given = words(weightless_model, [{"id": 1, "prompt": "a"}], tmp_path, "--load-format", "dummy", *options)
+    done = CliRunner().invoke(app, ["plan", *given])
+    assert (done.exit_code, named in done.stderr) == (2, True), done.stderr
     assert not (tmp_path / "output").exists()
 
 

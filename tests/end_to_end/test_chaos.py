@@ -1,4 +1,4 @@
-"""Scenarios of random kills, preemptions and hangs: one in `make test`, 22 in `make test-all`.
+"""Scenarios of random kills, preemptions and hangs: 22 in `make test-all`. `make test` has the kill of `test_kills.py`.
 
 `python -m lorabatch.tests.end_to_end.chaos` runs more. Trials wait more than they compute, so some run beside each
 other; each test waits for its own.
@@ -17,8 +17,6 @@ from lorabatch.tests.end_to_end.chaos.scenario import Scenario, Signal, Victim, 
 from lorabatch.tests.end_to_end.chaos.trial import Outcome, Trial
 
 SEEDS = range(20)
-# Engines and the owner of rows that move are lost; neither waits for long.
-SHORT_SEEDS = (19,)
 # With engines of two processes each: leaders and members are killed, and a member is stopped.
 GROUP_SEEDS = (19, 22)
 _AT_ONCE = 6
@@ -42,11 +40,12 @@ def outcomes(
         yield {scenario: pool.submit(trial.run) for scenario, trial in zip(scenarios, trials, strict=True)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "scenario",
     [
-        *(pytest.param(make_scenario(s), id=str(s), marks=[] if s in SHORT_SEEDS else pytest.mark.long) for s in SEEDS),
-        *(pytest.param(make_scenario(s, 2), id=f"groups-{s}", marks=pytest.mark.long) for s in GROUP_SEEDS),
+        *(pytest.param(make_scenario(seed), id=str(seed)) for seed in SEEDS),
+        *(pytest.param(make_scenario(seed, 2), id=f"groups-{seed}") for seed in GROUP_SEEDS),
     ],
 )
 def test_a_disturbed_job_answers_every_row_once_as_if_nothing_had_happened(

@@ -24,6 +24,7 @@ def compared(job: EchoJob, client: Client, num_rows: int) -> Agreement:
     return compare(job.store, job.record.job_spec(), num_rows, client=client, engine_factory=ECHO_FACTORY)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_rows", [5, pytest.param(1000, marks=pytest.mark.long)])
 def test_rows_of_all_parts_are_answered_twice_and_the_job_is_as_before(
     echo_job: EchoJob, shared_client: Client, monkeypatch: pytest.MonkeyPatch, num_rows: int
@@ -55,6 +56,7 @@ def test_rows_with_several_completions_are_compared_by_one(
     assert found.num_rows == found.num_equal >= 12
 
 
+@pytest.mark.long
 def test_what_cannot_be_compared_is_refused_in_words(echo_job: EchoJob, shared_client: Client) -> None:
     echo_job.write_input(make_rows(4))
     echo_job.run(shared_client)

@@ -58,7 +58,7 @@ def play(engine: Engine, first: list[Request], then: list[Request]) -> dict[str,
     raise AssertionError(f"{engine.num_unfinished} rows do not come to an end")
 
 
-@pytest.mark.parametrize("cost", [CPU_SMOLLM2_135M, DLORA_A800_LLAMA_2_7B])
+@pytest.mark.parametrize("cost", [CPU_SMOLLM2_135M, pytest.param(DLORA_A800_LLAMA_2_7B, marks=pytest.mark.long)])
 def test_a_long_queue_does_not_stop_rows_that_hold_the_memory(
     tiny_llama: Path, tiny_adapters: dict[str, Path], cost: CostModel
 ) -> None:
@@ -113,6 +113,7 @@ def test_weights_are_not_switched_before_a_row_of_the_adapter_is_in(
     assert engine.telemetry().num_steps < 260
 
 
+@pytest.mark.long
 @settings(
     max_examples=examples(25),
     deadline=None,

@@ -54,7 +54,7 @@ def oracle(tiny_llama: Path, tiny_adapters: dict[str, Path]) -> Oracle:
     return Oracle(tiny_llama, tiny_adapters)
 
 
-@pytest.mark.parametrize("merged", range(4))
+@pytest.mark.parametrize("merged", [1, *(pytest.param(m, marks=pytest.mark.long) for m in (0, 2, 3))])
 def test_rows_of_all_adapters_beside_a_merged_one_equal_peft_row_by_row(
     tiny_llama: Path, tiny_adapters: dict[str, Path], oracle: Oracle, merged: int
 ) -> None:

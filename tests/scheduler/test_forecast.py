@@ -73,6 +73,7 @@ def large_job(num_rows, num_adapters, seed=0):
     return make_workload(make_adapters([8, 64] * num_adapters)[:num_adapters], adapter, prompt, output, max_tokens=40)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_rows", "num_adapters", "num_replicas"),
     [

@@ -175,6 +175,7 @@ def test_a_rank_beyond_what_buckets_and_scratch_were_made_for(
     assert max(step.segments.limits.scratch_rows for step in steps) > 16
 
 
+@pytest.mark.long
 def test_the_last_layer_goes_on_with_the_rows_whose_logits_are_asked(
     tiny_llama: Path,
     tiny_adapters: dict[str, Path],

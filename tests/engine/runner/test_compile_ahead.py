@@ -50,6 +50,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "triton"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "settings"),
     [

@@ -121,7 +121,7 @@ def move(model: Path, given: list[Request], num_steps: int) -> dict[str, Result]
     return found
 
 
-@pytest.mark.parametrize("markers", ["", ",e", "t,e"])
+@pytest.mark.parametrize("markers", ["", *(pytest.param(m, marks=pytest.mark.long) for m in (",e", "t,e"))])
 def test_a_row_that_moves_has_the_scores_of_one_that_stays(tiny_llama: Path, markers: str) -> None:
     given = rows_for([None], reasoning_markers=markers, max_tokens=60 if markers else 20)
     stayed = serve(make_engine(tiny_llama, "exact"), given)

@@ -270,7 +270,13 @@ def test_a_store_without_conditional_writes_still_gets_whole_files_and_says_so_o
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("reply", ["not-implemented", "invalid-argument", "own-code", "no-body"])
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "not-implemented",
+        *(pytest.param(r, marks=pytest.mark.long) for r in ("invalid-argument", "own-code", "no-body")),
+    ],
+)
 def test_a_server_that_refuses_conditional_puts_gets_plain_ones(
     reply: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

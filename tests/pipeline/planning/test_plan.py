@@ -38,7 +38,7 @@ def references(job: Any) -> list[tuple[int, int, int]]:
     return list(zip(*(table.column(name).to_pylist() for name in ("chunk", "batch", "row")), strict=True))
 
 
-@pytest.mark.parametrize("rows_per_shard", [None, 1, 7, 10_000])
+@pytest.mark.parametrize("rows_per_shard", [7, *(pytest.param(n, marks=pytest.mark.long) for n in (None, 1, 10_000))])
 def test_every_row_is_in_one_shard_once(prepare_job: Callable[..., Any], rows_per_shard: int | None) -> None:
     job = prepare_job(rows(700), row_group_rows=300, rows_per_shard=rows_per_shard)
     plan = job.plan(num_replicas=2)
