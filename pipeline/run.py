@@ -23,6 +23,7 @@ from ..jobs.opening import OpenedJob, open_job
 from ..jobs.record import JobState
 from ..jobs.spec import JobSpec
 from ..jobs.status.notes import job_notes
+from ..jobs.storage.limits import expect_away
 from ..jobs.storage.redaction import redacted_url
 from .cluster.connect import (
     connected,
@@ -115,7 +116,9 @@ def _run_opened(
             if page := page_address(dask):
                 watcher.note(f"dashboard: {page}")
             return follow(dask, launched, reporter, watcher)
-    except (JobFailedError, StorageError):
+    except (JobFailedError, StorageError) as error:
+        if isinstance(error, StorageError) and error.is_away:
+            expect_away(job.store.url)
         # The connection may be lost to a coordinator that has finished the job, or that one's to storage.
         if not has_finished(job):
             raise

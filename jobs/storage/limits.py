@@ -24,9 +24,9 @@ T = TypeVar("T")
 
 #: Seconds without progress after which an operation has failed.
 LIMIT_S = 30.0
-#: The same where the last operation of this kind on the store has failed so: what a job does at its end asks a store
-#: that is away several times.
-AGAIN_LIMIT_S = 6.0
+#: The same where the last operation that read, or changed, something in the store has failed so: what a job does at its
+#: end asks a store that is away several times.
+AGAIN_LIMIT_S = 4.0
 #: Name of the user's limit among storage options.
 LIMIT_OPTION = "limit_s"
 #: Seconds that a connection may be silent.
@@ -53,8 +53,18 @@ _TRANSIENT = frozenset(
 _current: ContextVar[Operation | None] = ContextVar("operation", default=None)
 _lock = threading.Lock()
 _running: set[Operation] = set()
-# Kinds of operations whose last one has failed for want of an answer.
-_unanswered: set[tuple[str, str]] = set()
+# Kinds of operations whose last one has failed for want of an answer: whether they read, and the store.
+_unanswered: set[tuple[bool, str]] = set()
+_READING = frozenset(("connect to", "list", "look for", "read"))
+
+
+def expect_away(url: str) -> None:
+    """Wait for this store for a short time only, until it answers: another process says that it is away."""
+    _unanswered.update((reads, _store_of(url)) for reads in (True, False))
+
+
+def _store_of(where: str) -> str:
+    return "{0.scheme}://{0.netloc}".format(urlsplit(where.partition("::")[0]))
 
 
 class Operation:
@@ -65,7 +75,7 @@ class Operation:
 
     def __init__(self, doing: str, where: str, options: Mapping[str, Any]) -> None:
         self._doing, self._where, self._options = doing, where, options
-        self._kind = (doing, "{0.scheme}://{0.netloc}".format(urlsplit(where.partition("::")[0])))
+        self._kind = (doing in _READING, _store_of(where))
         given = float(options.get(LIMIT_OPTION, LIMIT_S))
         self._limit_s = min(given, AGAIN_LIMIT_S) if self._kind in _unanswered else given
         # A user who sets repetitions of requests has no others.
@@ -74,6 +84,8 @@ class Operation:
         # When progress ended that later attempts have not brought back.
         self._stuck_s: float | None = None
         self._num_failed, self._last = 0, ""
+        # Requests of this attempt, and most of any.
+        self._num_done = self._most_done = 0
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -93,13 +105,12 @@ class Operation:
         and other errors of the call at once.
         """
         while True:
-            began_s = time.monotonic()
+            began_s, self._num_done = time.monotonic(), 0
             try:
                 found = call()
             except Exception as error:
                 pause_s = self._pause_s(error, began_s)
             else:
-                self.progressed()
                 _unanswered.discard(self._kind)
                 return found
             time.sleep(pause_s)
@@ -123,8 +134,11 @@ class Operation:
         self._moved_s = time.monotonic()
 
     def progressed(self) -> None:
-        """Note that a request, or a piece of a transfer, is done for good."""
-        self._moved_s, self._stuck_s, self._num_failed = time.monotonic(), None, 0
+        """Note that a request is done. It is progress unless an earlier attempt has come as far."""
+        self._moved_s = time.monotonic()
+        self._num_done += 1
+        if self._num_done > self._most_done:
+            self._most_done, self._stuck_s, self._num_failed = self._num_done, None, 0
 
     def attempt_s(self) -> float:
         """Seconds that an attempt may wait for a reply: its connection may have been lost unseen."""
@@ -148,7 +162,7 @@ class Operation:
         if left_s <= 0 and (self._num_failed > 1 or left_s <= -self._limit_s):
             _unanswered.add(self._kind)
             tried = f"{self._attempts()} within {now_s - self._stuck_s:.0f} s, the last: {self._last}"
-            raise UnansweredError(tried, has_status=http_status(error) is not None) from error
+            raise UnansweredError(tried, has_status=http_status(error) in _TRANSIENT_STATUS) from error
         pause_s = min(_FIRST_PAUSE_S * 2 ** (self._num_failed - 1), _MAX_PAUSE_S) * random.uniform(0.5, 1.0)
         return float(min(pause_s, max(left_s, 0.0)))
 
@@ -156,7 +170,7 @@ class Operation:
         text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         status = http_status(error)
         shown = scrubbed(text, self._options, self._where).rstrip(" .")
-        return shown if status is None else f"{status} {shown}".rstrip()
+        return f"{status} {shown}".rstrip() if status in _TRANSIENT_STATUS else shown
 
     def _attempts(self) -> str:
         return "1 attempt" if self._num_failed == 1 else f"{self._num_failed} attempts"

@@ -36,6 +36,8 @@ def read_lines(url: str, storage_options: Mapping[str, Any], max_bytes: int) -> 
                 while line and not line.endswith(b"\n"):
                     line = file.readline(max_bytes)
                 yield None
+        except StorageError:
+            raise
         except Exception as error:
             reason = storage_reason(error, location.storage_options, url)
             raise StorageError(f"cannot read {redacted_url(url)}: {reason}") from None

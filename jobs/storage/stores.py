@@ -21,7 +21,9 @@ from contextlib import suppress
 from functools import cache, partial
 from typing import Any, BinaryIO, cast
 
+from ..errors import StorageError, UnansweredError
 from .limits import LIMIT_OPTION, SILENT_S, Operation, current_operation
+from .redaction import redacted_url, storage_reason
 
 _CONNECT_S = 5.0
 # Linux looks at it each time it doubles the pause between two probes, up to 26 s after 13 s.
@@ -174,7 +176,7 @@ class LimitedFiles:
 
 
 class LimitedFile(io.RawIOBase):
-    """A file of a store, open for reading. Each read is an operation with a limit."""
+    """A file of a store, open for reading. Each read is an operation with a limit; it raises `StorageError` there."""
 
     def __init__(self, file: BinaryIO, where: str, options: Mapping[str, Any]) -> None:
         self._file, self._where, self._options = file, where, options
@@ -193,8 +195,15 @@ class LimitedFile(io.RawIOBase):
             return self._file.read(size)
 
         operation = Operation("read", self._where, self._options)
-        with operation.entered():
-            return operation.tried(attempt)
+        try:
+            with operation.entered():
+                return operation.tried(attempt)
+        except UnansweredError as error:
+            # not what readers take for damage
+            reason = storage_reason(error, self._options, self._where)
+            failed = StorageError(f"cannot read {redacted_url(self._where)}: {reason}")
+            failed.is_away = True
+            raise failed from None
 
     def readinto(self, buffer: Any) -> int:
         """See `io.RawIOBase`."""

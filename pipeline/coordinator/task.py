@@ -20,6 +20,7 @@ from ...jobs.opening import OpenedJob
 from ...jobs.parts import OF_NO_SHARD, in_words
 from ...jobs.record import changed_adapters
 from ...jobs.status.notes import row_notes
+from ...jobs.storage.limits import expect_away
 from ...jobs.storage.redaction import redacted_url
 from ...jobs.store import part_name
 from ...scheduler.cost import CostModel
@@ -90,6 +91,8 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, settings: RunSettings, 
                 raise Reschedule from None
             unregister_plugin(client, run_id)
             lease.end()
+            if isinstance(error, StorageError) and error.is_away:
+                expect_away(job.store.url)
             if isinstance(error, OutputConflictError) or not _holds_output(job):
                 raise
             # Another run of the job may have been faster, and have removed what this one needed.
