@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
@@ -100,7 +100,7 @@ class Operation:
                 _running.discard(self)
             _current.reset(token)
 
-    def tried(self, call: Callable[[], T], before_again: Callable[[], object] = lambda: None) -> T:
+    def tried(self, call: Callable[[], T]) -> T:
         """What `call` returns, called again while it fails for a moment only. Raises `UnansweredError` at the limit,
         and other errors of the call at once.
         """
@@ -114,20 +114,37 @@ class Operation:
                 _unanswered.discard(self._kind)
                 return found
             time.sleep(pause_s)
-            with suppress(Exception):  # the call says it
-                before_again()
 
-    async def requested(self, send: Callable[[], Awaitable[T]], *, is_quick: bool) -> T:
-        """The reply to one request of the operation, likewise. `is_quick`: without progress before its reply."""
+    async def requested(self, send: Callable[[], Awaitable[T]], *, moves: bool, is_long: bool = False) -> T:
+        """The reply to one request of the operation, likewise. `moves`: it is an upload that says when bytes go.
+        `is_long`: the store may work on it for long, and keeps the connection alive.
+        """
         import asyncio  # commands on local disks need none of it
 
         while True:
             began_s = time.monotonic()
             try:
-                return await (asyncio.wait_for(send(), self.attempt_s()) if is_quick else send())
+                if is_long:
+                    return await send()
+                return await (self._moving(send()) if moves else asyncio.wait_for(send(), self.attempt_s()))
             except Exception as error:
                 pause_s = self._pause_s(error, began_s)
             await asyncio.sleep(pause_s)
+
+    async def _moving(self, sent: Awaitable[T]) -> T:
+        """The reply to a request. Raises TimeoutError when no byte of it moves for a time."""
+        import asyncio
+
+        task = asyncio.ensure_future(sent)
+        try:
+            self.moved()
+            while not task.done():
+                if time.monotonic() - self._moved_s > self.attempt_s():
+                    raise TimeoutError(f"no byte moved within {self.attempt_s():.0f} s")
+                await asyncio.wait({task}, timeout=_LOOK_INTERVAL_S)
+            return task.result()
+        finally:
+            task.cancel()
 
     def moved(self) -> None:
         """Note that bytes have moved: an attempt goes on."""
@@ -251,7 +268,8 @@ def is_transient(error: BaseException) -> bool:
         return True
     if (status := http_status(error)) is not None:
         return status in _TRANSIENT_STATUS
-    if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNO:
+    # paramiko has no number for it
+    if isinstance(error, OSError) and (error.errno in _TRANSIENT_ERRNO or str(error) == "Socket is closed"):
         return True
     return error.__cause__ is not None and is_transient(error.__cause__)
 

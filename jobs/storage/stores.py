@@ -2,7 +2,7 @@
 
 | library | what ends one attempt |
 |---|---|
-| s3fs | no reply within what is left of the limit; no byte read for 15 s; bytes sent and not taken for 10 s |
+| s3fs | 15 s, or what is left of the limit, without a reply or a byte read or sent |
 | gcsfs, http | no byte read for 15 s |
 | adlfs, SFTP | no byte read or written for 15 s |
 | gcsfs, adlfs | a look at one file: what is left of the limit; a write: as long, and 20 s for each MB |
@@ -26,8 +26,6 @@ from .limits import LIMIT_OPTION, SILENT_S, Operation, current_operation
 from .redaction import redacted_url, storage_reason
 
 _CONNECT_S = 5.0
-# Linux looks at it each time it doubles the pause between two probes, up to 26 s after 13 s.
-_UNACKNOWLEDGED_S = 10.0
 # An upload of more bytes may be slow where its store is well.
 _SMALL_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 20
@@ -109,10 +107,10 @@ def _http_times() -> Any:
 
 @cache
 def _socket_setting() -> dict[str, Any]:
-    """The setting of aiobotocore by which its sockets stall for a limited time; none before it had one."""
+    """The setting of aiobotocore by which its sockets take few bytes ahead; none before it had one."""
     from aiobotocore.config import AioConfig
 
-    setting = {"connector_args": {"socket_factory": _stalling_socket}}
+    setting = {"connector_args": {"socket_factory": _lean_socket}}
     try:
         AioConfig(**setting)
     except Exception:
@@ -120,13 +118,10 @@ def _socket_setting() -> dict[str, Any]:
     return setting
 
 
-def _stalling_socket(address: tuple[Any, ...]) -> socket.socket:
-    """A socket whose connection ends when what it has sent is not acknowledged, or not taken, for a time. aiohttp waits
-    without end for room to write.
-    """
+def _lean_socket(address: tuple[Any, ...]) -> socket.socket:
+    """A socket whose unsent bytes are few."""
     found = socket.socket(*address[:3])
-    with suppress(AttributeError, OSError):  # options of Linux
-        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _UNACKNOWLEDGED_S))
+    with suppress(AttributeError, OSError):  # an option of Linux
         found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
     return found
 
@@ -151,10 +146,11 @@ class LimitedFiles:
         operation = Operation(_CALLS[name], str(path), self._options)
 
         def attempt() -> Any:
+            self._connect_again()
             return call(*args, **kwargs, **self._time_limit(name, operation, args))
 
         with operation.entered():
-            found = operation.tried(attempt, self._connect_again)
+            found = operation.tried(attempt)
         return LimitedFile(found, str(path), self._options) if name == "open" else found
 
     def _time_limit(self, name: str, operation: Operation, args: tuple[Any, ...]) -> dict[str, float]:
@@ -169,10 +165,13 @@ class LimitedFiles:
         return {}
 
     def _connect_again(self) -> None:
-        """Connect to a server of SFTP again: a connection of it is not made anew where it was cut."""
-        transport = self.store.client.get_transport() if hasattr(self.store, "ftp") else None
-        if hasattr(self.store, "ftp") and (transport is None or not transport.is_active()):
+        """Connect to a server of SFTP again where the connection was cut: its library does not."""
+        if not hasattr(self.store, "ftp"):
+            return
+        transport = self.store.client.get_transport()
+        if transport is None or not transport.is_active():
             self.store._connect()
+            self.store.ftp.get_channel().settimeout(SILENT_S)
 
 
 class LimitedFile(io.RawIOBase):
@@ -246,14 +245,16 @@ def _limit_requests(fs: Any) -> None:
         if operation is None:
             return await send(method, *args, **kwargs)
         body = kwargs.get("Body")
-        is_quick = method not in _LONG_REQUESTS and (body is None or _num_bytes(body) <= _SMALL_BYTES)
+        if body is not None and _num_bytes(body) > _SMALL_BYTES:
+            body = kwargs["Body"] = _MovingUpload(body, operation)
+        moves, is_long = isinstance(body, _MovingUpload), method in _LONG_REQUESTS
 
         def attempt() -> Awaitable[Any]:
-            if body is not None and hasattr(body, "seek"):
+            if isinstance(body, _MovingUpload):
                 body.seek(0)
             return cast(Awaitable[Any], send(method, *args, **kwargs))
 
-        reply = await operation.requested(attempt, is_quick=is_quick)
+        reply = await operation.requested(attempt, moves=moves, is_long=is_long)
         if method == "get_object":
             operation.moved()
             reply["Body"] = _MovingBody(reply["Body"], operation)
@@ -266,6 +267,35 @@ def _limit_requests(fs: Any) -> None:
 
 def _num_bytes(body: Any) -> float:
     return len(body) if hasattr(body, "__len__") else float("inf")
+
+
+class _MovingUpload(io.RawIOBase):
+    """What an upload sends, which tells its operation that bytes go."""
+
+    def __init__(self, body: Any, operation: Operation) -> None:
+        self._file = body if hasattr(body, "read") else io.BytesIO(body)
+        self._operation = operation
+
+    def read(self, size: int = -1) -> bytes:
+        """See `io.RawIOBase`."""
+        self._operation.moved()
+        return cast(bytes, self._file.read(size))
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """See `io.RawIOBase`."""
+        return int(self._file.seek(offset, whence))
+
+    def tell(self) -> int:
+        """See `io.RawIOBase`."""
+        return int(self._file.tell())
+
+    def readable(self) -> bool:
+        """See `io.RawIOBase`."""
+        return True
+
+    def seekable(self) -> bool:
+        """See `io.RawIOBase`."""
+        return True
 
 
 class _MovingBody:

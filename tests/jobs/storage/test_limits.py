@@ -24,8 +24,8 @@ from lorabatch.jobs.storage.stores import open_store
 from lorabatch.tests.end_to_end.faulty_proxy import Fault, FaultyProxy, faulty_proxy
 
 BIG = 2_000_000
-# Linux notices after 13 or 26 s that nothing is taken any more.
-STALL_S = 30.0
+# Seconds without a byte that end one attempt.
+STALL_S = 15.0
 
 
 @pytest.fixture(scope="module")
