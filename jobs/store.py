@@ -109,8 +109,14 @@ class JobStore:
     unless the method says otherwise.
     """
 
+    # What `job.json` said, and its record: it is asked for before and after every shard.
+    _last_read: tuple[bytes, JobRecord] | None = None
+
     def __init__(self, output_url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         self.location = Location(output_url, storage_options, scratch=f"{OURS}/tmp")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"location": self.location}
 
     def __repr__(self) -> str:
         return f"JobStore({redacted_url(self.url)!r})"
@@ -133,7 +139,10 @@ class JobStore:
 
     def read_record(self) -> JobRecord:
         """The frozen job. Raises `MissingFileError` when OUTPUT holds none."""
-        return JobRecord.from_json(self.location.read(_JOB))
+        data = self.location.read(_JOB)
+        if self._last_read is None or self._last_read[0] != data:
+            self._last_read = data, JobRecord.from_json(data)
+        return self._last_read[1]
 
     def check_holder(self, job_id: str) -> JobRecord:
         """The frozen job. Raises `OutputConflictError` when OUTPUT is not this job's any more: it was started over."""
@@ -153,8 +162,8 @@ class JobStore:
         """Raise `OutputConflictError` when OUTPUT is not this job's any more, or a newer run of it has other adapters
         than `record`.
         """
-        changed = changed_adapters(self.check_holder(record.job_id), record)
-        if changed:
+        found = self.check_holder(record.job_id)
+        if found is not record and (changed := changed_adapters(found, record)):
             raise OutputConflictError(
                 f"output={redacted_url(self.url)!r}: a newer run of this job goes on with other adapters "
                 f"({', '.join(sorted(changed)[:5])}), so this one has stopped."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,7 @@ from ...jobs.parts import (
 from ...jobs.record import JobRecord
 from ...jobs.store import JobStore
 from ...scheduler.estimates.lengths import AnswerLengths, length_class
-from ..dataset.reader import read_contents
+from ..dataset.reader import ShardReader
 from ..planning.plan import JobPlan
 from ..result import AdapterCount, KindOfError
 
@@ -122,14 +123,17 @@ def account_parts(
     Raises `StorageError` when storage fails.
     """
     total = Account()
-    for shard_id in shard_ids:
-        total.add(_account_part(store, record, shard_id, run_id, reopens))
+    with closing(ShardReader(store, record)) as shards:
+        for shard_id in shard_ids:
+            total.add(_account_part(store, record, shard_id, shards.contents(shard_id), run_id, reopens))
     return total
 
 
-def _account_part(store: JobStore, record: JobRecord, shard_id: int, run_id: str, reopens: bool) -> Account:
+def _account_part(
+    store: JobStore, record: JobRecord, shard_id: int, expected: str, run_id: str, reopens: bool
+) -> Account:
+    """`expected`: what the part says of its contents if it is right."""
     columns = counted_columns(record)
-    expected = read_contents(store, record, shard_id)
     try:
         with store.open_part(shard_id) as part:
             mark = mark_in(part)

@@ -1,4 +1,4 @@
-"""`read_shard`: the requests of a shard, read from the record batches that hold its rows and from no others.
+"""`ShardReader`: the requests of a shard, read from the record batches that hold its rows and from no others.
 
 Prepared rows are stored in chunks (`schema.py`); the plan says chunk, batch and row of each. Local files are mapped
 into memory; remote ones are read by range, several chunks at a time.
@@ -7,9 +7,12 @@ into memory; remote ones are read by range, several chunks at a time.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -19,16 +22,15 @@ from numpy.typing import NDArray
 from ...engine.request import Request
 from ...jobs.errors import StorageError
 from ...jobs.parts import contents_of
-from ...jobs.record import JobRecord, adapter_problem, index_key
+from ...jobs.record import AdapterRecord, JobRecord, adapter_problem, index_key
 from ...jobs.store import JobStore, part_name
 from . import schema as prepared
 from .row_checks import row_sampling
 
 _REMOTE_READS = 8
-# Each row group has less; a shard takes rows of many.
 # What `contents_of` is told of a row.
 _CONTENTS = (prepared.FINGERPRINT, prepared.ADAPTER, prepared.ERROR)
-# In one array Arrow counts bytes of text by 31 bits.
+# Each row group has less; a shard takes rows of many. In one array Arrow counts bytes of text by 31 bits.
 _MAX_SHARD_BYTES = 2 << 30
 
 
@@ -61,35 +63,146 @@ class ShardRows:
 
     def contents(self, record: JobRecord) -> str:
         """Hash of what its answers depend on; see `contents_of`."""
-        return _contents(self.table, record)
+        return _contents(self.table, record, {adapter.name: adapter for adapter in record.adapters})
 
     def fingerprint_of(self) -> dict[str, bytes]:
         """Request id -> the row's fingerprint."""
         return {r.request_id: f for r, f in zip(self.requests, self.fingerprints, strict=True)}
 
 
-def read_shard(store: JobStore, record: JobRecord, shard_id: int, *, max_bytes: int = _MAX_SHARD_BYTES) -> ShardRows:
-    """The rows of one shard. `max_bytes`: that they may take in memory.
+class ShardReader:
+    """Reads shards of a job, in any thread. On local disk the plan and the chunks that were used last stay open: who
+    opens a plan reads where each of its shards lies.
 
-    Raises `StorageError` when they take more, and its kinds `MissingFileError` and `DamagedRecordError` when the
-    prepared rows or the plan are gone or damaged.
+    `max_bytes`: that the rows of a shard may take in memory.
     """
-    table = _gather(store, record, shard_id, max_bytes)
-    return ShardRows(
-        shard_id=shard_id,
-        table=table,
-        requests=tuple(_requests(table, record)),
-        fingerprints=tuple(table.column(prepared.FINGERPRINT).to_pylist()),
-    )
+
+    def __init__(self, store: JobStore, record: JobRecord, max_bytes: int = _MAX_SHARD_BYTES) -> None:
+        self._store = store
+        self._record = record
+        self._max_bytes = max_bytes
+        self._key = index_key(record)
+        #: By name.
+        self.adapters: Mapping[str, AdapterRecord] = {adapter.name: adapter for adapter in record.adapters}
+        self._sampling = replace(record.sampling, n=1)  # each completion is a request
+        self._plan, self._chunks = prepared.MappedFiles(""), prepared.MappedFiles(self._key)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._plan.close()
+        self._chunks.close()
+
+    def rows(self, shard_id: int) -> ShardRows:
+        """The rows of one shard.
+
+        Raises `StorageError` when they take too much memory, and its kinds `MissingFileError` and `DamagedRecordError`
+        when the prepared rows or the plan are gone or damaged.
+        """
+        table = self._gather(shard_id)
+        return ShardRows(
+            shard_id=shard_id,
+            table=table,
+            requests=tuple(self._requests(table)),
+            fingerprints=tuple(table.column(prepared.FINGERPRINT).to_pylist()),
+        )
+
+    def contents(self, shard_id: int) -> str:
+        """`ShardRows.contents` of one shard, from the columns that say it. Raises what `rows` raises."""
+        return _contents(self._gather(shard_id, _CONTENTS), self._record, self.adapters)
+
+    def _gather(self, shard_id: int, columns: Sequence[str] = ()) -> pa.Table:
+        """The rows of a shard, in the plan's order. `columns`: all where none is named."""
+        with self._file(self._plan, self._store.plan_source()) as plan:
+            references = plan.get_batch(shard_id)
+        chunk, batch, row = (references.column(name).to_numpy() for name in ("chunk", "batch", "row"))
+        by_place = np.lexsort((row, batch, chunk))
+        chunks, starts = np.unique(chunk[by_place], return_index=True)
+        pieces = np.split(by_place, starts[1:])
+
+        num_bytes = 0
+        counting = threading.Lock()
+
+        def read(piece: NDArray[np.int64]) -> list[pa.RecordBatch]:
+            nonlocal num_bytes
+            found = self._read_chunk(int(chunk[piece[0]]), batch[piece], row[piece], columns)
+            with counting:
+                num_bytes += sum(part.nbytes for part in found)
+            if num_bytes > self._max_bytes:
+                raise StorageError(
+                    f"{part_name(shard_id)}: its {len(row)} rows take more than {self._max_bytes / 1e9:.1f} GB in "
+                    "memory. Start over with fewer --rows-per-shard."
+                )
+            return found
+
+        if self._store.location.is_local or len(chunks) == 1:
+            found = [read(piece) for piece in pieces]
+        else:
+            with ThreadPoolExecutor(_REMOTE_READS) as pool:
+                found = list(pool.map(read, pieces))
+        table = pa.Table.from_batches([piece for pieces_of_chunk in found for piece in pieces_of_chunk])
+        order = np.empty(len(by_place), dtype=np.int64)
+        order[by_place] = np.arange(len(by_place))
+        rows = table.unify_dictionaries().combine_chunks().take(pa.array(order)).combine_chunks()
+        return rows.replace_schema_metadata(None)
+
+    def _read_chunk(
+        self, chunk_id: int, batch: NDArray[np.int32], row: NDArray[np.int32], columns: Sequence[str]
+    ) -> list[pa.RecordBatch]:
+        """Rows `row` of batches `batch` (ascending) of one chunk."""
+        batches, starts = np.unique(batch, return_index=True)
+        with self._file(self._chunks, self._store.rows_source(chunk_id), columns) as reader:
+            return [
+                reader.get_batch(int(number)).take(pa.array(rows))
+                for number, rows in zip(batches, np.split(row, starts[1:]), strict=True)
+            ]
+
+    def _file(
+        self, mapped: prepared.MappedFiles, source: Path | BinaryIO, columns: Sequence[str] = ()
+    ) -> AbstractContextManager[pa.ipc.RecordBatchFileReader]:
+        if isinstance(source, Path):
+            return mapped.use(source, columns)
+        return prepared.arrow_file(source, "" if mapped is self._plan else self._key, columns)
+
+    def _requests(self, table: pa.Table) -> list[Request | RowError]:
+        adapters = self.adapters
+        columns = (
+            table.column(name).to_pylist()
+            for name in (
+                prepared.REQUEST_ID,
+                prepared.ADAPTER,
+                prepared.TOKENS,
+                prepared.SAMPLING,
+                prepared.ERROR,
+                prepared.FINGERPRINT,
+            )
+        )
+        requests: list[Request | RowError] = []
+        for request_id, name, tokens, overrides, error, fingerprint in zip(*columns, strict=True):
+            sentences = [error] if error else []
+            sentences += [problem] if (problem := adapter_problem(name, adapters)) else []
+            adapter_id = adapters[name].sha256 if name in adapters else None
+            if sentences:
+                requests.append(RowError(request_id, " ".join(sentences), len(tokens or ()), adapter_id))
+                continue
+            requests.append(
+                Request(
+                    request_id=request_id,
+                    prompt_token_ids=tuple(tokens),
+                    adapter_id=adapter_id,
+                    sampling=row_sampling(self._sampling, overrides),
+                    stream_id=int.from_bytes(fingerprint[:8], "little"),
+                )
+            )
+        return requests
 
 
-def read_contents(store: JobStore, record: JobRecord, shard_id: int) -> str:
-    """`ShardRows.contents` of one shard, from the columns that say it. Raises what `read_shard` raises."""
-    return _contents(_gather(store, record, shard_id, _MAX_SHARD_BYTES, _CONTENTS), record)
+def read_shard(store: JobStore, record: JobRecord, shard_id: int, *, max_bytes: int = _MAX_SHARD_BYTES) -> ShardRows:
+    """The rows of one shard. See `ShardReader`."""
+    with closing(ShardReader(store, record, max_bytes)) as reader:
+        return reader.rows(shard_id)
 
 
-def _contents(table: pa.Table, record: JobRecord) -> str:
-    adapters = {adapter.name: adapter for adapter in record.adapters}
+def _contents(table: pa.Table, record: JobRecord, adapters: Mapping[str, AdapterRecord]) -> str:
     names = pc.unique(table.column(prepared.ADAPTER)).to_pylist()
     is_refused = {name: adapter_problem(name, adapters) is not None for name in names}
     hashes = {name: adapters[name].sha256 for name in names if name in adapters}
@@ -97,91 +210,3 @@ def _contents(table: pa.Table, record: JobRecord) -> str:
     return contents_of(
         record, ((fingerprint, hashes.get(name), bool(error) or is_refused[name]) for fingerprint, name, error in rows)
     )
-
-
-def _gather(store: JobStore, record: JobRecord, shard_id: int, max_bytes: int, columns: Sequence[str] = ()) -> pa.Table:
-    """The rows of a shard, in the plan's order. `columns`: all where none is named."""
-    with prepared.arrow_file(store.plan_source()) as plan:
-        references = plan.get_batch(shard_id)
-    chunk, batch, row = (references.column(name).to_numpy() for name in ("chunk", "batch", "row"))
-    key = index_key(record)
-    by_place = np.lexsort((row, batch, chunk))
-    chunks, starts = np.unique(chunk[by_place], return_index=True)
-    pieces = np.split(by_place, starts[1:])
-
-    num_bytes = 0
-    counting = threading.Lock()
-
-    def read(piece: NDArray[np.int64]) -> list[pa.RecordBatch]:
-        nonlocal num_bytes
-        found = _read_chunk(store, key, int(chunk[piece[0]]), batch[piece], row[piece], columns)
-        with counting:
-            num_bytes += sum(part.nbytes for part in found)
-        if num_bytes > max_bytes:
-            raise StorageError(
-                f"{part_name(shard_id)}: its {len(row)} rows take more than {max_bytes / 1e9:.1f} GB in memory. "
-                "Start over with fewer --rows-per-shard."
-            )
-        return found
-
-    if store.location.is_local or len(chunks) == 1:
-        found = [read(piece) for piece in pieces]
-    else:
-        with ThreadPoolExecutor(_REMOTE_READS) as pool:
-            found = list(pool.map(read, pieces))
-    table = pa.Table.from_batches([piece for pieces_of_chunk in found for piece in pieces_of_chunk])
-    order = np.empty(len(by_place), dtype=np.int64)
-    order[by_place] = np.arange(len(by_place))
-    rows = table.unify_dictionaries().combine_chunks().take(pa.array(order)).combine_chunks()
-    return rows.replace_schema_metadata(None)
-
-
-def _read_chunk(
-    store: JobStore,
-    key: str,
-    chunk_id: int,
-    batch: NDArray[np.int32],
-    row: NDArray[np.int32],
-    columns: Sequence[str],
-) -> list[pa.RecordBatch]:
-    """Rows `row` of batches `batch` (ascending) of one chunk."""
-    batches, starts = np.unique(batch, return_index=True)
-    with prepared.arrow_file(store.rows_source(chunk_id), key, columns) as reader:
-        return [
-            reader.get_batch(int(number)).take(pa.array(rows))
-            for number, rows in zip(batches, np.split(row, starts[1:]), strict=True)
-        ]
-
-
-def _requests(table: pa.Table, record: JobRecord) -> list[Request | RowError]:
-    adapters = {adapter.name: adapter for adapter in record.adapters}
-    job_sampling = replace(record.sampling, n=1)  # each completion is a request
-    columns = (
-        table.column(name).to_pylist()
-        for name in (
-            prepared.REQUEST_ID,
-            prepared.ADAPTER,
-            prepared.TOKENS,
-            prepared.SAMPLING,
-            prepared.ERROR,
-            prepared.FINGERPRINT,
-        )
-    )
-    requests: list[Request | RowError] = []
-    for request_id, name, tokens, overrides, error, fingerprint in zip(*columns, strict=True):
-        sentences = [error] if error else []
-        sentences += [problem] if (problem := adapter_problem(name, adapters)) else []
-        adapter_id = adapters[name].sha256 if name in adapters else None
-        if sentences:
-            requests.append(RowError(request_id, " ".join(sentences), len(tokens or ()), adapter_id))
-            continue
-        requests.append(
-            Request(
-                request_id=request_id,
-                prompt_token_ids=tuple(tokens),
-                adapter_id=adapter_id,
-                sampling=row_sampling(job_sampling, overrides),
-                stream_id=int.from_bytes(fingerprint[:8], "little"),
-            )
-        )
-    return requests

@@ -7,10 +7,12 @@ them, so that a shard reads little more than its own rows.
 from __future__ import annotations
 
 import json
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 
@@ -18,6 +20,8 @@ from ...jobs.errors import DamagedRecordError
 from ...jobs.spec import OUR_PREFIX
 
 BATCH_ROWS = 256
+# Of mapped files.
+_MOST_OPEN = 8
 REQUEST_ID = "__lb_request_id"
 ADAPTER = "__lb_adapter"
 TOKENS = "__lb_tokens"
@@ -108,20 +112,70 @@ def arrow_file(
     """An Arrow IPC file: mapped into memory when it is a path. `key`: for which it must have been written, where it
     says for which. `columns`: those that are read; all where none is named. Raises `DamagedRecordError`.
     """
-    is_mapped = isinstance(source, Path)
-    name = source if is_mapped else getattr(source, "path", "an Arrow file of this job")
-    handle = pa.memory_map(str(source)) if is_mapped else pa.PythonFile(source, mode="r")
+    with _naming_damage(source), _handle(source) as handle:
+        yield _reader(handle, source, key, columns)
+
+
+class MappedFiles:
+    """Arrow IPC files on local disk that stay open between uses, the last few. Any thread may use them.
+
+    `key`: see `arrow_file`.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._turn = threading.Lock()
+        self._open: OrderedDict[tuple[Path, tuple[str, ...]], tuple[Any, pa.ipc.RecordBatchFileReader]] = OrderedDict()
+
+    @contextmanager
+    def use(self, path: Path, columns: Sequence[str] = ()) -> Iterator[pa.ipc.RecordBatchFileReader]:
+        """A file, for this thread alone until the block ends. Raises what `arrow_file` raises."""
+        with self._turn, _naming_damage(path):
+            place = path, tuple(columns)
+            if place not in self._open:
+                handle = _handle(path)
+                self._open[place] = handle, _reader(handle, path, self._key, columns)
+            self._open.move_to_end(place)
+            if len(self._open) > _MOST_OPEN:
+                handle, _ = self._open.popitem(last=False)[1]
+                handle.close()
+            yield self._open[place][1]
+
+    def close(self) -> None:
+        """Close all files."""
+        with self._turn:
+            for handle, _ in self._open.values():
+                handle.close()
+            self._open.clear()
+
+
+def _handle(source: Path | BinaryIO) -> Any:
+    return pa.memory_map(str(source)) if isinstance(source, Path) else pa.PythonFile(source, mode="r")
+
+
+def _name(source: Path | BinaryIO) -> Any:
+    return source if isinstance(source, Path) else getattr(source, "path", "an Arrow file of this job")
+
+
+def _reader(handle: Any, source: Path | BinaryIO, key: str, columns: Sequence[str]) -> pa.ipc.RecordBatchFileReader:
+    reader = pa.ipc.open_file(handle)
+    found = (reader.schema.metadata or {}).get(_KEY, b"").decode()
+    if key and found not in ("", key):
+        # A process that was stopped, or slow, has written it after the job had been started over.
+        raise DamagedRecordError(
+            f"{_name(source)}: written for other rows than this job's. Run the same command again."
+        )
+    if not columns:
+        return reader
+    places = [reader.schema.get_field_index(name) for name in columns]
+    return pa.ipc.open_file(handle, options=pa.ipc.IpcReadOptions(included_fields=places))
+
+
+@contextmanager
+def _naming_damage(source: Path | BinaryIO) -> Iterator[None]:
     try:
-        with handle, pa.ipc.open_file(handle) as reader:
-            found = (reader.schema.metadata or {}).get(_KEY, b"").decode()
-            if key and found not in ("", key):
-                # A process that was stopped, or slow, has written it after the job had been started over.
-                raise DamagedRecordError(f"{name}: written for other rows than this job's. Run the same command again.")
-            if columns:
-                places = [reader.schema.get_field_index(name) for name in columns]
-                reader = pa.ipc.open_file(handle, options=pa.ipc.IpcReadOptions(included_fields=places))
-            yield reader
+        yield
     except pa.ArrowInvalid as error:
         raise DamagedRecordError(
-            f"{name}: cannot be read back ({error}). Start the job again with --overwrite."
+            f"{_name(source)}: cannot be read back ({error}). Start the job again with --overwrite."
         ) from None

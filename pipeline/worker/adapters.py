@@ -11,6 +11,7 @@ import asyncio
 import logging
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ _PEER_TIMEOUT_S = 10.0
 class AdapterCache:
     """Fetches each adapter once, however many shards and workers ask for it. Used from the worker's event loop only.
 
-    `read_adapters` may read from storage. Copies from other workers go below `folder`, whose owner removes it.
+    `read_adapters` may read from storage; it is called until it succeeds once. Copies from other workers go below
+    `folder`, whose owner removes it.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class AdapterCache:
         folder: Path,
     ) -> None:
         self._peers = peers
-        self._read_adapters = read_adapters
+        self._served = cache(lambda: {each.sha256: each for each in read_adapters() if not each.is_refused})
         self._storage_options = storage_options
         self._folder = folder
         #: By content hash: fetches that run or have succeeded.
@@ -78,8 +80,7 @@ class AdapterCache:
             del self._fetches[adapter_id]
 
     async def _fetch(self, adapter_id: str, peer: str | None) -> LocalAdapter:
-        adapters = await asyncio.to_thread(self._read_adapters)
-        served = {adapter.sha256: adapter for adapter in adapters if not adapter.is_refused}
+        served = await asyncio.to_thread(self._served)
         name, url = served[adapter_id].name, served[adapter_id].url
         folder = await self._copy_from(peer, adapter_id) if peer and is_remote(url) else None
         if folder is None:

@@ -32,6 +32,7 @@ from ...version import __version__
 from ..cluster.versions import sent_to_workers
 from ..cluster.worker_process import keep_warnings, leave_on_sigterm, revive_pools, worker_log_path
 from ..dataset.index import spelling
+from ..dataset.reader import ShardReader
 from ..dataset.writer import Spell
 from ..messages import (
     EngineFailedError,
@@ -89,6 +90,7 @@ class RunPlugin(WorkerPlugin):
         self._worker = worker
         self.address: str = worker.address
         self._record: JobRecord | None = None
+        self._shards: ShardReader | None = None
         self._lock = threading.Lock()
         self._claims: dict[int, Future[ShardOutcome]] = {}
         self._engines = engines_of(worker)
@@ -140,10 +142,12 @@ class RunPlugin(WorkerPlugin):
 
     def _close(self, folder: TemporaryDirectory[str] | None) -> None:
         with self._lock:
-            claims = list(self._claims.values())
+            claims, shards = list(self._claims.values()), self._shards
         for claim in claims:
             with contextlib.suppress(Exception):
                 claim.result(_CLOSE_TIMEOUT_S)
+        if shards is not None:
+            shards.close()
         if self._worker.status not in (Status.running, Status.paused):
             # Only now: the worker that opens its shards next must find what was kept.
             self._send(WorkerReport(self.address, "left", self._settings.config.batch_rows))
@@ -164,6 +168,14 @@ class RunPlugin(WorkerPlugin):
             if self._record is None:
                 self._record = self.store.read_record()
             return self._record
+
+    def shards(self) -> ShardReader:
+        """The prepared rows of the job."""
+        record = self.record()
+        with self._lock:
+            if self._shards is None:
+                self._shards = ShardReader(self.store, record)
+            return self._shards
 
     def spelling(self) -> Spell:
         """The bytes of tokens in the output of the run."""
@@ -195,7 +207,8 @@ class RunPlugin(WorkerPlugin):
         Blocks, so it must not be called from the event loop. Raises `StorageError`, and `ShardAbandonedError` when the
         event loop ends first.
         """
-        peers = {a.sha256: sources[a.name] for a in self.record().adapters if a.name in sources}
+        known = self.shards().adapters
+        peers = {known[name].sha256: source for name, source in sources.items() if name in known}
         loop = self._worker.loop.asyncio_loop  # type: ignore[attr-defined]
         found = asyncio.run_coroutine_threadsafe(self._adapters.get(adapter_ids, peers), loop)
         while True:

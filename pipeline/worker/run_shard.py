@@ -23,7 +23,7 @@ from ...scheduler.messages import RunShard
 from ...scheduler.planning.bound import JobWork
 from ..cluster.worker_process import leave_pool
 from ..dataset.answers import BegunRow, RowAnswer, decode_journal, encode_answers, encode_begun
-from ..dataset.reader import RowError, ShardRows, read_shard
+from ..dataset.reader import RowError, ShardRows
 from ..dataset.writer import answers_in_part, part_bytes
 from ..messages import PromptReuse, ShardAbandonedError, ShardOutcome
 from ..supervisor.open_shard import OpenShard, ServedRow
@@ -54,7 +54,7 @@ def run_shard(run_id: str, command: RunShard) -> ShardOutcome:
 def _answer_and_commit(plugin: RunPlugin, command: RunShard, run_id: str) -> ShardOutcome:
     plugin.check_output()
     record = plugin.record()
-    rows = read_shard(plugin.store, record, command.shard_id)
+    rows = plugin.shards().rows(command.shard_id)
     done = read_done(plugin.store, record, rows)
     if done is not None:
         mark = read_mark(plugin.store, command.shard_id)

@@ -76,6 +76,19 @@ def test_the_first_job_to_freeze_has_the_output(store: JobStore, record: Record)
     assert store.read_record().job_id == "changed"
 
 
+def test_a_record_that_is_replaced_is_read_anew(store: JobStore, record: Record) -> None:
+    store.freeze(record())
+    first = store.read_record()
+    assert store.read_record() is first
+    other = JobStore(store.url, store.location.storage_options)
+    other.replace_record(record(created_at="2031-01-01T00:00:00+00:00"))
+    assert store.read_record().created_at == "2031-01-01T00:00:00+00:00"
+    other.replace_record(record())
+    assert store.read_record() == first
+    assert pickle.loads(pickle.dumps(store)).read_record() == first
+    assert len(pickle.dumps(store)) == len(pickle.dumps(other))
+
+
 def test_success_is_seen_and_cleaning_up_keeps_what_a_finished_job_shows(store: JobStore, record: Record) -> None:
     fill(store, record())
     assert store.is_finished()

@@ -16,7 +16,7 @@ from lorabatch.jobs.errors import JobFailedError
 from lorabatch.jobs.parts import PartMark, changed_parts, missing_parts
 from lorabatch.jobs.store import JobStore, part_name
 from lorabatch.pipeline.coordinator.summary import Account, account_parts
-from lorabatch.pipeline.dataset.reader import read_contents, read_shard
+from lorabatch.pipeline.dataset.reader import ShardReader, read_shard
 from lorabatch.pipeline.dataset.writer import part_bytes
 
 Prepare = Callable[..., Any]
@@ -62,9 +62,10 @@ def test_parts_of_the_plan_count(job: Any) -> None:
     account = counted(job)
     assert (account.num_rows, account.num_parts, account.unusable) == (12, 3, {})
     account.check_complete(job.plan())
+    shards = ShardReader(job.store, job.record)
     for shard_id, mark in account.marks.items():
         rows = read_shard(job.store, job.record, shard_id)
-        assert mark.contents == rows.contents(job.record) == read_contents(job.store, job.record, shard_id)
+        assert mark.contents == rows.contents(job.record) == shards.contents(shard_id)
         assert (mark.model_sha256, mark.tokenizer_sha256) == (
             job.record.model.sha256,
             job.record.model.tokenizer_sha256,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.engine.text.tokenizer import Tokenizer
 from lorabatch.jobs.errors import DamagedRecordError, MissingFileError, StorageError
 from lorabatch.jobs.store import JobStore
-from lorabatch.pipeline.dataset.reader import RowError, ShardRows, read_shard
-from lorabatch.pipeline.dataset.schema import arrow_file
+from lorabatch.pipeline.dataset.reader import RowError, ShardReader, ShardRows, read_shard
+from lorabatch.pipeline.dataset.schema import MappedFiles
 
 
 def test_requests_say_what_the_rows_ask(prepare_job: Callable[..., Any]) -> None:
@@ -96,6 +97,18 @@ def test_a_repaired_adapter_needs_no_new_index(prepare_job: Callable[..., Any]) 
     assert request.adapter_id == "c" * 64
 
 
+def test_shards_of_more_chunks_than_stay_open_are_read_by_many_threads(prepare_job: Callable[..., Any]) -> None:
+    table = pa.table({"id": range(400), "prompt": [f"prompt {i}" for i in range(400)]})
+    job = prepare_job(table, row_group_rows=20, rows_per_shard=13)
+    shard_ids = [shard.shard_id for shard in job.plan().shards] * 3
+    expected = {shard_id: read_shard(job.store, job.record, shard_id) for shard_id in set(shard_ids)}
+    with closing(ShardReader(job.store, job.record)) as reader, ThreadPoolExecutor(8) as pool:
+        for shard_id, found in zip(shard_ids, pool.map(reader.rows, shard_ids), strict=True):
+            assert (found, found.table) == (expected[shard_id], expected[shard_id].table)
+        mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "_lorabatch" in line}
+        assert len(mapped) == 9, "the plan, and eight of twenty chunks"
+
+
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     num_rows=st.integers(1, 90),
@@ -143,12 +156,14 @@ def test_rows_of_a_shard_are_read_without_the_rest_of_the_chunk(
         def __init__(self, reader: Any) -> None:
             self.get_batch = lambda number: (batches.append(number), reader.get_batch(number))[1]
 
+    use = MappedFiles.use
+
     @contextmanager
     def counted(*arguments: Any) -> Any:
-        with arrow_file(*arguments) as reader:
+        with use(*arguments) as reader:
             yield Counting(reader)
 
-    monkeypatch.setattr("lorabatch.pipeline.dataset.reader.prepared.arrow_file", counted)
+    monkeypatch.setattr(MappedFiles, "use", counted)
     shard_id = next(s.shard_id for s in plan.shards if s.adapters == ("beta",))
     rows = read_shard(job.store, job.record, shard_id)
     # One batch of the plan, one of the prepared rows.
