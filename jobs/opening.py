@@ -11,6 +11,7 @@ import time
 import uuid
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -20,12 +21,12 @@ from ..engine.text.template_probe import TemplateTraits, template_traits
 from .adapters import audit_all
 from .errors import DamagedRecordError, JobRequestError, MissingFileError, OutputConflictError
 from .generation_config import generation_defaults
-from .parts import changed_parts, in_words
+from .parts import PartMark, changed_parts, in_words, read_mark
 from .record import InputRecord, JobRecord, JobState, ModelRecord, changed_adapters, differences, public_spec
 from .spec import JobSpec
 from .storage.local_copy import model_sha256
 from .storage.redaction import redacted_url
-from .store import JobStore
+from .store import JobStore, OutputContents
 from .validation import CheckedJob, check_job
 
 logger = logging.getLogger(__name__)
@@ -104,12 +105,17 @@ def _holder(store: JobStore) -> str | None:
         return None
 
 
-def _unfinished_state(store: JobStore) -> JobState | None:
-    """What the job in the output said last, unless that was its end. A state that cannot be read says nothing."""
+def _last_state(store: JobStore) -> JobState | None:
+    """What the job in the output said last. A state that cannot be read says nothing."""
     try:
-        state = store.read_state()
+        return store.read_state()
     except DamagedRecordError:
         return None
+
+
+def _unfinished_state(store: JobStore) -> JobState | None:
+    """What the job in the output said last, unless that was its end."""
+    state = _last_state(store)
     return None if state is None or state.is_final else state
 
 
@@ -120,7 +126,7 @@ def _makes_way(checked: CheckedJob, record: JobRecord) -> bool:
     store = checked.store
     if not checked.output.has_job or checked.output.parts or store.has_plan():
         return False
-    state = store.read_state()
+    state = _last_state(store)
     return state is not None and state.is_final and bool(differences(store.read_record(), record))
 
 
@@ -157,13 +163,25 @@ def _is_still_finished(checked: CheckedJob) -> bool:
     store, contents = checked.store, checked.store.contents()
     if not contents.is_finished:
         return False
-    reasons = in_words(changed_parts(store, contents))
-    reasons = reasons or ("" if store.read_summary() is not None else "its summary.json is gone")
+    try:
+        reasons = in_words(changed_parts(store, contents))
+        reasons = reasons or ("" if store.read_summary() is not None else "its summary.json is gone")
+        reasons = reasons or ("its parts.json is gone" if _has_lost_its_list(store, contents) else "")
+    except DamagedRecordError as error:
+        reasons = str(error)  # written again at the end
     if not reasons and not checked.spec.verify:
         return True
     logger.warning("the job in %s was done and is compared again: %s", redacted_url(store.url), reasons or "--verify")
     store.unmark_success()
     return False
+
+
+def _has_lost_its_list(store: JobStore, contents: OutputContents) -> bool:
+    """Whether the list of the parts of a job that was done is gone. Earlier versions made none, nor marks in parts."""
+    if store.read_parts() is not None or not contents.parts:
+        return False
+    mark = read_mark(store, min(contents.parts))
+    return isinstance(mark, PartMark) and bool(mark.contents)
 
 
 def make_record(checked: CheckedJob) -> JobRecord:
@@ -213,6 +231,7 @@ def _template_traits(checked: CheckedJob) -> TemplateTraits:
     return template_traits(checked.model.tokenizer.chat_template, read_variables(given) if given else None)
 
 
+@cache
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in _RECORDED_PACKAGES:

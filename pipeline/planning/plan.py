@@ -8,12 +8,13 @@ changed between two runs, `reopen_shards` opens the shards with their rows again
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from ...engine.local_cache import temporary_folder
 from ...engine.request import Request
-from ...jobs.errors import InputRowsError, naming_damage
+from ...jobs.errors import DamagedRecordError, InputRowsError, naming_damage
 from ...jobs.input.columns import DEFAULT_ID_COLUMN
 from ...jobs.option_values import ErrorBudget
 from ...jobs.record import JobRecord, adapter_problem, index_key
@@ -39,6 +40,7 @@ from .external_sort import INDEXED_ROW, IndexedRows, ScratchFile, SortedRows, ar
 from .settings import RunSettings
 from .validation import DuplicateIds, RowErrors, check_budget
 
+logger = logging.getLogger(__name__)
 # Some 10 MB while they are planned; an adapter at the end of one block has a wave more than it needs.
 _BLOCK_ROWS = 65_536
 # Playing a plan takes half a second per thousand rows: a run does not wait longer than its engines take to start.
@@ -195,8 +197,18 @@ def serving_adapters(record: JobRecord) -> tuple[AdapterInfo, ...]:
 
 
 def read_plan(store: JobStore) -> JobPlan:
-    """The plan that `plan_job` wrote. Raises `MissingFileError` or `DamagedRecordError`."""
-    facts = store.read_plan_facts() if store.has_plan_facts() else _first_facts(store)
+    """The plan that `plan_job` wrote. What was known of its shards when they were cut is in the plan itself too, where
+    `plan.json` is gone or damaged. Raises `MissingFileError` or `DamagedRecordError`.
+    """
+    if store.has_plan_facts():
+        try:
+            return _plan_of(store.read_plan_facts())
+        except DamagedRecordError as error:
+            logger.warning("%s; the plan is taken as it was made", str(error).rstrip("."))
+    return _plan_of(_first_facts(store))
+
+
+def _plan_of(facts: Mapping[str, Any]) -> JobPlan:
     with naming_damage("plan.json"):
         return JobPlan(
             shards=tuple(Shard.from_json(shard) for shard in facts["shards"]),

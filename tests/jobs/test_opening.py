@@ -20,6 +20,7 @@ from fsspec.spec import AbstractFileSystem
 
 from lorabatch.jobs.errors import JobRequestError, OutputConflictError
 from lorabatch.jobs.opening import check_silent, open_job
+from lorabatch.jobs.parts import PartMark
 from lorabatch.jobs.record import JobState, changed_adapters
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.store import JobStore
@@ -68,6 +69,34 @@ def test_the_same_job_again_resumes_it(given: dict[str, Any]) -> None:
     first.store.write_summary({})
     first.store.mark_success()
     assert open_job(JobSpec(**given)).is_finished
+
+
+@pytest.mark.parametrize("name", ["parts.json", "summary.json"])
+def test_a_job_whose_account_is_damaged_is_compared_again(given: dict[str, Any], name: str) -> None:
+    store = open_job(JobSpec(**given)).store
+    store.write_parts({})
+    store.write_summary({})
+    store.mark_success()
+    assert open_job(JobSpec(**given)).is_finished
+    Path(given["output"], "_lorabatch", name).write_text("{")
+    assert not open_job(JobSpec(**given)).is_finished
+    assert not store.is_finished()
+
+
+def test_a_job_that_has_lost_the_list_of_its_parts_is_compared_again(given: dict[str, Any]) -> None:
+    store = open_job(JobSpec(**given)).store
+    for mark, is_done in ((PartMark(), True), (PartMark(contents="c", shard_id="0"), False)):
+        part = pa.table({"id": [1]}).replace_schema_metadata(mark.metadata())
+        pq.write_table(part, Path(given["output"], "part-00000.parquet"))
+        store.write_summary({})
+        store.mark_success()
+        assert open_job(JobSpec(**given)).is_finished == is_done, mark
+
+
+def test_a_damaged_state_says_nothing(given: dict[str, Any]) -> None:
+    first = open_job(JobSpec(**given))
+    Path(given["output"], "_lorabatch", "state.json").write_text("{")
+    assert open_job(JobSpec(**given)).record.job_id == first.record.job_id
 
 
 def test_an_input_that_was_replaced_and_put_back_is_read_again(given: dict[str, Any]) -> None:

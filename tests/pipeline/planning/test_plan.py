@@ -200,16 +200,21 @@ def test_two_runs_that_plan_at_once_cut_the_rows_once(prepare_job: Callable[...,
     # the first was killed between its plan and what is known of it
     job.store.location.remove(["_lorabatch/plan.json"])
     assert read_plan(job.store) == first
+    # or a disk has cut it
+    for damaged in (b"", b'{"shards": [', b'{"shards": []}', b"\xff"):
+        job.store.location.write("_lorabatch/plan.json", damaged)
+        assert read_plan(job.store) == first
 
 
 def test_a_missing_index_or_a_damaged_plan_is_said(prepare_job: Callable[..., Any]) -> None:
     job = prepare_job(rows(4))
     with pytest.raises(MissingFileError, match="chunk-00000"):
         plan_job(job.store, job.record, IndexTotals(1), num_replicas=1, settings=job.settings())
+    job.plan()
+    job.store.location.local_path("_lorabatch/plan.arrow").write_bytes(b"ARROW1")
     job.store.write_plan_facts({"shards": []})
-    with pytest.raises(DamagedRecordError, match=r"plan\.json"):
+    with pytest.raises(DamagedRecordError, match=r"plan\.arrow"):
         read_plan(job.store)
-    job.index()
     path = job.store.location.local_path("_lorabatch/index/chunk-00000.arrow")
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(DamagedRecordError, match="chunk-00000"):
