@@ -87,12 +87,7 @@ class RunPlugin(WorkerPlugin):
 
     def setup(self, worker: Worker) -> None:
         """Join the engine, starting it if need be; called by Dask on the worker."""
-        self._worker = worker
-        self.address: str = worker.address
-        self._record: JobRecord | None = None
-        self._shards: ShardReader | None = None
-        self._lock = threading.Lock()
-        self._claims: dict[int, Future[ShardOutcome]] = {}
+        self._begin(worker)
         self._engines = engines_of(worker)
         settings = self._settings.with_threads(worker.state.nthreads)
         self.engine: EngineHandle = self._engines.join(self._run_id, settings, self._find_model, self._send)
@@ -108,6 +103,15 @@ class RunPlugin(WorkerPlugin):
         self._waits = contextlib.ExitStack()
         self._waits.enter_context(waits_said(self._say_wait, partial(self._say_wait, "")))
         leave_on_sigterm(worker)
+
+    def _begin(self, worker: Worker) -> None:
+        """Be on a worker, without an engine yet."""
+        self._worker = worker
+        self.address: str = worker.address
+        self._record: JobRecord | None = None
+        self._shards: ShardReader | None = None
+        self._lock = threading.Lock()
+        self._claims: dict[int, Future[ShardOutcome]] = {}
 
     async def teardown(self, worker: Worker) -> None:
         """Leave the engine; open shards are abandoned, and their tasks get the time to keep finished and begun rows.
