@@ -22,7 +22,7 @@ from lorabatch.tests.end_to_end.hosts.network import why_no_hosts
 pytestmark = [pytest.mark.long, pytest.mark.skipif(why_no_hosts() is not None, reason=why_no_hosts() or "")]
 
 # What a job that is done leaves of its records; logs, if anything was worth a line.
-RECORDS = {"job.json", "index", "plan.arrow", "plan.json", "state.json", "events.jsonl", "summary.json"}
+RECORDS = {"job.json", "index", "parts.json", "plan.arrow", "plan.json", "state.json", "events.jsonl", "summary.json"}
 
 
 @pytest.fixture
