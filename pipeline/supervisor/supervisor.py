@@ -156,6 +156,7 @@ class EngineSupervisor:
     def _close(self) -> None:
         self._is_closed = True
         self._process.stop()
+        self._reporters.clear()
         for run_id in list(self._queue.table.runs):
             self._queue.leave(run_id)
 

@@ -226,8 +226,15 @@ def test_a_stopped_engine_is_replaced_though_more_was_sent_to_it_than_its_pipe_t
 
 
 def test_a_supervisor_may_be_closed_whose_engine_does_not_read_what_it_is_sent(
-    start: Callable[..., EngineHandle], reports: Reports, supervisors: list[EngineSupervisor], tmp_path: Path
+    start: Callable[..., EngineHandle],
+    reports: Reports,
+    supervisors: list[EngineSupervisor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """Also where its next report is due in that moment."""
+    monkeypatch.setattr("lorabatch.pipeline.supervisor.supervisor.REPORT_INTERVAL_S", 0.0)
     engine = start(gate=str(tmp_path / "never"))
     pid = reports.wait_for(lambda report: report.state == "ready").engine_pid
     assert pid is not None
@@ -236,6 +243,7 @@ def test_a_supervisor_may_be_closed_whose_engine_does_not_read_what_it_is_sent(
         shard = open_shard(engine, 0, make_requests(range(5000)), [])
         reports.wait_for(lambda report: report.open_shards == ((0, 5000),))
         supervisors[0].close(10)
+        assert "supervisor failed" not in caplog.text
         with pytest.raises(ShardAbandonedError):
             shard.take(0)
         with pytest.raises(ProcessLookupError):
