@@ -30,10 +30,9 @@ class Bucket:
         """Of the server, as other processes than the test reach it."""
         return int(self.options["client_kwargs"]["endpoint_url"].rpartition(":")[2])
 
-    def options_at(self, address: str) -> dict[str, Any]:
+    def options_at(self, address: str, port: int | None = None) -> dict[str, Any]:
         """The same for processes that reach the server at another address."""
-        endpoint = self.options["client_kwargs"]["endpoint_url"].replace("127.0.0.1", address)
-        return self.options | {"client_kwargs": {"endpoint_url": endpoint}}
+        return self.options | {"client_kwargs": {"endpoint_url": f"http://{address}:{port or self.port}"}}
 
     @property
     def fs(self) -> Any:

@@ -37,14 +37,21 @@ class Fault:
         return not self.methods or beginning.split(b" ", 1)[0].decode("latin-1") in self.methods
 
 
-class FaultyProxy:
-    """Passes connections on to `server_port`. `num_faults`: requests that had the fault so far."""
+def listening_socket(address: str) -> socket.socket:
+    """A socket for connections, in this thread's network namespace."""
+    return socket.create_server((address, 0), backlog=128)
 
-    def __init__(self, server_port: int) -> None:
+
+class FaultyProxy:
+    """Passes connections on to `server_port`. `num_faults`: requests that had the fault so far. `listener`: where
+    clients connect, if not on loopback.
+    """
+
+    def __init__(self, server_port: int, listener: socket.socket | None = None) -> None:
         self._server_port = server_port
         self._fault: Fault | None = None
         self._is_over = threading.Event()
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self._listener = listener or listening_socket("127.0.0.1")
         self._open: set[socket.socket] = set()
         self.port: int = self._listener.getsockname()[1]
         self.num_faults = 0

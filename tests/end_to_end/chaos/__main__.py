@@ -92,6 +92,7 @@ def _line(outcome: Outcome) -> str:
     place += ", one engine held up" if scenario.is_held_up else ""
     place += f", output on {scenario.store}" if scenario.store != "disk" else ""
     line = f"{scenario.seed:5} {place} {outcome.seconds:6.1f} s {outcome.num_starts} starts {outcome.num_loans} loans"
+    line += f" {outcome.longest_silence_s:.0f} s silent"
     verdict = "; ".join(outcome.faults) or "right"
     return f"{line}  {', '.join(outcome.blows) or 'no blow fell'}: {verdict}"
 

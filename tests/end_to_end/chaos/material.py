@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 from safetensors.torch import load_file, save
 
 from lorabatch.tests.conftest import write_adapter, write_model
-from lorabatch.tests.end_to_end.chaos.scenario import EngineKind, Scenario
-from lorabatch.tests.end_to_end.chaos.sorted_output import digest
+from lorabatch.tests.end_to_end.chaos.scenario import EngineKind, FileKind, Scenario
+from lorabatch.tests.end_to_end.chaos.sorted_output import digest, sorted_output
 
 _ECHO_FOLDER = Path(__file__).resolve().parents[2] / "echo"
 _ADAPTERS: dict[str, dict[str, Any]] = {
@@ -36,11 +36,17 @@ _ECHO: dict[EngineKind, dict[str, Any]] = {
     "real": {},
 }
 _UNDISTURBED_LIMIT_S = 500
+_ROW_GROUP = 32
 
 
-def _sampling(temperature: float, seed: int) -> dict[str, Any]:
-    """Columns that say how a row's tokens are chosen, to the last one."""
-    return {"temperature": temperature, "seed": seed, "ignore_eos": True}
+def _echoed(i: int) -> dict[str, Any]:
+    """A row's own columns, for echo engines."""
+    return {"prompt_token_ids": [3 + i % 300, 3 + i // 300, 7]}
+
+
+def _real(i: int, temperature: float) -> dict[str, Any]:
+    """A row's own columns, for real engines: a text, and how tokens are chosen, to the last one."""
+    return {"prompt": f"one more fox {i}", "temperature": temperature, "seed": i, "ignore_eos": True}
 
 
 @dataclass
@@ -56,17 +62,48 @@ class Material:
         path = self.folder / "model"
         return path if path.exists() else write_model(path)
 
-    def model_of_one_job(self, engine: EngineKind, folder: Path) -> Path:
-        """A copy that sets how slow echo engines are, the first of them above all."""
-        shutil.copytree(self.model, folder, dirs_exist_ok=True)
-        (folder / "echo.json").write_text(json.dumps(_ECHO[engine]))
-        return folder
+    def files_of_one_job(self, engine: EngineKind, folder: Path) -> dict[str, Path]:
+        """Options of the job: copies in the folder, which blows may change. The model's copy sets how slow echo engines
+        are, the first of them above all.
+        """
+        model, adapters, rows = folder / "model", folder / "adapters", folder / "input.parquet"
+        shutil.copytree(self.model, model)
+        (model / "echo.json").write_text(json.dumps(_ECHO[engine]))
+        shutil.copytree(self.adapters, adapters)
+        shutil.copy2(self.input(engine), rows)
+        return {"model": model, "adapters": adapters, "input": rows}
 
-    @cached_property
-    def other_weights(self) -> bytes:
-        """A file of the same size for the same model, with which every answer is another one."""
-        weights = load_file(self.model / "model.safetensors")
-        turned = {name: -tensor if "down_proj" in name else tensor for name, tensor in weights.items()}
+    def file(self, kind: FileKind) -> str:
+        """A file of `files_of_one_job`, by its name in the folder."""
+        return {
+            "base": "model/model.safetensors",
+            "tokenizer": "model/tokenizer.json",
+            "adapter": "adapters/rank8/adapter_model.safetensors",
+            "input": "input.parquet",
+        }[kind]
+
+    def other_contents(self, kind: FileKind, engine: EngineKind) -> bytes:
+        """A file for the same job, mostly of the same size, with which answers are other ones."""
+        if kind == "input":
+            rows = self.rows(engine)
+            column = "prompt" if engine == "real" else "prompt_token_ids"
+            others = [row | {column: other[column]} for row, other in zip(rows, reversed(rows), strict=True)]
+            sink = pa.BufferOutputStream()
+            pq.write_table(pa.Table.from_pylist(others), sink, row_group_size=_ROW_GROUP)
+            return sink.getvalue().to_pybytes()
+        own = self.folder / self.file(kind)
+        if kind == "tokenizer":
+            # Two letters have each other's number.
+            text = own.read_text(encoding="utf-8")
+            numbers = json.loads(text)["model"]["vocab"]
+            e, o = (f'"{letter}": {numbers[letter]},' for letter in "eo")
+            halves = text.split(e)
+            assert (len(halves), text.count(o)) == (2, 1), "each letter has one number"
+            return e.replace("e", "o").join(half.replace(o, o.replace("o", "e")) for half in halves).encode()
+        weights = load_file(own)
+        turned = {
+            name: -tensor if "down_proj" in name or "lora_B" in name else tensor for name, tensor in weights.items()
+        }
         return save(turned, metadata={"format": "pt"})
 
     @cached_property
@@ -87,9 +124,8 @@ class Material:
             {
                 "id": i,
                 "adapter": names[i % len(names)],
-                "prompt_token_ids": [3 + i % 300, 3 + i // 300, 7],
                 "note": f"n{i}",
-                **(_sampling(i // len(names) % 2, i) if engine == "real" else {}),
+                **(_real(i, i // len(names) % 2) if engine == "real" else _echoed(i)),
             }
             for i in range(_NUM_ROWS[engine])
         ]
@@ -98,16 +134,14 @@ class Material:
         """The same as a file of several row groups."""
         path = self.folder / f"{engine}.parquet"
         if not path.exists():
-            pq.write_table(pa.Table.from_pylist(self.rows(engine)), path, row_group_size=32)
+            pq.write_table(pa.Table.from_pylist(self.rows(engine)), path, row_group_size=_ROW_GROUP)
         return path
 
     def options(self, engine: EngineKind, tensor_parallel: int = 1) -> dict[str, Any]:
-        """The job, but for its model, its output and where it runs. Groups do not serve mode `exact`; compiled kernels
+        """The job, but for its files, its output and where it runs. Groups do not serve mode `exact`; compiled kernels
         give the rows of this model the same bits in any company all the same.
         """
         return {
-            "adapters": self.adapters,
-            "input": self.input(engine),
             "max_tokens": _MAX_TOKENS[engine],
             "batch_rows": _BATCH_ROWS[engine],
             "mode": "exact" if tensor_parallel == 1 else "unmerged",
@@ -142,8 +176,15 @@ class Material:
             self._digests[key] = digest(output)
         return self._digests[key]
 
+    def undisturbed_rows(self, engine: EngineKind, tensor_parallel: int = 1) -> dict[int, dict[str, Any]]:
+        """The same run's rows by their ids."""
+        self.undisturbed_digest(engine, tensor_parallel)
+        table = sorted_output(self.folder / f"undisturbed-{engine}-{tensor_parallel}")
+        return {row["id"]: row for row in table.to_pylist()}
+
     def _run_undisturbed(self, engine: EngineKind, options: dict[str, Any]) -> None:
-        options |= {"model": self.model, "workers": 1, "rows_per_shard": 64}
+        options |= {"model": self.model, "adapters": self.adapters, "input": self.input(engine)}
+        options |= {"workers": 1, "rows_per_shard": 64}
         words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         command = [sys.executable, *self.command_line(engine), "run", *words]
         subprocess.run(command, env=self.environment(), check=True, capture_output=True, timeout=_UNDISTURBED_LIMIT_S)

@@ -1,4 +1,4 @@
-"""Where a trial's output is, and the trouble it may have: a disk that is full, a store that fails."""
+"""Where a trial's output is, and its trouble: parts that change, a disk that is full, a store that fails."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lorabatch.jobs.store import JobStore
+from lorabatch.jobs.errors import StorageError
+from lorabatch.jobs.store import JobStore, part_name
 from lorabatch.tests.end_to_end.bucket import Bucket, s3_server
-from lorabatch.tests.end_to_end.chaos.scenario import StoreKind
+from lorabatch.tests.end_to_end.chaos.scenario import Signal, StoreKind
+from lorabatch.tests.end_to_end.faulty_proxy import Fault, FaultyProxy, listening_socket
 from lorabatch.tests.end_to_end.hosts.network import Network
+from lorabatch.tests.end_to_end.hosts.switch import inside
 
 _BALLAST = ".ballast"
 _DISK_BYTES = 64 << 20
+# Beyond the headers of a request, and less than any file of a job.
+_UPLOADS_CUT = Fault("cut", ("PUT",), after_bytes=700)
 
 
 class LocalPlace:
@@ -61,13 +66,15 @@ class LocalPlace:
 
 
 class S3Place:
-    """A bucket of a server that fails for a while. `address`: where the job's processes reach it, if not here."""
+    """A bucket of a server that fails for a while, or that a proxy fails. `address`: of the proxy."""
 
-    def __init__(self, bucket: Bucket, folder: Path, address: str | None) -> None:
+    def __init__(self, bucket: Bucket, folder: Path, proxy: FaultyProxy, address: str) -> None:
         self._bucket = bucket
         self._folder = folder
-        self._options = bucket.options_at(address) if address else bucket.options
+        self._proxy = proxy
+        self._options = bucket.options_at(address, proxy.port)
         self._fault = bucket.hold.with_suffix(".fault")
+        self._are_uploads_cut = False
         self.store = JobStore("s3://bucket/output", bucket.own_options)
 
     def options(self) -> dict[str, Any]:
@@ -82,6 +89,10 @@ class S3Place:
 
     def strike(self, signal: str) -> bool:
         """Begin a fault."""
+        if signal == "PUTS":
+            self._proxy.fail(_UPLOADS_CUT)
+            self._are_uploads_cut = True
+            return True
         whole = self._fault.with_suffix(".new")
         whole.write_text(signal)
         whole.rename(self._fault)
@@ -90,14 +101,34 @@ class S3Place:
     def relieve(self) -> None:
         """End it."""
         self._fault.unlink(missing_ok=True)
+        self._proxy.fail(None)
+        self._are_uploads_cut = False
 
     @property
     def is_in_trouble(self) -> bool:
         """Whether there is a fault now."""
-        return self._fault.exists()
+        return self._are_uploads_cut or self._fault.exists()
 
 
 Place = LocalPlace | S3Place
+
+
+def strike_part(store: JobStore, signal: Signal, pick: int) -> bool:
+    """Change a committed part; False where none is there, or no other one to copy over it."""
+    parts = sorted(store.committed_parts())
+    if len(parts) < 2:
+        return False
+    number, other = parts[pick % len(parts)], parts[(pick + 1) % len(parts)]
+    # A disk may be full, a store fail, or the job have removed it: then there is half of what was meant, or nothing.
+    with suppress(StorageError, OSError):
+        if signal == "DELETED":
+            store.location.remove([part_name(number)])
+        else:
+            data = store.location.read(part_name(other if signal == "REPLACED" else number))
+            size = len(data) if signal == "REPLACED" else len(data) * (pick // 2) // 4
+            with store.location.fs.open(store.location.path(part_name(number)), "wb") as file:
+                file.write(data[:size])
+    return True
 
 
 @contextmanager
@@ -105,10 +136,16 @@ def make_place(kind: StoreKind, folder: Path, net: Network | None) -> Iterator[P
     """An empty one in a trial's folder."""
     output = folder / "output"
     if kind == "s3":
-        also = {"ALSO_AT": f"{net.namespace('store')} {net.address('store')}"} if net is not None else {}
-        with s3_server(folder, **also) as bucket:
+        address = "127.0.0.1" if net is None else net.address("store")
+        with s3_server(folder) as bucket:
             bucket.fs.mkdir("bucket")
-            yield S3Place(bucket, output, net.address("store") if net is not None else None)
+            with nullcontext() if net is None else inside(net.namespace("store")):
+                listener = listening_socket(address)
+            proxy = FaultyProxy(bucket.port, listener)
+            try:
+                yield S3Place(bucket, output, proxy, address)
+            finally:
+                proxy.close()
     elif kind == "small disk" and can_mount():
         disk = folder / "disk"
         disk.mkdir()

@@ -22,6 +22,7 @@ MARK, HOST = "LORABATCH_TRIAL", "LORABATCH_TRIAL_HOST"
 _POLL_S = 0.1
 _START_LIMIT_S = 300.0
 _GENTLE_END_S = 8.0
+_OTHER_USER = Path(__file__).with_name("other_user.py")
 _WAIT_FOR_WORKERS = f"""
 import sys
 from distributed import Client
@@ -125,6 +126,13 @@ class ExistingCluster:
         self._processes.append(process)
         self._hosts[process] = host
 
+    def have_other_user(self, does: str, pick: int, seconds: float) -> None:
+        """Another user of the cluster does what `other_user.py` says, until the cluster ends."""
+        command = [sys.executable, str(_OTHER_USER), self.address, does, str(pick), str(seconds)]
+        command = command if self._net is None else self._net.command("client", command)
+        environment = self._environment if self._net is None else self._environment | {HOST: "client"}
+        self._processes.append(subprocess.Popen(command, env=environment, stdout=self._log, stderr=self._log))
+
     def ended_workers(self) -> list[str]:
         """The hosts of workers that have ended since the last call, however: a batch system starts others there. One
         that is cut off while it starts gives up after 30 s; one that was cut off is closed when it is heard of again.
@@ -145,8 +153,7 @@ class ExistingCluster:
     @property
     def is_whole(self) -> bool:
         """Whether the scheduler and at least one nanny are alive and not stopped."""
-        scheduler, *nannies = (_is_running(process) for process in self._processes)
-        return scheduler and any(nannies)
+        return _is_running(self._processes[0]) and any(_is_running(process) for process in self._hosts)
 
     def close(self) -> None:
         """End it as its owner would: politely, then not."""

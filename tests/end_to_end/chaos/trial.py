@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import time
@@ -10,7 +9,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from typing import Any
 import psutil
 
 from lorabatch.scheduler.scheduler import BEGINNING
+from lorabatch.tests.end_to_end.chaos.files import ChangedFile, Words
 from lorabatch.tests.end_to_end.chaos.material import Material
-from lorabatch.tests.end_to_end.chaos.place import Place, make_place
+from lorabatch.tests.end_to_end.chaos.place import Place, make_place, strike_part
 from lorabatch.tests.end_to_end.chaos.processes import (
     HOST,
     MARK,
@@ -32,9 +32,10 @@ from lorabatch.tests.end_to_end.chaos.processes import (
     send,
     wait_until_gone,
 )
-from lorabatch.tests.end_to_end.chaos.scenario import Blow, Scenario, Victim
+from lorabatch.tests.end_to_end.chaos.scenario import AFTER_END, Blow, FileKind, Scenario, Victim
 from lorabatch.tests.end_to_end.chaos.verdict import (
     faults_of_output,
+    faults_of_parts,
     faults_of_shared_memory,
     faults_of_temporary_files,
     named_shared_memory,
@@ -59,6 +60,8 @@ _NAMED_IN_JOURNAL: dict[Victim, tuple[str, str]] = {
 _RUNS_S, _HELD_UP_S = 0.2, 0.8
 # So long it takes a batch system to start a worker in place of one that has ended.
 _REPLACED_AFTER_S = 2.0
+# A disk fills and empties at this pace.
+_TIDE_S = 0.5
 
 
 @dataclass
@@ -72,6 +75,7 @@ class Outcome:
     num_starts: int = 0
     num_loans: int = 0
     num_coordinators: int = 0
+    longest_silence_s: float = 0.0
     blows: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
@@ -85,7 +89,7 @@ class Trial:
         self._folder = folder
         self._mark = uuid.uuid4().hex
         self._environment = material.environment() | {MARK: self._mark, "TMPDIR": str(folder / "tmp")}
-        self._model = folder / "model"
+        self._files: dict[str, Path] = {}
         self._place: Place
         self._net: Network | None = None
         self._clusters = 0
@@ -98,10 +102,15 @@ class Trial:
         self._paused: list[psutil.Process] = []
         self._ending: list[psutil.Process] = []
         self._held_up: psutil.Process | None = None
-        # Pairs of hosts that are cut off from each other.
+        # Pairs of hosts: nothing passes from the first to the second.
         self._cuts: list[tuple[str, str]] = []
-        # The base's weights as they were, while it has others.
-        self._own_weights: Path | None = None
+        # Files of the job that are other than they were; whether a client has seen other adapters, and whether a part
+        # was changed after a client's end: the job is done after one more client.
+        self._changed: dict[FileKind, ChangedFile] = {}
+        self._needs_another_run = False
+        # Until then no worker comes in place of one that has ended.
+        self._no_workers_until_s = 0.0
+        self._words: Words
         # A client may fail when the ground under it is gone, and only then.
         self._may_fail = False
         # What others had there before.
@@ -113,7 +122,7 @@ class Trial:
         began_s = time.monotonic()
         (self._folder / "tmp").mkdir(parents=True)
         self._shared_memory = named_shared_memory()
-        self._material.model_of_one_job(self._scenario.engine, self._model)
+        self._files = self._material.files_of_one_job(self._scenario.engine, self._folder)
         if self._scenario.is_held_up:
             self._later(0.0, self._hold_up)
         with ExitStack() as stack:
@@ -166,18 +175,34 @@ class Trial:
     def _finish_job(self, give_up_s: float) -> None:
         has_ended_well = False
         # One that was killed may have removed half of the working files of a job that was done.
-        while not has_ended_well or not self._place.store.is_finished():
+        while not has_ended_well or self._needs_another_run or not self._place.store.is_finished():
             if self._outcome.num_starts >= _MAX_STARTS:
                 raise TrialError(f"not done after {_MAX_STARTS} starts")
             self._outcome.num_starts += 1
+            self._needs_another_run = "adapter" in self._changed
             with self._client() as client:
                 self._disturb(client, give_up_s)
                 self._judge_exit(client)
             has_ended_well = client.returncode == 0
-            # Its user makes room, waits until the store is back, puts the base back, or mends the own connection.
+            # Its user makes room, waits until the store is back, puts files back, or mends the own connection.
             self._place.relieve()
-            self._put_base_back()
             self._mend(*(pair for pair in self._cuts if "client" in pair))
+            self._strike_after_end()
+            for kind, file in list(self._changed.items()):
+                file.num_ends -= 1
+                if not file.num_ends:
+                    self._put_back(kind)
+
+    def _strike_after_end(self) -> None:
+        """Judge the parts of a job some of whose files are other ones; then change parts, as a scenario says."""
+        if self._changed and not any(blow.victim == "part" for blow in self._scenario.blows):
+            store = self._place.store
+            self._outcome.faults += faults_of_parts(store, self._material, self._scenario, self._changed)
+        for blow in [blow for blow in self._waiting if blow.share == AFTER_END]:
+            if strike_part(self._place.store, blow.signal, blow.pick):
+                self._waiting.remove(blow)
+                self._outcome.blows.append(f"{blow.signal} part, after a client's end")
+                self._needs_another_run = True
 
     @contextmanager
     def _client(self) -> Iterator[subprocess.Popen[bytes]]:
@@ -190,23 +215,27 @@ class Trial:
         with (self._folder / "client.log").open("ab") as log:
             log.write(f"--- start {self._outcome.num_starts}\n".encode())
             log.flush()
+            self._words = Words(self._folder / "client.log")
             client = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         try:
             yield client
         finally:
             client.kill()
             client.wait()
+            self._words.close()
+            self._outcome.longest_silence_s = max(self._outcome.longest_silence_s, self._words.longest_silence_s)
+            self._outcome.faults += self._words.faults
 
     @property
     def _has_trouble(self) -> bool:
         """Whether a client may rightly fail now, whatever the processes do."""
-        return self._place.is_in_trouble or bool(self._cuts) or self._own_weights is not None
+        return self._place.is_in_trouble or bool(self._cuts or self._changed)
 
     def _arguments(self) -> list[str]:
         options: dict[str, Any] = self._material.options(self._scenario.engine, self._scenario.tensor_parallel) | {
-            "model": self._model,
             "rows_per_shard": self._scenario.rows_per_shard,
         }
+        options |= self._files
         options |= self._place.options()
         if self._scenario.cluster != "embedded":
             options["cluster"] = self._address()
@@ -238,9 +267,11 @@ class Trial:
             if now_s > give_up_s:
                 raise TrialError(f"hangs: not done after {TIME_LIMIT_S:.0f} s and {self._outcome.num_starts} starts")
             self._arm()
+            self._words.listen(is_paused=self._is_paused(client))
             if self._cluster is not None:
                 for host in self._cluster.ended_workers():
-                    self._later(_REPLACED_AFTER_S, partial(self._cluster.start_nanny, host))
+                    delay_s = max(_REPLACED_AFTER_S, self._no_workers_until_s - now_s)
+                    self._later(delay_s, partial(self._cluster.start_nanny, host))
             for entry in [entry for entry in self._due if entry[0] <= now_s]:
                 self._due.remove(entry)
                 entry[1]()
@@ -257,72 +288,128 @@ class Trial:
             self._waiting.remove(blow)
             self._later(blow.delay_s, partial(self._strike, blow))
 
+    def _is_paused(self, client: subprocess.Popen[bytes]) -> bool:
+        return any(process.pid == client.pid for process in self._stopped + self._paused)
+
     def _strike(self, blow: Blow) -> None:
-        if blow.victim == "store":
-            self._trouble_store(blow)
-            return
-        if blow.victim == "base":
-            self._replace_base(blow)
-            return
+        match blow.victim:
+            case "store":
+                self._trouble_store(blow)
+            case "base" | "tokenizer" | "adapter" | "input":
+                self._change_file(blow.victim, blow)
+            case "part":
+                self._change_part(blow)
+            case "workers":
+                self._end_workers(blow)
+            case "worker" if blow.signal in ("TAKEN", "REFUSED"):
+                self._have_other_user(blow)
+            case _:
+                self._strike_process(blow)
+
+    def _strike_process(self, blow: Blow) -> None:
         candidates = self._victims(blow.victim)
         if not candidates:
             # It has not started yet, or is just being replaced; or no rows have moved yet.
-            self._later(_LOOK_AGAIN_S, partial(self._strike, blow))
+            self._later(_LOOK_AGAIN_S, partial(self._strike_process, blow))
             return
         process = candidates[blow.pick % len(candidates)]
-        if blow.signal == "CUT":
+        if blow.signal in ("CUT", "ONE WAY"):
             self._cut_off(blow, process)
             return
         if not (give_no_more_memory(process) if blow.signal == "MEMORY" else send(process, blow.signal)):
             return
         self._outcome.blows.append(f"{blow.signal} {blow.victim}")
         # A client cannot go on without its scheduler.
-        self._may_fail |= blow.victim in ("client", "scheduler")
+        self._may_fail |= blow.victim == "client" or (blow.victim == "scheduler" and blow.stopped_s is None)
         if blow.signal == "STOP":
             self._stop(blow, process)
         elif blow.victim == "scheduler":
             self._ending.append(process)
 
     def _trouble_store(self, blow: Blow) -> None:
-        if self._place.strike(blow.signal):
+        if not self._place.strike(blow.signal):
+            self._outcome.blows.append(f"{blow.signal} store passed over: no file system can be mounted here")
+        else:
             self._may_fail = True
             self._outcome.blows.append(f"{blow.signal} store")
-            assert blow.stopped_s is not None
-            self._later(blow.stopped_s, self._place.relieve)
+            if blow.signal == "TIDE":
+                self._ebb(time.monotonic() + (blow.stopped_s or 0.0))
+            elif blow.stopped_s is not None:
+                self._later(blow.stopped_s, self._place.relieve)
 
-    def _replace_base(self, blow: Blow) -> None:
-        """Give the base other weights, once the job has named those that it has."""
-        if self._own_weights is not None or not self._place.store.contents().has_job:
-            self._later(_POLL_S, partial(self._replace_base, blow))
+    def _ebb(self, until_s: float) -> None:
+        """Empty a disk that is full, or fill it again, and so on."""
+        self._later(_TIDE_S, self._place.relieve)
+        if time.monotonic() + 2 * _TIDE_S < until_s:
+            self._later(2 * _TIDE_S, partial(self._flood, until_s))
+
+    def _flood(self, until_s: float) -> None:
+        self._may_fail |= self._place.strike("FULL")
+        self._ebb(until_s)
+
+    def _change_file(self, kind: FileKind, blow: Blow) -> None:
+        """Give a file other contents, or delete it, once the job has named what it has."""
+        if kind in self._changed or not self._place.store.contents().has_job:
+            self._later(_POLL_S, partial(self._strike, blow))
             return
-        weights = self._model / "model.safetensors"
-        self._own_weights = self._folder / "own.safetensors"
-        shutil.copy2(weights, self._own_weights)
-        if blow.pick % 2:
-            with weights.open("r+b") as file:
-                file.write(self._material.other_weights)
-        else:
-            others = self._folder / "others.safetensors"
-            others.write_bytes(self._material.other_weights)
-            others.replace(weights)
+        num_ends = 2 if kind != "base" and blow.stopped_s is None and blow.pick >= 4 else 1
+        self._changed[kind] = ChangedFile(
+            self._folder / self._material.file(kind), self._folder / f"own.{kind}", num_ends
+        )
+        in_place = blow.pick % 2 == 1
+        self._changed[kind].change(
+            blow.signal, self._material.other_contents(kind, self._scenario.engine), in_place=in_place
+        )
         self._may_fail = True
-        self._outcome.blows.append("REPLACED base" + (", in place" if blow.pick % 2 else ""))
+        self._needs_another_run |= kind == "adapter"
+        is_seen = in_place and blow.signal == "REPLACED"
+        self._outcome.blows.append(f"{blow.signal} {kind}" + (", in place" if is_seen else ""))
         if blow.stopped_s is not None:
-            self._later(blow.stopped_s, self._put_base_back)
+            self._later(blow.stopped_s, partial(self._put_back, kind))
 
-    def _put_base_back(self) -> None:
-        if self._own_weights is not None:
-            self._own_weights.replace(self._model / "model.safetensors")
-            self._own_weights = None
+    def _put_back(self, kind: FileKind) -> None:
+        if kind in self._changed:
+            self._changed.pop(kind).put_back()
+
+    def _change_part(self, blow: Blow) -> None:
+        """Change a part, while others are to come: the job compares its parts before it is done. After that it falls
+        when the client has ended.
+        """
+        store = self._place.store
+        if len(store.committed_parts()) >= self._material.num_parts(self._scenario):
+            self._waiting.append(replace(blow, share=AFTER_END))
+        elif strike_part(store, blow.signal, blow.pick):
+            self._outcome.blows.append(f"{blow.signal} part")
+        else:
+            self._later(_LOOK_AGAIN_S, partial(self._strike, blow))
+
+    def _end_workers(self, blow: Blow) -> None:
+        """End all workers of an existing cluster. Others come after a while."""
+        processes = marked(self._mark)
+        nannies = of_kind(processes, "nanny")
+        for process in (*nannies, *of_kind(processes, "worker")):
+            send(process, blow.signal)
+        self._outcome.blows.append(f"{blow.signal} all {len(nannies)} workers, others come after {blow.stopped_s} s")
+        self._no_workers_until_s = time.monotonic() + (blow.stopped_s or 0.0)
+
+    def _have_other_user(self, blow: Blow) -> None:
+        if self._cluster is None:
+            self._later(_LOOK_AGAIN_S, partial(self._strike, blow))
+            return
+        does = "take" if blow.signal == "TAKEN" else "refuse"
+        self._cluster.have_other_user(does, blow.pick, blow.stopped_s or 0.0)
+        self._outcome.blows.append(f"{blow.signal} thread of a worker for {blow.stopped_s} s")
 
     def _cut_off(self, blow: Blow, process: psutil.Process) -> None:
         """Let nothing pass between a process's host and its opposite: of owner and helper the other one, of a worker
-        whose `pick` is odd the store, and else the scheduler.
+        whose `pick` is odd the store, and else the scheduler. One way: from the host, or to it.
         """
         try:
             host = process.environ()[HOST]
         except (psutil.Error, KeyError):
             # It has just ended; or this machine has no hosts.
+            if self._net is None:
+                self._outcome.blows.append(f"{blow.signal} {blow.victim} passed over: {why_no_hosts()}")
             return
         assert self._net is not None
         opposite = "scheduler"
@@ -330,17 +417,20 @@ class Trial:
             opposite = self._host_named_in_journal("helper" if blow.victim == "owner" else "owner")
         elif blow.victim == "worker" and blow.pick % 2 and self._scenario.store == "s3":
             opposite = "store"
-        self._outcome.blows.append(f"CUT {blow.victim} from {opposite}")
+        ways = [(host, opposite), (opposite, host)]
+        if blow.signal == "ONE WAY":
+            ways = [ways[blow.pick // 2 % 2]]
+        self._outcome.blows.append(f"{blow.signal} {blow.victim} from {opposite}")
         self._may_fail = True
-        self._cuts.append((host, opposite))
-        self._net.set_weather(*self._cuts)
+        self._cuts += ways
+        self._net.set_weather(one_way=self._cuts)
         if blow.stopped_s is not None:
-            self._later(blow.stopped_s, partial(self._mend, (host, opposite)))
+            self._later(blow.stopped_s, partial(self._mend, *ways))
 
     def _mend(self, *pairs: tuple[str, str]) -> None:
         self._cuts = [pair for pair in self._cuts if pair not in pairs]
         if self._net is not None:
-            self._net.set_weather(*self._cuts)
+            self._net.set_weather(one_way=self._cuts)
 
     def _victims(self, kind: Victim) -> list[psutil.Process]:
         processes = marked(self._mark)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import echo_engine
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from lorabatch.engine.local_cache import scratch_folder, temporary_folder
 from lorabatch.jobs.store import JobStore
@@ -37,6 +39,31 @@ def faults_of_output(output: Path, store: JobStore, material: Material, scenario
     if not faults and digest(output) != material.undisturbed_digest(scenario.engine, scenario.tensor_parallel):
         faults.append("the sorted output differs from that of an undisturbed run")
     return faults
+
+
+def faults_of_parts(store: JobStore, material: Material, scenario: Scenario, changed: Collection[str]) -> list[str]:
+    """Sentences about the parts of a job that has ended while files of it are other ones: rows that are answered are
+    answered as in an undisturbed run, but for those of adapters that were other ones when the client began.
+    """
+    right, ids = material.undisturbed_rows(scenario.engine, scenario.tensor_parallel), Counter[int]()
+    wrong, errors = [], []
+    for shard in store.committed_parts():
+        with store.open_part(shard) as part:
+            rows = pq.read_table(part).to_pylist()
+        for row in rows:
+            ids[row["id"]] += 1
+            if row["error"] is not None:
+                errors.append(row)
+            elif any(row[name] != right[row["id"]][name] for name in row.keys() - {"attempts"}):
+                wrong.append(row)
+    faults = [f"a row is {row} while {[*changed]} changed" for row in wrong if not _is_of_other_adapter(row, right)]
+    if "adapter" not in changed:
+        faults += [f"row {row['id']} is an error while {[*changed]} changed: {row['error']}" for row in errors]
+    return faults[:3] + [f"rows repeated: {row}" for row, count in ids.items() if count > 1][:3]
+
+
+def _is_of_other_adapter(row: dict[str, Any], right: Mapping[int, dict[str, Any]]) -> bool:
+    return bool(row["adapter_sha256"] != right[row["id"]]["adapter_sha256"])
 
 
 def _lost_and_repeated(table: pa.Table, material: Material, scenario: Scenario) -> Iterator[str]:

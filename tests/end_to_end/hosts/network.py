@@ -68,11 +68,11 @@ class Network:
         """The same command on a host."""
         return ["ip", "netns", "exec", self.namespace(host), *command]
 
-    def set_weather(self, *cuts: tuple[str, str], **weather: float) -> None:
+    def set_weather(self, *cuts: tuple[str, str], one_way: Sequence[tuple[str, str]] = (), **weather: float) -> None:
         """From now on, until it is set again: see `Weather`."""
         assert self._switch.stdin is not None
         assert self._switch.stdout is not None
-        self._switch.stdin.write(json.dumps(asdict(Weather(cuts, **weather))) + "\n")
+        self._switch.stdin.write(json.dumps(asdict(Weather(cuts, tuple(one_way), **weather))) + "\n")
         self._switch.stdin.flush()
         assert self._switch.stdout.readline(), "the switch has ended"
 

@@ -36,11 +36,13 @@ BROADCAST = b"\xff" * 6
 
 @dataclass(frozen=True)
 class Weather:
-    """`cuts`: pairs of hosts between which nothing passes. `loss`, `reordering`: shares of the frames that are lost,
-    or held back for twice the delay and 10 ms more, so that later ones overtake them.
+    """`cuts`: pairs of hosts between which nothing passes; `one_way`: nothing from the first of a pair to the second.
+    `loss`, `reordering`: shares of the frames that are lost, or held back for twice the delay and 10 ms more, so that
+    later ones overtake them.
     """
 
     cuts: tuple[tuple[str, str], ...] = ()
+    one_way: tuple[tuple[str, str], ...] = ()
     delay_s: float = 0.0
     loss: float = 0.0
     reordering: float = 0.0
@@ -91,7 +93,8 @@ class Switch:
     def _set(self, weather: Weather) -> None:
         places = {name: place for place, name in enumerate(self._names)}
         self._weather = weather
-        self._cuts = {(places[a], places[b]) for pair in weather.cuts for a, b in (pair, pair[::-1])}
+        cuts = [*weather.one_way, *(both for pair in weather.cuts for both in (pair, pair[::-1]))]
+        self._cuts = {(places[a], places[b]) for a, b in cuts}
 
     def _forward(self, source: int, frame: bytes) -> None:
         to = frame[:6]
