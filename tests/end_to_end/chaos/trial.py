@@ -190,7 +190,8 @@ class Trial:
             self._strike_after_end()
             for kind, file in list(self._changed.items()):
                 file.num_ends -= 1
-                if not file.num_ends:
+                # A job that has no plan makes way for that of other files.
+                if not file.num_ends or not self._place.store.has_plan():
                     self._put_back(kind)
 
     def _strike_after_end(self) -> None:
@@ -353,17 +354,14 @@ class Trial:
             self._later(_POLL_S, partial(self._strike, blow))
             return
         num_ends = 2 if kind != "base" and blow.stopped_s is None and blow.pick >= 4 else 1
-        self._changed[kind] = ChangedFile(
-            self._folder / self._material.file(kind), self._folder / f"own.{kind}", num_ends
-        )
-        in_place = blow.pick % 2 == 1
-        self._changed[kind].change(
-            blow.signal, self._material.other_contents(kind, self._scenario.engine), in_place=in_place
-        )
+        file = ChangedFile(self._folder / self._material.file(kind), self._folder / f"own.{kind}", num_ends)
+        others, in_place = self._material.other_contents(kind, self._scenario.engine), blow.pick % 2 == 1
+        file.change(blow.signal, others, in_place=in_place)
+        self._changed[kind] = file
         self._may_fail = True
         self._needs_another_run |= kind == "adapter"
-        is_seen = in_place and blow.signal == "REPLACED"
-        self._outcome.blows.append(f"{blow.signal} {kind}" + (", in place" if is_seen else ""))
+        how = ", in place" if in_place and blow.signal == "REPLACED" else ""
+        self._outcome.blows.append(f"{blow.signal} {kind}{how}")
         if blow.stopped_s is not None:
             self._later(blow.stopped_s, partial(self._put_back, kind))
 
