@@ -178,13 +178,17 @@ def read_status(store: JobStore, now_s: float | None = None) -> JobStatus:
     is_stale = state is not None and is_silent(state, state.updated_at_s + age_s)
     # A run whose adapters have changed removes `_SUCCESS` when it has planned its rows.
     begins_anew = state is not None and not is_stale and state.phase in BEGINNING_PHASES
-    was_finished = contents.is_finished and not begins_anew
+    summary = store.read_summary()
+    # The summary is written before `_SUCCESS`. Without it, and without the state that follows, `_SUCCESS` was copied
+    # from elsewhere.
+    has_ended = summary is not None or (state is not None and state.phase == "done")
+    was_finished = contents.is_finished and not begins_anew and has_ended
     changed = missing_parts(store, contents) if was_finished else {}
     return JobStatus(
         output=redacted_url(store.url),
         record=record,
         state=state,
-        summary=store.read_summary(),
+        summary=summary,
         num_parts=len(contents.parts),
         is_finished=was_finished and not changed,
         is_cancel_requested=store.is_cancel_requested(),

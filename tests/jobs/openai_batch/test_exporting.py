@@ -51,6 +51,7 @@ def make_store(tmp_path: Path, record: Callable[..., JobRecord]) -> Callable[...
         store.freeze(record(input=InputRecord(files=(), roles=roles, schema_ipc="")))
         for shard_id, rows in enumerate(parts):
             store.commit_part(shard_id, part(*rows))
+        store.write_summary({})
         store.mark_success()
         return store
 

@@ -114,6 +114,7 @@ def test_states_are_shown_while_their_end_is_waited_for(store: JobStore) -> None
     assert shown == ["running", "done"]
     shown.clear()
     store.write_state(replace(state("finishing"), updated_at_s=time.time()))
+    store.write_summary({})
     store.mark_success()
     wait_for_end(store, show=lambda found: shown.append(found.phase))
     assert shown == ["done"]
@@ -140,6 +141,16 @@ def test_a_finished_job_is_done_whatever_its_state_says(store: JobStore) -> None
     assert (status.headline, status.next_step, status.summary) == ("done", None, {"rows": 200})
 
 
+def test_a_success_that_was_copied_from_elsewhere_is_not_believed(store: JobStore) -> None:
+    store.mark_success()
+    for written, outcome in ((state(), "running"), (state("failed"), "failed"), (state("done"), "done")):
+        store.write_state(written)
+        assert read_status(store, NOW_S).outcome == outcome
+    store.write_state(state("interrupted"))
+    store.write_summary({"rows": 200})
+    assert read_status(store, NOW_S).outcome == "done"
+
+
 @pytest.mark.parametrize(
     ("written", "outcome", "exit_code"),
     [
@@ -162,6 +173,7 @@ def test_a_status_has_a_word_and_an_exit_code_for_programs(
     status = read_status(store, NOW_S)
     assert (status.outcome, status.exit_code) == (outcome, exit_code)
     assert {"outcome": outcome, "exit_code": exit_code}.items() <= status.to_json().items()
+    store.write_summary({})
     store.mark_success()
     # Unless a run begins on it anew.
     is_beginning = exit_code == 3 and written is not None and written.phase in BEGINNING_PHASES
@@ -170,6 +182,7 @@ def test_a_status_has_a_word_and_an_exit_code_for_programs(
 
 def test_a_run_that_begins_anew_on_a_finished_job_is_not_done(store: JobStore) -> None:
     """Its adapters have changed; `_SUCCESS` is removed when it has planned which rows it computes again."""
+    store.write_summary({})
     store.mark_success()
     store.write_state(state("indexing"))
     assert read_status(store, NOW_S).outcome == "running"
@@ -184,6 +197,7 @@ def test_a_job_that_ends_while_its_status_is_read_is_not_said_to_have_stopped(
 
     def then_end() -> Any:
         found = read()
+        store.write_summary({})
         store.mark_success()
         store.write_state(state("done"))
         return found
