@@ -131,6 +131,11 @@ class EchoQueue:
         #: Results by prompt tokens.
         self.computed: Counter[tuple[int, ...]] = Counter()
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the engine has generated."""
+        return self._engine.telemetry().generated_tokens
+
     def call(self, change: Callable[[EngineQueue], None]) -> None:
         """As `EngineHandle` has the supervisor's thread do it."""
         change(self.queue)

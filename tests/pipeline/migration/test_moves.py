@@ -452,6 +452,8 @@ class Moves(RuleBasedStateMachine):
         computed = sum((p.echo.computed for p in [*self.plugins.values(), *self.gone]), Counter[tuple[int, ...]]())
         if not self.num_faults:
             assert set(computed.values()) == {1}, f"computed again: {computed.most_common(3)}"
+            num_tokens = sum(p.echo.num_tokens for p in [*self.plugins.values(), *self.gone])
+            assert num_tokens == MAX_TOKENS * len(computed), "tokens were generated twice"
         assert len(computed) == NUM_SHARDS * ROWS_PER_SHARD
 
 
