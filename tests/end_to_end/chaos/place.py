@@ -126,8 +126,10 @@ def strike_part(store: JobStore, signal: Signal, pick: int) -> bool:
         else:
             data = store.location.read(part_name(other if signal == "REPLACED" else number))
             size = len(data) if signal == "REPLACED" else len(data) * (pick // 2) // 4
-            with store.location.fs.open(store.location.path(part_name(number)), "wb") as file:
-                file.write(data[:size])
+            if store.location.is_local:
+                store.location.local_path(part_name(number)).write_bytes(data[:size])
+            else:
+                store.location.write(part_name(number), data[:size])
     return True
 
 
