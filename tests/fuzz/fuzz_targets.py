@@ -45,7 +45,7 @@ from lorabatch.jobs.status.logs import log_lines
 from lorabatch.jobs.store import JobStore
 from lorabatch.jobs.validation import requested_job
 from lorabatch.pipeline.dataset.answers import BegunRow, RowAnswer, decode_journal, encode_answers, encode_begun
-from lorabatch.pipeline.dataset.chunk import ChunkRef, DamagedChunkError, IndexJob, read_chunk
+from lorabatch.pipeline.dataset.chunk import ChunkRef, DamagedChunkError, IndexJob, RowGroupRef, read_chunk
 from lorabatch.pipeline.dataset.chunk_rows import ChunkRows
 from lorabatch.pipeline.planning.plan import read_plan
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M
@@ -227,12 +227,13 @@ def _read_parquet(folder: Path) -> Iterator[str]:
     )
     file, first_row = footers[0].file, 0
     for number, num_rows in enumerate(file.row_group_rows):
-        chunk = ChunkRef(number, file.url, file.name, number, first_row, num_rows, file.footer_sha256, {})
+        group = RowGroupRef(file.url, file.name, number, first_row, num_rows, file.footer_sha256, {})
+        chunk = ChunkRef(number, (group,))
         first_row += num_rows
         try:
-            rows = ChunkRows(chunk, job, lambda _: _tokenizer())
-            for batch in read_chunk(chunk, job.schema_ipc, {}):
-                rows.add(batch)
+            rows = ChunkRows(number, job, lambda _: _tokenizer())
+            for batch, places in read_chunk(chunk, job.schema_ipc, {}):
+                rows.add(batch, places)
             if num_rows:
                 order, offsets = rows.order()
                 for prepared in rows.prepared_batches(order, offsets):
