@@ -54,6 +54,8 @@ class Disk:
         self.deadly: int | None = None
         self.where = ""
         self.torn = 1.0
+        #: The file of which a write was not whole; "" for none.
+        self.torn_file = ""
         self.is_dead = False
         self._written: tuple[str, int] | None = None
 
@@ -86,6 +88,7 @@ class Disk:
             path, before = self._written
             self._written = None
             after = os.path.getsize(path)
+            self.torn_file = path if self.torn < 1.0 else ""
             disks, now = watching.copy(), before + int((after - before) * self.torn)
             watching.clear()
             os.truncate(path, min(after, now))
