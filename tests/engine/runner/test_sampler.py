@@ -84,7 +84,8 @@ def plain_draws(logits: list[float], sampling: SamplingParams, u: float) -> set[
 
 some_logits = st.lists(
     st.one_of(
-        st.floats(-30, 30, width=32),
+        # A temperature has a least value (`SMALLEST_TEMPERATURE`); logits of models do not differ by less than it.
+        st.floats(-30, 30, width=32).map(lambda logit: logit if abs(logit) > 1e-20 else 0.0),
         st.sampled_from((0.0, -0.0, 1.0, 1.0, -INF, -INF, 1e30, -1e30)),
     ),
     min_size=1,
