@@ -177,11 +177,13 @@ def _is_still_finished(checked: CheckedJob) -> bool:
 
 
 def _has_lost_its_list(store: JobStore, contents: OutputContents) -> bool:
-    """Whether the list of the parts of a job that was done is gone. Earlier versions made none, nor marks in parts."""
-    if store.read_parts() is not None or not contents.parts:
+    """Whether the list of the parts of a job that was done is gone. Earlier versions made none, nor marks in parts, of
+    which each job that was done has one at least.
+    """
+    if store.read_parts() is not None:
         return False
-    mark = read_mark(store, min(contents.parts))
-    return isinstance(mark, PartMark) and bool(mark.contents)
+    marks = (read_mark(store, shard_id) for shard_id in sorted(contents.parts))
+    return not contents.parts or any(not isinstance(mark, PartMark) or bool(mark.contents) for mark in marks)
 
 
 def make_record(checked: CheckedJob) -> JobRecord:

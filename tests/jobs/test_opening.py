@@ -68,6 +68,7 @@ def test_the_same_job_again_resumes_it(given: dict[str, Any]) -> None:
     assert not first.store.is_finished()
     first.store.write_summary({})
     first.store.mark_success()
+    write_part(given["output"], 0, PartMark())
     assert open_job(JobSpec(**given)).is_finished
 
 
@@ -83,14 +84,27 @@ def test_a_job_whose_account_is_damaged_is_compared_again(given: dict[str, Any],
     assert not store.is_finished()
 
 
+def write_part(output: str, number: int, mark: PartMark) -> None:
+    """A part with this mark; those of earlier versions have an empty one."""
+    part = pa.table({"id": [1]}).replace_schema_metadata(mark.metadata())
+    pq.write_table(part, Path(output, f"part-{number:05d}.parquet"))
+
+
 def test_a_job_that_has_lost_the_list_of_its_parts_is_compared_again(given: dict[str, Any]) -> None:
-    store = open_job(JobSpec(**given)).store
-    for mark, is_done in ((PartMark(), True), (PartMark(contents="c", shard_id="0"), False)):
-        part = pa.table({"id": [1]}).replace_schema_metadata(mark.metadata())
-        pq.write_table(part, Path(given["output"], "part-00000.parquet"))
+    store, output = open_job(JobSpec(**given)).store, given["output"]
+
+    def is_finished() -> bool:
         store.write_summary({})
         store.mark_success()
-        assert open_job(JobSpec(**given)).is_finished == is_done, mark
+        return open_job(JobSpec(**given)).is_finished
+
+    assert not is_finished(), "no part is left"
+    write_part(output, 0, PartMark())
+    assert is_finished(), "an earlier version wrote no list"
+    write_part(output, 1, PartMark(contents="c", shard_id="1"))
+    assert not is_finished()
+    Path(output, "part-00000.parquet").write_bytes(b"")
+    assert not is_finished()
 
 
 def test_a_damaged_state_says_nothing(given: dict[str, Any]) -> None:
@@ -118,6 +132,7 @@ def test_verify_reads_the_input_of_a_planned_job_again(given: dict[str, Any]) ->
     for options, is_kept in (({}, True), ({"verify": True}, False)):
         store.write_rows(0, b"rows")
         store.write_index(0, b"numbers")
+        store.write_parts({})
         store.write_summary({})
         store.mark_success()
         assert open_job(JobSpec(**given, **options)).is_finished == is_kept

@@ -52,7 +52,7 @@ ADAPTER_OF = {i: NAMES[i % len(NAMES)] for i in range(NUM_ROWS)}
 NUMBER_OF = {prompt: i for i, prompt in PROMPTS.items()}
 #: A process dies at this change of a file, of those with this in their path.
 FILES = ["/wip/", "/wip/", "/wip/", "part-", "part-", "job.", "plan.", "rows/", "s.json", "_SUCCESS"]
-DEATHS = st.tuples(st.integers(1, 3), st.sampled_from(FILES)) | st.tuples(st.integers(1, 150), st.just(""))
+DEATHS = st.tuples(st.integers(1, 8), st.sampled_from(FILES)) | st.tuples(st.integers(1, 150), st.just(""))
 SEEDS, NUMBERS = st.integers(0, 1000), st.integers(0, 99)
 Blow = tuple[int, str] | None
 #: Records that cannot be made again, and others.
@@ -389,7 +389,7 @@ class Job(RuleBasedStateMachine):
             self.failed[row] = error
 
     @precondition(lambda self: self.product.errors)
-    @rule(death=st.tuples(st.integers(1, 4), st.sampled_from(["/wip/", "part-"])))
+    @rule(death=st.tuples(st.integers(1, 6), st.sampled_from(["/wip/", "part-"])))
     def heal_rows(self, death: Blow) -> None:
         """Their parts are opened again by a command that dies at that."""
         self.product.errors.clear()
@@ -412,7 +412,7 @@ class Job(RuleBasedStateMachine):
     @rule(
         which=NUMBERS,
         other=NUMBERS,
-        how=st.sampled_from(["gone", "cut", "empty", "garbage", "old", "renamed", "foreign"]),
+        how=st.sampled_from(["renamed", "gone", "cut", "empty", "garbage", "old", "renamed", "foreign"]),
     )
     def strike_part(self, which: int, other: int, how: str) -> None:
         name, part = self.old[which % len(self.old)]
@@ -431,8 +431,8 @@ class Job(RuleBasedStateMachine):
             case "old":
                 left = part
             case "renamed":
-                names = [*sorted({name for name, _ in self.old}), "part-00077.parquet"]
-                name, left = names[other % len(names)], part
+                # Mostly in place of one of the job's, whether that is there or not.
+                name, left = f"part-{(0, 1, 2, 0, 1, 2, 77)[other % 7]:05d}.parquet", part
                 present = self._read(name)
             case "foreign":
                 sink = pa.BufferOutputStream()
