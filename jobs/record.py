@@ -142,6 +142,8 @@ class InputRecord(_Frozen):
     #: What files say beside their columns and parts say too, key -> text; and keys that parts leave out.
     metadata: dict[str, str] = {}
     metadata_left_out: tuple[str, ...] = ()
+    #: Copied columns with timestamps that files store as INT96. Parts store them as INT64.
+    int96: tuple[str, ...] = ()
     #: Whether times of day are written as times in UTC.
     has_zoned_times: bool = False
     #: Whether parts say which Arrow types they were made of. Some readers show others then, so only where a file does.

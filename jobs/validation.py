@@ -37,7 +37,7 @@ from .cost_profile import read_profile
 from .errors import JobRequestError, StorageError
 from .generation_config import with_generation_defaults
 from .input.adapter_names import columns_with_names
-from .input.column_types import times_are_zoned, type_problems
+from .input.column_types import columns_of_int96, times_are_zoned, type_problems
 from .input.columns import asked_options, copied_names, find_roles
 from .input.file_metadata import kept_metadata, settings_of_files
 from .input.files import endings, pack_schema, read_footers, unified_schema, would_read
@@ -241,6 +241,7 @@ def _check_input(spec: JobSpec) -> InputRecord:
         dropped=tuple(name for name in schema.names if name not in copied),
         metadata=metadata,
         metadata_left_out=tuple(left_out),
+        int96=tuple(columns_of_int96(copied, kinds)),
         has_zoned_times=times_are_zoned(copied, kinds),
         has_arrow_schema=any(footer.has_arrow_schema for footer in found.footers),
         has_small_files_together=True,

@@ -135,6 +135,13 @@ def type_problems(
     return problems
 
 
+def columns_of_int96(
+    copied: Collection[str], of_files: Sequence[tuple[str, Mapping[str, tuple[str, ...]]]]
+) -> list[str]:
+    """Copied columns that hold INT96 timestamps in some file, by themselves or nested."""
+    return sorted({name for _, kinds in of_files for name in kinds if name in copied and INT96 in kinds[name]})
+
+
 def times_are_zoned(copied: Collection[str], of_files: Sequence[tuple[str, Mapping[str, tuple[str, ...]]]]) -> bool:
     """Whether all times of day in copied columns are in UTC: one option of the writer says so of all of them."""
     times = [

@@ -70,6 +70,11 @@ def _input_notes(record: JobRecord) -> list[str]:
             if len(seeming) == 1
             else f"input: columns {names} look like settings and are copied; {option} makes them settings"
         )
+    if given.int96:
+        notes.append(
+            "input: timestamps stored as INT96 are INT64 without time zone in the output, the same instants; Spark "
+            f"shows them as TIMESTAMP_NTZ: {_shown(given.int96)}"
+        )
     if given.metadata_left_out:
         notes.append(f"input: metadata of files that the output does not have: {_shown(given.metadata_left_out)}")
     return notes

@@ -15,6 +15,7 @@ from typing import Any
 import duckdb
 import numpy as np
 import pandas as pd
+import polars
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -22,12 +23,8 @@ import pytest
 from lorabatch.jobs.errors import JobRequestError
 from lorabatch.jobs.input.column_types import ARROW_TYPES
 from lorabatch.jobs.input.parquet_schema import CONVERTED_TYPES, LOGICAL_TYPES
+from lorabatch.jobs.status.notes import job_notes
 from lorabatch.pipeline.dataset.writer import answers_in_part, empty_part, part_bytes
-
-try:
-    import polars
-except ImportError:  # not part of the environment of `make test`
-    polars = None
 
 Prepare = Callable[..., Any]
 Echo = Callable[..., Any]
@@ -143,7 +140,6 @@ def test_types_and_values_are_those_of_the_input(copied: Callable[..., Path], tm
         frame.to_parquet(sink)
         data = sink.getvalue()
     else:
-        pytest.importorskip("polars")
         kinds = {"kind": polars.Categorical, "deep": polars.List(polars.String), "when": polars.Datetime("us")}
         frame = polars.DataFrame(
             ID | {"kind": ["u", None, "v"], "deep": [["a"], None, []], "when": [FAR, None, FIRST]},
@@ -163,9 +159,8 @@ def test_types_and_values_are_those_of_the_input(copied: Callable[..., Path], tm
     assert [t for t in in_pyarrow[1].schema.types if not pa.types.is_dictionary(t)] == same
     readable = [name for name in names if name not in ("ids", "uuids")]  # pandas reads no lists of them
     assert as_pandas_reads(output, readable) == as_pandas_reads(given, readable)
-    if polars is not None:
-        some = [name for name in names if name not in ("nothing", "large_money")]
-        assert as_polars_reads(output, some) == as_polars_reads(given, some)
+    some = [name for name in names if name not in ("nothing", "large_money")]
+    assert as_polars_reads(output, some) == as_polars_reads(given, some)
 
 
 @pytest.mark.parametrize("has_schema", [True, False])
@@ -199,10 +194,13 @@ def test_int96_timestamps_of_any_year_keep_their_instants(
 def test_int96_timestamps_with_nanoseconds_are_refused_by_name(prepare_job: Prepare, column: pa.Array) -> None:
     table = pa.table({"prompt": ["a"], "fine": column})
     job = prepare_job({"x.parquet": parquet(table, use_deprecated_int96_timestamps=True)})
+    assert [note for note in job_notes(job.record) if "INT96" in note and note.endswith("NTZ: fine")]
     (summary,) = job.index()
     assert "column 'fine' has INT96 timestamps with nanoseconds" in summary.damages[0]
     assert "--drop fine" in summary.damages[0]
-    (summary,) = prepare_job({"x.parquet": parquet(table, use_deprecated_int96_timestamps=True)}, drop=["fine"]).index()
+    job = prepare_job({"x.parquet": parquet(table, use_deprecated_int96_timestamps=True)}, drop=["fine"])
+    assert not [note for note in job_notes(job.record) if "INT96" in note]
+    (summary,) = job.index()
     assert summary.damages == ()
 
 
