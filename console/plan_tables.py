@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ..engine.memory.limits import CpuMemory
 from ..pipeline.planning.dry_run import DryRun
 from ..scheduler.forecast import AdapterForecast
 from ..scheduler.planning.waves import Shard
@@ -115,6 +116,7 @@ def plan_json(found: DryRun, gpu_hour_price: float | None) -> dict[str, Any]:
         "price": price(found, gpu_hour_price),
         "device": asdict(found.settings.device),
         "engine_limits": asdict(found.settings.limits),
+        "engine_memory": asdict(found.memory) if found.memory else None,
         "cost_model": {"origin": found.settings.cost_origin} | found.settings.step_prices.to_json(),
         "notes": list(found.notes),
         "audit": [adapter.model_dump(mode="json") for adapter in found.adapters],
@@ -207,15 +209,25 @@ def _engines(found: DryRun) -> list[str]:
     """What a step of the engines holds and what they run on; a device that is not known is said to be assumed."""
     device, limits, num_processes = found.settings.device, found.settings.limits, found.settings.engine.tensor_parallel
     processes = f" of {num_processes} processes each" if num_processes > 1 else ""
+    pool = "" if found.memory else f", {limits.pool_bytes / 1e9:.1f} GB for keys, values and adapters"
     lines = [
-        f"Engines{processes}: {limits.batch_rows} rows and {limits.step_tokens} tokens a step, "
-        f"{limits.pool_bytes / 1e9:.1f} GB for keys, values and adapters "
+        f"Engines{processes}: {limits.batch_rows} rows and {limits.step_tokens} tokens a step{pool} "
         f"({device.title}, {device.memory_bytes / 1e9:.0f} GB); linear layers multiply in {found.settings.products}",
+        *([_memory(found.memory)] if found.memory else []),
         *filter(None, [found.settings.rounded_weights, found.settings.rounding]),
     ]
     if device.assumption:
         lines.append(f"The device is not known: {device.assumption}. Seconds and price depend on it")
     return lines
+
+
+def _memory(planned: CpuMemory) -> str:
+    parts = (planned.unmerged, planned.weights, planned.pool, planned.working, planned.merged)
+    whole, weights, pool, working, merged = (f"{part / 1e9:.1f}" for part in parts)
+    return (
+        f"Each engine takes at most {whole} GB of memory: {weights} for the base model, which engines of a machine "
+        f"share, {pool} for keys, values and adapters, {working} to compute; {merged} more once adapters are merged"
+    )
 
 
 def _policy(found: DryRun) -> list[str]:

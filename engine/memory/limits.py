@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from ..config import DEFAULT_BATCH_ROWS, DEFAULT_STEP_TOKENS, DeviceKind, EngineConfig, pool_format
+from ..config import DEFAULT_BATCH_ROWS, DEFAULT_STEP_TOKENS, DeviceKind, EngineConfig, dtype_on, pool_format
 from ..model_config.model import PACKED_SITES, ModelConfig
 from ..model_config.partition import Partition
 
@@ -27,6 +27,8 @@ _DEFAULT_CPU_POOL_BYTES = 2 * _GIB
 _COMPILED_HEADS = 16
 # What torch's allocator cannot use, and room for graphs and compiled kernels.
 _SLACK_SHARE = 0.05
+# Python, torch and its libraries, before an engine has a model: 231 MB on x86, of which 80 MB are libraries.
+_CPU_PROCESS_BYTES = 240 * 10**6
 # Of CUDA, its libraries and the driver.
 _CONTEXT_BYTES = 1 * _GIB
 _FP32_BYTES = 4
@@ -87,6 +89,47 @@ def engine_limits(config: EngineConfig, model: ModelConfig, kind: DeviceKind, me
     token_bytes = 2 * model.num_layers * part.kv_size * itemsize * config.tensor_parallel
     return EngineLimits(
         steps.batch_rows, steps.step_tokens, pool_bytes, token_bytes, config.page_tokens, RUN_PAGES[kind]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CpuMemory:
+    """Memory that an engine on a CPU takes at most, in bytes, all processes of a group together.
+
+    `weights`: of the base model, which the engines of a machine share where the cache of packed weights has them.
+    `pool`: keys, values and adapters, once it is full. `working`: the processes by themselves and their largest step.
+    `merged`: more, once an adapter has been merged into all linear layers.
+    """
+
+    weights: int
+    pool: int
+    working: int
+    merged: int
+
+    @property
+    def unmerged(self) -> int:
+        """All of it while no adapter is merged."""
+        return self.weights + self.pool + self.working
+
+
+def cpu_memory(config: EngineConfig, model: ModelConfig, limits: EngineLimits, file_bytes: int) -> CpuMemory:
+    """Planned memory of an engine on a CPU. `file_bytes`: of the model's weights in its files.
+
+    Linear layers multiply in the files' own format, unless the job rounds them; a tied head is packed beside the
+    embeddings. A merged adapter takes two copies of the layers in fp32: the base's and the merged one.
+    """
+    embeddings = model.vocab_size * model.embedding_size
+    linears = live_weight_bytes(model, 1)
+    itemsize = file_bytes / (linears + embeddings * (1 if model.is_tied else 2))
+    if dtype_on("cpu", config.dtype) == "bfloat16":
+        itemsize = 2
+    linear_itemsize = 1 if config.base_quantization == "int8" else itemsize
+    step = step_bytes(StepLimits(limits.batch_rows, limits.step_tokens), model, _FP32_BYTES)
+    return CpuMemory(
+        weights=int(linears * linear_itemsize + 2 * embeddings * itemsize),
+        pool=limits.pool_bytes,
+        working=config.tensor_parallel * (_CPU_PROCESS_BYTES + step),
+        merged=2 * linears * _FP32_BYTES,
     )
 
 

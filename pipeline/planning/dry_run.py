@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.local_cache import temporary_folder
+from ...engine.memory.limits import CpuMemory, cpu_memory
 from ...jobs.opening import OpenedJob, open_job
 from ...jobs.option_values import check_speeds, parse_speeds
 from ...jobs.record import AdapterRecord
@@ -55,6 +56,14 @@ class DryRun:
     range_s: tuple[float, float] | None
     slowness: tuple[float, ...] | None
     notes: tuple[str, ...]
+
+    @property
+    def memory(self) -> CpuMemory | None:
+        """Of each engine; None on GPUs, where limits and pool follow from what a GPU has."""
+        settings = self.settings
+        if settings.device.kind != "cpu":
+            return None
+        return cpu_memory(settings.engine, settings.model, settings.limits, self.weight_bytes)
 
 
 def dry_run(values: Mapping[str, Any], job_file: Path | None = None, speeds: str | None = None) -> DryRun:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from lorabatch.benchmarks.gpu.shapes import LLAMA_3_2_1B, LLAMA_3_8B, QWEN_2_5_7
 from lorabatch.engine.config import EngineConfig, Mode
 from lorabatch.engine.memory.allocation import plan_pool
 from lorabatch.engine.memory.limits import (
+    CpuMemory,
     EngineLimits,
     StepLimits,
     cpu_limits,
+    cpu_memory,
     engine_limits,
     gpu_plan,
     gpu_pool_bytes,
@@ -159,3 +162,25 @@ def test_plans_know_the_limits_of_an_engine_without_its_device() -> None:
     assert on_cpu == EngineLimits(64, 512, 2 << 30, 4 * on_gpu.token_bytes // 2, 16, 4)
     assert engine_limits(EngineConfig(pool_bytes=5), model, "cpu", 8 << 30).pool_bytes == 5
     assert engine_limits(EngineConfig(), model, "cpu", 8 << 30).pool_bytes == 1 << 30
+
+
+@pytest.mark.parametrize("shape", [LLAMA_3_8B, LLAMA_3_2_1B], ids=lambda shape: shape.name)
+def test_plans_know_the_memory_of_an_engine_on_a_cpu(shape: ModelShape) -> None:
+    # Beside what is measured: benchmarks/engine/memory.py.
+    model = model_of(shape)
+    linears, embeddings = live_weight_bytes(model, 1), model.vocab_size * model.hidden_size
+    file_bytes = sum(math.prod(sizes) for sizes in stored_shapes(model).values()) * BF16
+
+    def planned(**options: Any) -> CpuMemory:
+        config = EngineConfig(**options)
+        return cpu_memory(config, model, engine_limits(config, model, "cpu", 64 << 30), file_bytes)
+
+    plain = planned()
+    assert plain.weights == pytest.approx(2 * linears + 4 * embeddings, rel=0.001), "a tied head is packed, too"
+    assert plain.pool == 2 << 30
+    assert plain.merged == 8 * linears, "two copies in fp32"
+    assert plain.unmerged == plain.weights + plain.pool + plain.working
+    assert plain.working > 240e6 + 64 * model.vocab_size * 16, "logits of 64 rows"
+    assert planned(base_quantization="int8").weights == pytest.approx(linears + 4 * embeddings, rel=0.001)
+    assert planned(tensor_parallel=2).working == 2 * plain.working
+    assert planned(max_step_tokens=4096).working > plain.working

@@ -208,11 +208,13 @@ def test_a_plan_names_the_engines_limits_and_says_when_their_device_is_assumed(o
 
     found = printed(device="cpu")
     assert "Engines: 8 rows and 512 tokens a step" in found
+    assert re.search(r"Each engine takes at most \d\.\d GB of memory: .* more once adapters are merged", found)
     assert "The device is not known" not in found
     assert "Engines of 2 processes each: 8 rows and 512 tokens a step" in printed(device="cpu", tensor_parallel=2)
     # a GPU that no machine has
     assumed = printed(device="cuda:77", batch_rows=None)
-    assert "Engines: 512 rows and 16384 tokens a step" in assumed
+    assert re.search(r"Engines: 512 rows and 16384 tokens a step, \d+\.\d GB for keys, values and adapters", assumed)
+    assert "Each engine takes" not in assumed
     assert "a GPU with the 141 GB of an H200 is assumed. Seconds and price depend on it" in assumed
 
 
