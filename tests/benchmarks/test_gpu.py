@@ -159,13 +159,16 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Comp
     (folder / "sitecustomize.py").write_text(FORBIDDING.format(names=NOT_THERE, root=root))
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "lorabatch.benchmarks.gpu", "--tiny", "--json", str(folder / "result.json")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=580, check=False)
+    # A third of it on a machine with nothing else to do.
+    options = ["--tiny", "--seconds", "1000", "--json", str(folder / "result.json")]
+    command = [sys.executable, "-m", "lorabatch.benchmarks.gpu", *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1100, check=False)
     assert (folder / "result.json").exists(), done.stderr[-3000:]
     return done, json.loads((folder / "result.json").read_text())
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_a_whole_run_at_the_smallest_sizes(
     whole_run: tuple[subprocess.CompletedProcess[str], dict[str, Any]],
 ) -> None:
@@ -220,6 +223,7 @@ def test_a_whole_run_at_the_smallest_sizes(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_results_say_where_and_with_what_they_were_measured(
     whole_run: tuple[subprocess.CompletedProcess[str], dict[str, Any]],
 ) -> None:
@@ -230,6 +234,7 @@ def test_results_say_where_and_with_what_they_were_measured(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_a_run_that_is_cut_short_leaves_what_its_sections_have_found(
     whole_run: tuple[subprocess.CompletedProcess[str], dict[str, Any]],
 ) -> None:

@@ -1,13 +1,15 @@
 """Measurements of the cluster side, for docs/operations.md: `python tests/echo/measure.py WHAT FOLDER NUMBERS…`.
 
 `slow` (rows), `rows` (rows in a row group, then rows), `adapters`, `files` and `shards` (of each that many) use
-`echo_engine`, whose steps take as long as configured: what is measured is everything else.
+`echo_engine`, whose steps take as long as configured: what is measured is everything else. Clusters have the settings
+of docs/deploy.md, or, with the variable `DASK_CONFIG`, those of that folder.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import dask
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -187,8 +190,19 @@ def family(pid: int, with_children: bool) -> list[psutil.Process]:
     return []
 
 
+def recommended_settings(folder: Path) -> None:
+    """Have Dask take the settings that docs/deploy.md shows, here and in all processes that are started from here."""
+    (shown,) = re.findall(r"```yaml\n(.*?)```", (REPOSITORY / "docs" / "deploy.md").read_text("utf-8"), re.DOTALL)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "dask.yaml").write_text(shown, encoding="utf-8")
+    os.environ["DASK_CONFIG"] = str(folder)
+    dask.config.refresh()
+
+
 def main() -> None:
     """What is asked for, in a folder that is made anew."""
+    if "DASK_CONFIG" not in os.environ:
+        recommended_settings(Path(sys.argv[2]).with_suffix(".dask"))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ECHO_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
     what, folder, *numbers = sys.argv[1:]
     match what:
