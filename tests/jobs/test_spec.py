@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,11 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import lorabatch
+from lorabatch.engine.request import SAMPLING_OPTIONS
 from lorabatch.jobs.errors import JobRequestError
 from lorabatch.jobs.job_file import read_job_file
 from lorabatch.jobs.option_values import TLS_FIELDS, ErrorBudget, TlsFiles
 from lorabatch.jobs.record import public_spec
-from lorabatch.jobs.spec import COLUMN_ROLES, JobSpec, PolicyName
+from lorabatch.jobs.spec import COLUMN_ROLES, SAMPLING_COLUMNS, JobSpec, PolicyName
 
 BASICS = {"model": "m", "input": "in.parquet", "output": "out"}
 
@@ -328,3 +331,21 @@ def test_values_that_are_not_of_their_tags_kind_are_no_yaml(tmp_path: Path, valu
 def test_what_other_systems_have_is_refused_by_name_with_what_to_do(name: str, said: str) -> None:
     with pytest.raises(JobRequestError, match=f"{name}: not an option; {said}"):
         JobSpec(**BASICS, **{name: 2})
+
+
+def test_no_option_is_declared_and_read_nowhere() -> None:
+    """An option that only parses would do nothing, and no other test would notice."""
+    root = Path(lorabatch.__file__).parent
+    files = [
+        root / "api.py",
+        *(file for room in ("console", "pipeline", "jobs") for file in (root / room).rglob("*.py")),
+    ]
+    code = "\n".join(file.read_text("utf-8") for file in files if file.name != "spec.py")
+    found = re.findall(r"spec\.get\(\"(\w+)\"|spec\[\"(\w+)\"|spec\.(\w+)", code)
+    read = {name for names in found for name in names}
+    # `JobSpec.inputs`, `JobSpec.tls_files`, and `JobSpec.sampling`, by which rows are answered
+    read_as = {"input": "inputs"} | dict.fromkeys(TLS_FIELDS, "tls_files") | dict.fromkeys(SAMPLING_COLUMNS, "sampling")
+    assert {name for name in JobSpec.model_fields if read_as.get(name, name) not in read} == set()
+    engine = [file for file in (root / "engine").rglob("*.py") if file.name != "request.py"]
+    code += "\n".join(file.read_text("utf-8") for file in engine)
+    assert {name for name in SAMPLING_OPTIONS if not re.search(rf"\.{name}\b|\"{name}\"", code)} == set()
