@@ -23,7 +23,7 @@ from ...jobs.errors import JobFailedError
 from .background_state import BackgroundCluster
 from .connect import embedded, existing, open_client, page_address
 
-# Without a job for so long, the cluster ends.
+# Seconds without a job after which the cluster ends.
 IDLE_LIMIT_S = 60.0
 _LOOK_INTERVAL_S = 2.0
 _START_TIMEOUT_S = 120.0
@@ -32,9 +32,10 @@ _CONNECT_TIMEOUT = "5s"
 
 @contextmanager
 def background_client(path: Path, num_workers: int, gpus_each: int = 1) -> Iterator[tuple[BackgroundCluster, Client]]:
-    """The cluster of a state file and a client of it; one is started when none answers, with workers of `gpus_each`.
+    """The cluster of a state file and a client of it. A cluster with `num_workers` workers, each with `gpus_each` GPUs,
+    is started when none answers.
 
-    Commands at the same moment find the same one, and it does not end between being found and being connected to.
+    Commands at the same moment find the same cluster, and it does not end between being found and being connected to.
     Raises `JobFailedError` when it does not start.
     """
     with ExitStack() as connection:
@@ -55,7 +56,7 @@ def find_cluster(path: Path) -> BackgroundCluster | None:
 
 
 def start_cluster(path: Path, num_workers: int, gpus_each: int = 1) -> BackgroundCluster:
-    """Start one and wait until it is ready. Raises `JobFailedError` when it does not start."""
+    """Start a background cluster and wait until it is ready. Raises `JobFailedError` when it does not start."""
     make_private(path.parent)
     path.unlink(missing_ok=True)
     log_path = path.with_suffix(".log")
@@ -65,10 +66,10 @@ def start_cluster(path: Path, num_workers: int, gpus_each: int = 1) -> Backgroun
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            # The terminal's Ctrl-C and its closing are not meant for it.
+            # The cluster outlives Ctrl-C in the terminal and the terminal itself.
             start_new_session=True,
         )
-    # It may end before this process does, which then has to take note of it.
+    # Waits for the cluster's process: one that ends before this process would stay a zombie.
     threading.Thread(target=process.wait, name="background cluster", daemon=True).start()
     give_up_s = time.monotonic() + _START_TIMEOUT_S
     while time.monotonic() < give_up_s and process.poll() is None:

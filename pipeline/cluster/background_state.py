@@ -22,24 +22,32 @@ from .security import security_with
 
 @dataclass(frozen=True, slots=True)
 class BackgroundCluster:
-    """Where the cluster is, and what connects to it. `dashboard`: "" when there is none."""
+    """A background cluster, as its state file describes it: its addresses, its process and its key."""
 
+    #: Address of the Dask scheduler.
     address: str
+    #: Address of the dashboard's page about jobs; "" when the cluster has no dashboard.
     dashboard: str
+    #: Id of the cluster's process.
     pid: int
+    #: Workers that the cluster was started with.
     num_workers: int
+    #: The cluster's certificate, PEM text.
     certificate: str = field(repr=False)
+    #: Private key of the certificate, PEM text.
     key: str = field(repr=False)
 
     @property
     def security(self) -> Security:
-        """For a client of it."""
+        """Security object for a client of this cluster."""
         return security_with(self.certificate, self.key)
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """What its owner has written. Raises OSError, ValueError or TypeError, also for a file that others may have
-        written or read.
+        """Read a state file that only this user can have written or read.
+
+        Raises PermissionError for a file of another user or with wider permissions; OSError, ValueError or TypeError
+        for one that cannot be read.
         """
         with path.open(encoding="utf-8") as file:
             facts = os.fstat(file.fileno())
@@ -57,12 +65,12 @@ class BackgroundCluster:
 
 
 def state_file() -> Path:
-    """Where the cluster of this user on this machine writes its address."""
+    """Path of the state file of this user's background cluster on this machine."""
     return default_cache_root() / "clusters" / f"{platform.node() or 'local'}.json"
 
 
 def background_security(address: str) -> Security | None:
-    """For the background cluster of this user, if it has this address; else None."""
+    """Security object for a client of this user's background cluster; None if the cluster has another address."""
     with suppress(OSError, ValueError, TypeError):
         found = BackgroundCluster.read(state_file())
         return found.security if found.address == address else None

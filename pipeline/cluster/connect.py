@@ -33,16 +33,18 @@ DEFAULT_WORKERS = 2
 CONNECT_TIMEOUT = "10s"
 _CLUSTER_STARTS = 3
 WORKER_START_LIMIT_S = 60.0
-# How Dask names them.
+# Beginning of the name that Dask gives to processes of workers.
 _WORKER_PROCESS = "Dask Worker process"
-# When workers die or hang while they start. The last: a nanny that is to end a worker which has not started yet.
+# Errors of Dask when workers die or hang while they start. `AssertionError`: a nanny has to end a worker that has not
+# started yet.
 _NANNY_ERRORS = (RuntimeError, TimeoutError, AssertionError)
-# Workers send heartbeats every few seconds, in big clusters less often.
+# A worker whose last heartbeat is that much older than the latest of all workers counts as hung. Workers send
+# heartbeats every few seconds, in big clusters less often.
 _ALIVE_WITHIN_S = 10.0
-# A scheduler that has not answered a question by then is stopped, hung or cut off.
+# A scheduler that has not answered a question within this limit is stopped, hung or cut off.
 _ANSWER_LIMIT_S = 10.0
-# For clusters of our own. Stealing would move shards behind the scheduler's back; a shard whose workers died is
-# not to blame; a job without workers must end some day.
+# Dask's configuration of embedded clusters. Stealing would move shards behind the scheduler's back; a shard whose
+# workers died is not to blame; a job without workers must end some day.
 _SETTINGS: dict[str, Any] = {
     "distributed.scheduler.work-stealing": False,
     "distributed.scheduler.allowed-failures": 100,
@@ -70,7 +72,7 @@ _WORKER_LOGGING = ("DASK_DISTRIBUTED__LOGGING", repr({"distributed": "warning", 
 
 
 def scheduler_lost(output: str, cause: str = "") -> JobFailedError:
-    """The error of a job whose Dask scheduler is gone. `output`: the job's, as it may be shown."""
+    """The error of a job whose Dask scheduler is gone. `output`: the job's output folder, as it may be shown."""
     return JobFailedError(
         f"The Dask scheduler is gone{f' ({cause})' if cause else ''}. Finished rows are kept. The same command goes "
         f"on; on another cluster, `lorabatch resume {output} --cluster ADDRESS` does."
@@ -113,7 +115,7 @@ def page_address(client: Client) -> str:
 
 
 def known_workers(client: Client) -> dict[str, Any] | None:
-    """What the scheduler knows of its workers now, by address; None where it does not answer within 10 s.
+    """Ask the scheduler for its workers: address -> facts; None when it does not answer within 10 s.
 
     `Client.scheduler_info` is no answer: it returns what the client remembers, which a poll of its own replaces by an
     identity without workers, and which stays when the scheduler is gone.
@@ -129,7 +131,7 @@ def known_workers(client: Client) -> dict[str, Any] | None:
 
 
 def count_workers(client: Client) -> int:
-    """Workers that are there now; at least 1, for a cluster that is still growing."""
+    """Number of workers connected now; at least 1, for a cluster that is still growing."""
     return max(1, len(known_workers(client) or ()))
 
 
@@ -153,7 +155,8 @@ def placement_of_tasks(client: Client) -> dict[str, Any]:
 @contextmanager
 def connected(spec: JobSpec, client: Client | None = None, *, has_spares: bool = False) -> Iterator[Client]:
     """A client of its own for one job, connected to the cluster of `client`, else to the one that `spec.cluster` names:
-    `local` starts one and ends it afterwards. `has_spares`: its workers start engine processes before they are asked.
+    `local` starts one and ends it afterwards. `has_spares`: workers of a local cluster start a spare engine process as
+    they start.
 
     Raises `JobRequestError` when no scheduler answers, or a GPU is asked for and the machine has none; `JobFailedError`
     when the cluster's scheduler or workers do not have this version of lorabatch.
@@ -175,10 +178,11 @@ def connected(spec: JobSpec, client: Client | None = None, *, has_spares: bool =
 
 
 def num_embedded_workers(spec: JobSpec) -> int:
-    """Workers of a cluster of our own: as asked, else one for each engine that the GPUs make, else two.
+    """Number of workers of an embedded cluster: `spec.workers`, else one for each engine that the GPUs suffice for,
+    else two.
 
-    Raises `JobRequestError` for `local-cuda` on a machine without GPUs, and for more workers than GPUs: an engine takes
-    the whole memory of one, or of as many as it has processes.
+    Raises `JobRequestError` for `local-cuda` on a machine without GPUs, and for more workers than GPUs: each process of
+    an engine takes the whole memory of a GPU.
     """
     gpus = visible_gpus(os.environ)
     if spec.cluster == "local-cuda" and not gpus:
@@ -203,12 +207,14 @@ def num_embedded_workers(spec: JobSpec) -> int:
 
 
 def gpus_each(spec: JobSpec) -> int:
-    """GPUs of each worker of a cluster of our own, where it has any."""
+    """Number of GPUs of each worker of an embedded cluster on GPUs: one for each process of an engine."""
     return spec.tensor_parallel if device_kind(spec.device) == "cuda" else 1
 
 
 def threads_per_engine(spec: JobSpec, num_workers: int) -> int | None:
-    """CPU threads of one engine. An embedded cluster shares this machine's cores; elsewhere engines choose."""
+    """CPU threads of one engine: `spec.engine_threads`, else a worker's share of this machine's cores on an embedded
+    cluster. None on other clusters, on which engines choose.
+    """
     if spec.engine_threads is not None:
         return spec.engine_threads
     if not spec.is_embedded:
@@ -223,9 +229,9 @@ def embedded(
     spare_threads: int | None = None,
     gpus_each: int = 1,
 ) -> Iterator[Client]:
-    """A cluster that lives as long as the block. `spare_threads`: of the spare engine process that each worker starts;
-    None for no such process. `gpus_each`: GPUs of a worker, where there are any. Raises `JobFailedError` when it cannot
-    be started.
+    """A client of an embedded cluster that lives as long as the block. `spare_threads`: CPU threads of the spare engine
+    process that each worker starts; None for no such process. `gpus_each`: GPUs of a worker, on a machine with GPUs.
+    Raises `JobFailedError` when the cluster cannot be started.
     """
     parent = scratch_folder(dask.config.get("temporary-directory"))
     settings = dask.config.set(_settings(spare_threads) | {GPUS_EACH: gpus_each})
@@ -262,7 +268,7 @@ def start_local_cluster(cluster_type: type[SpecCluster], *arguments: Any) -> Spe
         except _NANNY_ERRORS as error:
             reason = str(error) or type(error).__name__
             _kill_workers(before)
-            # It has ended itself as far as it could, and would complain of not being closed.
+            # The cluster has ended itself as far as it could. Unless marked as closed it would log that it was not.
             cluster.status = Status.closed
             logger.warning("the embedded cluster could not be started: %s", reason)
     raise JobFailedError(
@@ -302,7 +308,7 @@ def _kill_workers(before: set[int | None]) -> None:
 
 @contextmanager
 def _environment(variable: tuple[str, str]) -> Iterator[None]:
-    """An environment variable for the processes started inside."""
+    """Set an environment variable (name, value) for the processes that the block starts."""
     name, value = variable
     before = os.environ.get(name)
     os.environ[name] = value

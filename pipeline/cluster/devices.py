@@ -36,25 +36,30 @@ _SLOW_KERNELS = (
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What an engine runs on. `memory_bytes`: of a GPU, or of the machine. `assumption`: a sentence, when it was not
-    found but assumed. `lacks_compiled_kernels`, `instructions`: of a CPU, see `kernels`. `uuids`: of the GPUs of an
-    engine, of which `name` and `memory_bytes` are those with the least memory. `num_sharing`: workers that have named
-    the GPU that most of them have named, `shared_uuid`.
-    """
+    """The device of one engine: the machine's CPU, or the GPUs of the engine's processes."""
 
+    #: `cpu` or `cuda`.
     kind: DeviceKind
+    #: Name of the GPU with the least memory of the engine's GPUs; "CPU" for a CPU.
     name: str
+    #: Memory of the GPU that `name` names, or of the machine for a CPU.
     memory_bytes: int
+    #: A sentence that says why the device was assumed; "" for one that was found.
     assumption: str = ""
+    #: Whether a CPU computes without the kernels that are compiled when lorabatch is installed.
     lacks_compiled_kernels: bool = False
+    #: The CPU's instruction sets that kernels use (`kernels.cpu_instructions`).
     instructions: tuple[str, ...] = ()
+    #: NVML ids of the engine's GPUs; empty for a CPU and for an assumed GPU.
     uuids: tuple[str, ...] = ()
+    #: Number of workers whose engines use the GPU `shared_uuid`.
     num_sharing: int = 1
+    #: Id of the GPU that the most workers have named; "" when none has named one.
     shared_uuid: str = ""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of it and did not ask."""
+        """Warnings for the user: missing compiled kernels, a GPU that several workers use."""
         notes = [_SLOW_KERNELS] if self.lacks_compiled_kernels else []
         if self.num_sharing > 1:
             notes.append(
@@ -71,7 +76,7 @@ class Device:
 
     @property
     def title(self) -> str:
-        """For people: its name, of a CPU with the vectors that kernels use."""
+        """Name of the device for people; a CPU's with the vector instructions that kernels use."""
         has_vectors = self.instructions and self.instructions[0].startswith("AVX")
         return f"{self.name} with {self.instructions[0]}" if has_vectors else self.name
 
@@ -84,8 +89,9 @@ def device_kind(asked: str) -> DeviceKind:
 
 
 def find_device(asked: str, num_gpus: int = 1) -> Device:
-    """The device of this machine's engines, as `--device` asks, `num_gpus` of which an engine takes, or as many as
-    there are. Runs on workers too."""
+    """The device of this machine's engines, as `--device` asks. An engine takes `num_gpus` GPUs, or all when the
+    machine has fewer. Runs on workers too.
+    """
     if device_kind(asked) == "cpu":
         return Device("cpu", "CPU", total_host_bytes(), "", lacks_compiled_kernels(), cpu_instructions())
     _, _, number = asked.partition(":")
@@ -98,7 +104,9 @@ def find_device(asked: str, num_gpus: int = 1) -> Device:
 
 
 def find_device_of_workers(client: Client, asked: str, num_gpus: int = 1) -> Device:
-    """The device of a cluster's workers; of several kinds, that with the least memory. `num_gpus`: of an engine."""
+    """The device of a cluster's workers; the one that `least_device` chooses when they differ. `num_gpus`: GPUs of an
+    engine.
+    """
     try:
         replies: dict[str, Any] = client.sync(
             client._run, find_device, asked, num_gpus, on_error="return", callback_timeout=_ANSWER_LIMIT_S
@@ -110,8 +118,9 @@ def find_device_of_workers(client: Client, asked: str, num_gpus: int = 1) -> Dev
 
 
 def least_device(found: Iterable[Device], asked: str) -> Device:
-    """Of the devices that workers have named, one with the fewest GPUs and the least memory, of such one without
-    compiled kernels; an assumption where none was named. It says which GPU several workers have named.
+    """The weakest of the devices that workers have named: fewest GPUs, then least memory, then without compiled
+    kernels. Its `shared_uuid` and `num_sharing` describe the GPU that the most workers have named. A device is assumed
+    when `found` is empty.
     """
     devices = sorted(
         found, key=lambda d: (bool(d.assumption), len(d.uuids), d.memory_bytes, not d.lacks_compiled_kernels)
@@ -137,7 +146,7 @@ class _Memory(ctypes.Structure):
 
 
 def _gpu(place: int) -> Device | None:
-    """The GPU at a place among those that this process may use, by NVML; None where it cannot be asked."""
+    """The GPU with index `place` among those that this process may use, by NVML; None when NVML does not find it."""
     visible = visible_gpus(os.environ)
     if place >= len(visible):
         return None

@@ -26,14 +26,16 @@ from .worker_process import EmbeddedNanny
 _HOST = "127.0.0.1"
 # Index tasks use one thread each; shard tasks secede and do not count.
 _TASK_THREADS = 1
-# No name server is asked about these, so that no other machine's page can have a browser take one for its own.
+# Host names that no name server is asked about, so that no other machine's page can have a browser take one for its
+# own.
 _LOOPBACK = frozenset(("127.0.0.1", "localhost", "::1"))
 
 
 class EmbeddedCluster(SpecCluster):
-    """A scheduler in this process and nannies with workers below it. `start_limit_s`: how long a worker may take.
-    `folder`: for their files. Dask's own, `dask-scratch-space`, is of the first user who needs it, and Python looks for
-    modules in it.
+    """A scheduler in this process and nannies with workers below it.
+
+    `start_limit_s`: seconds that a worker may take to start. `folder`: holds the workers' files. Dask's default folder,
+    `dask-scratch-space`, belongs to the first user who needs it, and Python looks for modules in it.
     """
 
     def __init__(self, num_workers: int, start_limit_s: float, folder: Path) -> None:
@@ -67,7 +69,7 @@ class _PrivateScheduler(Scheduler):
         LateDashboard(self, f"/{http_prefix}")
 
     def start_http_server(self, *arguments: Any, **options: Any) -> None:
-        """See `Scheduler`. Nothing has been answered when this returns."""
+        """Start the HTTP server and put `DashboardGuard` in front of it, before the server answers any request."""
         super().start_http_server(*arguments, **options)
         self.http_server.request_callback = DashboardGuard(self.http_application, self._token)
 
@@ -86,7 +88,7 @@ class DashboardGuard(Router):
         self._link = urlsplit(dask.config.get("distributed.dashboard.link"))
 
     def find_handler(self, request: HTTPServerRequest, **options: Any) -> HTTPMessageDelegate | None:
-        """See `Router`."""
+        """Pass an allowed request on to the dashboard, any other one to a handler that answers 403."""
         is_allowed = self._has_token(request) and self._is_own_host(request) and self._is_own_page(request)
         # Requests that fail are logged, in the job's log as well.
         request.uri = (request.uri or "").replace(self._token, "***")

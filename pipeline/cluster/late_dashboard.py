@@ -1,7 +1,7 @@
-"""`LateDashboard`: stands for Dask's dashboard in an embedded cluster until somebody asks for a page.
+"""`LateDashboard`: stands for Dask's dashboard in an embedded cluster until a browser asks for a page.
 
-The dashboard needs Bokeh, which takes as long to import as all else that a command imports to run a job.
-Most jobs end before anybody looks. What Dask does not document is as in `monitoring/scheduler_plugin.py`.
+The dashboard needs Bokeh, which takes as long to import as all else that a command imports to run a job. Most jobs end
+before a page is asked for. `monitoring/scheduler_plugin.py` lists the undocumented names of Dask that both files use.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ WITHOUT_PAGES = {"dashboard": False}
 class LateDashboard(web.Application):
     """Takes every request for a page that a scheduler started with `WITHOUT_PAGES` does not know.
 
-    The first adds the dashboard. Without Bokeh, pages are not found from then on. `prefix`: what stands before all of
-    the scheduler's paths, as `/prefix`; "" for nothing.
+    The first request adds the dashboard. Without Bokeh, this and later requests find no page. `prefix`: beginning of
+    all of the scheduler's paths, such as `/prefix`; "" for none.
     """
 
     def __init__(self, scheduler: Scheduler, prefix: str = "") -> None:
@@ -36,12 +36,12 @@ class LateDashboard(web.Application):
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> LateDashboard | None:
-        """The one that still stands for the scheduler's dashboard, if any."""
+        """The `LateDashboard` that still stands for the scheduler's dashboard; None if there is none."""
         applications = getattr(scheduler.http_application, "applications", [])
         return next((app for app in applications if isinstance(app, cls)), None)
 
     def when_connected(self, add_page: Callable[[], None]) -> None:
-        """Have `add_page` called once the dashboard is there."""
+        """Have `add_page` called when the dashboard has been added."""
         self._add_pages.append(add_page)
 
     async def _connect(self) -> None:

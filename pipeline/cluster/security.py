@@ -1,4 +1,4 @@
-"""Certificates of clusters: temporary ones of clusters of our own, and those of clusters that run already."""
+"""Certificates of clusters: temporary ones for embedded clusters, the user's for clusters that run already."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _VALID_SINCE, _VALID_FOR = timedelta(days=7), timedelta(days=3650)
 
 
 def temporary_security() -> Security:
-    """A new key, its certificate, and that nobody speaks to a cluster who does not have both. They are in memory only.
+    """A new key and its certificate, in memory only. Only processes that have both can connect to the cluster.
 
-    As `Security.temporary()`, with a key on an elliptic curve: that takes a millisecond, one for RSA half a second.
+    `Security.temporary()` does this with an RSA key, which takes half a second. The key on an elliptic curve made here
+    takes a millisecond.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -49,22 +50,22 @@ def temporary_security() -> Security:
 
 
 class _OneKey(Security):
-    """One certificate and its key for all roles, as PEM texts that never lie on a disk.
+    """One certificate and its key for all roles, as PEM texts that are never written to a disk.
 
-    `Security` writes both to temporary files for a moment, since OpenSSL reads files only. A process that is killed
-    then leaves them behind.
+    `Security` writes both to temporary files for a moment, since OpenSSL reads files only. A process that is killed at
+    that moment leaves them behind.
     """
 
     def __init__(self, certificate: str, key: str) -> None:
         super().__init__(tls_ca_file=certificate, require_encryption=True, **_of_all_roles(certificate, key))
 
     def get_connection_args(self, role: str) -> dict[str, Any]:
-        """See `Security`."""
+        """Arguments for opening a TLS connection in `role`, made from files in memory."""
         with self._in_memory_files() as security:
             return cast(dict[str, Any], security.get_connection_args(role))
 
     def get_listen_args(self, role: str) -> dict[str, Any]:
-        """See `Security`."""
+        """Arguments for accepting TLS connections in `role`, made from files in memory."""
         with self._in_memory_files() as security:
             return cast(dict[str, Any], security.get_listen_args(role))
 
@@ -78,8 +79,8 @@ class _OneKey(Security):
 
 @contextmanager
 def _in_memory_file(text: str) -> Iterator[str]:
-    """The name by which this process can open a file with this text; the text itself where no files lie in memory (not
-    on Linux).
+    """The name by which this process can open an in-memory file with this text; the text itself on systems without
+    such files (other than Linux).
     """
     if not hasattr(os, "memfd_create") or not _OPEN_FILES.exists():
         yield text
@@ -110,7 +111,7 @@ def security_of(files: TlsFiles) -> Security | None:
 
 
 def client_security(worker: Worker) -> Security:
-    """For a client inside a worker: workers often have certificates for their own role only."""
+    """Security object for a client inside a worker: workers often have certificates for their own role only."""
     own: Any = worker.security
     if own.tls_ca_file is None or own.tls_client_cert is not None:
         return cast(Security, own)

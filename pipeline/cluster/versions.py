@@ -20,8 +20,8 @@ from ...version import __version__
 logger = logging.getLogger(__name__)
 _ANSWER_LIMIT_S = 10.0
 _WORKERS_SHOWN = 5
-# Looked up with a function of the standard library: one of lorabatch cannot be loaded where it is missing, and a
-# function that travels by value cannot be loaded by another version of Python.
+# Name of the version, which a function of the standard library looks up: a function of lorabatch cannot be loaded
+# where lorabatch is missing, and one that travels by value cannot be loaded by another version of Python.
 _VERSION = "lorabatch:__version__"
 
 
@@ -34,14 +34,16 @@ def check_versions(client: Client) -> None:
 
 
 def check_scheduler(client: Client) -> None:
-    """The same for the scheduler alone, where nothing is going to run on workers."""
+    """Raise `JobFailedError` if the scheduler lacks lorabatch or has another version of it. For commands that run
+    nothing on workers.
+    """
     problem = version_problem(_scheduler_version(client), {})
     if problem:
         raise JobFailedError(problem)
 
 
 def version_problem(scheduler: str | None, workers: dict[str, str | None]) -> str:
-    """What is wrong with the versions that were found (None: no lorabatch), and what to do; "" for nothing."""
+    """A message about sides with another version (None: no lorabatch) and what to do about it; "" if all match."""
     wrong = {address: found for address, found in workers.items() if found != __version__}
     sides = [] if scheduler == __version__ else [f"the scheduler has {scheduler or 'none'}"]
     if wrong:
@@ -64,7 +66,7 @@ def _scheduler_version(client: Client) -> str | None:
 
 
 def _workers_versions(client: Client) -> dict[str, str | None]:
-    """Worker -> its version; without those that are just leaving."""
+    """Worker -> its version, None if it lacks lorabatch; without workers that do not answer, such as leaving ones."""
     try:
         found: dict[str, Any] = client.sync(
             client._run, resolve_name, _VERSION, on_error="return", callback_timeout=_ANSWER_LIMIT_S
@@ -79,13 +81,13 @@ def _workers_versions(client: Client) -> dict[str, str | None]:
 
 
 class LeavingWorker(WorkerPlugin):
-    """Set up in place of a plugin that a client of another version has sent."""
+    """Makes a worker leave: takes the place of a plugin that a client of another version has sent."""
 
     def __init__(self, version: str) -> None:
         self._version = version
 
     def setup(self, worker: Worker) -> None:
-        """Called by Dask on the worker while it starts."""
+        """Log why the worker leaves, and make it leave. Dask calls this on the worker while it starts."""
         logger.error(
             "lorabatch=%r: a job runs on this cluster with %r, so this worker leaves. Install lorabatch %s into its "
             "environment and start it again.",
@@ -97,14 +99,16 @@ class LeavingWorker(WorkerPlugin):
 
 
 def sent_to_workers(plugin: type[WorkerPlugin], state: dict[str, Any]) -> tuple[Any, ...]:
-    """What `plugin.__reduce__` returns: the version is read first, as others may not know the classes in `state`."""
+    """The value that `plugin.__reduce__` returns. The receiver reads the version first: another version may not know
+    the classes in `state`.
+    """
     return _received, (__version__, dumps((plugin, state)))
 
 
 def _received(version: str, packed: bytes) -> WorkerPlugin:
-    """The plugin, or what stands in for it when a client of another version has sent it.
+    """The plugin, or a `LeavingWorker` when a client of another version has sent it.
 
-    An exception here would have Dask's worker and nanny wait for one another for ever.
+    An exception here would make Dask's worker and nanny wait for one another for ever.
     """
     if version != __version__:
         return LeavingWorker(version)

@@ -38,21 +38,22 @@ from ...engine.untrusted import LogFormatter
 from ...jobs.input.without_pandas import leave_out_pandas
 
 logger = logging.getLogger(__name__)
-# In Dask's configuration of workers that start a spare engine process (`worker/spare.py`): its threads.
+# Key in Dask's configuration: CPU threads of the spare engine process that a worker starts (`worker/spare.py`).
 SPARE_THREADS = "lorabatch.spare-engine-threads"
-# Likewise: GPUs of each worker, as many as an engine has processes.
+# Key in Dask's configuration: GPUs of each worker, as many as an engine has processes.
 GPUS_EACH = "lorabatch.gpus-each"
-# How long a worker may take to end in order, which keeps its finished rows. By default 5 s, too little where many
-# processes want the cores.
+# Seconds that a worker may take to end in order, which keeps its finished rows. Dask's default of 5 s is too little
+# where many processes want the cores.
 _END_LIMIT_S = 20.0
-# From SIGTERM on; then its nanny kills a worker that has not ended. Leaving takes seconds, on a busy machine more.
+# Seconds after SIGTERM at which its nanny kills a worker that has not ended. Leaving takes seconds, on a busy machine
+# more.
 _LEAVES_WITHIN_S = 60.0
 _NANNY_ANSWERS_WITHIN_S = 2.0
 _FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 
 
 def worker_log_path(worker: Worker) -> Path:
-    """Where a worker of an embedded cluster writes what it would print."""
+    """Path of the file to which a worker of an embedded cluster writes its output."""
     return Path(worker.local_directory) / "lorabatch-worker.log"
 
 
@@ -85,19 +86,21 @@ class EmbeddedNanny(Nanny):
     """
 
     async def instantiate(self) -> Any:
-        """See `Nanny`."""
+        """Start the worker's process, which does not import this process's main module."""
         with _MAIN_MODULE.left_out():
             return await super().instantiate()
 
     async def close(  # type: ignore[override]  # as in `Nanny`
         self, timeout: float = _END_LIMIT_S, reason: str = "nanny-close"
     ) -> Literal["OK"]:
-        """See `Nanny`, which kills a worker after 4/5 of the timeout."""
+        """Close the worker and this nanny, which kills a worker that has not ended after 4/5 of `timeout` (s)."""
         return await super().close(timeout, reason)
 
 
 class _MainModule:
-    """The main module's spec while workers start, several at a time: one of this name is not imported."""
+    """Renames the main module's spec while one or more workers start: `multiprocessing` does not import a main module
+    with the name that it is given.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -124,7 +127,7 @@ _MAIN_MODULE = _MainModule()
 
 
 class _WarningsLog(logging.FileHandler):
-    """What this package warns of in a worker process whose output goes elsewhere."""
+    """Log file for this package's warnings in a worker process whose output does not go to `worker_log_path`."""
 
 
 def keep_warnings(worker: Worker) -> None:
@@ -132,7 +135,7 @@ def keep_warnings(worker: Worker) -> None:
     package, path = logging.getLogger("lorabatch"), worker_log_path(worker)
     for handler in [handler for handler in package.handlers if isinstance(handler, _WarningsLog)]:
         if Path(handler.baseFilename).exists():
-            return  # of this worker, or of another one in this process
+            return  # this worker's file, or that of another worker in this process
         package.removeHandler(handler)
     if not path.exists():
         handler = _WarningsLog(path, encoding="utf-8")
@@ -157,7 +160,7 @@ def revive_pools(worker: Worker) -> None:
     for executor in set(worker.executors.values()):
         if not isinstance(executor, ThreadPoolExecutor):
             continue
-        with threads_lock, executor._shutdown_lock:  # nobody else is about to start one
+        with threads_lock, executor._shutdown_lock:  # no other thread is about to start one
             lost = [thread for thread in executor._threads if thread.ident is None]
             executor._threads.difference_update(lost)
             try:
@@ -185,7 +188,9 @@ def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -
 
 
 def gpus_of_worker(number: int, gpus: tuple[str, ...], num_each: int) -> tuple[str, ...]:
-    """The GPUs of an embedded worker, `num_each` if there are as many; workers beyond the GPUs share them in turn."""
+    """The GPUs of an embedded worker: `num_each` of them, or all if `gpus` has fewer. When there are more workers than
+    such groups of GPUs, workers share them in turn.
+    """
     first = number % max(1, len(gpus) // num_each) * num_each
     return gpus[first : first + num_each]
 
@@ -207,8 +212,10 @@ async def _leave(worker: Worker) -> None:
 
 
 async def _have_nanny_watch(worker: Worker) -> None:
-    """Have the worker's nanny see to it that this process ends: the scheduler, which restarts workers that hang, does
-    not know one any more that hangs, or is stopped, while it leaves."""
+    """Have the worker's nanny kill this process if it has not ended within `_LEAVES_WITHIN_S`.
+
+    The scheduler restarts workers that hang, but no longer knows a worker that hangs or is stopped while it leaves.
+    """
     if worker.nanny is None:
         return
     arguments = {"pid": os.getpid(), "limit_s": _LEAVES_WITHIN_S}
