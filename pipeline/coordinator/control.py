@@ -21,22 +21,27 @@ from ..monitoring.topics import CONTROL
 from ..planning.settings import RunSettings
 from .lease import CoordinatorLease
 
-# How often CANCEL is looked for in storage.
+# Seconds between two looks for CANCEL in storage.
 _CANCEL_INTERVAL_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class JobRun:
-    """One coordinator's hold of a job. `control` is checked between any two steps. `settings`: of its engines and
-    its scheduler.
-    """
+    """One run of a job, with the objects that its coordinator works with."""
 
+    #: Client of the cluster that the coordinator runs on.
     client: Client
+    #: The job that is run.
     job: OpenedJob
+    #: Id of the run.
     run_id: str
+    #: Checked between any two steps: whether the coordinator must stop.
     control: JobControl
+    #: Reports the state of the job.
     reporter: JobReporter
+    #: Sends messages to the run's workers.
     peers: Peers
+    #: Settings of the run's engines and scheduler.
     settings: RunSettings
 
 
@@ -47,8 +52,8 @@ class DisplacedError(Exception):
 class JobControl:
     """Finds out whether the coordinator must stop: on request, displaced by another, or forgotten by Dask.
 
-    A context manager. `task_key`: of the coordinator's own task. When its worker has lost it, Dask has moved the task,
-    or no client waits for the job any more.
+    A context manager. `task_key`: key of the coordinator's own task. When its worker no longer has this task, Dask has
+    moved it, or no client waits for the job any more.
     """
 
     def __init__(
@@ -98,9 +103,11 @@ class JobControl:
             raise DisplacedError
 
     def check(self) -> None:
-        """Raise `DisplacedError`, `JobFailedError` when Dask's scheduler is gone, `JobInterruptedError` when the
-        client asked to stop or has died, `JobCancelledError` when CANCEL is in the output, `OutputConflictError`
-        when the output has become another job's.
+        """Raise an error when the coordinator must stop.
+
+        Raises `DisplacedError` as `check_displaced` does, `JobFailedError` when Dask's scheduler is gone,
+        `JobInterruptedError` when the client asked to stop or has died, `JobCancelledError` when CANCEL is in the
+        output, `OutputConflictError` when the output has become another job's.
         """
         self.check_displaced()
         if self._client.status == "closed":

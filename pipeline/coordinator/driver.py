@@ -55,34 +55,33 @@ from ..worker.run_shard import run_shard
 from .control import JobRun
 
 logger = logging.getLogger(__name__)
-# How long the loop waits for a message before it looks at the clock.
+# Seconds that the loop waits for a message before it looks at the clock.
 _WAIT_S = 0.5
-# Between two looks at the cluster's workers, each followed by a tick.
+# Seconds between two looks at the cluster's workers, each followed by a tick.
 _TICK_INTERVAL_S = 2.0
-# Between two updates of what people see, and of `events.jsonl`.
+# Seconds between two updates of the job's state and of `events.jsonl`.
 _SHOW_INTERVAL_S = 1.0
 _RESULT_TIMEOUT_S = 5.0
-# A worker that reports, and has not begun a shard by then, has no thread for it.
+# Seconds within which a worker begins a shard. One that reports but has not begun it by then has no thread for it.
 _BEGIN_LIMIT_S = 30.0
-# Of each worker, after which a prediction that rested on a guess is made again.
+# Seconds of steps, on average over the workers, after which a prediction that rested on a guess is made again.
 _FIRST_STEPS_S = 2.0
 
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
-    """One attempt at a shard: the command and its task on a worker. `seen_s`: when it was sent, or when its worker last
-    said that it runs, in seconds of the run.
-    """
+    """One attempt at a shard: the command and its task on a worker."""
 
     command: RunShard
     future: Future[ShardOutcome]
+    #: Seconds since the coordinator's beginning at which the task was sent, or its worker last reported it as begun.
     seen_s: float
 
 
 class Coordinator:
     """Runs the shards of one planned job to the end.
 
-    There may have been coordinators before it: shards that they opened and that engines still work on are joined.
+    Earlier coordinators of the run may have opened shards that engines still work on; it takes these over.
     """
 
     def __init__(self, run: JobRun, scheduler: Scheduler, monitor: JobMonitor, planned: PlannedJob) -> None:
@@ -96,36 +95,37 @@ class Coordinator:
         when = {"at_s": time.time(), "phases": run.reporter.phases}
         self._events = EventLog(run.job.store, scheduler.beginning() | whose | when)
         self._inbox: queue.SimpleQueue[WorkerReport | _Attempt] = queue.SimpleQueue()
-        # By shard id; a shard has one attempt at a time.
+        # Attempts in flight by shard id; a shard has one attempt at a time.
         self._attempts: dict[int, _Attempt] = {}
-        # By worker: a task that ends once one of its threads takes tasks again.
+        # Worker -> task that ends once one of the worker's threads takes tasks again.
         self._probes: dict[str, Future[None]] = {}
-        # By name; the base model is "" both ways.
+        # Adapter name -> content hash; "" -> "" for the base model.
         self._adapter_ids = {"": ""} | {adapter.name: adapter.sha256 for adapter in run.job.record.adapters}
         self._workers: tuple[str, ...] = ()
         self._start_s = time.monotonic()
         self._ticked_s = self._shown_s = 0.0
         self._opened_s, self._committed_s = inf, 0.0
-        #: What the steps of this run's engines cost.
+        #: Costs of steps, measured from the reports of this run's engines.
         self.costs = StepCosts(planned.cost)
-        #: Seconds of the run as predicted from its first steps, where what steps cost was a guess.
+        #: Seconds of the run as predicted from its first steps. None until they were seen, and when the plan's costs of
+        #: steps were no guess.
         self.corrected_s: float | None = None
-        #: Most rows that one of them takes into a step.
+        #: Most rows that an engine of this run takes into a step.
         self.batch_rows = run.settings.limits.batch_rows
-        #: Whether shards were open already when this coordinator began: what it sees is a part of the run.
+        #: Whether shards were open already when this coordinator began, so that it sees a part of the run only.
         self.has_adopted = False
         self._outcome: FinishJob | FailJob | None = None
 
     @property
     def working_s(self) -> float:
-        """Seconds from the first shard opened to the last part written; what plans predict."""
+        """Seconds from the first shard opened to the last part written: the time that plans predict."""
         return max(0.0, self._committed_s - self._opened_s)
 
     def run(self) -> None:
-        """Go on until every shard is committed.
+        """Handle events until every shard is committed.
 
-        Raises `JobFailedError` when the job cannot be completed, and what `JobControl.check` raises when it must stop;
-        what is finished is kept in all cases.
+        Raises `JobFailedError` when the job cannot be completed, and what `JobControl.check` raises when it must stop.
+        Finished rows are kept in all cases.
         """
         run_id = self._run.run_id
         REPORTS.subscribe(self._client, run_id, self._inbox.put)
@@ -140,7 +140,7 @@ class Coordinator:
             REPORTS.unsubscribe(self._client, run_id)
             self._cancel(lambda attempt: True)
             self._client.cancel([*self._probes.values()])
-            # One that was stopped and replaced meanwhile would write into the other's events.
+            # A coordinator that was replaced meanwhile would write into its successor's events.
             if not self._run.control.is_replaced:
                 self._events.flush()
         if isinstance(self._outcome, FailJob):
@@ -148,8 +148,6 @@ class Coordinator:
 
     def _now_s(self) -> float:
         return time.monotonic() - self._start_s
-
-    # What happens on the cluster, as events.
 
     def _see_workers(self) -> None:
         known = known_workers(self._client)
@@ -168,8 +166,8 @@ class Coordinator:
                 self._report(report)
 
     def _take_messages(self) -> None:
-        """Handle all that have come: what is due between them writes to storage, which may take longer than the next
-        message, and they would pile up.
+        """Handle all messages that have come, before the loop writes to storage: a write may take longer than the next
+        message, and messages would pile up.
         """
         messages = []
         with suppress(queue.Empty):
@@ -192,7 +190,7 @@ class Coordinator:
         self.costs.reported(report.worker, done.steps, done.computing_s)
         worker, takes_part = report.worker, self._scheduler.has_replica(report.worker)
         if report.state == "ready" and self._begins_nothing(report):
-            return  # as one that is silent
+            return  # the worker counts as silent
         match report.state:
             case "ready" if not takes_part:
                 self._handle(ReplicaJoined(self._now_s(), worker, report.batch_rows))
@@ -208,8 +206,8 @@ class Coordinator:
             self._handle(progress_of(report, self._now_s(), self._monitor.adapter_name))
 
     def _begins_nothing(self, report: WorkerReport) -> bool:
-        """Whether a worker lives and does not begin what it is sent: its threads have other users' tasks, or are gone,
-        or it is out of memory and paused by Dask.
+        """Whether a worker reports but does not begin its shards: its threads have other users' tasks, or are gone, or
+        Dask has paused it because it is out of memory.
         """
         worker = report.worker
         attempts = [attempt for attempt in self._attempts.values() if attempt.command.replica_id == worker]
@@ -235,7 +233,7 @@ class Coordinator:
         return True
 
     def _ended(self, attempt: _Attempt) -> None:
-        """The task of an attempt is done. One that was recalled meanwhile is of no interest."""
+        """Handle the end of an attempt's task, unless the attempt was recalled meanwhile."""
         command, future = attempt.command, attempt.future
         if self._attempts.get(command.shard_id) is not attempt:
             return
@@ -252,7 +250,9 @@ class Coordinator:
             self._handle(ShardFailed(self._now_s(), command.shard_id, command.replica_id, reason))
 
     def _finished(self, attempt: _Attempt) -> None:
-        """A task returned, so the part was there; its worker may have died since, with the outcome in its memory."""
+        """Handle a task that has returned, so that its part was written. Its worker may have died since, with the
+        outcome in its memory.
+        """
         shard_id, worker = attempt.command.shard_id, attempt.command.replica_id
         try:
             outcome = attempt.future.result(timeout=_RESULT_TIMEOUT_S)
@@ -272,7 +272,7 @@ class Coordinator:
             self._see_workers()
             self._handle(Tick(self._now_s()))
         if self._now_s() - self._shown_s >= _SHOW_INTERVAL_S:
-            # Right after the check: one that is stopped and replaced writes nothing among its successor's events.
+            # A coordinator that was replaced must not write among its successor's events: flush right after the check.
             self._run.control.check_displaced()
             self._events.flush()
             self._shown_s = self._now_s()
@@ -284,7 +284,7 @@ class Coordinator:
         present = [slow for worker, slow in slowness.items() if self._scheduler.has_replica(worker)]
         total = self.costs.total()
         num_steps = total.num_steps / max(1, len(slowness))
-        # Prompts as the plan counts them: with what engines reuse.
+        # Prompt tokens as the plan counts them: with those that engines reuse.
         prompt_tokens = total.prefill_tokens / max(1.0 - self._monitor.reused_share, 0.01)
         done = Work(prompt_tokens=prompt_tokens, output_tokens=total.decode_rows, num_steps=num_steps)
         elapsed_s = max(0.0, self._now_s() - self._opened_s)
@@ -299,10 +299,9 @@ class Coordinator:
             self.corrected_s = elapsed_s + left.seconds
         return left
 
-    # What the scheduler decides, done on the cluster.
-
     def _handle(self, event: Event) -> None:
-        # Before anything is enacted: this process may have been stopped, and another coordinator have taken over.
+        # Checked before anything is enacted: this process may have been stopped, and another coordinator have taken
+        # over.
         self._run.control.check_displaced()
         match event:
             case WorkersSeen(worker_ids=workers):
@@ -321,7 +320,7 @@ class Coordinator:
             case Recall():
                 self._cancel(lambda attempt: attempt.command.shard_id == command.shard_id)
             case RemoveReplica():
-                # Pinned to this worker, its tasks would wait for it for ever.
+                # Tasks pinned to this worker would wait for it for ever.
                 self._cancel(lambda attempt: attempt.command.replica_id == command.replica_id)
                 self._monitor.lost(command.replica_id)
             case MigrateRows():
@@ -335,9 +334,9 @@ class Coordinator:
 
     def _submit(self, command: RunShard) -> None:
         if self._opened_s == inf:
-            # A short job is over before the next state is due.
+            # The state is due at once: a short job is over before the next one.
             self._opened_s, self._shown_s = self._now_s(), -inf
-        # A new key per attempt and coordinator: Dask would otherwise return the outcome of the one before.
+        # Each attempt of each coordinator has a key of its own: otherwise Dask would return the previous outcome.
         number = f"{self._run.control.coordinator_id}-{command.attempt}"
         key = (f"lora_shard-{self._run.run_id}", command.shard_id, number)
         arguments = (self._run.run_id, command)
@@ -356,7 +355,7 @@ def _nothing() -> None:
 
 
 def latest_reports(published: Iterable[tuple[float, WorkerReport]]) -> list[tuple[WorkerReport, float]]:
-    """The last report of each worker, and how many seconds before the latest of all it was sent.
+    """The last report of each worker, and the seconds by which it is older than the latest report of all workers.
 
     `published`: reports with their times by the Dask scheduler's clock in seconds.
     """
@@ -366,7 +365,7 @@ def latest_reports(published: Iterable[tuple[float, WorkerReport]]) -> list[tupl
 
 
 def progress_of(report: WorkerReport, time_s: float, adapter_name: Callable[[str], str]) -> Progress:
-    """A report as the scheduler's event."""
+    """The scheduler's event for a worker's report."""
     return Progress(
         time_s=time_s,
         replica_id=report.worker,
@@ -404,7 +403,9 @@ class EventLog:
         self._lines += [json.dumps(record.to_json()) for record in records]
 
     def flush(self) -> None:
-        """Write what is kept. Raises `StorageError` when the store is away: rows would not be kept either."""
+        """Write the lines that are not written yet. Raises `StorageError` when the store is away: rows would not be
+        kept either.
+        """
         if not self._lines:
             return
         try:

@@ -1,10 +1,10 @@
 """Fans small tasks out over the workers: indexing chunks, counting parts.
 
-Any worker may run a task, even twice. A task that only hung workers have is submitted again, so that none of them holds
-the job up. Tasks that a lost worker had are suspects: they wait until the others are done and then run on workers of
-their own. One that loses a worker there, after it has lost one before, is given up by name. One that could not reach
-storage is run again on the coordinator's own worker, which does reach it: Dask would choose the worker that has just
-become free, the same one.
+Any worker may run a task, even twice. A task that only hung workers have is submitted again, so that a hung worker does
+not hold the job up. Tasks that a lost worker had are suspects: they wait until the other tasks are done and then run on
+workers of their own. A suspect that has lost two workers, one of them without other tasks, is given up by name. A task
+that could not reach storage is run again on the coordinator's own worker, which does reach it: Dask would choose the
+worker that has just become free, the same one.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _MAX_SUBMITTED = 3
 class FanOut:
     """Runs `function(item, **same)` once per item on the workers.
 
-    `name`: for all coordinators of a run; `attempt`: of this one. `deadly`: what to return, or raise, for an item whose
-    workers are lost.
+    `name`: name of the fan-out, the same for all coordinators of a run. `attempt`: id of this coordinator. `deadly`:
+    returns the result, or raises the error, of an item that is given up because its workers were lost.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class FanOut:
         self._deadly = deadly
         self._same = same
         self._ended: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
-        # Of tasks that have not ended; those of the others are released at once.
+        # Futures of tasks that have not ended, by key. Those of ended tasks are released at once.
         self._futures: dict[str, Future[Any]] = {}
         self._waiting = set(range(len(items)))
-        # Of those waiting, not submitted.
+        # Numbers of waiting items that are held back, because a worker was lost with them.
         self._suspects: set[int] = set()
         self._num_submitted: Counter[int] = Counter()
         self._num_failed: Counter[int] = Counter()
@@ -106,8 +106,8 @@ class FanOut:
         self._submit([number], workers=[get_worker().address])
 
     def _judged(self) -> Iterator[Any]:
-        """Give up suspects that are deadly, and submit others, each to a worker of its own. Those that have lost two
-        workers run one at a time, since some workers run several tasks.
+        """Give up suspects that are deadly, and submit others, each to a worker of its own. Suspects that have lost two
+        workers or more run one at a time, since some workers run several tasks.
         """
         losses = losses_of(self._client, self._name)
         for number in sorted(n for n in self._suspects if n in losses and losses[n].is_deadly):
@@ -136,7 +136,7 @@ class FanOut:
             future.add_done_callback(self._ended.put)
 
     def _held_up(self) -> list[int]:
-        """Items that only hung workers have; those that were submitted often enough are left to Dask."""
+        """Items that only hung workers have; without those that were submitted `_MAX_SUBMITTED` times already."""
         hung = hung_workers(self._client)
         if not hung:
             return []
@@ -149,7 +149,7 @@ class FanOut:
 
 
 def _result_or_storage_error(function: Callable[..., Any], same: Mapping[str, Any], item: Any) -> Any:
-    """What the function returns, or the error: Dask does not retry what is returned."""
+    """Call the function and return its result, or its `StorageError`: Dask does not retry a task that returns."""
     try:
         return function(item, **same)
     except StorageError as error:

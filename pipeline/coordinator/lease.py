@@ -26,9 +26,10 @@ from ..messages import job_key
 logger = logging.getLogger(__name__)
 _LEASE_LIMIT_S = 20.0
 _LOOK_INTERVAL_S = 1.0
-# The Dask scheduler looked at the leases so long ago only if its own process was stopped.
+# Longest time between two looks at the leases, unless the scheduler's own process was stopped.
 _MAX_GAP_S = 6.0
-# Workers send heartbeats every few seconds, in big clusters less often.
+# A worker counts as alive up to this age of its last heartbeat. Workers send them every few seconds, in big clusters
+# less often.
 _ALIVE_WITHIN_S = 15.0
 _RENEWALS_PER_LIMIT = 5
 _REPLY_LIMIT_S = 5.0
@@ -38,7 +39,7 @@ _LEASE_OP = "lorabatch_lease"
 
 @dataclass(frozen=True, slots=True)
 class TakeLease:
-    """A coordinator starts. Its lease lapses when it has been silent for `limit_s`."""
+    """Request of a coordinator that starts. Its lease lapses when it has been silent for `limit_s`."""
 
     run_id: str
     limit_s: float
@@ -46,7 +47,7 @@ class TakeLease:
 
 @dataclass(frozen=True, slots=True)
 class RenewLease:
-    """The coordinator of this attempt is at work."""
+    """Request that renews the lease of this attempt's coordinator, which is at work."""
 
     run_id: str
     attempt: int
@@ -54,7 +55,7 @@ class RenewLease:
 
 @dataclass(frozen=True, slots=True)
 class EndLease:
-    """The run is over, says the coordinator of this attempt."""
+    """Request of this attempt's coordinator to drop the lease, since the run is over."""
 
     run_id: str
     attempt: int
@@ -62,7 +63,7 @@ class EndLease:
 
 @dataclass(frozen=True, slots=True)
 class LeaseReply:
-    """The attempt that asks, and whether it holds the run's lease."""
+    """Reply to a request: the attempt that asks, and whether it holds the run's lease."""
 
     attempt: int
     is_held: bool
@@ -81,13 +82,15 @@ class Leases:
         self._liveness = LivenessDetector(_LEASE_LIMIT_S, _MAX_GAP_S, now_s)
 
     def take(self, run_id: str, limit_s: float, now_s: float) -> int:
-        """The number of a new attempt, higher than all before it, which hold the lease no longer."""
+        """Give the lease to a new attempt and return its number, which is higher than all before. Earlier attempts no
+        longer hold the lease.
+        """
         attempt = self._attempts[run_id] = self._attempts.get(run_id, -1) + 1
         self._liveness.heard(run_id, now_s, limit_s=limit_s)
         return attempt
 
     def renew(self, run_id: str, attempt: int, now_s: float) -> bool:
-        """Whether the attempt still holds the lease; if not, it must leave everything as it is."""
+        """Renew the lease and return True if the attempt still holds it. If not, it must leave everything as it is."""
         if self._attempts.get(run_id) != attempt:
             return False
         self._liveness.heard(run_id, now_s)
@@ -116,7 +119,7 @@ class LeasePlugin(SchedulerPlugin):
     idempotent = True
 
     async def start(self, scheduler: Scheduler) -> None:
-        """Called by Dask on the scheduler."""
+        """Add the operation for lease requests and the periodic look. Dask calls this on the scheduler."""
         self._scheduler = scheduler
         self._leases = Leases(time.monotonic())
         scheduler.handlers[_LEASE_OP] = self._reply
@@ -146,7 +149,9 @@ class LeasePlugin(SchedulerPlugin):
                 self._replace(run_id, task, now_s)
 
     def _replace(self, run_id: str, task: Any, now_s: float) -> None:
-        """Start the coordinator's task on another worker. Where there is none, the silent one may come back."""
+        """Start the coordinator's task on another worker. Without another worker alive it does nothing: the silent one
+        may come back.
+        """
         silent = task.processing_on.address
         others = self._alive_workers() - {silent}
         if not others:
@@ -155,7 +160,7 @@ class LeasePlugin(SchedulerPlugin):
         self._leases.pass_on(run_id, now_s)
         task.worker_restrictions, task.loose_restrictions = others, True
         self._scheduler._reschedule(task.key, silent, stimulus_id=f"lorabatch-lease-{time.time()}")
-        # It has its new worker. Should that be lost while there is no other, a worker that comes later must be allowed.
+        # The task has its new worker. If that is lost while there is no other, a worker that joins later must do.
         task.worker_restrictions, task.loose_restrictions = None, False
 
     def _alive_workers(self) -> set[str]:
@@ -165,7 +170,7 @@ class LeasePlugin(SchedulerPlugin):
 
 
 def keep_leases(client: Client) -> None:
-    """Have the cluster replace silent coordinators. Where it cannot, Dask does, later."""
+    """Have the cluster replace silent coordinators. If the plugin cannot be registered, Dask alone does so, later."""
     try:
         client.register_plugin(LeasePlugin())
     except Exception as error:
@@ -175,7 +180,8 @@ def keep_leases(client: Client) -> None:
 class CoordinatorLease:
     """Holds a run's lease while the block runs, and renews it in a thread of its own.
 
-    `renew_interval_s`: by default a part of `limit_s`. Without a `LeasePlugin` on the scheduler it is never lost.
+    `renew_interval_s`: by default `limit_s` divided by `_RENEWALS_PER_LIMIT`. Without a `LeasePlugin` on the scheduler
+    the lease is never lost.
     """
 
     def __init__(self, client: Client, run_id: str, limit_s: float, renew_interval_s: float | None = None) -> None:
@@ -205,7 +211,9 @@ class CoordinatorLease:
 
     @property
     def is_lost(self) -> bool:
-        """Whether another coordinator has taken over. After a silence of its own it renews first."""
+        """Whether another coordinator has taken over. It renews the lease first when the last renewal is half of
+        `limit_s` old.
+        """
         if not self._is_lost and time.monotonic() - self._renewed_s > self._limit_s / 2:
             self._renew()
         return self._is_lost
@@ -224,7 +232,7 @@ class CoordinatorLease:
             self._renewed_s = asked_s
 
     def _ask(self, request: _LeaseRequest) -> LeaseReply | None:
-        """The scheduler's reply; None when there is none."""
+        """Send a request to the scheduler and return its reply; None when it gives none."""
         plain = _REQUESTS.encode(request)
         try:
             call = getattr(self._client.scheduler, _LEASE_OP)

@@ -1,9 +1,9 @@
 """Counts the workers that are lost while they have tasks of a fan-out, so that a task that ends workers can be named.
 
 `LossesPlugin` on the Dask scheduler counts, since the coordinator may be on one of these workers. Dask would hand all
-tasks of a lost worker to the next one, which the same task may end; ours end at the first loss instead, and `FanOut`
-runs them apart. Beside documented names it uses `TaskState.suspicious` and what Dask says of a lost worker to the
-topic "all"; the test of this file says what is relied on.
+tasks of a lost worker to the next one, which the same task may end. Tasks of a fan-out end at the first loss instead,
+and `FanOut` runs them apart. Beside documented names the plugin uses `TaskState.suspicious` and Dask's event about a
+lost worker in the topic "all"; the test of this file says what is relied on.
 """
 
 from __future__ import annotations
@@ -20,23 +20,27 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from ...engine.server.codec import Codec
 from ...version import __version__
 
-# Of workers, whatever else they ran: a task that is never alone on one cannot be told from its neighbours.
+# Workers lost with an item after which it is given up, whatever else they ran: a task that is never alone on a worker
+# cannot be told from its neighbours.
 _MAX_LOST = 4
-# The tasks of a coordinator are released when its own worker is lost, perhaps before Dask counts that worker as lost.
+# Seconds for which a released task still counts as its worker's. A coordinator's tasks are released when its own worker
+# is lost, perhaps before Dask counts that worker as lost.
 _RELEASED_S = 5.0
-# Tasks that may be beside others on a worker and do not end it: engines are processes of their own.
+# Prefixes of keys of tasks that do not end their worker: engines are processes of their own.
 _HARMLESS = ("lora_job-", "('lora_shard-")
 _PREFIX = "lora_task-"
 _LOSSES_OP = "lorabatch_losses"
 
 
 def task_key(name: str, attempt: str, number: int, submission: int) -> str:
-    """The key of a fan-out's task. `name`: of the fan-out, for all coordinators of a run; `attempt`: of one of them."""
+    """The key of a fan-out's task. `name`: name of the fan-out, the same for all coordinators of a run. `attempt`: id
+    of the coordinator. `number`: number of the item. `submission`: how often the coordinator has submitted it.
+    """
     return f"{_PREFIX}{name}/{attempt}/{number}/{submission}"
 
 
 def number_of(key: str) -> int:
-    """Of the item that a task is for."""
+    """Number of the item that a fan-out's task is for."""
     return int(key.rsplit("/", 2)[1])
 
 
@@ -50,28 +54,33 @@ def _is_ours(key: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ItemLosses:
-    """Workers that were lost while they had an item's task. `num_alone`: those that had nothing else to do."""
+    """Counts of the workers that were lost while they had the task of one item."""
 
+    #: Number of the item.
     number: int
+    #: Workers that were lost.
     num_lost: int
+    #: Workers that were lost while they had no other task that may end a worker.
     num_alone: int
 
     @property
     def is_deadly(self) -> bool:
-        """Whether to give the item up: two workers were lost, one of them by this item."""
+        """Whether to give the item up: two workers were lost with it, one of which had no other task, or `_MAX_LOST`
+        workers.
+        """
         return self.num_lost >= _MAX_LOST or (self.num_lost > 1 and self.num_alone > 0)
 
 
 @dataclass(frozen=True, slots=True)
 class AskLosses:
-    """What has been lost to this fan-out?"""
+    """Request for the losses of the fan-out `name`."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class LossesReply:
-    """Of each item that a worker was lost with."""
+    """Reply to `AskLosses`: the losses of each item of the fan-out that a worker was lost with."""
 
     items: tuple[ItemLosses, ...]
 
@@ -82,13 +91,15 @@ _REPLIES: Codec[LossesReply] = Codec(LossesReply)
 
 @dataclass(slots=True)
 class Losses:
-    """Of all fan-outs of a cluster. Keys are text."""
+    """Losses of all fan-outs of a cluster, by name of the fan-out and number of the item."""
 
+    #: Workers lost with an item.
     _lost: dict[str, Counter[int]] = field(default_factory=dict)
+    #: Workers lost with an item while they had no other task that may end a worker.
     _alone: dict[str, Counter[int]] = field(default_factory=dict)
 
     def add(self, keys: Iterable[str]) -> None:
-        """A worker was lost with these tasks."""
+        """Count a worker that was lost with these tasks. `keys`: the tasks' keys as text."""
         suspects = [key for key in keys if not key.startswith(_HARMLESS)]
         for key in filter(_is_ours, suspects):
             name, number = _name_of(key), number_of(key)
@@ -96,25 +107,25 @@ class Losses:
             self._alone.setdefault(name, Counter())[number] += len(suspects) == 1
 
     def of(self, name: str) -> tuple[ItemLosses, ...]:
-        """Of one fan-out."""
+        """Losses of the items of one fan-out, in order of their numbers."""
         lost = self._lost.get(name, Counter())
         return tuple(ItemLosses(number, lost[number], self._alone[name][number]) for number in sorted(lost))
 
 
 class LossesPlugin(SchedulerPlugin):
-    """Counts for all fan-outs of a cluster, and has Dask end their tasks when a worker is lost with them."""
+    """Counts losses for all fan-outs of a cluster, and has Dask end their tasks when a worker is lost with them."""
 
     name = f"lorabatch-losses-{__version__}"
     # Registering it again, as each job does, must not forget what was lost.
     idempotent = True
 
     async def start(self, scheduler: Scheduler) -> None:
-        """Called by Dask on the scheduler."""
+        """Add the operation for `AskLosses`. Dask calls this on the scheduler."""
         self._scheduler = scheduler
         self._losses = Losses()
         # Task -> worker that has it.
         self._workers: dict[str, str] = {}
-        # Tasks that a worker had and that were released, and when.
+        # (time of release in seconds, key, worker) of tasks that a worker had and that were released.
         self._released: deque[tuple[float, str, str]] = deque()
         scheduler.handlers[_LOSSES_OP] = self._reply
 
@@ -122,7 +133,7 @@ class LossesPlugin(SchedulerPlugin):
         return _REPLIES.encode(LossesReply(self._losses.of(_REQUESTS.decode(request).name)))
 
     def transition(self, key: Any, start: str, finish: str, *_: Any, **__: Any) -> None:
-        """Called by Dask for every task; most are not ours."""
+        """Keep track of the workers of a fan-out's tasks. Dask calls this for every task; most are of no fan-out."""
         if not _is_ours(key):
             return
         if finish == "processing":
@@ -134,7 +145,7 @@ class LossesPlugin(SchedulerPlugin):
             self._released.append((time.monotonic(), key, worker))
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Called by Dask for every event of every topic."""
+        """Count the tasks of a worker that was lost unexpectedly. Dask calls this for every event of every topic."""
         if topic != "all" or msg.get("action") != "remove-worker" or msg["expected"]:
             return
         while self._released and time.monotonic() - self._released[0][0] > _RELEASED_S:
@@ -144,12 +155,12 @@ class LossesPlugin(SchedulerPlugin):
 
 
 def count_losses(client: Client) -> None:
-    """Have the cluster's scheduler count."""
+    """Have the cluster's scheduler count losses."""
     client.register_plugin(LossesPlugin())
 
 
 def losses_of(client: Client, name: str) -> dict[int, ItemLosses]:
-    """Of one fan-out, by number of the item."""
+    """Losses of one fan-out by number of the item, from the Dask scheduler."""
     call = getattr(client.scheduler, _LOSSES_OP)
     reply = _REPLIES.decode(client.sync(call, request=_REQUESTS.encode(AskLosses(name))))
     return {item.number: item for item in reply.items}

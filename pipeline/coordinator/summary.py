@@ -37,35 +37,43 @@ _LISTS = ("completion", "completion_tokens", "finish_reason")
 
 @dataclass(slots=True)
 class Account:
-    """Counts over some parts; `add` joins two. Adapters are keyed by name, "" is the base model. `num_reused`: rows
-    that earlier runs had done. `answers`, `answer_tokens`: by adapter, class of length, and whether `max_tokens` ended
-    them.
+    """Counts over some of a job's parts. Adapters are keyed by name, the base model by ""."""
 
-    `engine_errors`: rows that an engine gave up; `first_engine_error` is (place, sentence) of the first.
-    """
-
+    #: Parts that were counted.
     num_parts: int = 0
+    #: Rows of the counted parts; each completion of a row with several counts.
     num_rows: int = 0
+    #: Rows without an answer.
     num_errors: int = 0
+    #: Rows that earlier runs had done.
     num_reused: int = 0
+    #: Rows that an engine gave up.
     num_engine_errors: int = 0
+    #: Tokens of all prompts.
     prompt_tokens: int = 0
+    #: Tokens of all completions.
     completion_tokens: int = 0
+    #: Rows by adapter.
     rows: Counter[str] = field(default_factory=Counter)
+    #: Rows without an answer by adapter.
     errors: Counter[str] = field(default_factory=Counter)
+    #: Completion tokens by adapter.
     tokens: Counter[str] = field(default_factory=Counter)
+    #: Answers by adapter, class of length, and whether `max_tokens` ended them.
     answers: Counter[tuple[str, int, bool]] = field(default_factory=Counter)
+    #: Tokens of the answers, by the keys of `answers`.
     answer_tokens: Counter[tuple[str, int, bool]] = field(default_factory=Counter)
+    #: Place and sentence of the first error of an engine; None without one.
     first_engine_error: tuple[str, str] | None = None
     #: Mark of each part that counts.
     marks: dict[int, PartMark] = field(default_factory=dict)
-    #: Parts that do not count, each with a clause that says why: they are not what their shards would be now, or they
-    #: hold errors that another run may not have.
+    #: Parts that do not count because they are not what their shards would be now, each with a clause that says why.
     unusable: dict[int, str] = field(default_factory=dict)
+    #: Parts that do not count because they hold errors that another run may not have, each with a clause that says why.
     curable: dict[int, str] = field(default_factory=dict)
 
     def add(self, other: Account) -> None:
-        """Take in the counts of other parts."""
+        """Add the counts of other parts to this account."""
         self.num_parts += other.num_parts
         self.num_rows += other.num_rows
         self.num_errors += other.num_errors
@@ -93,13 +101,13 @@ class Account:
             )
 
     def adapter_counts(self) -> tuple[AdapterCount, ...]:
-        """Per adapter, by name."""
+        """Counts of each adapter, in order of the adapters' names."""
         return tuple(
             AdapterCount(name, self.rows[name], self.errors[name], self.tokens[name]) for name in sorted(self.rows)
         )
 
     def answer_lengths(self) -> dict[str, AnswerLengths]:
-        """Of each adapter that has answered a row."""
+        """Lengths of the answers of each adapter that has answered a row, by its name."""
         groups: defaultdict[str, list[tuple[float, float, bool]]] = defaultdict(list)
         for key, num_rows in self.answers.items():
             name, _, is_cut = key
@@ -117,8 +125,8 @@ class Account:
 def account_parts(
     shard_ids: Iterable[int], store: JobStore, record: JobRecord, run_id: str, reopens: bool = False
 ) -> Account:
-    """Compare these parts with the plan and count the rows of those that are right. `run_id`: of the run that counts.
-    `reopens`: it computes rows again that had errors in earlier runs.
+    """Compare these parts with the plan and count the rows of those that are right. `run_id`: id of the run that
+    counts. `reopens`: parts of earlier runs with curable errors are not counted but returned in `Account.curable`.
 
     Raises `StorageError` when storage fails.
     """
@@ -132,7 +140,7 @@ def account_parts(
 def _account_part(
     store: JobStore, record: JobRecord, shard_id: int, expected: str, run_id: str, reopens: bool
 ) -> Account:
-    """`expected`: what the part says of its contents if it is right."""
+    """The account of one part. `expected`: hash of its contents that the part records if it is right."""
     columns = counted_columns(record)
     try:
         with store.open_part(shard_id) as part:

@@ -53,10 +53,10 @@ logger = logging.getLogger(__name__)
 
 
 def run_job(job: OpenedJob, run_id: str, began_s: float, settings: RunSettings, lease_s: float) -> JobResult:
-    """Run an opened job whose engine hosts are set up. `began_s`: when, in seconds since the epoch. `lease_s`: another
-    coordinator takes over when this one has been silent for so long.
+    """Run an opened job whose workers have their plugins. `began_s`: beginning of the run, in seconds since the epoch.
+    `lease_s`: seconds of silence after which another coordinator takes over.
 
-    Raises what `run.run` raises. The hosts are gone when it returns or raises.
+    Raises what `run.run` raises. The plugins are unregistered when it returns or raises.
     """
     leave_pool()
     worker = get_worker()
@@ -104,8 +104,8 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, settings: RunSettings, 
 
 
 def has_finished(job: OpenedJob) -> bool:
-    """Whether the job has all its answers, as far as storage says: from a run, or a coordinator, beside this one or
-    before it. Dask starts a coordinator again when the worker of its result is lost.
+    """Whether the job has all its answers, as far as storage says. Another run, or another coordinator of this run, may
+    have finished it: Dask starts a coordinator again when the worker that has its result is lost.
     """
     try:
         if not job.store.is_finished():
@@ -117,8 +117,8 @@ def has_finished(job: OpenedJob) -> bool:
 
 
 def _holds_output(job: OpenedJob) -> bool:
-    """Whether the output is still this job's, and its storage answers: each more request to one that is away would take
-    half a minute.
+    """Whether the output is still this job's, and its storage answers: each further request to a storage that is away
+    would take half a minute.
     """
     try:
         job.store.check_holder(job.record.job_id)
@@ -130,8 +130,8 @@ def _holds_output(job: OpenedJob) -> bool:
 def finished_before(job: OpenedJob) -> JobResult:
     """The result of a job that has nothing left to do.
 
-    An attempt that was killed before it had cleaned up, or began while another one ended and then hung, leaves files
-    of a running job behind and a state that says so: both are put right.
+    An attempt that was killed before it had cleaned up, or that began while another one ended and then hung, leaves
+    files and the state of a running job behind: both are put right.
     """
     summary = job.store.read_summary()
     if summary is None:
@@ -171,14 +171,14 @@ def _forgive(dask_scheduler: Any, key: Any) -> None:
 
 
 _PARTS_PER_COUNT = 64
-# Parts that were changed while the job ran are computed again so often.
+# Most times that parts are computed and counted: parts that were changed while the job ran are computed again.
 _TURNS = 3
-# Seconds of steps from which what they cost is kept for later jobs: the first ones are slower.
+# Seconds of steps from which on their measured costs are kept for later jobs: the first steps are slower.
 _HISTORY_S = 5.0
 
 
 def index_rows(run: JobRun) -> IndexTotals:
-    """Index every row group on the workers; chunks that are indexed already answer at once."""
+    """Index every row group on the workers; chunks that are indexed already return at once."""
     record, reporter = run.job.record, run.reporter
     rows = record.input.num_rows
     reporter.phase("indexing", rows)
@@ -206,10 +206,10 @@ def plan_shards(run: JobRun, indexed: IndexTotals) -> JobPlan:
             settings=run.settings,
         )
     else:
-        # Read anew: a coordinator before this one may have reopened them.
+        # The record is read again: an earlier coordinator may have reopened the parts of changed adapters.
         changed = changed_adapters(job.store.read_record(), job.record)
         if changed - job.changed_adapters:
-            job.store.check_current(job.record)  # it was this run that was opened earlier
+            job.store.check_current(job.record)  # raises: a newer run has changed the record since this one was opened
         plan = reopen_shards(
             job.store,
             job.record,
@@ -222,32 +222,38 @@ def plan_shards(run: JobRun, indexed: IndexTotals) -> JobPlan:
     # This process may have been stopped, and the output be another job's or another coordinator's by now.
     run.control.check_displaced()
     job.store.check_holder(job.record.job_id)
-    # Only now: a run that is killed before must find the adapters changed again.
+    # The record is replaced last: the run after one that is killed before must find the adapters changed again.
     job.store.replace_record(job.record)
     return plan
 
 
 @dataclass(frozen=True, slots=True)
 class Coordinated:
-    """`working_s`: from the first shard opened to the last part written; None where another coordinator of the run did
-    some of it. `measured`: what steps cost, where enough of them were seen. `bound_s`, `corrected_s`, `batch_fill`,
-    `prefix_hit_rate`: see `JobResult`.
+    """Measurements of one `coordinate`; `working_s`, `bound_s`, `corrected_s`, `batch_fill` and `prefix_hit_rate` go
+    into the `JobResult`.
     """
 
+    #: Seconds from the first shard opened to the last part written; None when another coordinator of the run did some
+    #: of the work.
     working_s: float | None
+    #: Lower bound of `working_s` by the measured costs of steps; None when it is not known.
     bound_s: float | None
+    #: Seconds predicted from the first steps; None when the plan's costs of steps were no guess.
     corrected_s: float | None
+    #: Measured costs of steps; None when fewer than `_HISTORY_S` seconds of steps were seen.
     measured: CostModel | None
+    #: Share of places in batches that had rows; None when it is not known.
     batch_fill: float | None
+    #: Share of prompt tokens that engines did not compute; None when it is not known.
     prefix_hit_rate: float | None
 
 
 def coordinate(run: JobRun, plan: JobPlan, turn: int = 0) -> Coordinated:
-    """Run every shard that has no part, or one that is not what it should be. Errors in the parts that are there count
-    against the job's budget too. `turn`: how often this run has done so before.
+    """Run every shard that has no part, or whose part is not what it should be. Errors in existing parts count against
+    the job's budget too. `turn`: number of calls before this one in this run.
     """
     job = run.job
-    # Without shards there may be the part that says so, when a run before was killed right after it.
+    # A job without shards may have an empty part, if an earlier run was killed right after it had written the part.
     there = job.store.committed_parts() if plan.shards else {}
     strange = {shard_id: OF_NO_SHARD for shard_id in there if shard_id >= len(plan.shards)}
     found = _count(run, sorted(there.keys() - strange.keys()), f"errors{turn}", reopens=True)
@@ -283,8 +289,8 @@ def coordinate(run: JobRun, plan: JobPlan, turn: int = 0) -> Coordinated:
 
 
 def _take_away(run: JobRun, bad: Mapping[int, str], curable: Mapping[int, str]) -> None:
-    """Remove parts, so that their shards are computed again; each has a clause that says why. Those that are `curable`
-    keep their answers.
+    """Remove parts, so that their shards are computed again; each has a clause that says why. Answers of `curable`
+    parts are kept.
     """
     if not bad and not curable:
         return
@@ -304,8 +310,8 @@ def _planned(
 
 
 def _bound_s(run: JobRun, coordinator: Coordinator, work: JobWork | None) -> float | None:
-    """Below which these rows could not have been answered by these engines, by what their steps took; None when too few
-    steps were seen for that.
+    """Lower bound, in seconds, of the time in which these engines could have answered these rows, by the measured costs
+    of their steps. None when too few steps were seen, or when the bound is above the measured time.
     """
     costs = coordinator.costs
     if work is None or not work.adapters or not costs.is_known:
@@ -332,7 +338,9 @@ def count_rows(run: JobRun, plan: JobPlan, turn: int = 0) -> Account:
 
 
 def _count(run: JobRun, shard_ids: Sequence[int], name: str, *, reopens: bool = False) -> Account:
-    """See `account_parts`; on the workers. `name`: of this count; Dask keeps results by name."""
+    """Run `account_parts` on the workers and add its accounts up. `name`: unique name of this count within the run;
+    Dask keeps results by name.
+    """
     groups = [shard_ids[start : start + _PARTS_PER_COUNT] for start in range(0, len(shard_ids), _PARTS_PER_COUNT)]
     total = Account()
     key, attempt = f"{name}-{run.run_id}", run.control.coordinator_id
@@ -384,14 +392,14 @@ def finish(run: JobRun, plan: JobPlan, account: Account, done: Coordinated, seco
     job.store.write_parts({i: (parts[i], contents.get(i, "")) for i in sorted(parts)})
     job.store.write_summary(result.to_json())
     job.store.mark_success()
-    # Last, since a client that waits for "done" may read the output.
+    # Reported last, since a client that waits for "done" may read the output.
     run.reporter.done(result)
     _keep_history(run, account, done)
     return result
 
 
 def _keep_history(run: JobRun, account: Account, done: Coordinated) -> None:
-    """Keep what steps cost and how long answers were, for the predictions of later jobs."""
+    """Keep the measured costs of steps and lengths of answers for the predictions of later jobs."""
     lengths = {}
     if not run.job.spec.sampling.ignore_eos:
         hashes = {adapter.name: adapter.sha256 for adapter in run.job.record.adapters} | {"": ""}
