@@ -33,18 +33,17 @@ MOST_SCORED_PLACES = 128
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FreeMemory:
-    """In pages, or in any other unit that all sizes share.
+    """Memory that is left for waiting rows, in pages or in any other unit that all sizes share."""
 
-    `gaps`: contiguous runs that may be had; what no running row needs, adapters among it, counts as free. `row_pages`:
-    int64 `[num_waiting]`, each in one run; `rounded_to`: of a multiple of so many pages where a gap is that long.
-    `adapter_pages`: of adapters that lie in memory while rows of theirs run; those not named take nothing. `awaited`:
-    adapters that are not at hand yet, so that none of their rows can enter beside others.
-    """
-
+    #: Sizes of the contiguous free runs. Memory that no running row needs counts as free, that of adapters too.
     gaps: tuple[int, ...]
+    #: Pages that each waiting row takes, all contiguous, int64 `[num_waiting]`.
     row_pages: NDArray[np.int64]
+    #: Pages of each adapter that is in memory while its rows run; adapters not named take none.
     adapter_pages: Mapping[int, int] = field(default_factory=dict)
+    #: A row takes a multiple of this number of pages where a gap is long enough, else exactly its pages.
     rounded_to: int = 1
+    #: Adapters that are not at hand yet, so that none of their rows can enter beside others.
     awaited: frozenset[int] = frozenset()
 
     def num_fitting(
@@ -80,24 +79,25 @@ ReplicaMode = Literal["unmerged", "merged", "mixture"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchView:
-    """What a batcher sees before a step.
+    """State of one replica before a step, as its batcher sees it."""
 
-    `running_adapter`, `waiting_adapter`: int32 `[num_running]`, `[num_waiting]`. `max_batch_rows`: rows one
-    step may hold. `merged_adapter`: whose weights are merged now (None: no adapter's). `resident_adapter`: int32
-    `[num_resident]`, adapters that need not be loaded. `paused_steps`: int64 `[num_running]`, steps that each has sat
-    out so far (None: not counted). `memory`: what is left for waiting rows (None: enough for all). `waiting_tokens`:
-    float64 `[num_waiting]`, what each is expected to generate (None: nothing is known). `has_prompts`: of running rows,
-    some prompts are not computed yet.
-    """
-
+    #: Adapter of each running row, int32 `[num_running]`.
     running_adapter: NDArray[np.int32]
+    #: Adapter of each waiting row, int32 `[num_waiting]`.
     waiting_adapter: NDArray[np.int32]
+    #: Rows one step may hold.
     max_batch_rows: int
+    #: Adapter whose weights are merged now (None: no adapter's).
     merged_adapter: int | None = None
+    #: Adapters that need not be loaded, int32 `[num_resident]`.
     resident_adapter: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    #: Steps that each running row has sat out so far, int64 `[num_running]` (None: not counted).
     paused_steps: NDArray[np.int64] | None = None
+    #: Memory left for waiting rows (None: enough for all).
     memory: FreeMemory | None = None
+    #: Tokens that each waiting row is expected to generate, float64 `[num_waiting]` (None: nothing is known).
     waiting_tokens: NDArray[np.float64] | None = None
+    #: Whether prompts of some running rows are not computed yet.
     has_prompts: bool = False
 
     def of_waiting(self, rows: NDArray[np.int64]) -> BatchView:
@@ -109,8 +109,10 @@ class BatchView:
         return replace(self, waiting_adapter=self.waiting_adapter[rows], memory=memory, waiting_tokens=tokens)
 
     def taking_part(self, batch: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Of a batch of positions over running then waiting rows, those that memory lets run at once. Rows outside the
-        batch keep what they hold."""
+        """The positions of a batch that memory lets run at once, int64.
+
+        `batch`: positions over running then waiting rows. Rows outside it keep the memory they hold.
+        """
         if self.memory is None:
             return batch
         num_running = len(self.running_adapter)
@@ -121,19 +123,20 @@ class BatchView:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """What the next step does.
+    """The next step of a replica: its mode, the running rows that it serves, and the waiting rows to admit.
 
-    `merged_adapter`: whose weights must be merged (None exactly when `mode == "unmerged"`).
-    `serve`: bool `[num_running]`, the running rows that take part; the others pause and keep their memory.
-    `admit`: int64, positions among the waiting rows, in the order to admit them while memory lasts. `holds_back`: none
-    of them enters in this step, but their adapters are read.
     In mode `merged` every served and admitted row is of the merged adapter; in `mixture` any may join.
     """
 
+    #: How the rows are served.
     mode: ReplicaMode
+    #: Adapter whose weights must be merged (None exactly when `mode == "unmerged"`).
     merged_adapter: int | None
+    #: Which running rows take part, bool `[num_running]`; the others pause and keep their memory.
     serve: NDArray[np.bool_]
+    #: Positions among the waiting rows, int64, in the order to admit them while memory lasts.
     admit: NDArray[np.int64]
+    #: Whether no row enters in this step, while the adapters of the rows to admit are read.
     holds_back: bool = False
 
     def check_integrity(self, view: BatchView) -> None:
@@ -164,7 +167,7 @@ class ClusteredBatcher:
     """
 
     def next_step(self, view: BatchView) -> StepPlan:
-        """See `Batcher.next_step`."""
+        """Serve all running rows unmerged, and fill the free places in `admission_order`."""
         free = max(0, view.max_batch_rows - len(view.running_adapter))
         admit = admission_order(view)
         return StepPlan("unmerged", None, np.ones(len(view.running_adapter), bool), admit[:free])
@@ -177,7 +180,7 @@ class InClusters:
     inner: Batcher
 
     def next_step(self, view: BatchView) -> StepPlan:
-        """See `Batcher.next_step`."""
+        """Take the plan that `inner` makes of the waiting rows in `admission_order`."""
         order = admission_order(view)
         plan = self.inner.next_step(view.of_waiting(order))
         return replace(plan, admit=order[plan.admit])
@@ -217,7 +220,7 @@ def clustered_order(
 
 
 def all_unmerged(view: BatchView, admit: NDArray[np.int64]) -> StepPlan:
-    """All running rows in order of arrival, as far as a step holds them, then `admit`: possible in any state."""
+    """Plan a step of all running rows, then of `admit`, as far as a batch holds them: possible in any state."""
     serve = np.arange(len(view.running_adapter)) < view.max_batch_rows
     return StepPlan("unmerged", None, serve, admit[: view.max_batch_rows - int(serve.sum())])
 
@@ -256,7 +259,11 @@ class MergeWaveBatcher:
     min_rows: int | None
 
     def next_step(self, view: BatchView) -> StepPlan:
-        """See `Batcher.next_step`."""
+        """Plan the next step.
+
+        A merged wave goes on while it has rows; else `inner` serves the rows outside of waves; without any, a wave
+        begins.
+        """
         is_running = np.ones(len(view.running_adapter), bool)
         merged = view.merged_adapter
         is_wave = merged is not None and (self.min_rows is not None or self.must_merge(merged))
@@ -296,29 +303,33 @@ class MeanLengths(Protocol):
     """Mean tokens of a replica's rows, as known now."""
 
     def mean(self) -> float:
-        """Of an answer, as expected."""
+        """Expected output tokens of a row."""
 
     @property
     def mean_prompt(self) -> float:
-        """Of a prompt, without those that another row computes."""
+        """Mean prompt tokens of a row, without those that another row computes for it."""
 
 
 def no_more_rows(adapter: int) -> int:
-    """All rows are at hand."""
+    """Default of `ReplicaFacts.rows_to_come`: all rows are at hand."""
     return 0
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFacts:
-    """What a policy knows of its replica: `cost` of its steps and merges, `ranks` of its adapters so far, and which of
-    them are exact only when merged. `lengths`: of its rows, as known now. `rows_to_come`: see `CostBatcher`.
-    """
+    """Facts about a replica from which a policy makes its batcher."""
 
+    #: Costs of its steps and merges.
     cost: CostModel
+    #: Returns the LoRA ranks of its adapters so far, float64 `[num_adapters]`.
     ranks: Ranks
+    #: Whether an adapter is exact only when merged.
     must_merge: Callable[[int], bool]
+    #: Rows one step may hold.
     max_batch_rows: int
+    #: Mean lengths of its rows, as known now.
     lengths: MeanLengths
+    #: Rows of an adapter that the plan will still bring to the replica.
     rows_to_come: Callable[[int], int] = no_more_rows
 
 
@@ -346,7 +357,7 @@ BATCHERS: Mapping[str, str] = {
 
 
 def batcher_of(name: str, facts: ReplicaFacts) -> Batcher:
-    """A batcher by its name. Raises ValueError naming those there are."""
+    """A batcher by its name. Raises ValueError that lists the known names."""
     if name not in BATCHERS:
         raise ValueError(f"batcher={name!r}: expected one of {', '.join(BATCHERS)}.")
     module, _, function = BATCHERS[name].partition(":")

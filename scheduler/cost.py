@@ -27,25 +27,32 @@ KernelKind = Literal["exact", "padded"]
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """What one forward pass does.
+    """Work of one forward pass, or of several passes in arrays.
 
-    `prefill_tokens`: prompt tokens computed. `prefill_pairs`: of such a token and one it attends to, itself included
-    (`prompt_pairs`). `decode_rows`: rows that get one token. `context_tokens`: KV slots read, over all rows. The rest
-    is the unmerged share, zero when merged: `num_adapters` distinct adapters, `rank_sum` their ranks added up (weights
-    read), `lora_tokens` the tokens with an adapter (activations gathered and added), `rank_tokens` the sum over these
-    of their rank (products). `drawn_tokens`: tokens that are drawn rather than the likeliest. `scored_tokens`: prompt
-    tokens whose log-probabilities are asked.
+    The fields from `num_adapters` to `rank_tokens` and `lora_tokens` are the unmerged share: they are zero when all
+    rows run merged or on the base model.
     """
 
+    #: Prompt tokens computed.
     prefill_tokens: ArrayLike = 0.0
+    #: Rows that get one token.
     decode_rows: ArrayLike = 0.0
+    #: KV slots read, over all rows.
     context_tokens: ArrayLike = 0.0
+    #: Distinct unmerged adapters.
     num_adapters: ArrayLike = 0.0
+    #: LoRA ranks of the distinct unmerged adapters, added up (weights read).
     rank_sum: ArrayLike = 0.0
+    #: LoRA ranks of all tokens with an unmerged adapter, added up (products); kernel `padded` counts each token at the
+    #: largest rank.
     rank_tokens: ArrayLike = 0.0
+    #: Pairs of a computed prompt token and a token it attends to, itself included (`prompt_pairs`).
     prefill_pairs: ArrayLike = 0.0
+    #: Tokens with an unmerged adapter (activations gathered and added).
     lora_tokens: ArrayLike = 0.0
+    #: Tokens that are drawn rather than the likeliest.
     drawn_tokens: ArrayLike = 0.0
+    #: Prompt tokens whose log-probabilities are asked.
     scored_tokens: ArrayLike = 0.0
 
 
@@ -57,36 +64,51 @@ def prompt_pairs(num_tokens: ArrayLike, num_stored: ArrayLike = 0.0) -> NDArray[
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Coefficients of one kind of replica; all in seconds per unit of the name, none negative.
+    """Coefficients of one kind of replica, none negative.
 
-    `step_s`: a step that does nothing. `lora_step_s`: added once when any row is unmerged (launches). `mixed_step_s`:
-    added once when prompts and decoding rows share a step; 0 where an engine computes both in one pass. `draw_s`: what
-    a token drawn at a temperature costs more than the likeliest one.
-    `merge_s`: switch the merged adapter; `first_merge_s` more for a replica's first one, which makes its second copy of
-    the weights. `host_bytes_per_s`, `peer_…`, `storage_…`: where an adapter comes
-    from, plus `load_s` for each load. `kernel`: `exact` pays each token its own rank, `padded` the largest
-    rank present (S-LoRA, Punica; LoRAServe section III-A). `fit_r_squared`: None for a preset.
+    A coefficient in seconds is what one unit of its field in `StepLoad` costs, unless its comment says otherwise.
     """
 
+    #: Seconds of a step that does nothing.
     step_s: float
+    #: Seconds per prompt token computed.
     prefill_token_s: float
+    #: Seconds per row that gets one token.
     decode_row_s: float
+    #: Seconds per KV slot read.
     context_token_s: float
+    #: Seconds added once to a step in which any row is unmerged (launches).
     lora_step_s: float
+    #: Seconds per distinct unmerged adapter of a step.
     adapter_s: float
+    #: Seconds per unit of `rank_sum`.
     rank_s: float
+    #: Seconds per unit of `rank_tokens`.
     rank_token_s: float
+    #: Seconds to switch the merged adapter.
     merge_s: float
+    #: Seconds of each adapter load, beside those for its bytes.
     load_s: float
+    #: Bytes per second of adapters that come from host memory.
     host_bytes_per_s: float
+    #: Bytes per second of adapters that come from another replica.
     peer_bytes_per_s: float
+    #: Bytes per second of adapters that come from storage.
     storage_bytes_per_s: float
+    #: `exact` charges each token its own rank, `padded` the largest rank present (S-LoRA, Punica; LoRAServe section
+    #: III-A).
     kernel: KernelKind = "exact"
+    #: R squared of `fit` (None: the coefficients are from elsewhere).
     fit_r_squared: float | None = None
+    #: Seconds per unit of `prefill_pairs`.
     prefill_pair_s: float = 0.0
+    #: Seconds per token with an unmerged adapter.
     lora_token_s: float = 0.0
+    #: Seconds added to a replica's first switch, which makes its second copy of the weights.
     first_merge_s: float = 0.0
+    #: Seconds added once when prompts and decoding rows share a step; 0 where an engine computes both in one pass.
     mixed_step_s: float = 0.0
+    #: Seconds that a token drawn at a temperature costs more than the likeliest one.
     draw_s: float = 0.0
 
     def step_seconds(self, load: StepLoad) -> NDArray[np.float64]:
@@ -112,11 +134,11 @@ class CostModel:
 
     @property
     def scored_token_s(self) -> float:
-        """What a prompt token costs more whose log-probability is asked: logits, as a decoding row has them."""
+        """Extra seconds of a prompt token whose log-probability is asked: it needs logits, as a decoding row does."""
         return max(0.0, self.decode_row_s - self.prefill_token_s)
 
     def load_seconds(self, weight_bytes: float, source: AdapterSource) -> float:
-        """Seconds until an adapter of that size is on the device."""
+        """Seconds until an adapter of `weight_bytes` is on the device."""
         bytes_per_s = {
             "host": self.host_bytes_per_s,
             "peer": self.peer_bytes_per_s,
@@ -136,12 +158,11 @@ class CostModel:
         is_drawn: ArrayLike = False,
         is_scored: ArrayLike = False,
     ) -> NDArray[np.float64]:
-        """A row's share of a replica whose batch is full: its prefill, and `1 / batch_rows` of its decode
-        steps.
+        """A row's share of a replica whose batch is full: its prefill, and `1 / batch_rows` of its decode steps.
 
         `rank`: of the row's adapter, 0 when merged or base. `num_adapters`: distinct ones in the batch.
-        `shared_tokens`: of the prompt, not computed again. `is_drawn`: whether its tokens are. `is_scored`: whether the
-        prompt's are.
+        `shared_tokens`: tokens of the prompt that are not computed again. `is_drawn`: whether its tokens are drawn.
+        `is_scored`: whether its prompt's log-probabilities are asked.
         """
         prompt = np.asarray(prompt_tokens, dtype=np.float64)
         output = np.asarray(output_tokens, dtype=np.float64)
@@ -165,7 +186,7 @@ class CostModel:
         return float((prompt_tokens + output_tokens) / seconds)
 
     def scaled(self, factor: float) -> CostModel:
-        """The same replica, `factor` times slower in everything it computes."""
+        """The model of a replica that is `factor` times as slow: all seconds scaled, bytes per second kept."""
         computed = [f.name for f in fields(self) if f.name.endswith("_s") and "bytes" not in f.name]
         return replace(self, **{name: getattr(self, name) * factor for name in computed})
 
@@ -225,7 +246,7 @@ def lora_load(
     )
 
 
-# Up to here a table of all adapters is faster than sorting those of the rows.
+# Largest adapter number for which a table of all adapters is faster than sorting those of the rows.
 _TABLE_SIZE = 4096
 
 
@@ -267,7 +288,7 @@ CPU_SMOLLM2_135M = CostModel(
     prefill_pair_s=9e-7,
     lora_token_s=4.6e-5,
     first_merge_s=1.4,
-    # of 49,152 logits, by one thread (docs/kernels.md)
+    # 49,152 logits, by one thread (docs/kernels.md)
     draw_s=3.5e-5,
 )
 # H200, Llama-3-8B bf16, by arithmetic from the compiled kernels (benchmarks/results/2026-11-26-h200-preset.md): no GPU
@@ -433,7 +454,7 @@ class FitQuality:
 
 
 def fit_quality(samples: Sequence[StepSample], cost: CostModel) -> FitQuality:
-    """Of a cost model on some measured steps. Raises ValueError without samples."""
+    """Measure how well a cost model meets measured steps. Raises ValueError without samples."""
     if not samples:
         raise ValueError("fit_quality needs at least one measured step; found none.")
     seconds = np.array([sample.seconds for sample in samples])
@@ -445,8 +466,8 @@ def fit_quality(samples: Sequence[StepSample], cost: CostModel) -> FitQuality:
 def fit_loads(loads: Sequence[tuple[int, float]], prior: CostModel) -> CostModel:
     """Seconds per load and bytes per second from measured (bytes, seconds); the prior where they say nothing.
 
-    What is measured is a load from the folder that the engine reads. No tier is taken to be faster than the prior
-    says, and none slower than that. Relative errors count: most adapters are small, and large ones would decide alone.
+    The measured loads are from the folder that the engine reads. No tier is taken to be faster than the prior says, and
+    none slower than that folder. Relative errors count: most adapters are small, and large ones would decide alone.
     """
     weight_bytes, seconds = np.array(loads, dtype=np.float64).reshape(-1, 2).T
     if len(np.unique(weight_bytes)) < 2:

@@ -31,8 +31,8 @@ from .batching import (
 )
 from .cost import CostModel, lora_load
 
-# How long a choice will hold: steps until so many rows of an adapter (None: of all), and those still to arrive, are
-# done, with so many rows at once.
+# (adapter, or None for all rows; `num_rows` of them that would run next; `batch_rows` that run at once) -> steps for
+# which a choice will hold: until these rows, and those still to arrive, are done.
 StepsToCome = Callable[[int | None, int, int], float]
 
 
@@ -49,29 +49,33 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveBatcher:
-    """Chooses by cost; keeps no state, so a replica that restarts decides as before.
+    """Chooses by cost; keeps no state, so a replica that restarts decides as before."""
 
-    `ranks` float64 `[num_adapters]`. `mean_context`: KV slots a row reads in a step. `hysteresis`: how much
-    better another state must be before the weights are touched. `patience`: steps that a row may sit out for a merged
-    adapter, in all; from then on it is served in its turn until it ends. `may_mix`: whether mixtures are considered.
-    `merge_s`: what a switch is charged with (None: what the cost model says). `prompt_share`: tokens of prompts that
-    are computed for each token that is generated; in the long run each row of a batch brings so many to a step.
-    """
-
+    #: Costs of steps and switches.
     cost: CostModel
+    #: LoRA rank of each adapter, float64 `[num_adapters]`.
     ranks: NDArray[np.float64]
+    #: Steps over which the price of a switch is spread.
     steps_to_come: StepsToCome
+    #: KV slots that a row reads in a step.
     mean_context: float = 512.0
-    # Switches are paid for in full, so a small gain is reason enough.
+    #: Factor by which another state must be better before the weights are touched. Switches are paid for in full, so a
+    #: small gain is reason enough.
     hysteresis: float = 1.005
+    #: Least share of the rows in turn that an adapter must have to be merged and served alone.
     least_own_share: float = 0.8
+    #: Steps that a row may sit out for a merged adapter, in all; from then on it is served in its turn until it ends.
     patience: float = 256.0
+    #: Whether mixtures are considered.
     may_mix: bool = True
+    #: Seconds that a switch is charged with (None: as the cost model says).
     merge_s: float | None = None
+    #: Prompt tokens that are computed for each token that is generated: in the long run, what each row of a batch adds
+    #: to a step beside its own token.
     prompt_share: float = 0.0
 
     def next_step(self, view: BatchView) -> StepPlan:
-        """See `Batcher.next_step`."""
+        """Plan the step of the candidate that serves most rows per second; the first one on ties."""
         types = np.concatenate([view.running_adapter, view.waiting_adapter])
         best, best_rate = None, -1.0
         for candidate in self._candidates(view, types):
@@ -82,7 +86,7 @@ class AdaptiveBatcher:
         return as_step_plan(view, best.batch, best.merged_adapter, mode=best.mode)
 
     def _candidates(self, view: BatchView, types: NDArray[np.int32]) -> list[Candidate]:
-        """The present state's own continuations first: ties keep it."""
+        """Ways to run the next steps. Those that keep the present state come first, so that ties keep it."""
         in_turn = np.arange(min(len(types), view.max_batch_rows))
         taking_part = view.taking_part(in_turn)
         unmerged = Candidate("unmerged", None, in_turn, taking_part)
@@ -149,21 +153,25 @@ def _most_wanted(types: NDArray[np.int32]) -> int | None:
 class CostBatcher:
     """`AdaptiveBatcher` whose steps to come are those of the rows at hand and announced.
 
-    `lengths`: of this replica's rows. Half of a mean answer counts as steps to come, for a batch is rarely as full as
-    at its start; prompts count while rows wait. A merge is charged with the way back: the weights that are merged now
-    were paid for, so that leaving them is decided by the steps alone. The first one is also charged with the second
-    copy of the weights, which is all the state that is kept. `rows_to_come`: of an adapter, rows that a plan will still
-    bring here. No row sits out more steps than a row is expected to take.
+    Half of a mean answer counts as steps to come, for a batch is rarely as full as at its start; prompts count while
+    rows wait. A merge is charged with the way back: the weights that are merged now were paid for, so that leaving them
+    is decided by the steps alone. The first merge is also charged with the second copy of the weights. No row sits out
+    more steps than a row is expected to take.
     """
 
+    #: Costs of steps and merges.
     cost: CostModel
+    #: Returns the LoRA ranks of the adapters so far, float64 `[num_adapters]`.
     ranks: Ranks
+    #: Mean lengths of this replica's rows, as known now.
     lengths: MeanLengths
+    #: Rows of an adapter that a plan will still bring here.
     rows_to_come: Callable[[int], int] = no_more_rows
+    #: Whether the replica has merged before: all the state that is kept.
     _has_merged: bool = False
 
     def next_step(self, view: BatchView) -> StepPlan:
-        """See `Batcher.next_step`."""
+        """Plan the next step by an `AdaptiveBatcher` with the lengths, ranks and prices of now."""
         output_tokens = self.lengths.mean()
 
         def steps_to_come(adapter: int | None, num_rows: int, batch_rows: int) -> float:
@@ -191,7 +199,7 @@ class CostBatcher:
 
 
 def choosing_by_cost(facts: ReplicaFacts) -> Batcher:
-    """The cost of each step decides, mixture included."""
+    """Make the batcher that chooses each step by cost, mixture included."""
     inner = CostBatcher(facts.cost, facts.ranks, facts.lengths, facts.rows_to_come)
     return MergeWaveBatcher(InClusters(inner), facts.must_merge, None)
 
@@ -200,10 +208,10 @@ def choosing_by_cost(facts: ReplicaFacts) -> Batcher:
 class PromptsTogether:
     """Has the prompts of several rows share a step, where prompts cost the rows that decode beside them `mixed_step_s`.
 
-    Rows that could enter are held back until that has wasted as much as a mixed step costs. In each step it wastes the
-    share that they would bear of the seconds that a step takes with any number of rows. Where `B` rows of `n` tokens
-    end evenly, `B * sqrt(2 * mixed_step_s / (n * seconds))` enter together, which wastes least. Rows enter at once when
-    no others would wait then, when prompts are computed anyway, and when other rows pause or weights are switched.
+    Rows that could enter are held back until waiting has wasted as much as a mixed step costs. Each step wastes their
+    share of the seconds that a step takes with any number of rows. Where `B` rows of `n` tokens end evenly,
+    `B * sqrt(2 * mixed_step_s / (n * seconds))` enter together, which wastes least. Rows enter at once when no others
+    would wait then, when prompts are computed anyway, and when other rows pause or weights are switched.
     """
 
     inner: Batcher
@@ -212,7 +220,7 @@ class PromptsTogether:
     _wasted_s: float = 0.0
 
     def next_step(self, view: BatchView) -> StepPlan:
-        """See `Batcher.next_step`."""
+        """Take the plan of `inner`; hold its entering rows back while waiting costs less than a mixed step."""
         plan = self.inner.next_step(view)
         num_running, num_entering = len(view.running_adapter), _num_entering(view, plan)
         if not num_entering:

@@ -23,14 +23,14 @@ from .planning.waves import Shard
 
 
 class ShardStatus(Enum):
-    """Where a shard stands: pending in a queue, open on a replica, or its part is written."""
+    """Status of a shard: pending in a queue, open on a replica, or committed, with its part written."""
 
     QUEUED = "queued"
     OPEN = "open"
     COMMITTED = "committed"
 
 
-# A queued shard becomes committed when an attempt that was given up makes it after all.
+# A queued shard becomes committed when an attempt that was given up writes the part after all.
 _TRANSITIONS = {
     (ShardStatus.QUEUED, ShardStatus.OPEN),
     (ShardStatus.OPEN, ShardStatus.QUEUED),
@@ -41,16 +41,21 @@ _TRANSITIONS = {
 
 @dataclass(slots=True)
 class ShardState:
-    """One shard of the job. `owner`: the replica that has it open. `failed_on`: replicas where it failed; others are
-    tried first.
-    """
+    """One shard of the job, and how its attempts went."""
 
+    #: The shard as planned.
     shard: Shard
+    #: Its status; `move` changes it.
     status: ShardStatus = ShardStatus.QUEUED
+    #: Replica that has it open (None: no replica has).
     owner: str | None = None
+    #: Number of the attempt; counts from 0 and grows whenever the shard is queued again.
     attempt: int = 0
+    #: Attempts that failed on a replica that is alive.
     failures: int = 0
+    #: Attempts that were lost with their replica. A shard that was handed over in good order was not lost.
     losses: int = 0
+    #: Replicas where it failed; others are tried first.
     failed_on: frozenset[str] = frozenset()
 
     def move(self, status: ShardStatus, owner: str | None = None) -> None:
@@ -61,19 +66,23 @@ class ShardState:
 
 @dataclass(slots=True)
 class ReplicaState:
-    """What the scheduler believes of one replica. `rows_left`: unfinished rows of each shard open there. `reported`:
-    the shards in its last report. `open_work`: all rows left, in mean rows of the job.
-    """
+    """One replica as the scheduler sees it."""
 
+    #: Id of the replica.
     replica_id: str
+    #: Sequences it decodes together.
     batch_rows: int
+    #: Unfinished rows of each shard open there, by shard id.
     rows_left: dict[int, int] = field(default_factory=dict)
+    #: Open shards that its last report listed.
     reported: frozenset[int] = frozenset()
+    #: Unfinished rows of all its open shards: the sum of `rows_left`.
     open_rows: int = 0
+    #: These rows in mean rows of the job.
     open_work: float = 0.0
 
     def set_rows_left(self, shard_id: int, rows: int) -> None:
-        """Note that a shard is open here with so many unfinished rows."""
+        """Note that a shard is open here with `rows` unfinished rows."""
         self.open_rows += rows - self.rows_left.get(shard_id, 0)
         self.rows_left[shard_id] = rows
 
@@ -143,7 +152,7 @@ class ShardQueue:
         # Measured over predicted output tokens per row, of waves of one adapter; 1 until rows have finished.
         self._correction = np.ones(len(waves))
         self._waves_of = _waves_of_one_adapter(shards, self._number)
-        # Each shard of the others brings adapters of its own: a replica gains nothing by staying with them.
+        # A shard of any other wave has adapters of its own: a replica gains nothing by staying with such a wave.
         self._of_one_adapter = {wave for waves in self._waves_of.values() for wave, _ in waves}
         self._all_work = 1.0 + sum(_work(shard) for shard in shards)
         self._num_shards = 0
@@ -214,7 +223,7 @@ class ShardQueue:
             self._num_servers[wave] -= 1
 
     def removed(self, replica_id: str) -> None:
-        """See `DispatchRule.removed`."""
+        """Drop a replica that has no open shards any more."""
         self._open.pop(replica_id, None)
 
     def _insert(self, shard: Shard) -> None:
@@ -253,8 +262,8 @@ class ShardQueue:
 class DealtShards:
     """Pending shards that were dealt out before the job: a replica opens its own, in the plan's order.
 
-    Replicas get their numbers as they come. A shard that failed or was lost is for whichever replica asks first; what
-    is dealt to one that has not come, or is gone, is opened by those with nothing else to do, one shard at a time.
+    Replicas get their numbers as they come. A shard that failed or was lost is for whichever replica asks first. Shards
+    dealt to a replica that has not come, or is gone, are opened by replicas with nothing else to do, one at a time.
     """
 
     is_shared: ClassVar[bool] = False
@@ -277,7 +286,11 @@ class DealtShards:
         return shard_id in self._pending
 
     def take(self, replica_id: str, is_allowed: Callable[[int], bool]) -> int | None:
-        """See `DispatchRule.take`."""
+        """Remove and return the shard this replica should open next; None when none is allowed.
+
+        Its own shards come first, then those that were put back. A replica with nothing open also takes the shards of
+        absent replicas and, if it has none left of its own, those of any other.
+        """
         queues = [self._own[self._number_of(replica_id)], self._returned]
         if not self._num_open[replica_id]:
             taken = set(self._number.values())
@@ -292,35 +305,38 @@ class DealtShards:
         return None
 
     def put_back(self, shard_id: int) -> None:
-        """See `DispatchRule.put_back`."""
+        """Queue a shard that was taken again, for whichever replica asks first."""
         self._returned.append(shard_id)
         self._pending.add(shard_id)
 
     def discard(self, shard_id: int) -> None:
-        """See `DispatchRule.discard`."""
+        """Remove a pending shard."""
         shard = self._shards[shard_id]
         own = self._own[_owner(shard)]
         (own if shard_id in own else self._returned).remove(shard_id)
         self._pending.remove(shard_id)
 
     def opened(self, shard_id: int, replica_id: str) -> None:
-        """See `DispatchRule.opened`. A replica of an earlier scheduler keeps the number that its shards have."""
+        """Note that a shard is open on a replica.
+
+        A replica of an earlier scheduler keeps the number that its shards have.
+        """
         number = _owner(self._shards[shard_id])
         if replica_id not in self._number and number not in self._number.values():
             self._number[replica_id] = number
         self._num_open[replica_id] += 1
 
     def closed(self, shard_id: int, replica_id: str) -> None:
-        """See `DispatchRule.closed`."""
+        """Note that a shard is open on a replica no more."""
         self._num_open[replica_id] -= 1
 
     def removed(self, replica_id: str) -> None:
-        """See `DispatchRule.removed`."""
+        """Drop a replica that has no open shards any more; its number is free again."""
         self._number.pop(replica_id, None)
         del self._num_open[replica_id]
 
     def correct_length(self, adapter: str, tokens_per_row: float) -> None:
-        """The order was decided before the job."""
+        """Do nothing: the order was decided before the job."""
 
     def _number_of(self, replica_id: str) -> int:
         if replica_id not in self._number:
@@ -329,7 +345,7 @@ class DealtShards:
         return self._number[replica_id]
 
     def check_integrity(self) -> None:
-        """See `DispatchRule.check_integrity`."""
+        """Raise AssertionError when queues and pending shards disagree, or a count of open shards is negative."""
         queued = [shard_id for shards in (*self._own.values(), self._returned) for shard_id in shards]
         assert sorted(queued) == sorted(self._pending), f"{len(queued)} shards queued, {len(self._pending)} pending"
         assert min(self._num_open.values(), default=0) >= 0, f"open shards {self._num_open}"

@@ -1,9 +1,9 @@
 """Forecast of a job before it starts: the numbers that `lorabatch plan` prints.
 
-Seconds come from playing the plan in the simulator, on answers of the lengths that are expected. Of a large job a
-sample of its shards is played (`JobSample`). The placement of shards on replicas, with its bound and its gap, says what
-each worker would hold; it is no forecast, for it lacks the last part of a job, and rows that batches of several
-adapters share.
+Seconds come from playing the plan in the simulator, on answers of the lengths that are expected. A large job is played
+by a sample of its shards (`JobSample`). The placement of shards on replicas, with its bound and its gap, says what each
+worker would hold; it is no forecast, for it lacks the last part of a job, and rows that batches of several adapters
+share.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .simulation.run import PolicyRun
 from .workload import AdapterInfo, Workload
 
 WaveMode = Literal["auto", "unmerged", "merged"]
-#: Plays a plan on so many simulated replicas, with the settings of a run.
+#: Plays a plan with the settings of a run: (rows, plan, number of simulated replicas) -> run.
 Play = Callable[[Workload, ShardPlan, int], PolicyRun]
 # Replicas of a sample: two, so that rows can move between them.
 _LEAST_REPLICAS = 2
@@ -33,57 +33,70 @@ _FULL_SWING = (0.15, 0.75)
 
 @dataclass(frozen=True, slots=True)
 class AdapterForecast:
-    """One adapter's share of the job; the base model has the name "" and rank 0. `engine_s`: of one replica."""
+    """One adapter's share of the job."""
 
+    #: Name of the adapter; "" for the base model.
     name: str
+    #: LoRA rank; 0 for the base model.
     rank: int
+    #: Rows of the adapter.
     num_rows: int
+    #: Tokens of their prompts.
     prompt_tokens: int
+    #: Tokens that they are expected to generate.
     predicted_output_tokens: int
+    #: Seconds of one replica for these rows.
     engine_s: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forecast:
-    """`predicted_s`: makespan. `simulated_rows`: those that were played to find it. `shard_s` `[num_shards]`: engine
-    seconds of each.
+    """Prediction for one job: its plan, where its shards are placed, and how long it takes."""
 
-    `replica_s`: busy seconds of all replicas together, what a price per hour multiplies with. `shared_prompt_tokens`:
-    those that a prefix cache need not compute again.
-    """
-
+    #: The job's shards.
     plan: ShardPlan
+    #: Replica of each shard, with a bound.
     placement: Placement
+    #: Share of each adapter that has rows; the base model's last.
     adapters: tuple[AdapterForecast, ...]
+    #: Engine seconds of each shard, float64 `[num_shards]`.
     shard_s: NDArray[np.float64]
+    #: Makespan in seconds.
     predicted_s: float
+    #: Rows that were played to find the makespan.
     simulated_rows: int
+    #: Seconds of all replicas together, the makespan times their number: a price per hour multiplies with these.
     replica_s: float
+    #: Prompt tokens that a prefix cache need not compute again.
     shared_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CutRows:
-    """Shards and what is expected of them: engine seconds of each, `[num_shards]`, and tokens to generate and engine
-    seconds of each row, `[num_rows]`.
-    """
+    """Shards of a job, and what is expected of them and of their rows."""
 
+    #: The shards.
     plan: ShardPlan
+    #: Engine seconds of each shard, float64 `[num_shards]`.
     shard_s: NDArray[np.float64]
+    #: Tokens that each row is expected to generate, float64 `[num_rows]`.
     predicted: NDArray[np.float64]
+    #: Engine seconds of each row, float64 `[num_rows]`.
     row_s: NDArray[np.float64]
 
     @classmethod
     def of(cls, plan: ShardPlan, predicted: NDArray[np.float64], row_s: NDArray[np.float64]) -> CutRows:
-        """Of a plan whose rows are expected to take so long."""
+        """Make the record of a plan from what is expected of its rows; a shard takes as long as its rows together."""
         return cls(plan, np.array([row_s[plan.rows_of(s.shard_id)].sum() for s in plan.shards]), predicted, row_s)
 
 
 def forecast_job(
     workload: Workload, cut: CutRows, cost: CostModel, num_replicas: int, play: Play, played_rows: int
 ) -> Forecast:
-    """Predict a job that was cut into shards, by playing about so many of its rows. Rows without engine work cost
-    nothing. Deterministic."""
+    """Predict a job that was cut into shards, by playing about `played_rows` of its rows.
+
+    Rows without engine work cost nothing. Deterministic.
+    """
     placement = place_job(workload.adapters, cut.plan.shards, cut.shard_s, cost, num_replicas)
     sample = JobSample(workload.num_rows, num_replicas, played_rows)
     sample.add(workload, cut)
@@ -265,8 +278,9 @@ def place_job(
     cost: CostModel,
     num_replicas: int,
 ) -> Placement:
-    """Where the shards should run: their seconds, and one load from storage per adapter and replica. Shards that were
-    dealt out run where they were dealt to."""
+    """Place the shards on replicas: a shard takes its seconds, and each replica loads each adapter it needs once from
+    storage. Shards that were dealt out run where they were dealt to.
+    """
     number = {adapter.name: i for i, adapter in enumerate(adapters)}
     problem = PlacementProblem(
         shard_s,

@@ -49,37 +49,49 @@ def _as_tuples(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """What the steps of an engine have done since it started, added up in the terms of the cost model.
+    """Work of all steps of one engine since it started, added up in the terms of the cost model.
 
-    All fields but the last stand in the order of the model's coefficients, for their meaning see `StepLoad`.
-    `num_lora_steps`: steps with unmerged rows. `num_mixed_steps`: with prompts and decoding rows.
+    All fields but the last stand in the order of the coefficients that price them (`cost.STEP_COEFFICIENTS`).
     """
 
+    #: Forward passes.
     num_steps: int = 0
+    #: Prompt tokens computed.
     prefill_tokens: int = 0
+    #: Decoding rows, summed over the steps; each gets one token per step.
     decode_rows: int = 0
+    #: KV slots read, over all rows and steps.
     context_tokens: int = 0
+    #: Steps with unmerged rows.
     num_lora_steps: int = 0
+    #: Distinct unmerged adapters of a step, summed over the steps.
     num_adapters: int = 0
+    #: LoRA ranks of the distinct unmerged adapters of a step, summed over the steps.
     rank_sum: float = 0.0
+    #: LoRA ranks of the tokens with an unmerged adapter, added up (see `StepLoad`).
     rank_tokens: float = 0.0
+    #: Pairs of a computed prompt token and a token it attends to, itself included (`prompt_pairs`).
     prefill_pairs: float = 0.0
+    #: Tokens with an unmerged adapter.
     lora_tokens: int = 0
+    #: Steps with both prompts and decoding rows.
     num_mixed_steps: int = 0
+    #: Tokens drawn at a temperature rather than the likeliest.
     drawn_tokens: int = 0
+    #: Prompt tokens whose log-probabilities were asked.
     scored_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Event(Record):
-    """Base of all events. `time_s`: since the scheduler started."""
+    """Base of all events. `time_s`: seconds since the scheduler started."""
 
     time_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class WorkersSeen(Event):
-    """The workers of the cluster, whether their engines are ready or not; an event whenever they have changed."""
+    """The workers of the cluster, whether their engines are ready or not; sent whenever they have changed."""
 
     worker_ids: tuple[str, ...]
 
@@ -137,40 +149,45 @@ class ShardFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Progress(Event):
-    """A replica's report of its state, about once a second and when a shard there has all its answers. It is also the
-    replica's heartbeat.
-
-    `open_rows`: unfinished rows of the shards open there; `running_rows`: those in its batch, of which
-    `prefilling_rows` have no token yet. `prefill_tokens_left`: that rows there, waiting ones too, compute before they
-    decode. `open_shards`: (shard id, unfinished rows) of each open shard. `finished`: (adapter name or "", rows, output
-    tokens) completed since the last report. `mode`: how its latest step served its rows, for reports only.
-    `running_tokens`: what the running rows have generated so far. `lent_shards`: (shard id, rows that other replicas
-    work on); `incoming_rows`: unfinished rows of other replicas' shards.
-
-    Totals since the replica's engine started: `engine_s` seconds in steps, without merges and waits for adapters, and
-    what these steps did, the fields of `StepTotals` in order.
+    """A replica's report of its state, about once a second and when a shard of its own has all its answers. It is also
+    the replica's heartbeat.
     """
 
+    #: Replica that reports.
     replica_id: str
+    #: Unfinished rows of the shards that it has open.
     open_rows: int
+    #: Rows in its batch, those of other replicas' shards included.
     running_rows: int
+    #: Tokens generated per second since the report before.
     tokens_per_s: float
+    #: Names of the adapters in its engine's memory.
     resident_adapters: tuple[str, ...]
+    #: (shard id, unfinished rows) of each open shard.
     open_shards: tuple[tuple[int, int], ...] = ()
+    #: (adapter name or "", rows, output tokens) completed since the last report.
     finished: tuple[tuple[str, int, int], ...] = ()
+    #: Mode in which its latest step served its rows; for reports only.
     mode: str = ""
+    #: Tokens that the running rows have generated so far.
     running_tokens: int = 0
+    #: (shard id, its rows that other replicas work on).
     lent_shards: tuple[tuple[int, int], ...] = ()
+    #: Unfinished rows of other replicas' shards.
     incoming_rows: int = 0
+    #: Seconds in steps since its engine started, without merges and waits for adapters.
     engine_s: float = 0.0
+    #: Work of these steps: the fields of `StepTotals`, in order.
     steps: tuple[float, ...] = ()
+    #: Running rows that have no token yet.
     prefilling_rows: int = 0
+    #: Tokens that its rows, waiting ones too, must compute before they all decode.
     prefill_tokens_left: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Tick(Event):
-    """Time passed. Comes every few seconds, whatever else happens."""
+    """Time passed. Sent every few seconds, whatever else happens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,17 +197,18 @@ class Command(Record):
 
 @dataclass(frozen=True, slots=True)
 class RunShard(Command):
-    """Open a shard on a replica.
+    """Open a shard on a replica."""
 
-    `attempt`: counts from 0 and grows with each retry. `adapter_sources`: (adapter, the replica it is fetched from,
-    "" for storage) of each adapter to fetch before its rows run; adapters not named here are found by the replica.
-    `rows_behind`: rows of the same merged wave that will follow this shard to the replica.
-    """
-
+    #: Shard to open.
     shard_id: int
+    #: Replica that opens it.
     replica_id: str
+    #: Number of the attempt; counts from 0 and grows with each retry.
     attempt: int
+    #: (adapter, the replica it is fetched from, "" for storage) of each adapter to fetch before its rows run; the
+    #: replica finds adapters not named here by itself.
     adapter_sources: tuple[tuple[str, str], ...] = ()
+    #: Rows of the same merged wave that will follow this shard to the replica.
     rows_behind: int = 0
 
 
@@ -215,17 +233,22 @@ class RemoveReplica(Command):
 
 @dataclass(frozen=True, slots=True)
 class MigrateRows(Command):
-    """Lend `num_rows` unfinished rows of `shard_id` from its owner to a helper. `adapter`: of these rows, when the
-    shard has one only (else "", as for the base model). `is_selective`: only rows of this adapter move.
+    """Lend unfinished rows of a shard from its owner to a helper.
 
     The owner keeps the shard and its commit and picks the rows it expects to run longest.
     """
 
+    #: Shard of the rows.
     shard_id: int
+    #: Owner of the shard.
     from_replica_id: str
+    #: Helper that works on the rows.
     to_replica_id: str
+    #: Adapter of the rows, when the shard has one only; "" otherwise, and for the base model.
     adapter: str
+    #: Unfinished rows to lend.
     num_rows: int
+    #: Whether only rows of `adapter` move.
     is_selective: bool = False
 
 

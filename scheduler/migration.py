@@ -20,17 +20,17 @@ from .estimates.pace import PaceEstimator
 from .messages import MigrateRows, Progress
 from .planning.waves import Shard
 
-# A helper that reports no incoming rows for so long never got any.
+# Seconds after which a helper that has reported no incoming rows is taken to have got none.
 HELP_PATIENCE_S = 5.0
 # Replicas with the most left to do that are considered as owners when another one has nothing to do.
 _MAX_OWNERS = 4
-# As many as take part in one decision; a replica that is not idle helps another as fast as itself with so large a share
-# of its batch free.
+# Most helpers in one decision. A replica that is not idle helps another as fast as itself when this share of its batch
+# is free.
 _MAX_HELPERS, _LEAST_FREE = 8, 0.25
 # Replicas whose paces differ by this factor are not alike.
 _FASTER = 1.25
-# All replicas are looked at again after a sixteenth as many decisions as there are replicas, so that a decision costs
-# the same on a large cluster. So many with room are kept.
+# All replicas are looked at again once the decisions since the last look exceed a sixteenth of the replicas, so that a
+# decision costs the same on a large cluster. At most sixteen replicas with room are kept.
 _LOOK_PART = 16
 OpenShards = Callable[[ReplicaState], Sequence[Shard]]
 
@@ -47,26 +47,29 @@ class MigrationRule(Protocol):
     def share(
         self, replica_id: str, time_s: float, replicas: Mapping[str, ReplicaState], open_shards: OpenShards
     ) -> Sequence[MigrateRows]:
-        """What should move now that this replica has reported, has joined or has committed a shard, once no shard is
-        queued."""
+        """Moves to make after an event, once no shard is queued.
+
+        `replica_id`: the replica that has reported, has joined or has committed a shard.
+        """
 
     def relieve(
         self, owner: str, num_rows: int, time_s: float, replicas: Mapping[str, ReplicaState], open_shards: OpenShards
     ) -> Sequence[MigrateRows]:
-        """Moves of so many rows of a replica that has too many for its pace, while shards are queued."""
+        """Moves of `num_rows` rows away from a replica that has too many for its pace, while shards are queued."""
 
     def rows_at_work(self, replica: ReplicaState) -> int:
-        """Unfinished rows that it works on itself, its own and others'."""
+        """Unfinished rows that a replica works on itself, its own and others'."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMemory:
-    """What rows and adapters take of a replica's pool of `pool_bytes`: `token_bytes` for each token of a row,
-    `adapter_bytes` by name.
-    """
+    """A replica's pool, and what rows and adapters take of it."""
 
+    #: Bytes of the pool.
     pool_bytes: int
+    #: Bytes of each token of a row.
     token_bytes: int
+    #: Bytes of each adapter, by name.
     adapter_bytes: Mapping[str, int]
 
 
@@ -86,7 +89,7 @@ class TailMigration:
         self._settings = settings
         self._lengths = lengths
         self._paces = paces
-        # The last report of each replica; dropped when rows have left since.
+        # The last report of each replica; dropped once rows have left it.
         self._reports: dict[str, Progress] = {}
         # Replicas that were given rows of others and have not reported them.
         self._given: dict[str, _Given] = {}
@@ -111,13 +114,14 @@ class TailMigration:
     def share(
         self, replica_id: str, time_s: float, replicas: Mapping[str, ReplicaState], open_shards: OpenShards
     ) -> tuple[MigrateRows, ...]:
-        """What should move now that this replica has reported or has nothing to do: rows of its own, or of those
-        replicas that have most left.
+        """Moves to make after an event of this replica, once no shard is queued.
+
+        Its own rows move or, if it has nothing to do, rows of the replicas that have most left.
         """
         self._num_since += 1
         if self._num_since * _LOOK_PART > len(replicas):
             self._look(replicas)
-        # One whose rows are all done writes its last part, and may help meanwhile.
+        # A replica whose rows are all done writes its last part, and may help meanwhile.
         is_done = not replicas[replica_id].rows_left or not self.rows_at_work(replicas[replica_id])
         if is_done:
             self._with_room[replica_id] = None
@@ -133,8 +137,9 @@ class TailMigration:
     def relieve(
         self, owner: str, num_rows: int, time_s: float, replicas: Mapping[str, ReplicaState], open_shards: OpenShards
     ) -> tuple[MigrateRows, ...]:
-        """Moves of so many rows of a slow replica to the fastest, as if they came from the queue: whether they find a
-        place at once does not matter.
+        """Moves of `num_rows` rows of a slow replica to the fastest ones.
+
+        The rows move as if they came from the queue: whether they find a place at once does not matter.
         """
         report, limit = self._reports.get(owner), _FASTER * self._paces.compare(replicas.keys()).fastest
         if report is None or self._paces.slowness(owner) <= limit:
@@ -185,8 +190,8 @@ class TailMigration:
         return replace(pace, own_rows=rows, own_prefill_tokens=report.prefill_tokens_left, own_tokens_left=tokens_left)
 
     def _tokens_of(self, report: Progress, shards: Sequence[Shard]) -> tuple[float, float]:
-        """Of the reporting replica's rows: tokens that those which wait will generate, and what those which decode have
-        left; 0 without shards.
+        """Expected output tokens of the reporting replica's waiting rows, and tokens that its decoding rows still have
+        to generate, both per row; 0 without shards.
         """
         if not shards:
             return 0.0, 0.0
@@ -211,7 +216,7 @@ class TailMigration:
         self._num_since = 0
 
     def rows_at_work(self, replica: ReplicaState) -> int:
-        """Unfinished rows that it works on itself, its own and others'."""
+        """Unfinished rows that a replica works on itself, its own and others'."""
         report = self._reports.get(replica.replica_id)
         if report is None:
             return replica.open_rows
@@ -237,7 +242,7 @@ class TailMigration:
         return lend(report, shards, rows, mine, paces, self._cost, self._settings)
 
     def _output_tokens(self, shard: Shard) -> float:
-        """Of a row of this shard when it is done: as measured for its adapters, else as planned."""
+        """Expected output tokens of a row of this shard: as measured for its adapters, else as planned."""
         measured = self._lengths.measured_together(shard.adapters)
         return shard.predicted_output_tokens / shard.num_rows if measured is None else measured
 
@@ -259,15 +264,15 @@ def _brought_up(report: Progress, replica: ReplicaState, shards: Sequence[Shard]
 
 
 def _may_help(helper: Pace, owner: Pace, *, waits: bool) -> bool:
-    """Whether rows may join the helper's batch: any place of a faster one will do. Among equals, running rows gain
-    little beside others, and rows that wait soon have a place where they are.
+    """Whether rows may join the helper's batch: any free place of a faster helper will do. Among equals, running rows
+    gain little beside others, and rows that wait soon have a place where they are.
     """
     if _FASTER * helper.slowness < owner.slowness:
         return True
     return not helper.own_rows or (waits and helper.free_rows >= _LEAST_FREE * helper.batch_rows)
 
 
-# Splits that are tried, about.
+# About the number of splits that are tried.
 _MAX_SPLITS = 64
 
 
@@ -282,17 +287,21 @@ class _Alike(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class TailRows:
     """Unfinished rows of one replica: those that decode, and those whose prompts are not computed, in its batch or not.
-    Tokens are means of a row.
 
-    `context_tokens`: prompt and answer of rows that decode, so far; `tokens_left`: what they are expected to generate
-    still. `prompt_tokens`, `output_tokens`: of rows that wait.
+    All token counts are means of a row.
     """
 
+    #: Rows that decode.
     num_running: int
+    #: Rows whose prompts are not computed.
     num_waiting: int
+    #: Tokens of prompt and answer so far, of rows that decode.
     context_tokens: float
+    #: Prompt tokens of rows that wait.
     prompt_tokens: float
+    #: Expected output tokens of rows that wait.
     output_tokens: float
+    #: Tokens that rows that decode are expected to generate still.
     tokens_left: float
 
     @property
@@ -301,12 +310,15 @@ class TailRows:
         return self.num_running + self.num_waiting
 
     def kept(self, num_lent: int) -> tuple[_Alike, _Alike]:
-        """What stays when so many rows leave, in the order in which it is worked on."""
+        """The rows that stay when `num_lent` rows leave, in the order in which they are worked on."""
         stay = self.num_rows - num_lent
         return self._running(min(stay, self.num_running)), self._waiting(max(0, stay - self.num_running))
 
     def lent(self, num_lent: int, share: int) -> tuple[_Alike, _Alike]:
-        """What one helper gets when so many rows leave and `share` of them are its own: waiting rows leave first."""
+        """The rows that one helper gets when `num_lent` rows leave, `share` of them to it.
+
+        Waiting rows leave first, and every helper gets its part of them.
+        """
         waiting = round(min(num_lent, self.num_waiting) * share / num_lent)
         return self._waiting(waiting), self._running(share - waiting)
 
@@ -319,34 +331,37 @@ class TailRows:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How a replica works off rows: so many together, in steps that take `slowness` times what the model says.
+    """Pace at which a replica works off rows."""
 
-    `own_rows`: of its own shards, which run beside incoming rows and keep their places. `own_prefill_tokens`: of their
-    prompts, computed before those of incoming rows. `own_tokens_left`: that each is expected to generate still.
-    """
-
+    #: Rows that it works on together.
     batch_rows: int
+    #: Seconds of its steps over those of the cost model.
     slowness: float = 1.0
+    #: Rows of its own shards, which run beside incoming rows and keep their places.
     own_rows: int = 0
+    #: Prompt tokens of its own rows, computed before those of incoming rows.
     own_prefill_tokens: int = 0
+    #: Tokens that each of its own rows is expected to generate still.
     own_tokens_left: float = 0.0
 
     @property
     def free_rows(self) -> int:
-        """Rows that may join its batch."""
+        """Free places in the replica's batch."""
         return self.batch_rows - self.own_rows
 
 
 @dataclass(frozen=True, slots=True)
 class TailSettings:
-    """`hop_s`: from the decision until a moved row runs again, beside the step that its owner is in and its second
-    prefill. Rows move when the owner's end comes sooner by `least_gain` of what is left, and by `least_gain_s`.
-    `length_share`: of a row's `max_tokens`, which the plan expects where it knows no better.
-    """
+    """Cost of a move of running rows, and the least gain for which they move."""
 
+    #: Seconds from the decision until a moved row runs again, beside the step that its owner is in and its second
+    #: prefill.
     hop_s: float = 0.1
+    #: Least gain for which rows move, as a share of the time that the owner would take.
     least_gain: float = 0.05
+    #: Least gain in seconds, which must be reached as well.
     least_gain_s: float = 0.0
+    #: Share of `max_tokens` that the plan expects of a row where it knows no better.
     length_share: float = PRIOR_SHARE
 
 
@@ -394,8 +409,9 @@ def rows_here(progress: Progress) -> dict[int, int]:
 
 
 def tail_rows(progress: Progress, open_shards: Sequence[Shard], output_tokens: float, tokens_left: float) -> TailRows:
-    """What the reporting replica's engine still has to do for its own shards. `output_tokens`: of a row that waits,
-    `tokens_left`: of one that runs.
+    """Rows of its own shards that the reporting replica's engine still has to work on.
+
+    `output_tokens`: expected of a row that waits. `tokens_left`: expected still of a row that decodes.
     """
     total = sum(shard.num_rows for shard in open_shards)
     left = sum(rows_here(progress).values())
@@ -450,8 +466,9 @@ def rows_to_lend(
 
 
 def _own_s(helper: Pace, num_moved: int, rows: TailRows, cost: CostModel) -> float:
-    """Seconds until a helper has ended its own rows beside so many that moved there. Contexts are taken to be those of
-    the owner's rows.
+    """Seconds until a helper has ended its own rows, with `num_moved` moved rows beside them.
+
+    Contexts are taken to be as long as those of the owner's rows.
     """
     step_s = _step_s(helper.own_rows + num_moved, rows.context_tokens, cost) * helper.slowness
     return _own_prefill_s(helper, cost) + helper.own_tokens_left * step_s
@@ -462,7 +479,10 @@ def _own_prefill_s(helper: Pace, cost: CostModel) -> float:
 
 
 def _shares(num_rows: int, helpers: Sequence[Pace]) -> list[int]:
-    """In proportion to paces; helpers with rows of their own get no more than places they have. May be too few."""
+    """Rows for each helper, in proportion to its pace.
+
+    A helper with rows of its own gets at most its free places, so that the sum may be below `num_rows`.
+    """
     speed = sum(1 / helper.slowness for helper in helpers)
     most = [helper.free_rows if helper.own_rows else num_rows for helper in helpers]
     shares = [min(int(num_rows / helper.slowness / speed), m) for helper, m in zip(helpers, most, strict=True)]
@@ -497,7 +517,7 @@ def _work_s(groups: Sequence[_Alike], pace: Pace, cost: CostModel) -> float:
 
 
 def _kept_s(rows: TailRows, num_lent: int, owner: Pace, cost: CostModel) -> float:
-    """Seconds until an owner has ended what stays when so many rows leave."""
+    """Seconds until an owner has ended the rows that stay when `num_lent` rows leave."""
     running, waiting = rows.kept(num_lent)
     return _prefill_s(waiting, pace=owner, cost=cost) + _work_s((running, waiting), owner, cost)
 
@@ -511,5 +531,5 @@ def _prefill_s(*groups: _Alike, pace: Pace, cost: CostModel) -> float:
 
 
 def _step_s(num_rows: int, context_tokens: float, cost: CostModel) -> float:
-    # As `CostModel.step_seconds`, which takes arrays too: a decision asks some thousand times.
+    # Faster than `CostModel.step_seconds`, which takes arrays too: a decision asks some thousand times.
     return cost.step_s + cost.decode_row_s * num_rows + cost.context_token_s * num_rows * context_tokens

@@ -24,17 +24,21 @@ from .workload import Workload
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowsToDeal:
-    """All rows of a job, to be dealt out to `num_replicas` before it starts.
+    """All rows of a job, to be dealt out to replicas before it starts."""
 
-    `output_tokens`, `row_s` float64 `[num_rows]`: expected tokens of each answer, and a replica's seconds for the row.
-    """
-
+    #: Rows of the job.
     workload: Workload
+    #: Expected tokens of each answer, float64 `[num_rows]`.
     output_tokens: NDArray[np.float64]
+    #: A replica's seconds for each row, float64 `[num_rows]`.
     row_s: NDArray[np.float64]
+    #: Costs of the replicas' steps and loads.
     cost: CostModel
+    #: Replicas to deal to.
     num_replicas: int
+    #: Sequences one replica decodes together.
     batch_rows: int
+    #: Rows of a shard.
     rows_per_shard: int
 
 
@@ -44,19 +48,19 @@ Deal = Callable[[RowsToDeal], NDArray[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """One policy. Functions are named as `module:function` below `scheduler`.
+    """One policy. Functions are named as `module:function` below `scheduler`."""
 
-    `batcher`: a name in `batching.BATCHERS` (None: what the engine's mode says). `may_merge`: whether it merges
-    adapters that need not be. `deal`: a `Deal` (None: rows are planned in waves, and shards go to whoever has room).
-    `shard_mode`: of dealt shards with adapters. `migration`: makes its `MigrationRule` from shards and settings (None:
-    that of `planner` where rows may move).
-    """
-
+    #: A name in `batching.BATCHERS` (None: as the engine's mode says).
     batcher: str | None = None
+    #: Whether it merges adapters that need not be merged.
     may_merge: bool = True
+    #: A `Deal` (None: rows are planned in waves, and shards go to any replica with room).
     deal: str | None = None
+    #: Mode of dealt shards with adapters.
     shard_mode: ShardMode = "unmerged"
+    #: Makes its `MigrationRule` from shards and settings (None: that of `planner` where rows may move).
     migration: str | None = None
+    #: Whether running rows may move between replicas.
     moves_rows: bool = False
 
 
@@ -81,7 +85,7 @@ PLACEMENTS: Mapping[str, str | None] = MappingProxyType({"planner": None, "loras
 
 
 def dealing(policy: str, placement: str) -> Deal | None:
-    """How rows are dealt out before the job; None: they are not."""
+    """The rule by which rows are dealt out before the job; None: they are not dealt out."""
     name = PLACEMENTS[placement] or POLICIES[policy].deal
     return None if name is None else _function(name)
 

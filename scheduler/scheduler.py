@@ -49,40 +49,41 @@ from .shares import Share, WorkShares
 
 # Kind of the line with which a scheduler's part of `events.jsonl` begins.
 BEGINNING = "SchedulerStarted"
-#: Of the events and commands in `events.jsonl`. Runs of another version are not replayed.
+#: Version of the events and commands in `events.jsonl`. Runs of another version are not replayed.
 EVENTS_VERSION = 6
-# Rows move away from a replica that has more than so many times what it should.
+# Rows move away from a replica that has more than this many times its share.
 _RELIEVED = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
-    """Limits of a scheduler, and what it may do.
+    """Limits of a scheduler, and what it may do."""
 
-    `open_batches`: full batches of unfinished rows kept open per replica, so that no batch drains at a shard's end.
-    `max_failures`, `max_losses`: attempts of one shard that may fail, or be lost with their replica, before the job
-    fails. `expected_replicas`: replicas still to join count as present when a short job is shared out. `tail`: when
-    running rows move to idle replicas (None: never). `cost`: what steps should take, against which the paces of
-    replicas are measured (None: all count as alike, and no row moves). `shares_adapters`: adapters are fetched from a
-    replica that has them before storage. `policy`: whose rules dispatch and migrate, a name in `policies.POLICIES`.
-    `memory`: of each replica, for a policy that asks.
-
-    `silence_limit_s`: a replica that has not reported for longer is lost. Replicas report once a second; Dask finds a
-    silent worker only after minutes. `max_tick_gap_s`: between two ticks; after a longer gap the process of the
-    scheduler itself was stopped. `ready_limit_s`: a job without any replica for longer fails.
-    """
-
+    #: Full batches of unfinished rows kept open per replica, so that no batch drains at a shard's end.
     open_batches: float = 2.0
+    #: The job fails once this many attempts of one shard have failed.
     max_failures: int = 4
+    #: The job fails once this many attempts of one shard were lost with their replica.
     max_losses: int = 8
+    #: Replicas of the job. Those still to join count as present when a short job is shared out.
     expected_replicas: int = 1
+    #: Settings by which running rows move to idle replicas (None: no row moves).
     tail: TailSettings | None = None
+    #: Costs that steps should have, against which the paces of replicas are measured (None: all count as alike, and no
+    #: row moves).
     cost: CostModel | None = None
+    #: Whether adapters are fetched from a replica that has them before storage.
     shares_adapters: bool = False
+    #: Policy whose rules dispatch and migrate, a name in `policies.POLICIES`.
     policy: str = "planner"
+    #: Memory of each replica, for a policy that asks (None: unknown).
     memory: ReplicaMemory | None = None
+    #: Seconds without a report after which a replica is lost. Replicas report once a second; Dask finds a silent worker
+    #: only after minutes.
     silence_limit_s: float = 20.0
+    #: Most seconds between two ticks. After a longer gap, the scheduler's own process is taken to have been stopped.
     max_tick_gap_s: float = 6.0
+    #: Seconds without any replica after which a job fails.
     ready_limit_s: float = 600.0
 
 
@@ -111,7 +112,7 @@ class Scheduler:
         self._idle_queue: DispatchRule = ShardQueue([shard for shard in shards if not shard.has_engine_work])
         self._rows_behind = rows_behind(shards, settings.expected_replicas)
         self._num_uncommitted = len(self._shards)
-        # Queued ones with engine work that failed twice: also for replicas that get nothing else.
+        # Queued shards with engine work that failed twice; replicas that get nothing else may open them too.
         self._failing: set[int] = set()
         self._replicas: dict[str, ReplicaState] = {}
         # Replicas whose engine cannot be kept alive -> why.
@@ -207,8 +208,6 @@ class Scheduler:
                 return self._tick(event.time_s)
         return []
 
-    # Replicas: which take part, and which are lost.
-
     def _join(self, replica_id: str, batch_rows: int, heard_s: float) -> ReplicaState:
         self._failed.pop(replica_id, None)
         self._liveness.heard(replica_id, heard_s)
@@ -294,8 +293,6 @@ class Scheduler:
     def _fail(self, reason: str) -> list[Command]:
         self._is_over = True
         return [FailJob(reason)]
-
-    # Shards: from the queue to a replica to a part.
 
     def _committed(self, event: ShardCommitted) -> list[Command]:
         state = self._shards[event.shard_id]

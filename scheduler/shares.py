@@ -1,7 +1,7 @@
-"""What each replica should have open of the work that is left.
+"""Divides the work that is left among the replicas: how much each of them should have open.
 
-Work is counted in mean rows of the job: a row of a shard counts what the cost model gives to it over what it gives to
-one of mean prompt and answer (`PaceEstimator.row_weights`).
+Work is counted in mean rows of the job: a row of a shard counts as much as its seconds by the cost model, over those of
+a row of mean prompt and answer (`PaceEstimator.row_weights`).
 """
 
 from __future__ import annotations
@@ -17,20 +17,23 @@ from .planning.waves import Shard
 
 # Seconds in which replicas report what their first steps took, with a margin.
 _KNOWN_AFTER_S = 2.0
-# Of a job without any work left.
+# Work left, in mean rows, that a job counts with when it has none: no share is 0.
 _LEAST_WORK = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a replica should have open at most. With less than `spare` below `work` it opens no second shard."""
+    """Most rows and work that a replica should have open."""
 
+    #: Unfinished rows.
     num_rows: int
+    #: Work, in mean rows of the job.
     work: float = math.inf
+    #: Work below `work` that must be free before the replica opens a second shard.
     spare: float = 0.0
 
     def excess(self, num_rows: int, work: float) -> float:
-        """What a replica works on over what it should: in rows or in work, whichever is more."""
+        """Ratio of a replica's rows, or of its work, to this share, whichever ratio is larger."""
         return max(num_rows / self.num_rows, work / self.work)
 
 
@@ -60,12 +63,12 @@ class WorkShares:
         return self._weights is not None
 
     def weigh(self, shards: Sequence[Shard], queued: Iterable[Shard], batch_rows: int) -> None:
-        """Begin to count, before a shard is open. `batch_rows`: of a replica."""
+        """Begin to count, before a shard is open. `batch_rows`: sequences a replica decodes together."""
         self._weights = self._paces.row_weights(shards, batch_rows)
         self._queued = sum(self.work(shard, shard.num_rows) for shard in queued)
 
     def work(self, shard: Shard, num_rows: int) -> float:
-        """So many rows of a shard in mean rows of the job; 0 of one without engine work."""
+        """Work of `num_rows` rows of a shard, in mean rows of the job; 0 of a shard without engine work."""
         return num_rows * (self._weights or {}).get(shard.shard_id, 0.0)
 
     def queued(self, shard: Shard) -> None:
@@ -77,15 +80,15 @@ class WorkShares:
         self._queued -= self.work(shard, shard.num_rows)
 
     def opened(self, work: float) -> None:
-        """Note that so much more work is open, or less."""
+        """Add `work` to the open work; negative once rows have finished or left."""
         self._open += work
 
     def of(self, candidates: Sequence[ReplicaState], replicas: Mapping[str, ReplicaState]) -> dict[str, Share]:
-        """By candidate: two batches, but not more than its share by pace of the work left.
+        """Share of each candidate: `open_batches` batches, but not more than its part, by pace, of the work left.
 
         A replica that would not finish a row begun now before faster ones have finished the job gets none. Until its
-        pace is known it counts as like the others, and gets one batch if that lasts for so long: a slow one would have
-        to give back the second. Shards that are a replica's own are not shared by pace.
+        pace is known it counts as like the others, and gets one batch if that lasts `_KNOWN_AFTER_S`: a slow one would
+        have to give back the second. Shards that were dealt out to replicas are not shared by pace.
         """
         if not self._queue.is_shared:
             return {r.replica_id: Share(max(1, round(self._open_batches * r.batch_rows))) for r in candidates}

@@ -29,35 +29,33 @@ class AdapterInfo:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
-    """Rows of a job, one array per fact.
+    """Rows of a job, one array per fact; every array is `[num_rows]`."""
 
-    `adapter_index`: int32, index into `adapters`, `BASE_MODEL` (-1) for the base model.
-    `prompt_tokens`, `max_tokens`: int32. `max_tokens == 0` marks a row that needs no engine (an error row).
-    `prefix_hash`: uint64, equal for rows whose prompts begin alike; 0 when unknown.
-    `shared_tokens`: int32, tokens at the beginning of each prompt that another row has computed and a prefix cache
-    copies (absent: none).
-    `release_s`: float64, when the row arrives (absent offline: everything is there at 0).
-    `output_tokens`: int32, the true output lengths; only a simulation knows them.
-    `is_drawn`: bool, whether the row's tokens are drawn at a temperature (absent: of none).
-    `is_scored`: bool, whether log-probabilities of the row's prompt are asked (absent: of none).
-    `fixed_tokens`: int32, tokens of each answer that are known before it is generated, 0 where they are not (absent: of
-    none).
-    `input_place`: int64, rises in the order in which the input has the rows (absent: they stand in it).
-    `groups`: int64, equal for rows that one shard must have, which stand side by side (absent: each is by itself).
-    """
-
+    #: Adapters of the job; `adapter_index` counts in this order.
     adapters: tuple[AdapterInfo, ...]
+    #: Index into `adapters`, `BASE_MODEL` (-1) for the base model.
     adapter_index: NDArray[np.int32]
+    #: Tokens of each prompt.
     prompt_tokens: NDArray[np.int32]
+    #: Most tokens that each row may generate; 0 marks a row that needs no engine (an error row).
     max_tokens: NDArray[np.int32]
+    #: Equal for rows whose prompts begin alike; 0 when unknown.
     prefix_hash: NDArray[np.uint64]
+    #: Seconds at which each row arrives (None, as offline: all are there at 0).
     release_s: NDArray[np.float64] | None = None
+    #: True output lengths, which only a simulation knows (None: unknown).
     output_tokens: NDArray[np.int32] | None = None
+    #: Tokens at the beginning of each prompt that another row has computed and a prefix cache copies (None: no tokens).
     shared_tokens: NDArray[np.int32] | None = None
+    #: Whether each row's tokens are drawn at a temperature (None: no row's are).
     is_drawn: NDArray[np.bool_] | None = None
+    #: Whether log-probabilities of each row's prompt are asked (None: no row's are).
     is_scored: NDArray[np.bool_] | None = None
+    #: Tokens of each answer that are known before it is generated, 0 where they are not (None: known of no row).
     fixed_tokens: NDArray[np.int32] | None = None
+    #: Rises in the order in which the input has the rows (None: the arrays are in that order).
     input_place: NDArray[np.int64] | None = None
+    #: Equal for rows that one shard must have, which stand side by side (None: each row is by itself).
     groups: NDArray[np.int64] | None = None
 
     @property
@@ -67,7 +65,7 @@ class Workload:
 
     @property
     def places(self) -> NDArray[np.int64]:
-        """See `input_place`."""
+        """Place of each row in the order of the input, int64 `[num_rows]`; see `input_place`."""
         return np.arange(self.num_rows) if self.input_place is None else self.input_place
 
     @property
@@ -81,7 +79,7 @@ class Workload:
         return self.prompt_tokens if self.shared_tokens is None else self.prompt_tokens - self.shared_tokens
 
     def computed_of(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
-        """The same of some rows, without an array of all."""
+        """Prompt tokens of these rows that must be computed, int32 `[len(rows)]`; makes no array of all rows."""
         prompt = self.prompt_tokens[rows]
         return prompt if self.shared_tokens is None else prompt - self.shared_tokens[rows]
 
