@@ -1,4 +1,4 @@
-"""What number formats change:
+"""Measures how number formats change answers:
 `python -m lorabatch.benchmarks.engine.agreement [--rows 100] [--model FOLDER …] [--save FILE]`.
 
 Held-out prompts of the demo's four tasks are answered greedily by real jobs, one for each model and format. Each answer

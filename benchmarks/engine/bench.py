@@ -54,10 +54,10 @@ PEERS = {
     "llamacpp": _in_all_formats(LLAMA_CPP_NO_LORA, LLAMA_CPP),
     "openvino": _in_all_formats(OPENVINO_NO_LORA, OPENVINO),
 }
-# Its keys and values are in bf16 on no other processor.
+# OpenVINO keeps keys and values in bf16 only on a processor with instructions for bf16.
 _NO_INSTRUCTIONS = "this processor has no instructions for it"
 _OPENVINO_BF16 = [in_format(system, "bfloat16") for system in (OPENVINO_NO_LORA, OPENVINO, OPENVINO_FUSED)]
-# Where the package has another name than the peer.
+# Peer -> its Python package, where the names differ.
 _MODULES = {"llamacpp": "xllamacpp", "openvino": "openvino_genai"}
 _INSTALL = {
     "peft": ": pip install peft transformers",

@@ -37,7 +37,7 @@ def memory_bytes_per_s(numbers: torch.Tensor) -> float:
 
 
 def weight_bytes(engine: Engine) -> int:
-    """Of all linear layers, as they are stored: what a step reads of them."""
+    """Bytes of the stored numbers of all linear layers, which every step reads."""
     decoder = engine.backend.decoder
     linears = [*(linear for layer in decoder.layers for linear in layer.linears.values()), *decoder.linears.values()]
     packed = [linear.packed for linear in linears]

@@ -23,7 +23,7 @@ from lorabatch.benchmarks.engine.workload import BenchRow, EngineWorkload
 from lorabatch.engine.config import read_model_config
 from lorabatch.kernels.packed_weight import Products
 
-# What it multiplies in, what it keeps keys and values in. In 8 bits both are its own defaults.
+# Number formats in which OpenVINO multiplies and keeps keys and values. With int8 both are its own defaults.
 _PROPERTIES: dict[Products, dict[str, Any]] = {
     "float32": {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0},
     "bfloat16": {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16"},

@@ -34,10 +34,15 @@ NUM_ROWS, RANKS = 48, (8, 16, 32, 64)
 class Run:
     """One pass over all rows."""
 
+    #: Seconds from adding the rows to the last answer.
     seconds: float
+    #: Share of the prompt tokens that were reused instead of computed.
     hit_rate: float
+    #: Most pages of the pool in use after any step.
     peak_pages: int
+    #: Pages of the pool.
     pages_total: int
+    #: Request id -> token ids of the answer.
     tokens: dict[str, tuple[int, ...]]
 
 

@@ -1,4 +1,4 @@
-"""What the engine benchmark found: medians, ratios within a repeat, memory; as JSON and as a table.
+"""Results of the engine benchmark as JSON and as tables: medians, ratios within a repeat, memory.
 
 Ratios are taken between systems of the same repeat, then their median: a machine that slows down slows all of them.
 """

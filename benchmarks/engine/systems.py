@@ -272,7 +272,7 @@ def _answer(model: Any, batch: list[int], workload: EngineWorkload, tokens: Toke
 
 @torch.inference_mode()
 def _generate(model: Any, rows: list[BenchRow], extra: dict[str, Any]) -> Tokens:
-    """As many tokens for every row as the longest answer has."""
+    """Generates greedily for every row. All rows get as many tokens as the longest answer among them has."""
     width = max(len(r.prompt_token_ids) for r in rows)
     ids = torch.tensor([[0] * (width - len(r.prompt_token_ids)) + r.prompt_token_ids for r in rows])
     mask = torch.tensor([[0] * (width - len(r.prompt_token_ids)) + [1] * len(r.prompt_token_ids) for r in rows])

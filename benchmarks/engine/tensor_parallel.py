@@ -43,7 +43,7 @@ _MEETINGS = 200
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """So many engines, each of so many processes, which have so many threads together."""
+    """`num_engines` engines, each of `processes` processes, which share `threads` threads."""
 
     num_engines: int
     processes: int
@@ -151,7 +151,8 @@ class System:
         return Run(time.monotonic() - began_s, sums_per_step[0])
 
     def memory_mb(self) -> list[int]:
-        """What each process of each engine has that is in no file; of what several share each has a part."""
+        """MB of anonymous and shared memory, of each process of each engine. Memory that several processes share is
+        divided evenly among them."""
         for pipe in self._pipes:
             pipe.send([])
         return [round(kb / 1e3) for pipe in self._pipes for kb in pipe.recv()]
@@ -207,13 +208,13 @@ def _request(request_id: str, row: BenchRow, ids: dict[str, str | None]) -> Requ
 
 
 def _memory_kb(pid: int) -> int:
-    """Memory of a process that is in no file; of what it shares with others, its part."""
+    """kB of a process's anonymous and shared memory. Memory that it shares with others counts with its part."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
 
 
 def meetings(num_members: int) -> dict[str, dict[str, float]]:
-    """Microseconds of a sum over so many members, by numbers that each gives."""
+    """Mean microseconds in which `num_members` processes add up their tensors, by numbers in a tensor, then by way."""
     num_numbers = max(SIZES)
     memory = shared_memory("bench", memory_bytes(num_members, num_numbers))
     counters = Counters.create(num_members)

@@ -18,7 +18,7 @@ ALL_LENGTHS: tuple[Lengths, ...] = get_args(Lengths)
 Prompts = Literal["short", "long"]
 ALL_PROMPTS: tuple[Prompts, ...] = get_args(Prompts)
 _PROMPT_TOKENS: Mapping[Prompts, tuple[int, int]] = {"short": (16, 160), "long": (900, 1100)}
-# Of answers of uniform lengths.
+# Fewest and most tokens of an answer where lengths are uniform.
 _ANSWER_TOKENS: Mapping[Prompts, tuple[int, int]] = {"short": (16, 72), "long": (8, 24)}
 RANKS = (8, 16, 32, 64)
 # Mean and standard deviation of the logarithm of GeneratedTokens in AzureLLMInferenceTrace_conv.csv (19,366 requests,
