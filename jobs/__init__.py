@@ -1,1 +1,1 @@
-"""What a job is on paper: specification, validation, record, store, status. No Dask, no torch."""
+"""A job on paper: its specification, validation, record, store and status. Imports no Dask and no torch."""

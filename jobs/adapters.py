@@ -64,7 +64,7 @@ def audit_all(
 def audit_folders(
     urls: Sequence[str], model: str, storage_options: Mapping[str, Any], *, check_values: bool
 ) -> list[AdapterAudit]:
-    """Audit each folder that is an adapter, and each adapter right below a folder that is none. `urls`: or paths.
+    """Audit each folder that is an adapter, and each adapter right below a folder that is none. `urls`: URLs or paths.
 
     Raises `JobRequestError` naming the folders in which no adapter was found, `StorageError` for what cannot be
     fetched, and what `read_model_config` raises.
@@ -115,8 +115,8 @@ def _in_folder(url: str, storage_options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _name_problem(name: str) -> str | None:
-    """Names stand in rows, records and reports, and are never made into paths; one that is a path is a mistake, or
-    an attempt at reading elsewhere.
+    """Why a name cannot be an adapter's, or None. Names appear in rows, records and reports and are never made into
+    paths; a name that is a path is a mistake, or an attempt to read elsewhere.
     """
     is_path = name in (".", "..") or any(sign in name for sign in "/\\")
     if not name or len(name) > _MAX_NAME_CHARS or not name.isprintable() or is_path:

@@ -19,21 +19,24 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """`products`: the format in which linear layers multiplied. `num_rows`: answered in both formats; `num_equal`: with
-    the same tokens. `leading_share`: of the tokens in float32, those before an answer's first other token;
-    `logprob_distance`: mean absolute difference of their log-probabilities, in nats (None: there is no such token).
-    """
+    """One comparison of a job's answers in a number format with the answers of the same rows in float32."""
 
+    #: Job whose rows were compared.
     job_id: str
+    #: Format in which linear layers multiplied.
     products: str
+    #: Rows that were answered in both formats.
     num_rows: int
+    #: Rows whose answers have the same tokens in both formats.
     num_equal: int
+    #: Share of the float32 answers' tokens that come before the first differing token of their answer, 0 to 1.
     leading_share: float
+    #: Mean absolute difference of these leading tokens' log-probabilities, in nats; None without leading tokens.
     logprob_distance: float | None
 
     @classmethod
     def of(cls, job_id: str, products: str, pairs: Sequence[tuple[Answer, Answer]]) -> Agreement:
-        """Of answers in the format, each beside the one in float32. Raises ValueError without any."""
+        """Compares pairs of answers to a row: in the format, in float32. Raises ValueError when there are no pairs."""
         if not pairs:
             raise ValueError("no answers to compare")
         leading = [_num_leading(ours.token_ids, reference.token_ids) for ours, reference in pairs]
@@ -60,12 +63,12 @@ class Agreement:
         return f"{text} ({self.job_id})"
 
     def to_json(self) -> dict[str, Any]:
-        """As stored."""
+        """The fields as a JSON object, the form in which they are stored."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Agreement:
-        """What `to_json` wrote. Raises TypeError, ValueError."""
+        """The agreement that `to_json` wrote. Raises TypeError or ValueError for anything else."""
         found = cls(**raw)
         if not (isinstance(found.num_rows, int) and found.num_rows > 0 and 0 <= found.leading_share <= 1):
             raise ValueError(f"{raw}: expected rows that were compared")

@@ -1,6 +1,6 @@
-"""Audits adapters in child processes: what a folder does to the libraries that read it costs that folder alone.
+"""Audits adapters in child processes, so that a folder that crashes the libraries which read it fails alone.
 
-`Auditors` are the children of the process that asks; `run` is their task. See `engine/confinement.py`.
+`Auditors` holds the child processes; `run` is the task that they execute. `engine/confinement.py` confines them.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ class Auditors:
 
     def __init__(self, model_folder: Path, model: ModelConfig) -> None:
         self._model_folder = model_folder
-        # By the folder that has the template; most adapters have the base's.
+        # Folder of a chat template -> header that its prompts lack; most adapters use the base's template.
         self._missing_headers: dict[Path, str] = {}
-        # What an adapter may replace: values of other tensors than these are not read, however large files are.
+        # Bytes of the base's tensors, all and the largest: an adapter replaces only these, so the time and memory of
+        # an audit need not grow with larger files.
         sizes = [_BYTES_PER_NUMBER * math.prod(shape) for shape in base_layout(model).parameters.values()]
         self._model_bytes, self._largest_bytes = sum(sizes), max(sizes)
         self._processes = [ConfinedProcess() for _ in range(min(MAX_PROCESSES, os.cpu_count() or 1))]
-        # The one that was used last is there already.
+        # Last in, first out: the process that was used last has started already.
         self._free: LifoQueue[ConfinedProcess] = LifoQueue()
         for process in self._processes:
             self._free.put(process)
@@ -68,9 +69,9 @@ class Auditors:
             process.close()
 
     def audit(self, name: str, folder: Path, *, check_values: bool = True) -> AdapterAudit:
-        """What `audit_adapter` says of an adapter, its tokenizer included.
+        """Audits one adapter and its tokenizer in a child process; returns the findings of `audit_adapter`.
 
-        Never raises for a bad adapter. Raises `NoProcessError` when the machine cannot start a child.
+        A bad adapter is refused and raises nothing. Raises `NoProcessError` when the machine cannot start a child.
         """
         question = _Question(name, str(folder.absolute()), str(self._model_folder.absolute()), check_values)
         num_bytes = _bytes_of(folder)
@@ -102,7 +103,7 @@ class Auditors:
 
 
 def run(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """The task of the child: audit one adapter, its tokenizer included."""
+    """Audits one adapter and its tokenizer; the task of a child process."""
     question: _Question = from_plain(_Question, payload)
     folder, model_folder = Path(question.folder), Path(question.model_folder)
     audit = audit_adapter(folder, _model_config(model_folder), question.name, check_values=question.check_values)
@@ -114,7 +115,7 @@ def run(payload: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokenizer_problem(folder: Path, model_folder: Path, audit: AdapterAudit) -> str | None:
-    """Why the adapter's own tokenizer cannot be used with this base."""
+    """Why the adapter's own tokenizer cannot be used with this base, as a clause, or None."""
     if not audit.has_own_tokenizer or audit.verdict == "refused":
         return None
     try:
@@ -149,7 +150,7 @@ def _base_tokenizer(model_folder: Path) -> Tokenizer:
 
 
 def _bytes_of(folder: Path) -> int:
-    """Bytes of the files right in a folder, as their file system tells."""
+    """Total size of the files directly in a folder."""
     num_bytes = 0
     with suppress(OSError):
         for entry in os.scandir(folder):

@@ -1,4 +1,4 @@
-"""`CostProfile`: what `lorabatch profile` has measured, as a file.
+"""`CostProfile`: the measurements of `lorabatch profile`, as a file.
 
 It belongs to a base model (by content), a device, a dtype and a number of CPU threads per engine.
 """
@@ -22,21 +22,31 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class CostProfile:
-    """What `lorabatch profile` saves. `num_engines`: measured at the same time. `quality`: by kind of step."""
+    """The result of one `lorabatch profile`: a cost model fitted to measured steps, and what was measured where."""
 
+    #: Content hash of the base model.
     model_sha256: str
+    #: Processor and number of cores; see `machine`.
     machine: str
+    #: ISO 8601, UTC.
     measured_at: str
+    #: Device of the engines: "cpu" or "cuda".
     device: str
+    #: Format in which linear layers multiply; see `products_format`.
     dtype: str
+    #: CPU threads per engine; None on a GPU.
     engine_threads: int | None
+    #: Engines that were measured at the same time.
     num_engines: int
+    #: Rows of an engine's largest batch.
     batch_rows: int
+    #: Kind of step -> how well `cost` meets the measured steps of this kind.
     quality: Mapping[str, FitQuality]
+    #: The fitted cost model.
     cost: CostModel
 
     def to_json(self) -> dict[str, Any]:
-        """As stored."""
+        """The profile as a JSON object, the form in which it is stored."""
         return {"format": _FORMAT} | asdict(self) | {"cost": self.cost.to_json()}
 
     @classmethod
@@ -50,7 +60,7 @@ class CostProfile:
 
 
 def read_profile(path: Path) -> CostProfile:
-    """Raises `JobRequestError` when the file cannot be read or is no profile."""
+    """Reads a profile from a file. Raises `JobRequestError` when the file cannot be read or is no profile."""
     try:
         return CostProfile.from_json(parse_json(path.read_text(encoding="utf-8")))
     except OSError as error:
@@ -62,18 +72,18 @@ def read_profile(path: Path) -> CostProfile:
 
 
 def profile_path(model_sha256: str, device: str, dtype: str, threads: int | None, processes: int = 1) -> Path:
-    """Where a profile of this combination is kept on this machine."""
+    """Path at which this machine keeps the profile of this combination."""
     return default_cache_root() / "profiles" / f"{profile_name(model_sha256, device, dtype, threads, processes)}.json"
 
 
 def profile_name(model_sha256: str, device: str, dtype: str, threads: int | None, processes: int = 1) -> str:
-    """A name for files about this combination. `processes`: of an engine."""
+    """A name for files about this combination. `processes`: processes of one engine."""
     of_group = f"-{processes}-processes" if processes > 1 else ""
     return f"{model_sha256[:16]}-{device}-{dtype}" + (f"-{threads}-threads" if threads else "") + of_group
 
 
 def machine() -> str:
-    """The processor and its cores, as the system tells them."""
+    """The processor's name and number of cores, as one text."""
     names = [line.partition(":")[2].strip() for line in _cpu_lines() if line.startswith("model name")]
     return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 

@@ -35,8 +35,8 @@ class JobError(Exception):
         super().__init__(*(printable(item) if isinstance(item, str) else item for item in args))
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """For pickle. An error travels alone: what other libraries raised beneath it may hold signed URLs and requests,
-        and often cannot be read back. Dask would send it along.
+        """Pickles the error without its cause and context, which Dask would send along: errors of other libraries may
+        hold signed URLs and requests, and often cannot be unpickled.
         """
         self.__cause__ = self.__context__ = None
         return super().__reduce__()
@@ -70,17 +70,17 @@ class InputRowsError(JobRequestError):
 class StorageError(JobError):
     """Storage refused or failed while the job was running."""
 
-    #: Whether a store has not done an operation within the limit of time: it is away, and not for a moment.
+    #: Whether the store did not complete an operation within its time limit, so it is away for more than a moment.
     is_away: bool = False
 
 
 class MissingFileError(StorageError, FileNotFoundError):
-    """What was to be read is not there."""
+    """A file that was to be read does not exist."""
 
 
 class UnansweredError(ConnectionError):
-    """A store has not done an operation within its limit; the message counts the attempts. `has_status`: it did answer
-    the last one, with a status that asks for another attempt. `storage_reason` makes a sentence of it.
+    """A store did not complete an operation within its time limit; the message counts the attempts. `has_status`: the
+    store answered the last attempt, with a status that asks for another one. `storage_reason` makes a sentence of it.
     """
 
     def __init__(self, message: str, *, has_status: bool = False) -> None:
@@ -94,7 +94,7 @@ class DamagedRecordError(StorageError):
 
 @contextmanager
 def naming_damage(what: str) -> Iterator[None]:
-    """Raise `DamagedRecordError` for records of another shape than ours. `what`: is read inside."""
+    """Raise `DamagedRecordError` for records of another shape than ours. `what`: name of the record that is read."""
     try:
         yield
     except JobError:
@@ -115,7 +115,7 @@ class JobFailedError(JobError):
 
 
 class JobInterruptedError(JobError):
-    """The job was asked to stop. Nothing is lost: what is committed stays."""
+    """The job was asked to stop. Nothing is lost: committed parts stay."""
 
     exit_code: ClassVar[int] = 130
 
@@ -125,7 +125,7 @@ class JobCancelledError(JobInterruptedError):
 
 
 def error_of_kind(name: str, phase: str) -> type[JobError]:
-    """The error that a job's last state names. States of earlier versions name none; then it follows from the phase."""
+    """The error class that a job's last state names. Earlier versions recorded no name: the phase decides for them."""
     found = globals().get(name)
     if isinstance(found, type) and issubclass(found, JobError):
         return found

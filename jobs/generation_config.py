@@ -1,4 +1,4 @@
-"""Reads what a model's `generation_config.json` says of sampling, for jobs that ask for it."""
+"""Reads sampling options from a model's `generation_config.json`, for jobs that ask for them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .errors import JobRequestError
 from .spec import JobSpec
 
 FILE_NAME = "generation_config.json"
-# Options that the file has under the same names. Its lengths are not taken: they are of whole texts.
+# Options that the file has under the same names. Its length limits are not taken: they count prompt and answer.
 _OPTIONS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def generation_defaults(model_folder: Path) -> dict[str, Any]:
-    """Options of sampling that the file gives; `do_sample: false` is temperature 0. None without a file, and of values
-    that an option cannot have.
+    """Sampling options that the file gives; `do_sample: false` is temperature 0. Empty without a readable file; values
+    that an option cannot have are left out.
     """
     path = model_folder / FILE_NAME
     try:

@@ -1,4 +1,4 @@
-"""`ModelHistory`: what finished jobs on a base model have measured on this machine, for the plans of later ones.
+"""`ModelHistory`: measurements of finished jobs on a base model on this machine, for the plans of later jobs.
 
 One small file for each base model, device, dtype and number of threads, beside the profiles. It holds what steps cost
 and how long the answers of each adapter were. Costs are for predictions only: engines and the scheduler decide by the
@@ -28,23 +28,23 @@ from .cost_profile import machine, profile_name
 logger = logging.getLogger(__name__)
 _FORMAT = 2
 _VARIABLE, _OFF = "LORABATCH_HISTORY", "off"
-# Adapters whose lengths are kept: those of the last jobs.
+# Most adapters whose answer lengths are kept; the adapters of the latest jobs stay.
 _MAX_ADAPTERS = 2_000
-# More rows count as these: what an adapter answered long ago gives way.
+# Most rows that an adapter's kept lengths count as, so that old answers lose weight against new ones.
 _MAX_ROWS = 1_000.0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelHistory:
-    """`cost`: of steps, as the last job has measured them; None where no job took long enough. `lengths`: by content
-    hash of the adapter ("": base model), those of the latest jobs last.
-    """
+    """Measured costs and answer lengths of the finished jobs on one base model, device, dtype and number of threads."""
 
+    #: Costs of steps, as the latest job measured them; None while no job took long enough.
     cost: CostModel | None = None
+    #: Content hash of an adapter ("": base model) -> lengths of its answers; adapters of the latest jobs last.
     lengths: Mapping[str, AnswerLengths] = field(default_factory=dict)
 
     def joined(self, cost: CostModel | None, lengths: Mapping[str, AnswerLengths]) -> ModelHistory:
-        """With what one more job has measured."""
+        """The history with the measurements of one more job added."""
         all_lengths = {name: found for name, found in self.lengths.items() if name not in lengths}
         for name, found in lengths.items():
             before = self.lengths.get(name)
@@ -54,7 +54,7 @@ class ModelHistory:
         return ModelHistory(cost or self.cost, dict(latest))
 
     def to_json(self) -> dict[str, Any]:
-        """As stored."""
+        """The history as a JSON object, the form in which it is stored; it names this machine."""
         return {
             "format": _FORMAT,
             "machine": machine(),
@@ -75,13 +75,13 @@ class ModelHistory:
 
 
 def history_path(model_sha256: str, device: str, dtype: str, threads: int | None, processes: int = 1) -> Path | None:
-    """Where the history of this combination is kept; None when none is."""
+    """Path at which this machine keeps the history of this combination; None when history is switched off."""
     root = _folder()
     return None if root is None else root / f"{profile_name(model_sha256, device, dtype, threads, processes)}.json"
 
 
 def read_history(path: Path | None) -> ModelHistory:
-    """The history at this place; an empty one where there is none, or a file that is damaged or another machine's."""
+    """The history at this path; an empty one for None, a missing file, a damaged one, or another machine's."""
     if path is None or not path.exists():
         return ModelHistory()
     try:
@@ -92,8 +92,8 @@ def read_history(path: Path | None) -> ModelHistory:
 
 
 def add_to_history(path: Path | None, cost: CostModel | None, lengths: Mapping[str, AnswerLengths]) -> None:
-    """Join what a job has measured with the history at this place. The file is replaced whole; a folder that cannot be
-    written costs a line in the log.
+    """Join a job's measurements with the history at this path. The file is replaced whole; a folder that cannot be
+    written is logged and raises nothing.
     """
     if path is None:
         return
@@ -116,7 +116,7 @@ def keep_agreement(model_sha256: str, found: Agreement) -> None:
 
 
 def known_agreement(model_sha256: str, products: str) -> Agreement | None:
-    """What was compared last on this base model in this format."""
+    """The latest comparison on this base model in this format; None without one, or when its file is damaged."""
     path = _agreement_path(model_sha256, products)
     if path is None:
         return None

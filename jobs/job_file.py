@@ -36,13 +36,13 @@ _WORDS = (
 
 
 class _Loader(yaml.SafeLoader):
-    """Makes what JSON has of YAML nodes: no dates, sets or bytes. Keys are text, as they are written."""
+    """Makes JSON's types of YAML nodes: no dates, sets or bytes. Keys are text, as they are written."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012
     yaml_constructors = {None: yaml.SafeLoader.yaml_constructors[None]}  # noqa: RUF012
 
     def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict[Any, Any]:
-        """See `yaml.SafeLoader`."""
+        """Makes a dictionary of a mapping; keys keep their text."""
         if not isinstance(node, yaml.MappingNode):
             raise yaml.constructor.ConstructorError(None, None, "expected a mapping", node.start_mark)
         self.flatten_mapping(node)
@@ -82,7 +82,7 @@ def read_job_file(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     except RecursionError:
         raise JobRequestError(f"job file {path}: not valid YAML (it nests too deeply).") from None
     except (yaml.YAMLError, *MALFORMED) as error:
-        # Numbers that Python does not make; values that are not of their tag's kind, and tags of other kinds.
+        # `MALFORMED`: numbers that Python refuses, values that do not fit their tag, and unknown tags.
         raise JobRequestError(f"job file {path}: not valid YAML ({error}).") from None
     if problems:
         raise JobRequestError(*problems)
@@ -92,7 +92,7 @@ def read_job_file(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mark_texts(root: yaml.Node | None) -> None:
-    """Make texts of the values of options that take text: `choice: [1.10, true]` are two texts."""
+    """Tag the values of options that take text as texts: `choice: [1.10, true]` has two texts."""
     if not isinstance(root, yaml.MappingNode):
         return
     for key, value in root.value:
@@ -111,10 +111,10 @@ def _mark_texts(root: yaml.Node | None) -> None:
 
 
 def _check_values(root: yaml.Node | None) -> None:
-    """Raise `ValueError` for what would take long to make or to show, and for keys that are no text."""
+    """Raise `ValueError` for aliases that stand for too many values, ambiguous numbers, and keys that are no text."""
     if root is None:
         return
-    # Node -> values that it stands for, itself and its aliases written out; 0 while they are counted.
+    # Id of a node -> values that it stands for, itself and its aliases written out; 0 while they are counted.
     counts: dict[int, int] = {}
     total = _num_values(root, counts)
     if total > len(counts) + _MAX_ALIASED_VALUES:
@@ -160,7 +160,7 @@ def _num_values(node: yaml.Node, counts: dict[int, int]) -> int:
 
 
 def _repeated_keys(root: yaml.Node | None) -> list[str]:
-    """Keys that stand twice in one mapping of a job file, also under two spellings: YAML would keep the last value."""
+    """Problems with keys given twice in one mapping, also in two spellings: YAML would keep the last value."""
     problems = []
     nodes, seen = [root], set[int]()
     while nodes:

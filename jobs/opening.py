@@ -30,7 +30,8 @@ from .store import JobStore, OutputContents
 from .validation import CheckedJob, check_job
 
 logger = logging.getLogger(__name__)
-# A running job rewrites its state about once a second; a coordinator that hangs is replaced after so long.
+# Seconds without a new state after which a job counts as not running. A running job rewrites its state about once a
+# second; a coordinator that hangs is replaced after this time.
 SILENCE_S = 20.0
 _LOOK_INTERVAL_S = 0.5
 _RECORDED_PACKAGES = ("lorabatch", "torch", "dask", "distributed", "pyarrow", "tokenizers", "numpy")
@@ -38,16 +39,20 @@ _RECORDED_PACKAGES = ("lorabatch", "torch", "dask", "distributed", "pyarrow", "t
 
 @dataclass(frozen=True, slots=True)
 class OpenedJob:
-    """A job that may run. `is_finished`: it was frozen before, and all its parts are there.
-    `changed_adapters`: names whose content is not what it was then; their rows must be computed again, and `record`
-    must replace the frozen one once nothing in the output speaks for the old content any more.
-    """
+    """A checked job that is frozen in its output and may run."""
 
+    #: The job as asked, with absolute paths.
     spec: JobSpec
+    #: Its output.
     store: JobStore
+    #: The record of this run. With `changed_adapters`, it must replace the frozen one once no part in the output has
+    #: answers of the old adapters any more.
     record: JobRecord
+    #: The base model's folder on this machine.
     model_folder: Path
+    #: Whether the job was frozen before and all its parts are there.
     is_finished: bool
+    #: Names of adapters whose content differs from the frozen record; their rows must be computed again.
     changed_adapters: frozenset[str]
 
 
@@ -55,8 +60,8 @@ def open_job(spec: JobSpec) -> OpenedJob:
     """Freeze a new job, or resume the same one.
 
     Raises `JobRequestError` with all problems at once, and `OutputConflictError` when the output holds another
-    job that has got as far as its plan. With `overwrite`, the job that is there is removed first, once everything else
-    has been found right and if it does not run.
+    job that has got as far as its plan. With `overwrite`, the output's job is removed first: after all other checks
+    have passed, and only when it is not running.
     """
     checked = check_job(spec)
     holder = _holder(checked.store) if checked.output.has_job else None
@@ -66,7 +71,7 @@ def open_job(spec: JobSpec) -> OpenedJob:
             check_silent(checked.store)
             if not spec.overwrite and _holder(checked.store) != holder:
                 return _resumed(checked, record)  # another command was faster
-            # Also what a job left that was never frozen: its plan would be taken for this job's.
+            # Removes the leftovers of a job that was never frozen too: its plan would be taken for this job's.
             checked.store.overwrite()
         if checked.store.freeze(record):
             return OpenedJob(checked.spec, checked.store, record, checked.model.folder, False, frozenset())
@@ -74,7 +79,7 @@ def open_job(spec: JobSpec) -> OpenedJob:
 
 
 def check_silent(store: JobStore, silence_s: float = SILENCE_S) -> None:
-    """Raise `OutputConflictError` when the job in the output runs: its answers would mix with those of a new one.
+    """Raise `OutputConflictError` when the job in the output runs: its answers would mix with a new job's.
 
     A job whose state is not final may have been killed: its state is watched for `silence_s`.
     """
@@ -98,7 +103,7 @@ def check_silent(store: JobStore, silence_s: float = SILENCE_S) -> None:
 
 
 def _holder(store: JobStore) -> str | None:
-    """The job that is frozen in the output, if its record can be read."""
+    """Id of the job that is frozen in the output; None when there is none, or its record is damaged."""
     try:
         return store.read_record().job_id
     except (MissingFileError, DamagedRecordError):
@@ -106,7 +111,7 @@ def _holder(store: JobStore) -> str | None:
 
 
 def _last_state(store: JobStore) -> JobState | None:
-    """What the job in the output said last. A state that cannot be read says nothing."""
+    """The last state that the job in the output wrote; None when it wrote none, or its state is damaged."""
     try:
         return store.read_state()
     except DamagedRecordError:
@@ -114,7 +119,7 @@ def _last_state(store: JobStore) -> JobState | None:
 
 
 def _unfinished_state(store: JobStore) -> JobState | None:
-    """What the job in the output said last, unless that was its end."""
+    """The last state that the job in the output wrote, unless the state is final."""
     state = _last_state(store)
     return None if state is None or state.is_final else state
 
@@ -142,8 +147,8 @@ def _resumed(checked: CheckedJob, record: JobRecord) -> OpenedJob:
         )
     changed = changed_adapters(frozen, record)
     is_finished = _is_still_finished(checked)
-    # Files may have been copied or touched meanwhile. Rows that were prepared and not planned are those of the files
-    # that were there; of planned ones the parts say what they were made of.
+    # The input files may have been copied or touched meanwhile. Rows that were prepared but not planned come from the
+    # files as they were; for planned rows, each part records what it was made of.
     is_read_again = not checked.store.has_plan() and _versions_of(frozen.input) != _versions_of(record.input)
     if is_read_again or (checked.spec.verify and not is_finished):
         check_silent(checked.store)
@@ -157,8 +162,8 @@ def _versions_of(given: InputRecord) -> list[tuple[str, float] | None]:
 
 
 def _is_still_finished(checked: CheckedJob) -> bool:
-    """Whether the job was done and all its parts are as they were then. Where not, `_SUCCESS` goes: the run compares
-    the parts with the plan and computes again what is missing. `verify` asks for that.
+    """Whether the job was done and all its parts are unchanged since. If they are not, or with `verify`, `_SUCCESS` is
+    removed: the run compares the parts with the plan and computes again what is missing.
     """
     store, contents = checked.store, checked.store.contents()
     if not contents.is_finished:
@@ -177,8 +182,8 @@ def _is_still_finished(checked: CheckedJob) -> bool:
 
 
 def _has_lost_its_list(store: JobStore, contents: OutputContents) -> bool:
-    """Whether the list of the parts of a job that was done is gone. Earlier versions made none, nor marks in parts, of
-    which each job that was done has one at least.
+    """Whether a finished job once had `parts.json` and it is gone. Earlier versions wrote neither the list nor marks in
+    parts, so a mark in any part, or no part at all, means that the list is lost.
     """
     if store.read_parts() is not None:
         return False
@@ -187,7 +192,10 @@ def _has_lost_its_list(store: JobStore, contents: OutputContents) -> bool:
 
 
 def make_record(checked: CheckedJob) -> JobRecord:
-    """What is frozen: the spec without secrets, and everything it names by content. Reads all weights once."""
+    """Makes the record to freeze: the spec without secrets, and content hashes of everything it names.
+
+    Audits all adapters and reads all weights once. Raises `JobRequestError` for tokens that no vocabulary has.
+    """
     spec, roles = checked.spec, checked.input.roles.keys()
     traits = _template_traits(checked)
     now = datetime.now(UTC)
@@ -226,7 +234,7 @@ def make_record(checked: CheckedJob) -> JobRecord:
 
 
 def _template_traits(checked: CheckedJob) -> TemplateTraits:
-    """What is true of all prompts that the model's chat template, or the job's, makes of messages."""
+    """Traits of all prompts that the chat template makes of messages; empty ones for input without messages."""
     if "messages" not in checked.input.roles:
         return TemplateTraits()
     given = checked.spec.chat_template_kwargs

@@ -1,4 +1,4 @@
-"""Says what is wrong with a job's options, in this project's words: names that no option has, and wrong values.
+"""Words the problems with a job's options in this project's style: unknown names and wrong values.
 
 Each problem names the option, what was given and what was expected; pydantic's findings are put into that form.
 """
@@ -17,7 +17,7 @@ from .storage.redaction import scrubbed
 
 # Spellings of an option that are accepted beside the field's name.
 _SPELLINGS = {"column": "columns", "adapter": "adapters"}
-# What other systems have and jobs have not -> what to do instead.
+# Options of other systems that jobs do not have -> what to do instead.
 _BEAMS = "beam search is not served; draw completions with n and temperature, and compare them by logprobs"
 _OF_BEAMS = ("use_beam_search", "num_beams", "beam_width", "best_of", "early_stopping", "length_penalty")
 _NOT_SERVED = {
@@ -33,7 +33,7 @@ _SHOWN_CHARACTERS = 300
 
 
 def field_name(key: str) -> str:
-    """The field of `JobSpec` that a key of a job file, or an option, is for."""
+    """Name of the `JobSpec` field that a job file's key, or an option, sets."""
     name = key.replace("-", "_")
     return _SPELLINGS.get(name, name)
 
@@ -81,13 +81,13 @@ def value_problems(error: ValidationError, values: Mapping[str, Any], fields: Ma
 
 
 def in_our_words(finding: str) -> str:
-    """What pydantic says about a value, as the sentences of this project have it."""
+    """A finding of pydantic about a value, reworded as this project words problems."""
     finding = finding.removeprefix("Value error, ").partition(", unable to parse")[0]
     return finding.replace("Input should be", "expected").replace("greater than or equal to", "at least")
 
 
 def _expectation(field: FieldInfo) -> str:
-    """What the field's declaration says of wrong values; empty where pydantic's words serve."""
+    """The expectation that the field declares for messages; "" for a field that leaves it to pydantic."""
     extra = field.json_schema_extra
     expected = extra.get("expected") if isinstance(extra, dict) else None
     return f"expected {expected}" if expected else ""

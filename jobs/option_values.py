@@ -66,9 +66,11 @@ def check_speeds(slowness: Sequence[float] | None, num_workers: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ErrorBudget:
-    """Exactly one of `count` and `percent` is set."""
+    """The error rows that a job allows. Exactly one of `count` and `percent` is set."""
 
+    #: Rows.
     count: int | None = None
+    #: Share of the job's rows, 0 to 100.
     percent: float | None = None
 
     @classmethod
@@ -103,14 +105,17 @@ class ErrorBudget:
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Paths on this machine; all three or none. `tls_ca`: of the authority that signed the cluster's certificates."""
+    """The PEM files that open a `tls://` cluster, as paths on this machine; all three or none."""
 
+    #: Certificate of the authority that signed the cluster's certificates.
     tls_ca: str | None = None
+    #: The client's certificate.
     tls_cert: str | None = None
+    #: The client's private key.
     tls_key: str | None = None
 
     def problems(self, cluster: str) -> list[str]:
-        """What is wrong with them for this cluster's address, as plain sentences."""
+        """Problems with the files for this cluster's address, as plain sentences."""
         given = {name: value for name in TLS_FIELDS if (value := getattr(self, name)) is not None}
         problems = [
             f"{name}={path!r}: no such file. Name a PEM file on this machine with --{name.replace('_', '-')}."

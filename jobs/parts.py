@@ -1,7 +1,7 @@
 """Compares a job's parts with what they should be: `PartMark` with the plan, `changed_parts` with what was recorded.
 
-A part may have been cut, exchanged, or copied over another one: by a sync that broke off, a restore, a full quota. What
-is there counts only when it holds the rows of its shard, answered with the contents that the job names.
+A part may have been cut, exchanged, or copied over another one: by a sync that broke off, a restore, a full quota. A
+part counts only when it holds the rows of its shard, answered with the contents that the job names.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 _PREFIX = "lorabatch."
 _COUNTED = ("completion", "error", "mode", "prompt_tokens", "completion_tokens", "finish_reason")
-#: Of `counted_columns`: those that are not lorabatch's own.
+#: Keys of `counted_columns` for the two columns that are the input's.
 ROW_ID, ROW_ADAPTER = "row id", "row adapter"
 _NUMBERS = ("num_completions", "num_reused", "num_curable")
-#: A clause about a part.
+#: The clause of a part that belongs to no shard.
 OF_NO_SHARD = "belongs to no shard of the job"
 _HASH_SHOWN = 12
 _PARTS_SHOWN = 5
@@ -34,25 +34,27 @@ _READS_AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class PartMark:
-    """What a part's metadata says of how it was made. A value that is not there is "" or 0."""
+    """A part's record of how it was made, kept in the metadata of its file. A missing value is "" or 0."""
 
-    #: The job that wrote it, and the run of that job.
+    #: Job that wrote the part.
     job_id: str = ""
+    #: Run of the job that wrote the part.
     run_id: str = ""
-    #: Number of its shard.
+    #: Number of the part's shard.
     shard_id: str = ""
     #: Hash of all that its answers depend on; see `contents_of`.
     contents: str = ""
-    #: Hashes of the base model and of its tokenizer.
+    #: Content hash of the base model.
     model_sha256: str = ""
+    #: Content hash of the base model without its weights.
     tokenizer_sha256: str = ""
     #: Hash of the answers; see `answers_hash`.
     answers: str = ""
-    #: Completions; a row of the file may have several.
+    #: Completions in the part; a row of the file may have several.
     num_completions: int = 0
-    #: Of these, answers of earlier runs than `run_id`.
+    #: Completions that runs before `run_id` computed.
     num_reused: int = 0
-    #: Of these, errors that another run may not have; see `engine.errors.RUN_AGAIN`.
+    #: Completions that are errors which another run may not have; see `engine.errors.RUN_AGAIN`.
     num_curable: int = 0
 
     @classmethod
@@ -63,15 +65,18 @@ class PartMark:
         return cls(**given | {name: int(given[name] or 0) for name in _NUMBERS})
 
     def metadata(self) -> dict[bytes, str]:
-        """As a part's schema holds it."""
+        """The mark as metadata of a part's schema; keys begin with `lorabatch.`."""
         return {f"{_PREFIX}{name}".encode(): str(getattr(self, name)) for name in self.__dataclass_fields__}
 
     def reused_by(self, run_id: str) -> int:
-        """Completions that earlier runs than this one had done: all, when one of them wrote the part."""
+        """Completions that runs before `run_id` had done: all of them, when another run wrote the part."""
         return self.num_reused if self.run_id == run_id else self.num_completions
 
     def problem(self, shard_id: int, record: JobRecord, contents: str) -> str:
-        """Why the part is not what this shard would be today, as a clause; "" where it is. `contents`: the shard's."""
+        """Why the part is not what this shard would be today, as a clause; "" when it is.
+
+        `contents`: hash of the shard; see `contents_of`.
+        """
         if self.job_id != record.job_id:
             return f"was written by {self.job_id or 'no job of this version'}, not by {record.job_id}"
         if self.shard_id != str(shard_id):
@@ -83,8 +88,10 @@ class PartMark:
 
 
 def contents_of(record: JobRecord, rows: Iterable[tuple[bytes, str | None, bool]]) -> str:
-    """Hash of the base model and of a shard's rows: of each its fingerprint (id, tokens, sampling), the content of its
-    adapter (None: base model), and whether no engine can answer it.
+    """Hash of the base model and a shard's rows.
+
+    `rows`: for each row its fingerprint (id, tokens, sampling), the content hash of its adapter (None: base model), and
+    whether no engine can answer it.
     """
     digest = hashlib.blake2b(record.model.sha256.encode(), digest_size=16)
     for fingerprint, adapter, is_error in rows:
@@ -93,7 +100,7 @@ def contents_of(record: JobRecord, rows: Iterable[tuple[bytes, str | None, bool]
 
 
 def counted_columns(record: JobRecord) -> dict[str, str]:
-    """Columns of a part that are counted and compared: what they are -> their name."""
+    """Columns of a part that are counted and compared: role -> name in the output."""
     from .input.columns import DEFAULT_ID_COLUMN, output_name  # reads pyarrow, which `status` does without
 
     names = {name: output_name(record, name) for name in _COUNTED}
@@ -112,8 +119,8 @@ def answers_hash(values: Mapping[str, Sequence[Any]]) -> str:
 
 
 def missing_parts(store: JobStore, contents: OutputContents) -> dict[int, str]:
-    """Parts of a finished job that are gone, have another size than when it was done, or are not the job's; each with a
-    clause that says which. Nothing is known of jobs of earlier versions.
+    """Parts of a finished job that are gone, have changed their size, or are not the job's: shard id -> clause. Empty
+    for jobs of earlier versions, which kept no list of their parts.
     """
     recorded = store.read_parts()
     if recorded is None:
@@ -128,8 +135,8 @@ def missing_parts(store: JobStore, contents: OutputContents) -> dict[int, str]:
 
 
 def changed_parts(store: JobStore, contents: OutputContents) -> dict[int, str]:
-    """`missing_parts`, and those whose metadata says something else than when the job was done, and those with errors
-    that another run may not have.
+    """`missing_parts`, and parts whose metadata has changed since the job was done, and parts with errors that another
+    run may not have: shard id -> clause.
     """
     found = missing_parts(store, contents)
     recorded = store.read_parts() or {}
@@ -149,7 +156,7 @@ def changed_parts(store: JobStore, contents: OutputContents) -> dict[int, str]:
 
 
 def curable(mark: PartMark) -> str:
-    """A clause about rows of a part that another run may answer; "" where there are none."""
+    """A clause about error rows of a part that another run may answer; "" when there are none."""
     return f"has {mark.num_curable} error rows that may be right now" if mark.num_curable else ""
 
 
@@ -181,7 +188,7 @@ def damage_of(error: Exception) -> str:
 
 
 def in_words(parts: Mapping[int, str]) -> str:
-    """Parts and what is wrong with them."""
+    """The first few parts, each with its clause, and how many more there are."""
     shown = [f"{part_name(shard_id)} {clause}" for shard_id, clause in sorted(parts.items())[:_PARTS_SHOWN]]
     rest = f"; and {len(parts) - _PARTS_SHOWN} more" if len(parts) > _PARTS_SHOWN else ""
     return "; ".join(shown) + rest

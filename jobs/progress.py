@@ -1,4 +1,4 @@
-"""How progress is counted and worded: rows of a job, the time left. Whatever shows progress takes it from here."""
+"""Counts and words the progress of a job: its rows and the time left. Everything that shows progress uses this."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from typing import Any, Self
 
 @dataclass(frozen=True, slots=True)
 class RowTotals:
-    """Rows of a job. `answered`: have an answer. `errors`: ended in an error. `reused`: of both together, those that
-    earlier runs of the job had done.
-    """
+    """The rows of a job, counted by their outcome."""
 
+    #: All rows.
     rows: int
+    #: Rows that have an answer.
     answered: int
+    #: Rows that ended in an error.
     errors: int
+    #: Answered and error rows that earlier runs of the job had done.
     reused: int
 
     @classmethod
     def of_summary(cls, summary: Mapping[str, Any]) -> Self:
-        """Of a finished job."""
+        """The totals of a finished job, from its `summary.json`."""
         rows, errors = int(summary["num_rows"]), int(summary["num_errors"])
         return cls(rows, rows - errors, errors, int(summary.get("num_reused", 0)))
 
@@ -31,11 +33,11 @@ class RowTotals:
 
     @property
     def share_done(self) -> float:
-        """From 0 to 1; an empty job is done."""
+        """Share of the rows that are done, 0 to 1; 1 for an empty job."""
         return self.done / self.rows if self.rows else 1.0
 
     def to_text(self) -> str:
-        """Such as "48 of 60 rows answered, 2 errors, 20 from an earlier run"."""
+        """The totals in words, such as "48 of 60 rows answered, 2 errors, 20 from an earlier run"."""
         parts = [f"{self.answered:,} of {self.rows:,} rows answered"]
         parts += [f"{self.errors:,} error{'' if self.errors == 1 else 's'}"] if self.errors else []
         parts += [f"{self.reused:,} from an earlier run"] if self.reused else []
@@ -47,8 +49,9 @@ class RowTotals:
 
 
 def time_left(seconds: float | None, range_s: tuple[float, float] | None, *, is_loading: bool = False) -> str:
-    """Such as "about 1:15 left (0:50 to 2:00)"; "" where it is not known. `range_s`: rough. `is_loading`: the seconds
-    count from when engines are ready.
+    """The time left in words, such as "about 1:15 left (0:50 to 2:00)"; "" when it is not known.
+
+    `range_s`: rough bounds of it. `is_loading`: `seconds` counts from the moment at which engines are ready.
     """
     if seconds is None:
         return ""
@@ -58,7 +61,7 @@ def time_left(seconds: float | None, range_s: tuple[float, float] | None, *, is_
 
 
 def clock(seconds: float) -> str:
-    """Such as 1:15 or 1:02:05."""
+    """A duration in minutes or hours, such as 1:15 or 1:02:05."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,7 +1,7 @@
-"""`JobRecord`: a job as frozen in `job.json`, and `differences` between two. `JobState`: where a running job stands.
+"""`JobRecord`: a job as frozen in `job.json`, and `differences` between two. `JobState`: the progress of a job's run.
 
 The record names everything that determines a row's answer, by content where content can change under a name. It holds
-no secrets: of `storage_options` only the names are kept.
+no secrets: only the names of `storage_options` are kept.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ RECORD_FORMAT = 1
 # Older versions of pydantic may build a validator in two threads at once.
 _BUILDING = threading.Lock()
 _NAMES_SHOWN = 8
-# A job with another value in one of these is another job. Where it runs, and how fast, is not part of it.
+# Options that identify a job: another value in one of them makes another job. Options about the cluster, the devices
+# and the speed are not among them.
 IDENTITY_FIELDS = (
     "input", "columns", *SAMPLING_OPTIONS, "mode", "dtype", "load_format", "rows_per_shard", "system_prompt",
     "allow_special_tokens", "chat_template", *RENDERING_OPTIONS, "policy", "placement", "base_quantization", "samples",
     "row_settings", "keep", "drop", "output_prefix", "split_answer",
 )  # fmt: skip
-# Of these, options that the first version did not have: part of an index's key where they are given.
+# Identity fields that the first version did not have. They enter an index's key only with a value that is not the
+# default, so that indexes of earlier versions stay valid.
 _LATER = (
     *(name for name in SAMPLING_OPTIONS if name not in FIRST_OPTIONS),
     "system_prompt", "allow_special_tokens", "chat_template", *RENDERING_OPTIONS, "policy", "placement",
@@ -54,37 +56,50 @@ class _Frozen(BaseModel):
 
 
 class ModelRecord(_Frozen):
-    """The base model. `sha256` covers configuration, tokenizer and weights, `tokenizer_sha256` all but the weights.
-    `generation`: what it says of sampling. `notes`: what people should know of its folder, as clauses.
-    """
+    """The base model of a job, as it was when the job was opened."""
 
+    #: Folder, file, hub id or URL, without passwords and signatures.
     url: str
+    #: Hash of configuration, tokenizer and weights.
     sha256: str
+    #: Tokens of the vocabulary.
     vocab_size: int
+    #: Most tokens of prompt and answer together.
     max_context_tokens: int
+    #: Sampling options in the model's `generation_config.json`.
     generation: dict[str, float] = {}
+    #: Hash of configuration and tokenizer, without the weights; "" in records of earlier versions.
     tokenizer_sha256: str = ""
+    #: Remarks on its folder for users, as clauses.
     notes: tuple[str, ...] = ()
-    #: What prompts of the model's or the job's chat template lack, and what it drops by design; see `TemplateTraits`.
+    #: Header of an answer that prompts of the model's or the job's chat template lack; see `TemplateTraits`.
     missing_header: str = ""
+    #: Parts of conversations that this chat template drops by design, in words; see `TemplateTraits`.
     template_drops: tuple[str, ...] = ()
 
 
 class AdapterRecord(_Frozen):
-    """One adapter. `sha256` is its identity (empty when the folder could not be read)."""
+    """One adapter of a job, as its audit found it."""
 
+    #: Name by which rows ask for it.
     name: str
+    #: Folder or URL, without passwords and signatures.
     url: str
+    #: Result of the audit.
     verdict: AdapterVerdict
+    #: Reasons for the verdict, one sentence each.
     reasons: tuple[str, ...] = ()
+    #: Content hash, its identity; "" for a folder that could not be read.
     sha256: str = ""
+    #: Largest LoRA rank of its matrices.
     rank: int = 0
+    #: Size of its weights in memory.
     weight_bytes: int = 0
-    #: What prompts of its chat template lack; see `TemplateTraits`.
+    #: Header of an answer that prompts of its chat template lack; see `TemplateTraits`.
     missing_header: str = ""
-    # Of an adapter that ships a tokenizer or chat template: their hash. Its rows are tokenised with them.
+    #: Hash of the tokenizer or chat template that it ships, with which its rows are tokenised; "" for the base's.
     tokenizer_sha256: str = ""
-    # Token ids its rows may hold, when it resized the vocabulary; 0: those of the base.
+    #: Size of its vocabulary, when it differs from the base's; else 0.
     vocab_size: int = 0
 
     @property
@@ -103,50 +118,59 @@ PartitionValues = dict[str, int | str | None]
 
 
 class FileVersion(_Frozen):
-    """What a store says of one file. `tag`: changes with the content; "" where there is none. `modified_s`: by the
-    store's clock, in seconds since the epoch; 0 where it says nothing. `seen_s`: when that was asked, by the client's.
-    """
+    """The version of one file, as its store reported it."""
 
+    #: Tag that changes with the content; "" from a store without tags.
     tag: str = ""
+    #: Time of the last change by the store's clock, in seconds since the epoch; 0 when the store names none.
     modified_s: float = 0.0
+    #: Time at which the store was asked, by this machine's clock, in seconds since the epoch.
     seen_s: float = 0.0
 
 
 class InputFile(_Frozen):
-    """One Parquet file. `footer_sha256` covers its schema, sizes, offsets and statistics. `version`: which of several
-    that have one footer; None in records of earlier versions.
-    """
+    """One Parquet file of the input."""
 
+    #: Path or URL, without passwords and signatures.
     url: str
+    #: Short name, unique in the job.
     name: str
+    #: Size of the file.
     size_bytes: int
+    #: Hash of the footer, which has the schema, sizes, offsets and statistics.
     footer_sha256: str
+    #: Rows of each row group.
     row_group_rows: tuple[int, ...]
+    #: Column -> its value in all rows, from the names of the file's folders.
     partition: PartitionValues = {}
+    #: Version of the file, which tells files with equal footers apart; None in records of earlier versions.
     version: FileVersion | None = None
 
 
 class InputRecord(_Frozen):
-    """The input."""
+    """The input of a job: its files, and which of their columns the job reads and copies."""
 
+    #: The files, in the order of the inputs, and by name within each input.
     files: tuple[InputFile, ...]
     #: Role -> column; a field of the struct column `sampling_params` as `sampling_params.max_tokens`.
     roles: dict[str, str]
     #: The Arrow schema of the columns that are read, serialised, base64.
     schema_ipc: str
-    #: Some names of files in the same folders that are not read; `unread_endings` says how many there are of which.
+    #: Names of the first few files in the same folders that are not read.
     unread: tuple[str, ...] = ()
+    #: Number of unread files by their ending, in words.
     unread_endings: str = ""
-    #: Columns that the output lacks. Those with a role are read all the same.
+    #: Columns that the output lacks. Dropped columns with a role are read all the same.
     dropped: tuple[str, ...] = ()
-    #: What files say beside their columns and parts say too, key -> text; and keys that parts leave out.
+    #: Metadata of the files' footers that parts have too, key -> text.
     metadata: dict[str, str] = {}
+    #: Keys of the files' metadata that parts leave out.
     metadata_left_out: tuple[str, ...] = ()
     #: Copied columns with timestamps that files store as INT96. Parts store them as INT64.
     int96: tuple[str, ...] = ()
     #: Whether times of day are written as times in UTC.
     has_zoned_times: bool = False
-    #: Whether parts say which Arrow types they were made of. Some readers show others then, so only where a file does.
+    #: Whether parts store their Arrow schema. Some readers show other types then, so parts do only when a file does.
     has_arrow_schema: bool = True
     #: Whether small files that follow each other are indexed together; not in jobs of earlier versions.
     has_small_files_together: bool = False
@@ -158,21 +182,32 @@ class InputRecord(_Frozen):
 
 
 class JobRecord(_Frozen):
-    """What `job.json` holds. `created_at`: ISO 8601, UTC. `with_logprobs`: parts have the token columns."""
+    """A job as frozen in `job.json`: its options, and content hashes of everything that they name."""
 
+    #: Version of this record's format.
     format: int = RECORD_FORMAT
+    #: Id of the job; begins with its name.
     job_id: str
+    #: Time at which the job was opened first, ISO 8601, UTC.
     created_at: str
-    #: The client's time of day when the job was started, ISO 8601 with its offset, which chat templates see
-    #: (`strftime_now`), and the name of its zone. Empty in records of earlier versions, where they saw `created_at`.
+    #: `created_at` in the client's local time, ISO 8601 with offset, as chat templates see it (`strftime_now`); "" in
+    #: records of earlier versions, whose templates saw `created_at`.
     local_time: str = ""
+    #: Name of the client's time zone; "" in records of earlier versions.
     time_zone: str = ""
+    #: Package -> its version on the client.
     versions: dict[str, str]
+    #: Options of the job, without secrets; see `public_spec`.
     spec: dict[str, Any]
+    #: Names of the storage options that were given.
     storage_option_names: tuple[str, ...] = ()
+    #: The base model.
     model: ModelRecord
+    #: Every adapter of the job.
     adapters: tuple[AdapterRecord, ...]
+    #: The input.
     input: InputRecord
+    #: Whether parts have the columns of tokens and their log-probabilities.
     with_logprobs: bool
 
     @property
@@ -186,7 +221,7 @@ class JobRecord(_Frozen):
         return self.spec.get("samples") == "lists"
 
     def to_json(self) -> bytes:
-        """As stored."""
+        """The record as JSON, the content of `job.json`."""
         return (json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True) + "\n").encode()
 
     @classmethod
@@ -206,18 +241,18 @@ class JobRecord(_Frozen):
             raise DamagedRecordError(f"job.json: cannot be read back ({error}).") from None
 
     def job_spec(self, storage_options: dict[str, Any] | None = None, **overrides: Any) -> JobSpec:
-        """The spec again, with fresh storage options; what `resume` starts from. `overrides`: None is as recorded."""
+        """The recorded spec with fresh storage options, from which `resume` starts. An override of None is ignored."""
         given = {name: value for name, value in overrides.items() if value is not None}
         recorded = dict(self.spec)
         with naming_damage("job.json spec"):
             if not (recorded | given)["cluster"].startswith("tls://"):
-                # Those of the cluster it ran on before.
+                # The recorded TLS files are for the cluster of an earlier run.
                 recorded |= dict.fromkeys(TLS_FIELDS)
             return JobSpec(**recorded | {"storage_options": storage_options or {}} | given)
 
 
 def public_spec(spec: JobSpec) -> dict[str, Any]:
-    """The spec as it may be written down: no storage options, no passwords or signatures in URLs."""
+    """The spec without secrets, for records: no storage options, no passwords or signatures in URLs."""
     values = spec.model_dump(mode="json", exclude={"storage_options", "overwrite"})
     for name in ("model", "output"):
         values[name] = redacted_url(values[name])
@@ -233,7 +268,7 @@ def public_spec(spec: JobSpec) -> dict[str, Any]:
 def differences(old: JobRecord, new: JobRecord) -> list[str]:
     """Why `new` is another job than `old`, one line per reason; empty when it is the same job.
 
-    Adapters may change: their rows are recomputed. The base model, the input and what is asked may not.
+    Adapters may change: their rows are recomputed. The base model, the input and the identity fields may not.
     """
     before, now = _asked(old), _asked(new)
     lines = [
@@ -253,14 +288,14 @@ def _shown(value: Any) -> str:
 
 
 def changed_adapters(old: JobRecord, new: JobRecord) -> frozenset[str]:
-    """Names whose rows are answered differently now: another content, another verdict, added or gone."""
+    """Names of adapters with other answers in `new`: another content, another verdict, added or gone."""
     before = {adapter.name: (adapter.sha256, adapter.verdict) for adapter in old.adapters}
     after = {adapter.name: (adapter.sha256, adapter.verdict) for adapter in new.adapters}
     return frozenset(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
 
 def adapter_problem(name: str | None, adapters: Mapping[str, AdapterRecord]) -> str | None:
-    """Why rows of this adapter cannot be answered, or None. None as a name asks the base model."""
+    """Why rows of this adapter cannot be answered, or None when they can. The name None is the base model."""
     if name is None:
         return None
     if name in adapters:
@@ -285,13 +320,13 @@ def _asked(record: JobRecord) -> dict[str, Any]:
 
 
 def _default(name: str) -> Any:
-    """The default of an option as a record has it."""
+    """The default of an option, as records write it."""
     value = JobSpec.model_fields[name].default
     return list(value) if isinstance(value, tuple) else value
 
 
 def _content(recorded: InputRecord) -> tuple[Any, ...]:
-    # Without partitions as an earlier version had it, so that its jobs go on.
+    # Files without partitions have the same tuple as in earlier versions, so that jobs of these versions go on.
     files = tuple(
         (file.name, file.size_bytes, file.footer_sha256, *([file.partition] if file.partition else []))
         for file in recorded.files
@@ -316,89 +351,111 @@ def index_key(record: JobRecord) -> str:
     return hashlib.sha256(json.dumps(basis, sort_keys=True).encode()).hexdigest()
 
 
-# "starting": of the command, then of the coordinator. "queued": handed to a cluster, on which no worker has begun it.
-# "checking" was written up to version 0.1.
+# Stages of a run. "starting" is the command's first phase and the coordinator's. "queued": the cluster has the job and
+# no worker has begun it. "checking" was written up to version 0.1.
 Phase = Literal[
     "checking", "queued", "starting", "indexing", "planning", "loading engines", "running", "finishing", "done",
     "failed", "cancelled", "interrupted",
 ]  # fmt: skip
-# Of a run that has not begun with its rows.
+# Phases of a run before it works on rows.
 BEGINNING_PHASES: tuple[Phase, ...] = ("queued", "starting", "indexing", "planning")
-#: From when on a job that runs counts as one in which nothing moves: its prediction rests on nothing then.
+#: Seconds without progress after which a running job shows no time left, since its prediction has no basis any more.
 STILL_AFTER_S = 30.0
 FINAL_PHASES: tuple[Phase, ...] = ("done", "failed", "cancelled", "interrupted")
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """One worker, as last heard of. `name`: see `WorkerNames`. `mode`: how its latest step served its rows.
-    `lent_rows`: of its open rows, those that other workers' engines work on; `incoming_rows`: rows of others that its
-    engine works on. `prefix_hit_rate`: share of prompt tokens copied instead of computed; `adapter_stall_s`: seconds
-    its steps waited for adapters.
-    """
+    """One worker of a run at the time of its latest report."""
 
+    #: Name of the worker, such as `w0 10.0.0.5`; see `WorkerNames`.
     name: str
+    #: Tokens that its engine generates per second.
     tokens_per_s: float = 0.0
+    #: Unfinished rows of its open shards.
     open_rows: int = 0
+    #: Rows in its engine's batch.
     running_rows: int = 0
+    #: Mode in which the latest step served its rows; the engine's state while the engine is not ready.
     mode: str = ""
+    #: Names of the job's adapters in its engine's memory.
     resident_adapters: tuple[str, ...] = ()
+    #: Rows among `open_rows` that other workers' engines work on.
     lent_rows: int = 0
+    #: Rows of other workers' shards that its engine works on.
     incoming_rows: int = 0
+    #: Share of prompt tokens that were copied instead of computed, 0 to 1.
     prefix_hit_rate: float = 0.0
+    #: Copies of adapters into its engine's memory since the engine started.
     adapter_loads: int = 0
+    #: Seconds that its engine's steps waited for adapters.
     adapter_stall_s: float = 0.0
+    #: Its Dask address.
     address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """Phase and counters. `updated_at_s`: seconds since the epoch. `rows_indexed`: by this run. `rows_done`: answers
-    and `rows_error`; `rows_reused`: those among them that earlier runs had done, an estimate until the end. `eta_s`:
-    None while unknown; `eta_range_s`: a rough range of it. `batch_fill`: how full the engines' batches were while
-    shards were queued, from 0 to 1; None when there was no such time.
-    `prefix_hit_rate`: share of the prompt tokens of the run's finished shards that were reused; None before the first.
+    """One moment of a run, as written to `state.json`: its phase, counters and workers."""
 
-    `message` says in one sentence why a job stopped, and what to do; `error` names the exception. `notes`: see
-    `status/notes.py`. `can_resume`: the job may go on as it is. `worker_addresses`: of all workers that the run has
-    seen, in the order of their names.
-    """
-
+    #: Stage that the run is in.
     phase: Phase
+    #: Time of writing, in seconds since the epoch.
     updated_at_s: float
+    #: Rows of the job.
     rows: int = 0
+    #: Rows that this run has indexed.
     rows_indexed: int = 0
+    #: Rows that are done: answered, or ended in an error.
     rows_done: int = 0
+    #: Rows among `rows_done` that ended in an error.
     rows_error: int = 0
+    #: Rows among `rows_done` that earlier runs had done; an estimate until the end.
     rows_reused: int = 0
+    #: Shards of the plan.
     shards: int = 0
+    #: Shards whose part is written.
     shards_done: int = 0
+    #: Prompt tokens of the finished shards.
     prompt_tokens: int = 0
+    #: Generated tokens of the finished shards.
     completion_tokens: int = 0
+    #: Tokens that all workers together generate per second.
     tokens_per_s: float = 0.0
+    #: Predicted seconds until the job is done; None while unknown.
     eta_s: float | None = None
+    #: Rough lower and upper bound of `eta_s`; None while unknown.
     eta_range_s: tuple[float, float] | None = None
+    #: Share of the engines' batches in use while shards were queued, 0 to 1; None when none ever was.
     batch_fill: float | None = None
+    #: Share of the prompt tokens of the run's finished shards that were reused, 0 to 1; None before the first shard.
     prefix_hit_rate: float | None = None
+    #: Every worker that reports, `w0` first.
     workers: tuple[WorkerState, ...] = ()
+    #: Why the job stopped and what to do, in one sentence; "" while it runs.
     message: str = ""
+    #: Class name of the exception that ended the run; "" without one.
     error: str = ""
+    #: Remarks on the job for users; see `status/notes.py`.
     notes: tuple[str, ...] = ()
+    #: Whether the job may go on as it is.
     can_resume: bool = True
+    #: Id of the run; "" before its coordinator reports.
     run_id: str = ""
+    #: Dask addresses of all workers that the run has seen, in the order of their names.
     worker_addresses: tuple[str, ...] = ()
     #: Seconds since a row finished or an engine computed a token, while shards run.
     still_s: float = 0.0
 
     @property
     def totals(self) -> RowTotals:
-        """Its rows, as they are shown everywhere."""
+        """The job's rows by outcome, as everything shows them."""
         errors = min(self.rows_error, self.rows_done)
         return RowTotals(self.rows, self.rows_done - errors, errors, min(self.rows_reused, self.rows_done))
 
     @property
     def time_left(self) -> str:
-        """In words, as it is shown everywhere; "" where it is not known, also because nothing moves."""
+        """The time left in words; "" when it is not known, the run has ended, or nothing moves."""
         if self.is_final or self.still_s >= STILL_AFTER_S:
             return ""
         return time_left(self.eta_s, self.eta_range_s, is_loading=self.phase == "loading engines")
@@ -414,7 +471,7 @@ class JobState:
         return self.phase == "starting" and not self.run_id
 
     def to_json(self) -> bytes:
-        """As stored."""
+        """The state as JSON, the content of `state.json`."""
         return json.dumps(dataclasses.asdict(self)).encode()
 
     @classmethod

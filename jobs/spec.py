@@ -1,4 +1,4 @@
-"""`JobSpec`: everything a job was asked to do. Each field is declared once, with its help and its limits.
+"""`JobSpec`: the options of a job. Each field is declared once, with its help and its limits.
 
 The command line, the job file, the documentation and the messages about wrong values are made from these fields; those
 of sampling come from `engine.request.SamplingParams`. A spec is frozen and touches no storage; `validation.py` does.
@@ -24,12 +24,12 @@ from .storage.redaction import redacted_url
 
 PROMPT_ROLES = ("prompt", "messages", "prompt_token_ids")
 SAMPLING_COLUMNS = (*SAMPLING_OPTIONS, *FORMS)
-#: What a column may say of its row only where the job asks for it. `tools` beside `messages` needs no asking.
+#: Settings that a column may give for its row, only when the job asks for it; `tools` beside `messages` always may.
 SETTING_ROLES = (*RENDERING_OPTIONS, *SAMPLING_COLUMNS, "continuation")
 COLUMN_ROLES = ("id", "adapter", *PROMPT_ROLES, *SETTING_ROLES)
-#: In `row_settings`: every column with a setting's name.
+#: Value of `row_settings` that stands for every column with a setting's name.
 ALL_SETTINGS = "all"
-#: Before the names of columns that only lorabatch sees.
+#: Prefix of the names of lorabatch's internal columns.
 OUR_PREFIX = "__lb_"
 # Options of sampling that may be written in several ways.
 _READ = tuple(name for name, o in SAMPLING_OPTIONS.items() if get_origin(o.kind) is tuple or name == "json_schema")
@@ -50,8 +50,8 @@ _PLACEHOLDERS = {"model": "-", "input": "-", "output": "-"}
 
 
 def _option(default: Any, help: str, *, expected: str = "", **rules: Any) -> Any:
-    """The declaration of one option. `expected`: what messages say where pydantic's own words would say little;
-    `rules`: as pydantic's `Field` takes them.
+    """The declaration of one option. `expected`: expectation for messages about wrong values, "" for pydantic's own
+    words. `rules`: constraints of pydantic's `Field`.
     """
     return Field(default, description=help, json_schema_extra={"expected": expected}, **rules)
 
@@ -67,7 +67,7 @@ else:
 
 
 class JobSpec(_SamplingFields):
-    """What a job was asked to do. Raises `JobRequestError` with every problem at once.
+    """The options of one job. Its constructor raises `JobRequestError` with every problem at once.
 
     The options of sampling are fields too, and `sampling` has them together. `storage_options` are never recorded.
     """
@@ -219,7 +219,7 @@ class JobSpec(_SamplingFields):
             raise JobRequestError(*problems)
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """Leaves out what opens URLs: Dask logs the arguments of tasks that fail."""
+        """The fields for `repr`, without passwords and signatures in URLs: Dask logs the arguments of failed tasks."""
         for name, value in super().__repr_args__():
             if isinstance(value, str):
                 value = redacted_url(value)
@@ -267,7 +267,7 @@ class JobSpec(_SamplingFields):
         return TlsFiles(self.tls_ca, self.tls_cert, self.tls_key)
 
     def _unserved_problems(self) -> list[str]:
-        """What may be asked of a job and is not served yet."""
+        """Problems of valid options that exclude each other or are not served together, as sentences."""
         problems = []
         if self.tensor_parallel != 1 and self.mode == "exact":
             problems.append(
@@ -308,7 +308,9 @@ class JobSpec(_SamplingFields):
         return ErrorBudget.parse(self.max_errors)
 
     def with_absolute_paths(self) -> JobSpec:
-        """The same job seen from any working directory. A model that is no local path may be a hub id."""
+        """The job with absolute paths, so that it does not depend on the working directory. A model or adapter that is
+        no local path stays as it is: it may be a hub id.
+        """
         adapters, template = self.adapters, self.chat_template
         if isinstance(adapters, str):
             adapters = absolute(adapters)
@@ -367,7 +369,7 @@ class JobSpec(_SamplingFields):
     @field_validator("row_settings", "keep", "drop", mode="before")
     @classmethod
     def _names(cls, value: Any, info: ValidationInfo) -> Any:
-        """One name is a list of it. Names of settings may stand together, with commas between them."""
+        """One name becomes a tuple of one. Names of settings may be given in one text, separated by commas."""
         if value is None:
             return ()
         names = (value,) if isinstance(value, str) else value
@@ -415,7 +417,7 @@ class JobSpec(_SamplingFields):
     @field_validator(*_READ, mode="before")
     @classmethod
     def _read(cls, value: Any, info: ValidationInfo) -> Any:
-        """See `SamplingOption.read`."""
+        """Converts a value as users give it to the option's type."""
         return SAMPLING_OPTIONS[info.field_name or ""].read(value)
 
     @field_validator("max_errors", mode="before")
@@ -433,7 +435,7 @@ class JobSpec(_SamplingFields):
 
 
 def _replace_forms(values: dict[str, Any]) -> list[str]:
-    """Puts the sampling option that it stands for in the place of each form of structured output; what is wrong."""
+    """Replaces each form of structured output in `values` by its sampling option. Returns problems, as sentences."""
     problems = []
     for form in FORMS:
         value = values.pop(form, None)

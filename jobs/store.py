@@ -1,4 +1,4 @@
-"""`JobStore`: the layout of OUTPUT and OUTPUT/_lorabatch; no other file knows it. `OutputContents`: what OUTPUT holds.
+"""`JobStore`: the layout of OUTPUT and OUTPUT/_lorabatch; no other file knows it. `OutputContents`: OUTPUT's contents.
 
 The store reads and writes whole files and journals; the content of Arrow and Parquet files belongs to the pipeline. A
 part file's presence means that its shard is committed. `_SUCCESS` is written last.
@@ -30,7 +30,7 @@ _EVENTS = f"{OURS}/events.jsonl"
 _SUMMARY = f"{OURS}/summary.json"
 _PARTS = f"{OURS}/parts.json"
 _AGREEMENT = f"{OURS}/agreement.json"
-#: Where `compare` answers some rows again.
+#: Folder in which `compare` answers some rows again.
 COMPARISON = f"{OURS}/compare"
 _CANCEL = f"{OURS}/CANCEL"
 _WIP_NAME = re.compile(r"(?P<attempt>[A-Za-z0-9_-]+)\.wip(\..+)?")
@@ -38,7 +38,7 @@ _LOG_NAME = re.compile(r"(?P<source>[A-Za-z0-9_-]+)\.log(\..+)?")
 _PART_NAME = re.compile(r"part-(\d{5,})\.parquet")
 
 
-# Of the fields that readers of events sort, count or look up by.
+# Types of the fields by which readers of events sort, count or look up.
 _NUMBER = (int, float)
 _EVENT_TYPES: Mapping[str, type | tuple[type, ...]] = {
     "kind": str, "time_s": _NUMBER, "at_s": _NUMBER, "replica_id": str, "from_replica_id": str, "to_replica_id": str,
@@ -48,7 +48,7 @@ _EVENT_TYPES: Mapping[str, type | tuple[type, ...]] = {
 
 
 def _event(line: bytes) -> dict[str, Any] | None:
-    """One line of the events; None where it is torn, or of another shape than ours."""
+    """The event in one line; None for a torn line, or a field of another type than ours."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -59,25 +59,28 @@ def _event(line: bytes) -> dict[str, Any] | None:
 
 
 def part_name(shard_id: int) -> str:
-    """The part of a shard."""
+    """File name of a shard's part."""
     return f"part-{shard_id:05d}.parquet"
 
 
 @dataclass(frozen=True, slots=True)
 class OutputContents:
-    """One look at OUTPUT. `has_records`: `_lorabatch` is there; `has_job`: with a frozen job in it. `parts`: shard
-    id -> bytes. `foreign`: names that no job of ours gives.
-    """
+    """The contents of OUTPUT, from one listing."""
 
+    #: Whether a job is frozen in OUTPUT.
     has_job: bool
+    #: Whether OUTPUT has the folder `_lorabatch`.
     has_records: bool
+    #: Whether OUTPUT has `_SUCCESS`.
     is_finished: bool
+    #: Shard id -> bytes of its part.
     parts: dict[int, int]
+    #: Names that no job of ours gives, without names that begin with a dot.
     foreign: tuple[str, ...]
 
     @classmethod
     def of(cls, entries: Mapping[str, int | None], *, has_job: bool) -> OutputContents:
-        """From the names in OUTPUT and their sizes. Names that begin with a dot are ignored."""
+        """Makes the contents from the names in OUTPUT and their sizes (None: a folder)."""
         found = ((_PART_NAME.fullmatch(name), name, size or 0) for name, size in entries.items())
         parts = {int(m[1]): size for m, name, size in found if m and part_name(int(m[1])) == name}
         ours = {OURS, SUCCESS, *map(part_name, parts)}
@@ -91,7 +94,7 @@ class OutputContents:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is there but, at most, records of a job that was never frozen."""
+        """Whether OUTPUT holds nothing but, at most, records of a job that was never frozen."""
         return not (self.has_job or self.is_finished or self.parts or self.foreign)
 
     @property
@@ -109,7 +112,7 @@ class JobStore:
     unless the method says otherwise.
     """
 
-    # What `job.json` said, and its record: it is asked for before and after every shard.
+    # The latest content of `job.json` and the record parsed from it, which is needed before and after every shard.
     _last_read: tuple[bytes, JobRecord] | None = None
 
     def __init__(self, output_url: str, storage_options: Mapping[str, Any] | None = None) -> None:
@@ -126,10 +129,8 @@ class JobStore:
         """OUTPUT, as given."""
         return self.location.url
 
-    # The job as a whole
-
     def contents(self) -> OutputContents:
-        """What OUTPUT holds now."""
+        """Lists OUTPUT as it is now."""
         entries = self.location.list()
         return OutputContents.of(entries, has_job=OURS in entries and self.location.exists(_JOB))
 
@@ -145,7 +146,7 @@ class JobStore:
         return self._last_read[1]
 
     def check_holder(self, job_id: str) -> JobRecord:
-        """The frozen job. Raises `OutputConflictError` when OUTPUT is not this job's any more: it was started over."""
+        """The frozen job. Raises `OutputConflictError` when OUTPUT was started over and is not this job's any more."""
         try:
             record = self.read_record()
             holder = record.job_id
@@ -170,11 +171,11 @@ class JobStore:
             )
 
     def replace_record(self, record: JobRecord) -> None:
-        """Freeze again: the same job whose adapters have changed."""
+        """Freeze the job again after its adapters have changed."""
         self.location.write(_JOB, record.to_json())
 
     def mark_success(self) -> None:
-        """Say that every part is there. Nothing is written to OUTPUT after this."""
+        """Write `_SUCCESS`: every part is there. No part is written after this."""
         self.location.write(SUCCESS, b"")
 
     def is_finished(self) -> bool:
@@ -182,7 +183,7 @@ class JobStore:
         return self.location.exists(SUCCESS)
 
     def unmark_success(self) -> None:
-        """Say that the job is not done any more: some of its parts are to be computed again."""
+        """Remove `_SUCCESS`: some parts are to be computed again."""
         self.location.remove([SUCCESS])
 
     def clean_up(self) -> None:
@@ -190,8 +191,9 @@ class JobStore:
         self.location.remove([f"{OURS}/rows", f"{OURS}/wip", f"{OURS}/tmp"])
 
     def overwrite(self) -> None:
-        """Remove the job that is there, parts and records; `job.json` goes last, so that a killed removal can
-        be repeated. Raises `OutputConflictError` when OUTPUT holds anything that is not ours.
+        """Remove the job in OUTPUT, parts and records; `job.json` goes last, so that a killed removal can be repeated.
+
+        Raises `OutputConflictError` when OUTPUT holds anything that is not ours.
         """
         contents = self.contents()
         self.check_ownership(contents)
@@ -212,15 +214,14 @@ class JobStore:
                 f"({shown}). Choose an empty folder or move them away; --overwrite does not touch them."
             )
 
-    # Parts
-
     def committed_parts(self) -> dict[int, int]:
         """Shard id -> bytes of every part that is there."""
         return self.contents().parts
 
     def commit_part(self, shard_id: int, data: bytes | memoryview) -> bool:
-        """Put a shard's part in place, whole or not at all. False when it was there already, which is fine:
-        both hold the same rows. The shard's unfinished work is not needed any more and is removed.
+        """Put a shard's part in place, whole or not at all, and remove the shard's unfinished work.
+
+        False when the part was there already, which is fine: both hold the same rows.
         """
         is_ours = self.location.create(part_name(shard_id), data)
         self.clear_wip(shard_id)
@@ -235,11 +236,11 @@ class JobStore:
         return self.location.open(part_name(shard_id))
 
     def write_parts(self, parts: Mapping[int, tuple[int, str]]) -> None:
-        """Record the parts of a job that is done: shard -> bytes of its part, and hash of what it was made of."""
+        """Record the parts of a job that is done: shard id -> bytes of its part and hash of its contents."""
         self.location.write(_PARTS, json.dumps(parts).encode())
 
     def read_parts(self) -> dict[int, tuple[int, str]] | None:
-        """What `write_parts` recorded; None in jobs of earlier versions and in those that were never done."""
+        """The parts that `write_parts` recorded; None for a job of an earlier version or one that was never done."""
         try:
             found = self._read_json(_PARTS)
         except MissingFileError:
@@ -250,8 +251,6 @@ class JobStore:
     def remove_part(self, shard_id: int) -> None:
         """Uncommit a shard; its still valid rows must be in `wip` by now. `_SUCCESS` goes first."""
         self.location.remove([SUCCESS, part_name(shard_id)])
-
-    # Finished rows of shards still open
 
     def append_wip(self, shard_id: int, attempt: str, data: bytes) -> None:
         """Add encoded results to one attempt's journal. `attempt`: letters, digits, `_`, `-`; unique."""
@@ -272,18 +271,18 @@ class JobStore:
     def _wip(shard_id: int) -> str:
         return f"{OURS}/wip/{shard_id:05d}"
 
-    # Prepared rows, index, plan: Arrow IPC files
-
     def write_rows(self, chunk_id: int, data: bytes | memoryview) -> None:
-        """Store the prepared rows of one chunk."""
+        """Store the prepared rows of one chunk, an Arrow IPC file."""
         self.location.write(self._rows(chunk_id), data)
 
     def write_index(self, chunk_id: int, data: bytes | memoryview) -> None:
-        """Store the numbers of one chunk, after its rows."""
+        """Store the numbers of one chunk, an Arrow IPC file, after its rows."""
         self.location.write(self._index(chunk_id), data)
 
     def write_plan(self, references: bytes | memoryview) -> bool:
-        """Store the plan. False when there is one already: shards are cut once for all runs of the job."""
+        """Store the plan's row references, an Arrow IPC file. False when there is a plan already: shards are cut once
+        for all runs of the job.
+        """
         return self.location.create(_PLAN, references)
 
     def remove_index(self) -> None:
@@ -295,7 +294,7 @@ class JobStore:
         return self.location.exists(self._index(chunk_id)) and self.location.exists(self._rows(chunk_id))
 
     def write_plan_facts(self, facts: Mapping[str, Any]) -> None:
-        """Replace `plan.json`: what is known of the shards may change, the shards do not."""
+        """Replace `plan.json`, the facts about shards: these may change, the shards do not."""
         self.location.write(_PLAN_FACTS, json.dumps(facts).encode())
 
     def has_plan(self) -> bool:
@@ -307,7 +306,7 @@ class JobStore:
         return self.location.exists(_PLAN_FACTS)
 
     def read_plan_facts(self) -> dict[str, Any]:
-        """`plan.json`."""
+        """The content of `plan.json`."""
         return self._read_json(_PLAN_FACTS)
 
     def rows_source(self, chunk_id: int) -> Path | BinaryIO:
@@ -315,11 +314,11 @@ class JobStore:
         return self._source(self._rows(chunk_id))
 
     def index_source(self, chunk_id: int) -> Path | BinaryIO:
-        """The numbers of a chunk, likewise."""
+        """The numbers of a chunk: a path where it can be mapped into memory, else an open file."""
         return self._source(self._index(chunk_id))
 
     def plan_source(self) -> Path | BinaryIO:
-        """The plan's row references, likewise."""
+        """The plan's row references: a path where it can be mapped into memory, else an open file."""
         return self._source(_PLAN)
 
     @staticmethod
@@ -337,8 +336,6 @@ class JobStore:
         if not path.exists():
             raise MissingFileError(f"cannot read {path}: not found. Start the job again with --overwrite.")
         return path
-
-    # State, events, logs, summary, cancel
 
     def write_state(self, state: JobState) -> None:
         """Replace `state.json`."""

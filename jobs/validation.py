@@ -59,33 +59,40 @@ _UNREAD_RECORDED = 10
 
 @dataclass(frozen=True, slots=True)
 class CheckedModel:
-    """A base model's folder on this machine and what it says. `notes`: what people should know of it, as clauses."""
+    """A base model on this machine whose files were checked; no weights are read yet."""
 
+    #: Local folder of the model.
     folder: Path
+    #: Its configuration.
     config: ModelConfig
+    #: Its tokenizer, with the job's chat template if the job has one.
     tokenizer: Tokenizer
+    #: Remarks on the folder for users, as clauses.
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedJob:
-    """A job whose parts are all there.
+    """A job whose model, adapters, input and output were found and checked."""
 
-    `spec`: with absolute paths. `adapters`: name -> folder or URL, not audited yet.
-    """
-
+    #: The job as asked, with absolute paths and the text of its chat template.
     spec: JobSpec
+    #: The job's output.
     store: JobStore
+    #: Contents of the output at the time of the check.
     output: OutputContents
+    #: The base model.
     model: CheckedModel
+    #: Name -> folder or URL of each adapter; not audited yet.
     adapters: Mapping[str, str]
+    #: The input's files, columns and metadata.
     input: InputRecord
 
 
 def requested_job(values: Mapping[str, Any], job_file: Path | None = None) -> JobSpec:
     """The job of a job file and the options beside it.
 
-    Raises `JobRequestError` with every problem of the values, and of what the right ones among them name.
+    Raises `JobRequestError` with every problem of the values, and of the files that the valid values name.
     """
     spec, problems, wrong = JobSpec.as_far_as_valid(read_job_file(job_file, values) if job_file else values)
     if problems:
@@ -150,7 +157,7 @@ def _tried(problems: list[str], check: Callable[[], _T]) -> _T | None:
 
 
 def _with_template_text(spec: JobSpec) -> JobSpec:
-    """The job with the text of its chat template in place of the file. A file that changes is another template."""
+    """The job with the text of its chat template in place of the file, so that a changed file is another job."""
     given = spec.chat_template
     if given is None:
         return spec
@@ -265,7 +272,7 @@ def _check_output(spec: JobSpec, store: JobStore) -> OutputContents:
 
 
 def _check_fit(spec: JobSpec, model: CheckedModel, given: InputRecord) -> list[str]:
-    """What only model and input together, or model and sampling together, get wrong."""
+    """Problems of the model with this input, or with the job's sampling options, as sentences."""
     problems = []
     if "messages" in given.roles and not model.tokenizer.has_chat_template:
         problems.append(
@@ -289,7 +296,7 @@ def _check_fit(spec: JobSpec, model: CheckedModel, given: InputRecord) -> list[s
 
 
 def _system_prompt_problems(text: str, model: CheckedModel, given: InputRecord) -> list[str]:
-    """Why the job's system prompt would not reach the model."""
+    """Reasons why the job's system prompt would not reach the model, as sentences."""
     other = next((given.roles[role] for role in PROMPT_ROLES if role != "messages" and role in given.roles), None)
     if other is not None:
         return [
@@ -303,7 +310,7 @@ def _system_prompt_problems(text: str, model: CheckedModel, given: InputRecord) 
 
 
 def _rendering_problems(spec: JobSpec, model: CheckedModel, given: InputRecord) -> list[str]:
-    """Why what the job says about rendering would not reach the model."""
+    """Reasons why the job's rendering options would not reach the model, as sentences."""
     if spec.split_answer and spec.continue_final_message:
         return [SPLIT_AND_CONTINUED]
     options = ("chat_template", "split_answer", *RENDERING_OPTIONS)
@@ -330,13 +337,13 @@ def _rendering_problems(spec: JobSpec, model: CheckedModel, given: InputRecord) 
 def _template_problem(
     model: CheckedModel, messages: list[dict[str, Any]], options: RenderOptions = AS_USUAL
 ) -> ChatTemplateError | None:
-    """Why the model's chat template gives no prompt that has all of a conversation."""
+    """Why the model's chat template makes no prompt that contains the whole conversation, or None."""
     (prompt,) = model.tokenizer.render_all([Conversation(messages, options)], must_be_whole=True)
     return prompt if isinstance(prompt, ChatTemplateError) else None
 
 
 def _check_names(spec: JobSpec, adapters: Mapping[str, str], given: InputRecord) -> list[str]:
-    """Adapters that no row can name: without an adapter column the base model would answer every row."""
+    """Problem of a job with adapters and no adapter column: the base model would answer every row."""
     if "adapter" in given.roles or not given.num_rows:
         return []
     count = f"{len(adapters)} adapters are given" if len(adapters) > 1 else "1 adapter is given"
