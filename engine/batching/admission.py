@@ -86,7 +86,7 @@ class Room:
     def make_room_anywhere(
         self, num_pages: int, next_use: Callable[[], NextUse], may_go: Callable[[str], bool] = lambda adapter_id: True
     ) -> bool:
-        """Free so many pages, wherever they are, as `make_room` does."""
+        """Free `num_pages` pages wherever they are, as `make_room` does."""
 
         def has_room() -> bool:
             return self.pool.num_free >= num_pages

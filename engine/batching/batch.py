@@ -118,7 +118,7 @@ class RunningBatch:
         )
 
     def _expected_tokens(self) -> NDArray[np.float64] | None:
-        """Of rows that wait, from those that have finished; None where none waits."""
+        """Tokens that each waiting row is expected to generate, by the rows that have finished; None when no row waits."""
         if not self._waiting:
             return None
         rows = self._running.values()
@@ -156,7 +156,7 @@ class RunningBatch:
         return lost
 
     def finished(self, sequence: Sequence) -> None:
-        """Learn from the length of an answer that is complete."""
+        """Learn from the length of a complete answer."""
         self._lengths.finished(np.array([sequence.prompt_tokens]), np.array([len(sequence.token_ids)]))
 
     def problem_with(
@@ -208,7 +208,7 @@ class RunningBatch:
         return self._taken_out is not None
 
     def packed(self, adapter_id: str) -> tuple[Tensor, AdapterLayout]:
-        """See `AdapterResidency.packed`."""
+        """The numbers and the layout of an adapter in the pool, or a copy of it, see `AdapterResidency.packed`."""
         return self.residency.packed(adapter_id, self._admission.next_use())
 
     def _take_out(self, adapter_id: str | None) -> bool:
