@@ -49,12 +49,12 @@ class CopiesAtOnce:
     are_aside = False
 
     def to_pool(self, numbers: Tensor, target: Tensor) -> Arrival:
-        """See `AdapterCopies`."""
+        """Copy `numbers` to `target` now."""
         target.copy_(numbers)
         return _Here()
 
     def to_host(self, source: Tensor) -> Tensor:
-        """See `AdapterCopies`."""
+        """Copy pages to the host now."""
         return source.to("cpu", copy=True)
 
 
@@ -76,14 +76,16 @@ class CopyStream:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def to_pool(self, numbers: Tensor, target: Tensor) -> Arrival:
-        """See `AdapterCopies`. Steps launched before may still read what lay in these pages: the copy waits."""
+        """Launch the copy of `numbers` to `target`. It waits for the steps launched before, which may still read these
+        pages.
+        """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(numbers, non_blocking=True)
         return _OnStream(self._stream.record_event(), numbers)
 
     def to_host(self, source: Tensor) -> Tensor:
-        """See `AdapterCopies`. Later steps wait for the copy on the device, the host does not."""
+        """Launch the copy of pages to pinned memory. Later steps wait for it on the device; the host does not."""
         numbers = empty_pinned(source.numel(), source.dtype, source.device)
         compute = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(compute)

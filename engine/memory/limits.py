@@ -23,25 +23,27 @@ from ..model_config.partition import Partition
 
 _GIB = 1 << 30
 _DEFAULT_CPU_POOL_BYTES = 2 * _GIB
-# Compiled attention takes heads of multiples of so many numbers, see `kernels.paged_attention.compiled`.
+# Compiled attention takes heads whose size is a multiple of this, see `kernels.paged_attention.compiled`.
 _COMPILED_HEADS = 16
-# What torch's allocator cannot use, and room for graphs and compiled kernels.
+# Share of the memory left by weights that stays out of the pool: torch's allocator cannot use all of it, and graphs and
+# compiled kernels need room.
 _SLACK_SHARE = 0.05
 # Python, torch and its libraries, before an engine has a model: 231 MB on x86, of which 80 MB are libraries.
 _CPU_PROCESS_BYTES = 240 * 10**6
-# Of CUDA, its libraries and the driver.
+# GPU memory that CUDA, its libraries and the driver take.
 _CONTEXT_BYTES = 1 * _GIB
 _FP32_BYTES = 4
 _MOST_ROWS, _ROWS_STEP = 512, 64
 _MOST_TOKENS, _FEWEST_TOKENS = 16384, 512
 _CONTEXT_TOKENS = 1024
 _STEP_SHARE = 1 / 16
-# Of what weights leave, the most that mode `auto` gives to the copy: more would cost more rows than merging can win.
+# Largest share of the memory left by weights that mode `auto` gives to the copy: more would cost more rows than merging
+# can win.
 _MERGE_SHARE = 1 / 3
-# Where memory allows, runs on a CPU are rounded up to this many pages: sequences of equal runs share attention calls.
-# (64 rows with answers of 16 to 72 tokens: 33 calls a layer with exact runs, 9 with runs of 4 pages.)
+# Pages to a multiple of which rows' runs are rounded up where memory allows: on a CPU, sequences of equal runs share
+# attention calls. (64 rows with answers of 16 to 72 tokens: 33 calls a layer with exact runs, 9 with runs of 4 pages.)
 RUN_PAGES: dict[DeviceKind, int] = {"cpu": 4, "cuda": 1}
-# Whether a row may take more pages as it grows: where block tables name them one by one.
+# Whether a row may take more pages as it grows: only if block tables name its pages one by one.
 ROWS_GROW: dict[DeviceKind, bool] = {"cpu": False, "cuda": True}
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -56,24 +58,27 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What bounds an engine's batches: its steps, its pool of `pool_bytes`, and how the pool is cut into pages.
+    """Bounds of an engine's batches: of its steps and of its page pool."""
 
-    `token_bytes`: keys and values of one token in all layers.
-    """
-
+    #: Rows that may decode together.
     batch_rows: int
+    #: Tokens of one step at most.
     step_tokens: int
+    #: Size of the pool, all members of a group together.
     pool_bytes: int
+    #: Keys and values of one token in all layers, all members together.
     token_bytes: int
+    #: Tokens of a page.
     page_tokens: int
+    #: Pages to a multiple of which rows' runs are rounded up where memory allows.
     run_pages: int
 
 
 def engine_limits(config: EngineConfig, model: ModelConfig, kind: DeviceKind, memory_bytes: int) -> EngineLimits:
-    """Limits of an engine on a device with so much memory: all of one GPU's, or of the machine. The pool is that of all
-    members of a group.
+    """Limits of an engine on a device with `memory_bytes` of memory: all of one GPU's, or of the machine. The pool is
+    that of all members of a group.
 
-    An engine on a GPU measures what its weights leave; here that is estimated.
+    An engine on a GPU measures what its weights leave; here it is estimated.
     """
     pool = pool_format(kind, config.dtype, config.base_quantization)
     if kind == "cpu" and model.head_dim % _COMPILED_HEADS:
@@ -155,7 +160,9 @@ def keeps_merged_copy(config: EngineConfig) -> bool:
 
 
 def has_room_to_merge(memory_bytes: int, model: ModelConfig, itemsize: int) -> bool:
-    """Whether a GPU with so much memory has room for a copy of the weights to merge adapters into, beside the pool."""
+    """Whether a GPU with `memory_bytes` of memory has room for a copy of the weights to merge adapters into, beside the
+    pool.
+    """
     return live_weight_bytes(model, itemsize) <= _left_by_weights(memory_bytes, model, itemsize) * _MERGE_SHARE
 
 
@@ -169,7 +176,7 @@ def cpu_limits(config: EngineConfig) -> StepLimits:
 
 
 def default_cpu_pool_bytes(host_bytes: int) -> int:
-    """Bytes of a CPU engine's pool where none are asked for, on a machine with so much memory."""
+    """Bytes of a CPU engine's pool where none are asked for, on a machine with `host_bytes` of memory."""
     return min(_DEFAULT_CPU_POOL_BYTES, host_bytes // 8)
 
 

@@ -30,15 +30,21 @@ Sites = tuple[dict[str, LoraSiteWeights], ...]  # per layer, by packed site
 
 @dataclass(frozen=True, slots=True)
 class PairLayout:
-    """One linear layer's pair: its rows of the stacked A, the columns of the packed site that it adds to, and where its
-    B of `rank_end - rank_start` by `column_end - column_start` numbers begins."""
+    """Place of one linear layer's pair within the packed site that it adds to."""
 
+    #: Name of the linear layer.
     module: str
+    #: First row of the pair's A in the stacked A of the site.
     rank_start: int
+    #: Row behind the last one.
     rank_end: int
+    #: First output of the site that the pair adds to.
     column_start: int
+    #: Output behind the last one.
     column_end: int
+    #: First number of the pair's B, which has `rank_end - rank_start` by `column_end - column_start`.
     b_start: int
+    #: Factor of the pair's product.
     scaling: float
 
 
@@ -58,10 +64,10 @@ class SiteLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterLayout:
-    """Where an adapter's matrices lie in a flat tensor, counted in numbers from where the adapter begins.
+    """Places of an adapter's matrices in a flat tensor, counted in numbers from the adapter's first one.
 
-    `layers`: by packed site. `in_panels`: as compiled CPU kernels read them; otherwise rows of A and of B's transpose,
-    one by one. `num_elements`: numbers of all matrices.
+    `layers`: by packed site. `in_panels`: matrices are stored as compiled CPU kernels read them; otherwise as rows of A
+    and of B's transpose, one by one. `num_elements`: numbers of all matrices.
     """
 
     layers: tuple[dict[str, SiteLayout], ...] = ()
@@ -83,7 +89,9 @@ class AdapterLayout:
         return AdapterSites(in_order, table)
 
     def negated(self) -> AdapterLayout:
-        """The same matrices with negative scaling: added to merged weights they leave those of the base model."""
+        """The layout with negative scaling. The same matrices, added to merged weights by it, leave those of the base
+        model.
+        """
 
         def negated(site: SiteLayout) -> SiteLayout:
             return replace(site, pairs=tuple(replace(pair, scaling=-pair.scaling) for pair in site.pairs))
@@ -111,7 +119,7 @@ class AdapterLayout:
 
 @lru_cache(maxsize=_MAX_LAYOUTS)
 def _records_from_zero(layout: AdapterLayout, dtype: torch.dtype) -> NDArray[np.int64]:
-    """What compiled kernels would read of an adapter whose numbers begin at address 0."""
+    """Records that compiled kernels read of an adapter, with addresses as if its numbers began at address 0."""
     unread = torch.empty(layout.num_elements, dtype=dtype)
     sites = (of_layer.get(site) for of_layer in layout.sites(unread) for site in PACKED_SITES)
     return moved(record_table([None if site is None else site.record for site in sites]), -unread.data_ptr())
@@ -256,7 +264,9 @@ def _lay_out(shapes: frozenset[tuple[str, int, int, int, float]], model: ModelCo
 
 @lru_cache(maxsize=_MAX_LAYOUTS)
 def _places(layout: AdapterLayout, dtype: torch.dtype) -> tuple[NDArray[np.int64], tuple[str, ...]]:
-    """Where A and B of each module go, int64 [2 * num_modules, 5], and the modules in that order."""
+    """Destinations of A and B of each module, int64 [2 * num_modules, 5] (`MatrixRows`), and the modules in the same
+    order.
+    """
     places: list[MatrixRows] = []
     modules: list[str] = []
     a_form, b_form = (RowForm.PANELS, RowForm.PANELS) if layout.in_panels else (RowForm.ROWS, RowForm.COLUMNS)

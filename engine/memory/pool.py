@@ -90,7 +90,7 @@ class PagePool:
         return sum(run.num_pages for run in (self._owned[owner], *self._extensions.get(owner, ())))
 
     def extensions_of(self, owner: Hashable) -> tuple[PageRun, ...]:
-        """What an owner's run was extended by, in order."""
+        """Runs by which an owner's first run was extended, in order."""
         return tuple(self._extensions.get(owner, ()))
 
     def allocate(self, owner: Hashable, num_pages: int, *, from_end: bool = False) -> PageRun | None:
@@ -122,7 +122,7 @@ class PagePool:
             self._free_run(run)
 
     def allocate_anywhere(self, owner: Hashable, num_pages: int) -> None:
-        """Pages for `owner` wherever they are, of which so many must be free."""
+        """Give `owner` pages wherever they are free; at least `num_pages` must be free."""
         assert self.num_free >= num_pages, f"owner {owner!r} asked for {num_pages} pages of {self.num_free} free ones"
         run = self.allocate(owner, min(num_pages, self.largest_free_run))
         assert run is not None

@@ -24,16 +24,17 @@ from .pool import PagePool
 
 @dataclass(frozen=True, eq=False)
 class ResidentAdapter:
-    """An adapter in the pool: `numbers` (flat, a view of the pool) in `layout`.
+    """An adapter in the pool."""
 
-    `order` numbers residents by arrival; steps sort their tokens by it. `num_bytes`: of all that is kept of it when it
-    leaves, of the other members of a group too.
-    """
-
+    #: Content hash of the adapter.
     adapter_id: str
+    #: Number by arrival; steps sort their tokens by it.
     order: int
+    #: Its matrices, flat: a view of the pool.
     numbers: Tensor
+    #: Places of the matrices in `numbers`.
     layout: AdapterLayout
+    #: Bytes that are kept of it when it leaves, those of the other members of a group included.
     num_bytes: int = 0
 
     @cached_property
@@ -43,7 +44,7 @@ class ResidentAdapter:
 
     @cached_property
     def all_sites(self) -> AdapterSites:
-        """The same for kernels that read addresses, see `AdapterLayout.all_sites`."""
+        """Its matrices for kernels that read addresses, see `AdapterLayout.all_sites`."""
         return self.layout.all_sites(self.numbers)
 
 
