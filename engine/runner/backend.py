@@ -69,7 +69,8 @@ class KernelTraits:
 
 
 class Backend(ABC):
-    """A decoder on its device, and what steps over it need. `model`: what it computes, of which `part` is of a whole.
+    """A decoder on its device, and what steps over it need. `model`: what it computes. `part`: of which group the
+    decoder is a member's part; None for a whole model.
 
     Constructing one loads the weights, so that free memory afterwards means what is left for the pool. Raises
     `ModelFilesError`, and `ExactModeError` where mode `exact` could promise nothing.
@@ -87,7 +88,7 @@ class Backend(ABC):
         self.part = part
         self._partition = None if part is None else part.partition
         self.device, self.dtype, self.products, pool = choose_arithmetic(config)
-        #: Of keys, values and adapters. Where torch attends it is that of queries.
+        #: Number format of keys, values and adapters; that of queries where torch attends.
         self.pool_dtype = pool if can_attend_compiled(model.head_dim, pool) else self.dtype
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # where kernels are launched
@@ -100,7 +101,7 @@ class Backend(ABC):
 
     @property
     def whole(self) -> ModelConfig:
-        """The whole model, where this has a part of it."""
+        """The whole model, of which `model` may be a member's part."""
         return self.model if self._partition is None else self._partition.whole
 
     @property
@@ -112,7 +113,7 @@ class Backend(ABC):
         """Raises `ExactModeError` where mode `exact` could promise nothing."""
 
     def load(self, model_folder: Path) -> tuple[dict[str, Weight], Packed]:
-        """Weights, and linear layers that are packed already."""
+        """Weights by checkpoint name, and linear layers that are packed already."""
         return load_weights(model_folder, self.whole, self.config, self.device, self.dtype, self._partition), {}
 
     @abstractmethod
@@ -144,7 +145,7 @@ class Backend(ABC):
         return CPU_SMOLLM2_135M if self.device.type == "cpu" else H200_LLAMA_3_8B
 
     def free_bytes(self) -> int:
-        """Memory of a device of its own that weights leave; 0 where that is the host."""
+        """Memory of a GPU that weights leave; 0 for a device that is the host."""
         return 0
 
     def copies(self) -> AdapterCopies:
@@ -161,7 +162,7 @@ class Backend(ABC):
         return torch.zeros(1, num_elements, dtype=self.pool_dtype, device=self.device)
 
     def live_weights(self) -> LiveWeights:
-        """What merges adapters into the decoder."""
+        """The object that merges adapters into the decoder."""
         return LiveWeights(self.decoder) if self.part is None else PartWeights(self.decoder, self.part)
 
     @property
@@ -186,22 +187,22 @@ class CpuBackend(Backend):
     """Steps on a CPU by compiled kernels, or by torch's operators where they were not built."""
 
     def check_exact(self) -> None:
-        """See `Backend`."""
+        """Raises `ExactModeError` where the model cannot be computed exactly on this CPU."""
         check_exact_on_cpu(self.model)
 
     def load(self, model_folder: Path) -> tuple[dict[str, Weight], Packed]:
-        """See `Backend`."""
+        """Weights as files store them, with packed layers from the cache where compiled kernels multiply."""
         if self.config.load_format == "auto" and self.products is not None and has_panels():
             cached = self.weight_cache().weights(model_folder, self.whole, self.products, self._partition)
             return cached or (stored_weights(model_folder, self.whole, self._partition), {})
         return super().load(model_folder)
 
     def weight_cache(self) -> WeightCache:
-        """Where weights in panels are kept."""
+        """The cache of weights in panels."""
         return WeightCache.of_this_host()
 
     def build_decoder(self, weights: dict[str, Weight], packed: Packed) -> Decoder:
-        """See `Backend`."""
+        """A decoder that multiplies by `products`; in mode `exact`, one whose rows do not depend on others."""
         if self.config.mode == "exact":
             assert self.part is None, "what parts add up rounds otherwise than the whole"
             return ExactDecoder(self.model, weights, self.dtype, products=self.products, packed=packed)
@@ -209,7 +210,7 @@ class CpuBackend(Backend):
 
     @property
     def traits(self) -> KernelTraits:
-        """See `Backend`."""
+        """How compiled kernels, or torch's operators, read the pool."""
         return KernelTraits(
             run_pages=RUN_PAGES["cpu"],
             has_block_tables=False,
@@ -219,13 +220,13 @@ class CpuBackend(Backend):
         )
 
     def allocate(self, num_elements: int) -> Tensor:
-        """See `Backend`."""
+        """This process's pool, [1, num_elements], whose memory the system hands out page by page on first use."""
         return zeroed_memory(num_elements, self.pool_dtype)[None]
 
     def runner(
         self, live: LiveWeights, memory: Tensor, layout: PageLayout, config: EngineConfig, rules: TokenRules
     ) -> StepRunner:
-        """See `Backend`."""
+        """A runner that computes a step when it is launched."""
         return CpuRunner(self.decoder, memory, layout, rules)
 
 
@@ -235,14 +236,14 @@ class GpuBackend(Backend):
     decoder: GpuDecoder
 
     def check_exact(self) -> None:
-        """See `Backend`."""
+        """Raises `ExactModeError` where the configuration cannot be served exactly; fixes the interpreter's products."""
         check_exact_on_gpu(self.config)
         if is_interpreted():
             fix_products()
 
     @property
     def traits(self) -> KernelTraits:
-        """See `Backend`."""
+        """How the Triton kernels read the pool."""
         return KernelTraits(
             run_pages=RUN_PAGES["cuda"],
             has_block_tables=True,
@@ -252,13 +253,14 @@ class GpuBackend(Backend):
         )
 
     def load(self, model_folder: Path) -> tuple[dict[str, Weight], Packed]:
-        """See `Backend`. Kernels are compiled meanwhile."""
+        """Load the weights while other processes compile the kernels."""
         self._ahead = self.compile_ahead(model_folder)
         return super().load(model_folder)
 
     def compile_ahead(self, model_folder: Path) -> CompileAhead | None:
-        """Start to compile the kernels, not with LORABATCH_COMPILE_AHEAD=0. Members of a group have the same ones: the
-        leader has them compiled."""
+        """Start to compile the kernels; None: they are not compiled ahead, as with LORABATCH_COMPILE_AHEAD=0. Members
+        of a group have the same kernels: the leader has them compiled.
+        """
         is_leader = self._partition is None or self._partition.member == 0
         is_nvidia = self.device.type == "cuda" and torch.version.hip is None
         if not (is_nvidia and is_leader) or os.environ.get("LORABATCH_COMPILE_AHEAD", "1") == "0":
@@ -276,7 +278,7 @@ class GpuBackend(Backend):
         return CompileAhead(kernels)
 
     def build_decoder(self, weights: dict[str, Weight], packed: Packed) -> GpuDecoder:
-        """See `Backend`."""
+        """A decoder for prepared steps, with weights in 8 bits or fixed products where these are asked for."""
         decoder = GpuDecoder(self.model, weights, self.dtype, products=None, members=self._members)
         if self.config.base_quantization != "none":
             decoder.quantize()
@@ -285,7 +287,7 @@ class GpuBackend(Backend):
         return decoder
 
     def plan_memory(self) -> MemoryPlan:
-        """See `Backend`."""
+        """Size of the pool and limits of a step, from the memory that weights leave on the GPU."""
         if self.device.type != "cuda":
             return super().plan_memory()
         # the logits of a part are joined
@@ -294,19 +296,19 @@ class GpuBackend(Backend):
         return plan_pool(self.page_layout(), self.pool_dtype.itemsize, limits, pool_bytes)
 
     def free_bytes(self) -> int:
-        """See `Backend`."""
+        """Memory of the GPU that weights leave; 0 in Triton's interpreter."""
         if self.device.type != "cuda":
             return 0
         torch.cuda.empty_cache()  # what loading the weights used for a while counts as free
         return torch.cuda.mem_get_info(self.device)[0]
 
     def copies(self) -> AdapterCopies:
-        """See `Backend`."""
+        """Copies on a stream of their own; at once in Triton's interpreter."""
         return CopyStream(self.device) if self.device.type == "cuda" else CopiesAtOnce()
 
     @property
     def loader_threads(self) -> int:
-        """See `gpu_loader_threads`."""
+        """Threads that read adapters while steps run, by `gpu_loader_threads`."""
         if self.device.type != "cuda":
             return super().loader_threads
         num_engines = torch.cuda.device_count() / self.config.tensor_parallel
@@ -315,7 +317,7 @@ class GpuBackend(Backend):
     def runner(
         self, live: LiveWeights, memory: Tensor, layout: PageLayout, config: EngineConfig, rules: TokenRules
     ) -> StepRunner:
-        """See `Backend`."""
+        """A runner of the Triton kernels, once these are compiled."""
         self.await_kernels()
         prompts = self.prompt_attention(layout, config)
         return GpuRunner(self.decoder, live, memory, layout, config, rules, self.executor(), prompts=prompts)
@@ -339,7 +341,7 @@ class GpuBackend(Backend):
         return found
 
     def executor(self) -> StepExecutor:
-        """How decode steps are launched: as CUDA graphs, or kernel by kernel where there is no GPU."""
+        """How decode steps are launched: as CUDA graphs, or kernel by kernel without a GPU."""
         return GraphExecutor() if self.device.type == "cuda" else EagerExecutor()
 
 
@@ -380,7 +382,7 @@ def backend_type(config: EngineConfig, device: torch.device) -> type[Backend]:
 
 
 class Arithmetic(NamedTuple):
-    """Where an engine computes and in what: `dtype` of activations, `products` of packed linear layers, `pool` of the
+    """Device and number formats of an engine: `dtype` of activations, `products` of packed linear layers, `pool` of the
     page pool.
 
     Without `products` torch or Triton multiply, in `dtype`.
@@ -393,7 +395,8 @@ class Arithmetic(NamedTuple):
 
 
 def choose_arithmetic(config: EngineConfig) -> Arithmetic:
-    """bf16 on a GPU and fp32 on a CPU unless asked otherwise. Activations are in fp32 on a CPU.
+    """Device and number formats of a configuration: bf16 on a GPU and fp32 on a CPU unless asked otherwise. Activations
+    are in fp32 on a CPU.
 
     Raises DeviceError for a device that is not there, and for a number format that it does not multiply in.
     """

@@ -32,16 +32,21 @@ _LONGEST_WAIT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class EngineKernels:
-    """What the code of an engine's kernels depends on. `capability`: of the GPU, 90 is 9.0. `dtype`: of activations and
-    pool. `tensor_parallel`: members that have a part of the model each, all parts of equal shape. `is_exact`: bits of a
-    row depend on that row alone."""
+    """Facts of an engine that decide the code of its kernels."""
 
+    #: Folder of the base model; only its `config.json` matters.
     model_folder: str
+    #: Number format of activations and pool, a name of torch's.
     dtype: str
+    #: Compute capability of the GPU; 90 is 9.0.
     capability: int
+    #: Tokens of a page.
     page_tokens: int = 16
+    #: Number format of the layers' linear weights.
     base_quantization: BaseQuantization = "none"
+    #: Members that have a part of the model each, all parts of equal shape.
     tensor_parallel: int = 1
+    #: Whether bits of a row depend on that row alone.
     is_exact: bool = False
 
     @property
@@ -58,7 +63,7 @@ class EngineKernels:
 
 
 def _variables() -> Iterator[tuple[str, str]]:
-    """Of the environment, those that kernels are compiled by."""
+    """Names and values of the environment variables that change how kernels are compiled."""
     ours, others = ("LORABATCH_PDL", "LORABATCH_TUNING"), ("TRITON_CACHE_DIR", *_ENVIRONMENT)
     for name, value in os.environ.items():
         if name in ours or (name.startswith("TRITON_") and name not in others):
@@ -67,8 +72,9 @@ def _variables() -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """`num_kernels`: that were not in the cache for sure. `failed`: those that are not there now. `problem`: why none
-    was tried."""
+    """Outcome of compiling. `num_kernels`: kernels that may have been missing from the cache. `failed`: kernels that
+    are missing now. `problem`: why none was tried.
+    """
 
     num_kernels: int = 0
     failed: tuple[str, ...] = ()
@@ -88,7 +94,7 @@ class CompileAhead:
             self._problem = str(error)
 
     def wait(self, longest_s: float = _LONGEST_WAIT_S) -> Compiled:
-        """Wait until all are compiled, at most so long; warns once of what is not."""
+        """Wait at most `longest_s` until all kernels are compiled. Logs a warning that names those that are not."""
         compiled = Compiled(problem=self._problem) if self._process is None else result_of(self._process, longest_s)
         missing = compiled.problem or ", ".join(compiled.failed)
         if missing:
@@ -103,7 +109,7 @@ def start_compiler(module: str, argument: str) -> subprocess.Popen[bytes]:
 
 
 def result_of(process: subprocess.Popen[bytes], longest_s: float) -> Compiled:
-    """Wait for a process that compiles kernels, at most so long."""
+    """Wait at most `longest_s` for a process that compiles kernels."""
     try:
         output, _ = process.communicate(timeout=longest_s)
     except subprocess.TimeoutExpired:

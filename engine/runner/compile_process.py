@@ -59,7 +59,7 @@ _MERGED_SITES: tuple[tuple[PackedSite, ...], ...] = (PACKED_SITES, ("qkv", "o"),
 _DRAWN = SamplingParams(max_tokens=2, temperature=0.8, top_p=0.9, top_k=40, logprobs=True)
 _GREEDY = SamplingParams(max_tokens=2)
 
-#: Of a kernel: its function, and what Triton compiles it by.
+#: A kernel's function, and the specialization that Triton compiles it by.
 Noted = tuple[Any, str]
 
 
@@ -74,11 +74,11 @@ class TargetOnly:
         return self._target
 
     def get_current_device(self) -> int:
-        """There is one."""
+        """Number of the only device."""
         return 0
 
     def get_current_stream(self, device: int) -> int:
-        """Nothing is launched on it."""
+        """A number; nothing is launched on the stream."""
         return device
 
 
@@ -191,21 +191,21 @@ class _OneOfMany:
         self.head_outputs = head_outputs
 
     def add_up(self, x: Tensor) -> Tensor:
-        """See `Members`."""
+        """`x` itself, which has the shape of the sum."""
         return x
 
     def join_logits(self, x: Tensor) -> Tensor:
-        """See `Members`."""
+        """An empty tensor of the joined shape."""
         return x.new_empty(len(x), self.head_outputs)
 
 
 def compile_noted(noted: dict[str, Noted]) -> dict[str, Any]:
-    """Compile kernels on all cores; what the process prints of it."""
+    """Compile kernels on all cores; returns what the process prints."""
     return {"num_kernels": len(noted), "failed": compile_each(noted, len(os.sched_getaffinity(0)))}
 
 
 def compile_each(noted: dict[str, Noted], num_processes: int) -> list[str]:
-    """Compile kernels in a process each, so many at once; names of those that failed."""
+    """Compile each kernel in a process of its own, `num_processes` at once; names of those that failed."""
     failed: list[str] = []
     running: dict[int, str] = {}
 

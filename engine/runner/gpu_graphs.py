@@ -36,14 +36,19 @@ def bucket_of(num_rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """Steps that run the same kernels on the same addresses. `splits`: long contexts are cut into pieces. `chooses`:
-    the graph chooses tokens, of greedy rows alone or of others too (`draws`); if not, it ends with logits."""
+    """Steps that run the same kernels on the same addresses, which one graph can replay."""
 
+    #: Rows that the step is padded to.
     bucket: int
+    #: Whether a row has an adapter.
     has_lora: bool
+    #: Whether long contexts are cut into pieces.
     splits: bool
+    #: Whether the graph chooses tokens; if not, it ends with logits.
     chooses: bool = False
+    #: Whether it computes log-probabilities of the tokens that it chooses.
     wants_logprobs: bool = False
+    #: Whether some row may be drawn; if not, the graph chooses tokens of greedy rows alone.
     draws: bool = False
 
 
@@ -52,24 +57,24 @@ class StepExecutor(Protocol):
     addresses, until `forget`."""
 
     def choose(self, key: GraphKey) -> GraphKey:
-        """The key under which a step of `key` is run: that, or one of a larger bucket."""
+        """The key under which a step of `key` is run: `key` itself, or one of a larger bucket."""
 
     def run(self, key: GraphKey, work: Callable[[], None]) -> None:
         """Launch `work` once."""
 
     def forget(self) -> None:
-        """Addresses have changed."""
+        """Drop what depends on addresses: they have changed."""
 
 
 class EagerExecutor:
     """Launches kernel by kernel: for CPUs, and to look for errors on a GPU."""
 
     def choose(self, key: GraphKey) -> GraphKey:
-        """See `StepExecutor`."""
+        """The key itself."""
         return key
 
     def run(self, key: GraphKey, work: Callable[[], None]) -> None:
-        """See `StepExecutor`."""
+        """Launch the kernels of `work`."""
         work()
 
     def forget(self) -> None:
@@ -103,12 +108,13 @@ class GraphExecutor:
         self._pool = torch.cuda.graph_pool_handle()
 
     def choose(self, key: GraphKey) -> GraphKey:
-        """See `StepExecutor`."""
+        """The key of the graph that serves a step of `key`, see `GraphChoice`."""
         return self._choice.choose(key, self._graphs.keys())
 
     def run(self, key: GraphKey, work: Callable[[], None]) -> None:
-        """See `StepExecutor`. The first run is eager: it compiles the kernels. Capturing runs nothing, so the step's
-        own numbers are computed once."""
+        """Replay the graph of a key. On its first run launch the kernels, which compiles them, and capture them then.
+        Capturing runs nothing, so the step's own numbers are computed once.
+        """
         graph = self._graphs.get(key)
         if graph is not None:
             graph.replay()
@@ -121,7 +127,9 @@ class GraphExecutor:
         self._graphs[key] = graph
 
     def forget(self) -> None:
-        """See `StepExecutor`. A replay may be running, and a memory pool that lost its last graph takes no other."""
+        """Drop all graphs once no replay is running. The memory pool is a new one, since a pool that lost its last
+        graph takes no other.
+        """
         torch.cuda.synchronize()
         self._graphs.clear()
         self._pool = torch.cuda.graph_pool_handle()

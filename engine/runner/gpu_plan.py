@@ -35,14 +35,18 @@ _Int64s = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class StepGeometry:
-    """Sizes that a step's lists depend on. `chunk_counts` [table rows, 4]: most chunks of a resident in any layer, per
-    site. `layout` and `dtype`: of the pool. `num_programs`: that share a contraction. `full_rows`: rows whose attention
-    fills the device; None in mode `exact`, where bits of a row must not depend on others."""
+    """Sizes that a step's lists depend on."""
 
+    #: Most chunks of a resident in any layer, per packed site: [table rows, 4].
     chunk_counts: _Int32s
+    #: Heads and pages of the pool.
     layout: HeadLayout
+    #: Number format of the pool.
     dtype: torch.dtype
+    #: Programs that share a contraction.
     num_programs: int
+    #: Decode rows whose attention fills the device; None in mode `exact`, where bits of a row must not depend on
+    #: others.
     full_rows: int | None
 
     @property
@@ -113,7 +117,7 @@ class PlannedStep:
         self.is_decode = self.num_rows == count
         self.split_keys = split_keys_of(self._context[self._num_tokens == 1], geometry.full_rows)
         self.num_lora_items, self.scratch_rows = self._lora_needs(self._num_tokens, self.tile_rows)
-        #: Of each entry, rows whose logits are asked. Where most rows are others, the last layer goes on without them.
+        #: Rows of each entry whose logits are asked. If most rows are others, the last layer goes on without them.
         self._num_sampled = yields.astype(np.int64)
         for i, places in self.scored:
             self._num_sampled[i] += len(places.token_ids)
@@ -137,7 +141,7 @@ class PlannedStep:
 
     @property
     def num_attention_items(self) -> int:
-        """At most: every query token one, and every piece of a long context."""
+        """Most attention items: one for every query token and for every piece of a long context."""
         pieces = self._context // self.split_keys if self.split_keys else 0
         return int((self._num_tokens + pieces).sum())
 
@@ -150,7 +154,7 @@ class PlannedStep:
         return int(pieces[(self._num_tokens == 1) & (pieces > 1)].sum())
 
     def _lora_needs(self, num_rows: _Int64s, tile_rows: int) -> tuple[int, int]:
-        """Shrink items of a site, and rows of scratch for one plane, for so many rows of each entry."""
+        """Shrink items of a site, and rows of scratch for one plane, when each entry has `num_rows` rows."""
         pairs, where = np.unique(np.stack((self._plus, self._minus)), axis=1, return_inverse=True)
         rows = np.bincount(where, weights=num_rows, minlength=pairs.shape[1]).astype(np.int64)
         most_chunks = self._geometry.chunk_counts.max(1, initial=0)
@@ -158,7 +162,7 @@ class PlannedStep:
         return int((-(-rows // tile_rows) * chunks).sum()), int((rows * chunks).sum())
 
     def exact_sizes(self, scratch_rows: int) -> StepSizes:
-        """Lists of exactly the step's lengths: what is not there is not copied."""
+        """Lengths of exactly the step's lists: what is not there is not copied."""
         sampled = None
         if self.cuts_last_layer:
             num_items, _ = self._lora_needs(self._num_sampled, DECODE_TILE_ROWS)
@@ -268,7 +272,7 @@ def _pages(entry: StepEntry, count: int) -> _Int64s:
 
 
 def _token_ids(entry: StepEntry) -> list[int]:
-    """Zeros stand for pending tokens."""
+    """Tokens of an entry; zeros stand for pending ones."""
     first = entry.sequence.num_stored
     known = entry.sequence.tokens(first, first + entry.num_tokens)
     return known + [0] * (entry.num_tokens - len(known))
@@ -283,7 +287,7 @@ def _filled_up(lists: Items[Items[int]], num_rows: int, width: int) -> _Int32s:
 
 
 def _temperature(sampling: SamplingParams) -> float:
-    """Within what the kernel takes: beyond it, nothing changes."""
+    """The temperature within what the kernel takes; beyond these bounds nothing changes."""
     return min(max(sampling.temperature, SMALLEST_TEMPERATURE), LARGEST_TEMPERATURE) if sampling.temperature else 0.0
 
 

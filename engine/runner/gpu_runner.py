@@ -49,12 +49,12 @@ from .sampler import SampledTokens, ScoredPrompt, TokenRules
 # per multiprocessor, as in kernels.lora_shrink.triton and kernels.paged_attention.triton
 _SHRINK_PROGRAMS, _ATTENTION_PROGRAMS = 4, 4
 _LAST_TOKEN, _ORDERED_ROWS = 2**31 - 1, 64
-# What a bucket has room for, per row: rank 64 on the three members of qkv is 12 chunks, and a few stop tokens are
-# withheld. Steps that need more (a batch full of distinct adapters of higher ranks) run without a graph.
+# Room of a bucket per row: 12 chunks, which rank 64 on the three members of qkv takes, and 8 withheld stop tokens.
+# Steps that need more (a batch full of distinct adapters of higher ranks) run without a graph.
 _BUCKET_CHUNKS, _BUCKET_WITHHELD = 12, 8
 
 
-# Of a row's adapter in the table at first: rank 64 on every linear layer.
+# Chunks per linear layer that the table has room for at first, for each row's adapter: rank 64 on every linear layer.
 _CHUNKS_PER_MEMBER = 4
 # Scratch at first, per row of the largest step. Twelve chunks: see above.
 _SCRATCH_PER_TOKEN = 12
@@ -62,7 +62,7 @@ _SCRATCH_PER_TOKEN = 12
 
 @dataclass(frozen=True, slots=True)
 class FirstSizes:
-    """What a runner allocates at first. All of it grows with what steps need, which drops every graph."""
+    """Sizes of a runner's first allocations. They grow with what steps need, which drops every graph."""
 
     num_residents: int
     num_chunks: int
@@ -97,7 +97,7 @@ class CopiedPrompts:
     ids: Tensor
 
     def read(self) -> Iterator[ScoredPrompt]:
-        """Those of each prompt."""
+        """Log-probabilities of each prompt."""
         first = 0
         for places in self.scored:
             here = slice(first, first + len(places.token_ids))
@@ -115,8 +115,9 @@ def full_rows_of(device: torch.device, num_kv_heads: int) -> int:
 
 class GpuRunner:
     """Runs `decoder` over `memory` (the flat pool). A row's `stop_tokens` are withheld until its `min_tokens`.
-    `prompts`: a library that computes attention in steps with prompts (None: our kernel). `share`: what gives the
-    leader's tokens to the members of its group."""
+    `prompts`: a library that computes attention in steps with prompts (None: our kernel). `share`: gives the leader's
+    tokens to the members of its group.
+    """
 
     def __init__(
         self,
@@ -171,12 +172,12 @@ class GpuRunner:
         self._rules = rules
 
     def launch(self, entries: Items[StepEntry]) -> LaunchedStep:
-        """See `StepRunner`."""
+        """Plan a step and launch its parts, by graphs where there are any."""
         parts = self._planned(entries)
         return self._launch_parts(parts, self._graphs_for(parts))
 
     def _planned(self, entries: Items[StepEntry]) -> list[PlannedStep]:
-        """The step's parts, for which there is room."""
+        """The step's parts, once there is room for them."""
         # all of the step at once: what one part needs must not make the other's adapters leave the table
         rows = self._table_rows(entries)
         parts = [self._plan(part, rows) for part in _parts(entries)]
@@ -419,7 +420,7 @@ class GpuRunner:
         return bucket + self._bucket_pages(bucket) * self._page_tokens // SPLIT_KEYS
 
     def _buffer(self, key: GraphKey | None, sizes: StepSizes) -> StepBuffer:
-        """Where a step's lists go on the device: that of a graph stays where it is."""
+        """The buffer of a step's lists on the device; steps of one graph share one, since its address must stay."""
         place = None if key is None else (key.bucket, key.splits)
         if place in self._buffers:
             return self._buffers[place]

@@ -28,7 +28,8 @@ from ..sequence import Sequence
 from .sampler import SampledTokens, TokenRules, sample, score_prompts
 from .step_counts import StepCounts
 
-#: A sequence, its next token, the token's log-probability, the likeliest tokens and what was asked beside it.
+#: A sequence, its next token, the token's log-probability, the likeliest tokens, and log-probabilities of the asked
+#: ones.
 ReadToken = tuple[Sequence, int, float, TopLogprobs, tuple[float, ...]]
 
 
@@ -55,14 +56,15 @@ class StepRunner(Protocol):
 class StepInFlight:
     """A launched step that is not read yet."""
 
+    #: The step as its runner has launched it.
     launched: LaunchedStep
-    #: Empty for a step whose tokens count for nothing.
+    #: Rows of the step; empty for a step whose tokens count for nothing.
     entries: Items[StepEntry]
-    #: What it computes.
+    #: Counts of what it computes.
     counts: StepCounts
     #: Tokens that it was allowed to hold.
     max_tokens: int
-    #: When the host began to plan it, by the engine's clock.
+    #: Seconds on the engine's clock when the host began to plan it.
     began_s: float
 
 
@@ -87,7 +89,7 @@ class StepsInFlight:
         self._steps.append(step)
 
     def add_void(self, step: LaunchedStep) -> None:
-        """Have a step waited for whose tokens count for nothing, so that its time is not the next one's."""
+        """Add a step whose tokens count for nothing. It is waited for, so that its time is not the next one's."""
         self._steps.append(StepInFlight(step, (), StepCounts(), 0, 0.0))
 
     def read(self, keep: int) -> Iterator[tuple[StepInFlight, Iterator[ReadToken]]]:
@@ -123,7 +125,7 @@ class CpuRunner:
         self._rules = rules
 
     def launch(self, entries: Items[StepEntry]) -> LaunchedStep:
-        """See `StepRunner`."""
+        """Compute a step; its tokens are known when the call returns."""
         decoder, memory = self._decoder, self._memory
         batch = build_step(entries, decoder.model, self._layout, memory.dtype, is_exact=decoder.is_exact)
         logits = decoder.forward(batch, memory)

@@ -55,13 +55,13 @@ class SampledTokens(NamedTuple):
 
 
 class TokenRules(Protocol):
-    """What rows ask of their next token. See `text.token_rules`."""
+    """Rules that change which token a row may have next, such as grammars and penalties (`text.token_rules`)."""
 
     def stop_tokens(self, sequence: Sequence) -> Items[int]:
         """Tokens that are withheld until the row's `min_tokens`."""
 
     def apply_(self, logits: Tensor, sequences: Items[Sequence], *, checks_later: bool = False) -> None:
-        """Change `logits` [num_sequences, vocab_size] to what is left of them; minus infinity is impossible."""
+        """Apply the rules to `logits` [num_sequences, vocab_size] in place; minus infinity is impossible."""
 
     def refused(self, sequences: Items[Sequence], tokens: Items[int], vocab_size: int) -> list[int]:
         """Places of tokens that must be chosen again."""
@@ -70,14 +70,14 @@ class TokenRules(Protocol):
         """Whether hardly a token is left in the place of one that was refused, so that none need be tried."""
 
     def allowed(self, sequences: Items[Sequence], vocab_size: int) -> NDArray[np.int32]:
-        """What sequences whose tokens were refused may have instead, as `choose_tokens` reads it."""
+        """Tokens that sequences may have instead of those that were refused, as `choose_tokens` reads them."""
 
 
 class NoRules:
     """Rules where tokens are chosen elsewhere, or not at all."""
 
     def stop_tokens(self, sequence: Sequence) -> Items[int]:
-        """None is withheld."""
+        """No token is withheld."""
         return ()
 
 
@@ -150,7 +150,7 @@ def _choose_again(logits: Tensor, sequences: Items[Sequence], rules: TokenRules,
 
 
 def _further(logits: Tensor, sequences: Items[Sequence], rows: list[int], tokens: list[int]) -> Items[Iterable[int]]:
-    """Tokens to try in the place of those of these rows."""
+    """Tokens to try instead of those of these rows."""
     if not rows:
         return []
     numbers = _uniforms([sequences[i] for i in rows], _NEXT_DRAW * np.arange(1, _NUM_TRIED + 1, dtype=np.uint64))
@@ -180,7 +180,9 @@ def _choices(sequences: Items[Sequence], rows: list[int], first_draw: int = 0) -
 
 
 def _uniforms(sequences: Items[Sequence], first_draws: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Of the next token of each sequence, [num_sequences, num_draws]. `first_draws`: of a row's first token."""
+    """Numbers in [0, 1) for the next token of each sequence, [num_sequences, num_draws]. `first_draws`: numbers of the
+    draws of a row's first token.
+    """
     keys = [(s.request.sampling.seed, s.request.stream_id, len(s.token_ids)) for s in sequences]
     columns = np.array(keys, dtype=np.uint64).reshape(-1, 3)
     draws = columns[:, 2:] + first_draws

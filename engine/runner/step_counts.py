@@ -1,4 +1,4 @@
-"""`StepCounts`: what one step of an engine computes, or several of them in total."""
+"""`StepCounts`: counts of what an engine computes in one step, or in several of them together."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _numbers = attrgetter(*(field.name for field in fields(StepTotals)))
 
 @dataclass(frozen=True, slots=True)
 class StepCounts:
-    """What one step computes, or several of them in total."""
+    """Counts of what one step computes, or several of them together."""
 
-    #: In the terms of the cost model.
+    #: Counts in the terms of the cost model.
     totals: StepTotals = field(default_factory=StepTotals)
-    #: Rows of each step, added up.
+    #: Sum of the rows of each step.
     num_rows: int = 0
     #: Tokens of prompts, without generated ones that are computed again.
     prompt_tokens: int = 0
@@ -80,7 +80,7 @@ class StepCounts:
 
     @property
     def load(self) -> StepLoad:
-        """What the cost model is asked about, for one step."""
+        """The load of one step as the cost model takes it."""
         return StepLoad(**{name: getattr(self.totals, name) for name in _LOAD_FIELDS})
 
     @property
