@@ -42,7 +42,7 @@ class RegisterAdapter:
 
 @dataclass(frozen=True, slots=True)
 class ExpectRows:
-    """To the process: so many more rows of an adapter will be added; they are planned to run merged."""
+    """To the process: `num_rows` more rows of an adapter will be added; they are planned to run merged."""
 
     adapter_id: str
     num_rows: int
@@ -93,7 +93,7 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class RowTokens:
-    """What was generated for an unfinished row; see `ExportedRow`."""
+    """Tokens generated for an unfinished row, and what belongs to them; see `ExportedRow`."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -103,8 +103,8 @@ class RowTokens:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """From the process, one for each `ExportRows` and in their order. Rows that finished before were in `Results`
-    before it.
+    """From the process: the reply to one `ExportRows`, in the order of these. Rows that finished before were in
+    `Results` before it.
     """
 
     rows: tuple[RowTokens, ...]

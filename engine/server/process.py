@@ -60,7 +60,7 @@ _MEMORY_ERRORS = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 class RunsRequests(Protocol):
-    """What this process needs of an engine. `config`: with the limits of a step that it keeps to."""
+    """The part of an engine that this process uses. `config`: with the limits of a step that the engine keeps to."""
 
     config: EngineConfig
 
@@ -74,27 +74,27 @@ class RunsRequests(Protocol):
         """Take unfinished rows out; no result follows for those returned."""
 
     def expect_rows(self, adapter_id: str, num_rows: int) -> None:
-        """So many more rows of an adapter will come."""
+        """Announce `num_rows` more rows of an adapter."""
 
     def abort(self, request_ids: Collection[str]) -> None:
         """Forget requests; no result follows."""
 
     def step(self) -> list[Result]:
-        """One forward pass; the rows it finished."""
+        """Compute one forward pass; returns the rows that it finished."""
 
     @property
     def num_unfinished(self) -> int:
         """Requests without a result."""
 
     def telemetry(self) -> EngineTelemetry:
-        """A snapshot."""
+        """A snapshot between two steps."""
 
     @property
     def hung_process(self) -> str | None:
         """A process of the engine that gives no sign of life, by name. Any thread may ask."""
 
 
-# What the reader puts into the inbox last when a frame was malformed.
+# Messages from the reader. `MessageError` is the last item: a frame was malformed.
 Inbox = queue.SimpleQueue[ToEngine | MessageError]
 
 
@@ -123,7 +123,7 @@ class EngineProcess:
                 importlib.import_module(self._imported)
             engine = self._start(self._inbox.get())
         except Exception as error:
-            # What the model folder lacks does not come back by itself: no retry.
+            # An incomplete model folder does not complete itself: no retry.
             return self._fatal(error, is_permanent=isinstance(error, EngineError))
         try:
             while self._take_messages(engine):
@@ -145,7 +145,7 @@ class EngineProcess:
         return engine
 
     def _take_messages(self, engine: RunsRequests) -> bool:
-        """Handle what has arrived, waiting only when there is nothing to compute. False: asked to stop."""
+        """Handle messages that have arrived, waiting only when there is nothing to compute. False: asked to stop."""
         timeout_s = 0.0 if engine.num_unfinished else PROGRESS_INTERVAL_S
         while True:
             try:
