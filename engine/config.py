@@ -40,41 +40,44 @@ UNREAD_KEYS = "gguf_unread_keys"
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """One engine: limits of a step and of memory. What depends on the machine is computed by the engine itself.
+    """Settings of one engine. The engine computes the limits that are None from its machine (`memory.limits`)."""
 
-    `max_batch_rows`: sequences that may decode together. `max_step_tokens`: tokens of one step, prefill chunks
-    included (None for either: see `memory.limits`). `pool_bytes`: size of the page pool (None: a share of free
-    memory).
-    `base_quantization`: `int8` multiplies the base model's linear layers in 8 bits, on CPUs that can; `fp8` in 8-bit
-    floating point, on GPUs that can.
-    `host_tier_bytes`: host memory for adapters that had to leave the pool (None: a sixteenth of all, at most 1 GiB).
-    `tensor_parallel`: processes that compute its steps together (`engine/parallel`); pool, host tier and threads are
-    those of all of them.
-    `num_threads`: CPU threads (None: leave torch's choice). `mode`: see product documentation; `exact` fixes arithmetic
-    per row. `batcher`: what chooses the steps, a name in `scheduler.batching.BATCHERS` (None: what the mode says).
-    `uses_prefix_cache`: rows whose prompts begin alike compute the beginning once (in `exact` where compiled CPU
-    kernels serve).
-    `kernels`: GPUs run the Triton kernels; `triton` runs them on a CPU too, in Triton's interpreter, to test them.
-    `launches_ahead`: a GPU's next step may be launched before the last one is read. `cost`: what steps and merges take,
-    as mode `auto` decides by (None: the preset of a machine of that kind).
-    """
-
+    #: Sequences that may decode together; None: chosen by `memory.limits`.
     max_batch_rows: int | None = None
+    #: Tokens of one step, prefill chunks included; None: chosen by `memory.limits`.
     max_step_tokens: int | None = None
+    #: Tokens of one page of keys and values.
     page_tokens: int = 16
+    #: Size of the page pool, all members of a group together; None: chosen by `memory.limits`.
     pool_bytes: int | None = None
+    #: Host memory for adapters that had to leave the pool, all members together; None: a sixteenth of the machine's
+    #: memory, at most 1 GiB.
     host_tier_bytes: int | None = None
+    #: CPU threads, all members together; None: torch's choice.
     num_threads: int | None = None
+    #: Number format of products and pool: `float32`, `bfloat16` or `float16`; `auto`: see `dtype_on` and `pool_format`.
     dtype: str = "auto"
+    #: `int8` multiplies the base model's linear layers in 8 bits, on CPUs that can; `fp8` in 8-bit floating point, on
+    #: GPUs that can.
     base_quantization: BaseQuantization = "none"
+    #: Name of torch's; `auto`: a GPU if there is one.
     device: str = "auto"
+    #: Mode of serving, see the product documentation; `exact` fixes the arithmetic of each row.
     mode: Mode = "auto"
+    #: Name in `scheduler.batching.BATCHERS` of what chooses the steps; None: the batcher of the mode.
     batcher: str | None = None
+    #: Whether the common beginning of several prompts is computed once (in `exact` where compiled CPU kernels serve).
     uses_prefix_cache: bool = True
+    #: `dummy`: random weights instead of the checkpoint's, for benchmarks.
     load_format: Literal["auto", "dummy"] = "auto"
+    #: GPUs always run the Triton kernels; `triton` runs them on a CPU too, in Triton's interpreter, to test them.
     kernels: Literal["auto", "triton"] = "auto"
+    #: Whether a GPU's next step may be launched before the last one is read.
     launches_ahead: bool = True
+    #: Predicts the seconds of steps and merges, by which mode `auto` decides; None: the preset of a machine of that
+    #: kind.
     cost: CostModel | None = None
+    #: Processes that compute the engine's steps together (`engine/parallel`).
     tensor_parallel: int = 1
 
     @property
@@ -91,7 +94,7 @@ class EngineConfig:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of one step, likewise."""
+        """Tokens of one step, as asked for or by default, before the machine is known."""
         return self.max_step_tokens or DEFAULT_STEP_TOKENS
 
 
@@ -163,6 +166,6 @@ def read_model_config(folder: Path) -> ModelConfig:
             f"{shown_name(str(error))}). Fetch the model again, or check --model."
         ) from error
     if model.is_tied and has_own_head(folder, f"{HEAD}.weight", f"{model.names.embedding}.weight"):
-        # As transformers does since version 5: tensors that are both there and differ are both kept.
+        # transformers does the same since version 5: it keeps both tensors when both are stored and differ.
         return replace(model, is_tied=False, says_tied=True)
     return model

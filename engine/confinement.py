@@ -38,7 +38,7 @@ _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MA
 _MAX_MESSAGE_CHARACTERS = 500
 _LEAVING_S = 5.0
 _READY = b"ready\n"
-# Of prctl(2).
+# Option of prctl(2): the signal that this process gets when its parent ends.
 _PR_SET_PDEATHSIG = 1
 
 
@@ -62,8 +62,9 @@ class ConfinedProcess:
         self._is_closed = False
 
     def run(self, task: str, payload: Any, cpu_s: int, memory_bytes: int = MEMORY_BYTES) -> Any:
-        """What `run(payload)` of the module `task` (below `lorabatch`) returns. Values of the payload that JSON has no
-        word for, such as dates, arrive as text. `memory_bytes`: of address space, beside what the child has already.
+        """Return what `run(payload)` of the module `task` (below `lorabatch`) returns. Values of the payload that JSON
+        has no word for, such as dates, arrive as text. `memory_bytes`: address space for the task, beside what the
+        child has already.
 
         Raises `ConfinedError`, and `NoProcessError` when the machine cannot start the child.
         """
@@ -88,7 +89,7 @@ class ConfinedProcess:
         return value
 
     def close(self) -> None:
-        """End the child, in the middle of a task too: who waits for its answer gets `ConfinedError`."""
+        """End the child, even in the middle of a task: the caller that waits for its answer gets `ConfinedError`."""
         self._is_closed = True
         process = self._process
         if process is not None:
@@ -134,7 +135,7 @@ class ConfinedProcess:
         return self._process
 
     def _end(self) -> int:
-        """Its exit code; negative for a signal that ended it before this call did."""
+        """End the child and return its exit code; negative for a signal that ended it before this call did."""
         process, self._process = self._process, None
         if process is None:
             return 0
@@ -171,7 +172,7 @@ def _needs_more(memory_bytes: int) -> str:
 
 @cache
 def confined() -> ConfinedProcess:
-    """The child of this process, which starts when it is first asked."""
+    """The child of this process; it starts with its first task."""
     process = ConfinedProcess()
     atexit.register(process.close)
     # A forked process is not the parent of this one's child.
@@ -182,7 +183,7 @@ def confined() -> ConfinedProcess:
 def _serve() -> None:
     """Say that it is ready; then answer one line with one line until the input ends."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # What a library prints is no answer.
+    # Libraries may print to standard output: it becomes standard error, and answers get a descriptor of their own.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
@@ -214,7 +215,7 @@ def _serve() -> None:
 
 
 def _address_bytes() -> int:
-    """What this process has of address space: its modules, and what earlier tasks have left."""
+    """Address space of this process in bytes: its modules, and what earlier tasks have left. 0 where it is not known."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:
@@ -222,7 +223,7 @@ def _address_bytes() -> int:
 
 
 def _limit(kind: int, amount: int) -> None:
-    """This process may use so much, or less where the user's limits are lower."""
+    """Limit a resource of this process to `amount`, or to the user's own limit where that is lower."""
     _, most = resource.getrlimit(kind)
     resource.setrlimit(kind, (amount if most == resource.RLIM_INFINITY else min(amount, most), most))
 

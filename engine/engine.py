@@ -99,7 +99,7 @@ class Engine:
         own_tokenizer = partial(_own_tokenizer, self._registry, model_folder)
         tokenizers = Tokenizers(model_folder, own_tokenizer, self.model.eos_token_ids)
         self._tokenizers = tokenizers
-        #: What rows ask of their next token.
+        #: Decides which tokens each row may generate next, and with which logits.
         self.rules = TokenRules(tokenizers)
         self._completion = Completion(tokenizers, self.rules)
         self._choices = ChoiceScores(tokenizers)
@@ -194,7 +194,7 @@ class Engine:
         return self._batch.num_waiting + self._batch.num_running + len(self._rejected)
 
     def run(self, requests: Iterable[Request]) -> Iterator[Result]:
-        """Serve rows to the end, yielding each result as soon as it is known."""
+        """Serve rows to the end; yield each result as soon as it is known."""
         self.add(requests)
         while self.num_unfinished:
             yield from self.step()
@@ -298,7 +298,7 @@ class Engine:
 
     @property
     def hung_process(self) -> str | None:
-        """See `server.process.RunsRequests`."""
+        """Name of a process of the engine that gives no sign of life; None: all do. Any thread may ask."""
         return self.backend.hung_process
 
     def close(self) -> None:
@@ -453,7 +453,7 @@ def _own_tokenizer(registry: AdapterRegistry, base: Path, adapter_id: str) -> To
 def _backend_maker(config: EngineConfig) -> MakeBackend:
     if config.tensor_parallel == 1:
         return choose_backend
-    # what members of a group tell each other needs more libraries than an engine of one process
+    # the messages between members of a group need more libraries than an engine of one process
     from .parallel.cpu_backend import choose_group
 
     return choose_group

@@ -1,4 +1,4 @@
-"""What can go wrong in the engine.
+"""Errors of the engine.
 
     EngineError
     ├── UnsupportedModelError   the model folder asks for something this engine does not do exactly
@@ -17,7 +17,7 @@ Each message names the field or file, its value, what was expected, and what to 
 
 from __future__ import annotations
 
-#: In a message about one row: what the error comes from may be put right, and another run computes the row then.
+#: Next step in the message about a row that failed for a reason outside it: another run computes the row again.
 RUN_AGAIN = "Run the same command again when that is put right: it computes these rows again."
 
 

@@ -15,13 +15,13 @@ from pathlib import Path
 
 
 def default_cache_root() -> Path:
-    """Where converted models are kept: `$XDG_CACHE_HOME/lorabatch`, or `~/.cache/lorabatch`."""
+    """Default folder of converted models: `$XDG_CACHE_HOME/lorabatch`, or `~/.cache/lorabatch`."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "lorabatch"
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder and what is missing above it, for this user only. What is there keeps its permissions."""
+    """Create a folder and its missing parents, for this user only. Folders that exist keep their permissions."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     for path in reversed(missing):
         path.mkdir(mode=0o700, exist_ok=True)
@@ -47,8 +47,8 @@ def scratch_folder(parent: Path | str | None = None) -> Path:
 
 @contextmanager
 def temporary_folder(parent: Path | None = None, prefix: str = "process-") -> Iterator[Path]:
-    """A new folder that is removed with the block, below `parent`, by default `scratch_folder()`. What processes that
-    were killed have left there under this prefix is removed first.
+    """A new folder that is removed with the block, below `parent`, by default `scratch_folder()`. Folders of this
+    prefix that killed processes have left in `parent` are removed first.
     """
     parent = scratch_folder() if parent is None else parent
     with suppress(OSError):
@@ -62,7 +62,7 @@ def temporary_folder(parent: Path | None = None, prefix: str = "process-") -> It
 
 
 def _held_folder(parent: Path, prefix: str) -> tuple[Path, int]:
-    """A new folder and the descriptor that holds its lock, where locks can be had: it says that its process lives."""
+    """A new folder and the descriptor that holds its lock, if locks can be had. The lock says that its process lives."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         # Another process that finds it without its lock removes it.
@@ -90,10 +90,10 @@ def _remove_left(parent: Path, prefix: str) -> None:
 
 @contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """Hold the lock of this name within the block; other processes and threads wait. The file is there meanwhile only.
+    """Hold the lock of this name within the block; other processes and threads wait. The file exists only meanwhile.
     The operating system ends a lock with the process that holds it.
 
-    Where no lock can be had (a file system without them, a folder of another user) the block runs without one.
+    If no lock can be had (a file system without them, a folder of another user), the block runs without one.
     """
     descriptor = None
     with suppress(OSError):
@@ -121,7 +121,7 @@ def _locked(path: Path) -> int:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether an open file is still the one at `path`: who held the lock before has removed it."""
+    """Whether an open file is still the one at `path`; it is not when the former holder of the lock has removed it."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

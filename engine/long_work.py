@@ -1,6 +1,7 @@
-"""Says what takes long before a job begins, such as the conversion of a model: what, its size, and how far it is.
+"""Reports the progress of long work before a job begins, such as the conversion of a model: what, its size, and how far
+it is.
 
-Whatever shows progress listens; without a listener the lines go into the log.
+A listener, such as a progress bar, gets the lines; without one they go into the log.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _logger = logging.getLogger(__name__)
 
 @contextmanager
 def listening(listener: Callable[[str], None]) -> Iterator[None]:
-    """Have the lines of this thread's long work within the block."""
+    """Give the lines of this thread's long work to `listener` within the block."""
     token = _listener.set(listener)
     try:
         yield
@@ -27,10 +28,10 @@ def listening(listener: Callable[[str], None]) -> Iterator[None]:
 
 
 class LongWork:
-    """One piece of work on a known number of bytes. `what`: begins its lines, as "converting base.gguf". `quiet_s`:
-    work that is done sooner says nothing.
+    """One piece of work on a known number of bytes. `what`: the beginning of its lines, such as "converting base.gguf".
+    `quiet_s`: seconds within which work that is done says nothing.
 
-    The lines go where this thread's do now, whatever thread adds.
+    The lines go to the listener of the thread that creates the object, whatever thread adds.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class LongWork:
         self._say(f"{self._what} ({self._num_bytes / 1e6:,.0f} MB), once for this machine")
 
     def add(self, num_bytes: int) -> None:
-        """Note that so many bytes more are done. Says so every few seconds."""
+        """Count `num_bytes` more as done, and report the share every few seconds."""
         self._num_done += num_bytes
         now_s = self._clock()
         if now_s < self._next_s:

@@ -1,4 +1,4 @@
-"""What an engine is asked (`Request`), hands over (`ExportedRow`) and answers (`Result`).
+"""The engine's rows: `Request` (asked), `ExportedRow` (handed over unfinished) and `Result` (answered).
 
 Plain data: no torch, no Dask, and nothing that is slow to import: every command has the options of sampling, which
 `SamplingParams` declares once.
@@ -13,12 +13,13 @@ from typing import Any, Literal, get_origin, get_type_hints
 
 from .structured_output import CONSTRAINTS, schema_text
 
-#: Options of the first version. Hashes of rows and indexes have them always, the others where they are given.
+#: Options of the first version: hashes of rows and indexes always contain them, other options only where they are
+#: given.
 FIRST_OPTIONS = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "seed", "stop", "logprobs", "ignore_eos")
-#: Tokens and what is added to their logits, by rising token.
+#: Pairs of a token and what is added to its logit, by rising token.
 LogitBias = tuple[tuple[int, float], ...]
 MOST_TOP_LOGPROBS = 20
-#: Texts of a choice that are scored: each place of their tree is a step of the row.
+#: Most texts of a choice that are scored: each place of their tree is a step of the row.
 MOST_SCORED = 1024
 #: The likeliest tokens of one place and their log-probabilities, the likeliest first.
 TopLogprobs = tuple[tuple[int, float], ...]
@@ -30,17 +31,22 @@ ServedMode = Literal["base", "unmerged", "merged", "mixture"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingOption:
-    """One field of `SamplingParams` as every place that shows or checks it needs it.
+    """One field of `SamplingParams`, as every place that shows or checks it needs it.
 
-    Command line, job file, input columns (which override it per row), documentation and validation are made from
-    these. `expected` completes "expected …" for values that `is_valid` rejects.
+    Command line, job file, input columns (which override it per row), documentation and validation are made from these.
     """
 
+    #: Name of the field.
     name: str
+    #: Its type, as annotated.
     kind: Any
+    #: Its value when it is not given.
     default: Any
+    #: Sentence for the command line and the documentation.
     help: str
+    #: Completes "expected …" in messages about values that `is_valid` rejects.
     expected: str
+    #: Whether a value of the right type is in range.
     is_valid: Callable[[Any], bool]
 
     def read(self, value: Any) -> Any:
@@ -71,7 +77,7 @@ def _option(
     expected: str = "",
     is_valid: Callable[[Any], bool] = lambda value: True,
 ) -> Any:
-    """The declaration of one sampling option; its name and type stand beside it."""
+    """The declaration of one sampling option; its name and type are those of the field it is assigned to."""
     return field(default=default, metadata={"help": help, "expected": expected, "is_valid": is_valid})
 
 
@@ -87,78 +93,97 @@ def _are_tokens(tokens: Any) -> bool:
 class SamplingParams:
     """How the tokens of one request are chosen. A new option is one line here and its code in the samplers.
 
-    `stop` strings end the completion and are not part of it. `seed` and the request's own identity key its random
-    stream, so a retried or moved request draws the same numbers.
+    Each option's `help` and `expected` say what users read about it; the comments here say what they leave out.
     """
 
+    #: Tokens, a final stop token included.
     max_tokens: int = _option(128, "Most tokens of a completion.", "at least 1", lambda n: n >= 1)
+    #: Tokens; at most `max_tokens`.
     min_tokens: int = _option(0, "Tokens before which a completion does not end.", "at least 0", lambda n: n >= 0)
+    #: Divisor of the logits; 0 takes the likeliest token.
     temperature: float = _option(
         0.0,
         "Randomness of the draw; 0 is greedy.",
         "0 (greedy) or a positive finite number",
         lambda t: 0.0 <= t < float("inf"),
     )
+    #: Probability; 1 for all tokens.
     top_p: float = _option(
         1.0,
         "Draw from the likeliest tokens that together reach this probability; 1 is all.",
         "above 0 and at most 1",
         lambda p: 0.0 < p <= 1.0,
     )
+    #: Tokens; 0 for all.
     top_k: int = _option(
         0, "Draw from this many likeliest tokens; 0 is all.", "0 (off) or a positive count", lambda k: k >= 0
     )
+    #: Key of the random stream together with the request's `stream_id`: a retried or moved request draws the same
+    #: numbers.
     seed: int = _option(
         0, "With the row's identity, the key of its random stream.", "from 0 to 2**63 - 1", lambda s: 0 <= s < 2**63
     )
+    #: Strings.
     stop: tuple[str, ...] = _option(
         (),
         "A string that ends a completion and is not part of it. Repeatable.",
         "strings that are not empty",
         _are_texts,
     )
+    #: Whether the generated tokens' log-probabilities are part of the result.
     logprobs: bool = _option(False, "Add token ids and their log-probabilities to the output.")
+    #: Likeliest tokens per generated token.
     top_logprobs: int = _option(
         0,
         "Add, for each token, this many of the likeliest tokens and their log-probabilities to the output.",
         f"from 0 to {MOST_TOP_LOGPROBS}",
         lambda k: 0 <= k <= MOST_TOP_LOGPROBS,
     )
+    #: Whether log-probabilities of the prompt's tokens but the first are part of the result.
     prompt_logprobs: bool = _option(False, "Add the prompt's tokens and their log-probabilities to the output.")
+    #: Likeliest tokens per place of the prompt.
     prompt_top_logprobs: int = _option(
         0,
         "Add, for each token of the prompt, this many of the likeliest tokens in its place to the output.",
         f"from 0 to {MOST_TOP_LOGPROBS}",
         lambda k: 0 <= k <= MOST_TOP_LOGPROBS,
     )
+    #: Not allowed beside a constraint, which ends by itself.
     ignore_eos: bool = _option(False, "Continue after the model's end token, up to max_tokens.")
+    #: Tokens.
     stop_token_ids: tuple[int, ...] = _option(
         (), "A token that ends a completion and is not part of its text. Repeatable.", "tokens, 0 or more", _are_tokens
     )
+    #: Completions of an input row; each is a request of its own.
     n: int = _option(
         1,
         "Completions of each row, a row of the output each; those of a greedy row are equal.",
         "from 1 to 128",
         lambda n: 1 <= n <= 128,
     )
+    #: Share of the likeliest token's probability; 0 for all tokens.
     min_p: float = _option(
         0.0,
         "Draw from tokens at least this share as likely as the likeliest; 0 is all.",
         "from 0 to 1",
         lambda p: 0.0 <= p <= 1.0,
     )
+    #: In logits.
     presence_penalty: float = _option(
         0.0, "Taken from the logit of every token of the completion so far.", "from -2 to 2", lambda p: -2 <= p <= 2
     )
+    #: In logits, per occurrence.
     frequency_penalty: float = _option(
         0.0, "Taken from a token's logit for each time it is in the completion.", "from -2 to 2", lambda p: -2 <= p <= 2
     )
+    #: Factor.
     repetition_penalty: float = _option(
         1.0,
         "Divides the logits, where positive, of tokens in prompt and completion, else multiplies them; 1 is off.",
         "a positive finite number",
         lambda p: 0.0 < p < float("inf"),
     )
+    #: Pairs of a token and what is added to its logit, by rising token.
     logit_bias: tuple[tuple[int, float], ...] = _option(
         (),
         "JSON object of tokens and what is added to their logits.",
@@ -169,34 +194,44 @@ class SamplingParams:
             and len({token for token, _ in pairs}) == len(pairs)
         ),
     )
+    #: Texts.
     bad_words: tuple[str, ...] = _option(
         (), "A text that is not generated. Repeatable.", "strings that are not empty", _are_texts
     )
+    #: Tokens; empty for all.
     allowed_token_ids: tuple[int, ...] = _option(
         (),
         "A token of which completions may consist; others are not generated. Repeatable.",
         "tokens, 0 or more",
         _are_tokens,
     )
+    #: Tokens; empty for a completion that is generated.
     continuation_token_ids: tuple[int, ...] = _option(
         (), "A token of the completion, which is given and scored. Repeatable.", "tokens, 0 or more", _are_tokens
     )
+    #: JSON; "" for none. At most one constraint (`json_schema`, `regex`, `choice`, `grammar`) is given.
     json_schema: str = _option("", "JSON Schema of which the completion is an instance.")
+    #: "" for none.
     regex: str = _option("", "Regular expression that the completion matches from its beginning to its end.")
+    #: Texts; empty for none.
     choice: tuple[str, ...] = _option(
         (),
         "One of the texts of which the completion is one. Repeatable.",
         "strings that are not empty",
         _are_texts,
     )
+    #: Has an effect only where `choice` is given.
     score_choices: bool = _option(True, "Add the log-probability of each text of choice to the output.")
+    #: "" for none.
     grammar: str = _option("", "Context-free grammar of the completion, in the form of Lark that llguidance reads.")
+    #: "" where reasoning is not split from the completion; parsed by `reasoning`.
     reasoning_markers: str = _option(
         "",
         "START,END: texts around a model's reasoning, which goes to a column of its own.",
         "START,END such as <think>,</think>; with an empty START every answer begins with reasoning",
         lambda text: not text or bool(text.partition(",")[2]),
     )
+    #: One of `TOOL_CALL_PARSERS`; "" where calls are not read.
     tool_call_parser: str = _option(
         "",
         f"Form of the tool calls that are read from completions: {', '.join(TOOL_CALL_PARSERS)}.",
@@ -323,16 +358,17 @@ SAMPLING_OPTIONS: Mapping[str, SamplingOption] = _sampling_options()
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt for one adapter.
+    """One prompt for one adapter."""
 
-    `adapter_id` is the adapter's content hash (never its name or path); None asks the base model.
-    `stream_id` (64 bits, from the row's fingerprint) keys the random stream together with `sampling.seed`.
-    """
-
+    #: Id of the row; unique among the unfinished rows of an engine.
     request_id: str
+    #: Tokens of the whole prompt.
     prompt_token_ids: tuple[int, ...]
+    #: Content hash of the adapter (never its name or path); None asks the base model.
     adapter_id: str | None
+    #: How its tokens are chosen.
     sampling: SamplingParams
+    #: 64 bits from the row's fingerprint; key of the random stream together with `sampling.seed`.
     stream_id: int = 0
 
 
@@ -346,30 +382,38 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The outcome of one request. `error` is a plain sentence, set exactly when `finish_reason == "error"`.
+    """The outcome of one request."""
 
-    `reasoning`: what stood before `text`; None if there was none, or it is not split. `tool_calls`: those in `text`;
-    None where they are not read. `choice_logprobs`: of each text of the row's choice; None where none is scored.
-    `prompt_logprobs`, `prompt_top_logprobs`: of the prompt's tokens but the first; None where they are not asked.
-
-    `reused_prompt_tokens`: of the prompt, those that were copied from rows that begin alike; None where that was not
-    counted. It is no part of the answer: results that differ in it alone are equal.
-    """
-
+    #: Id of the request.
     request_id: str
+    #: Tokens generated, a final stop token included.
     token_ids: tuple[int, ...]
+    #: The completion, without reasoning and stop strings; "" for an error.
     text: str
+    #: Why the completion ended.
     finish_reason: FinishReason
+    #: Tokens of the prompt.
     prompt_tokens: int
+    #: Mode of the steps that served the row.
     mode: ServedMode
+    #: A plain sentence, set exactly when `finish_reason == "error"`.
     error: str | None = None
+    #: Log-probability of each token; None where they are not asked.
     token_logprobs: tuple[float, ...] | None = None
+    #: Likeliest tokens in place of each token; None where they are not asked.
     top_logprobs: tuple[TopLogprobs, ...] | None = None
+    #: Prompt tokens that were copied from rows that begin alike; None where that was not counted. It is no part of the
+    #: answer: results that differ in it alone are equal.
     reused_prompt_tokens: int | None = field(default=None, compare=False)
+    #: Text before `text`; None if there was none, or it is not split.
     reasoning: str | None = None
+    #: Calls in `text`; None where they are not read.
     tool_calls: tuple[ToolCall, ...] | None = None
+    #: Log-probability of each text of the row's choice; None where none is scored.
     choice_logprobs: tuple[float, ...] | None = None
+    #: Log-probabilities of the prompt's tokens but the first; None where they are not asked.
     prompt_logprobs: tuple[float, ...] | None = None
+    #: Likeliest tokens in place of each of these; None where they are not asked.
     prompt_top_logprobs: tuple[TopLogprobs, ...] | None = None
 
     @classmethod
@@ -404,7 +448,9 @@ class ExportedRow:
     top_logprobs: tuple[TopLogprobs, ...] = ()
 
     def problems(self) -> list[str]:
-        """What is wrong with the row as a whole, beside its request; empty for rows that an engine exported."""
+        """Problems of the tokens so far, and of their fit to the request's options; empty for rows that an engine
+        exported.
+        """
         sampling = self.request.sampling
         num_logprobs = len(self.token_ids) if sampling.wants_logprobs else 0
         num_tops = len(self.token_ids) if sampling.top_logprobs else 0

@@ -10,39 +10,43 @@ from .request import ExportedRow, FinishReason, Request, Result, ServedMode, Top
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`num_stored`: tokens (prompt first, then generated) whose keys and values are in the pool.
+    """A request while an engine works on it, with its tokens and what the engine stores of them."""
 
-    `prompt_tokens` counts the prompt alone; a sequence from another engine may have `token_ids` already.
-    `num_pending`: tokens behind `token_ids` whose steps are launched and not read yet. They count, but only the
-    device knows them. `mode`: how it was served so far; None before its first step. `holds_adapter`: it keeps its
-    adapter in the pool. `num_reused`: prompt tokens that another row had computed for it.
-    `num_paused`: steps that it sat out, holding memory. `held_tokens`: tokens for which it holds memory.
-
-    `asked_tokens`: whose log-probabilities are asked at the next place, beside the token there. `is_scoring`: its
-    answer is complete, and it goes on for such alone. `answer_start`: tokens with which another engine goes on (None:
-    all), so that it asks at the same places. `spare_tokens`: that it may store beyond prompt and `max_tokens`.
-
-    `num_scored`: places of the prompt whose log-probabilities are computed or on their way; those that have arrived are
-    `prompt_logprobs`, of the token behind each place, and `prompt_tops`.
-    """
-
+    #: The row that is served.
     request: Request
-    token_ids: list[int] = field(default_factory=list)  # generated
+    #: Generated tokens that are known; a sequence from another engine may begin with some.
+    token_ids: list[int] = field(default_factory=list)
+    #: Log-probability of each of `token_ids`; empty where they are not asked.
     token_logprobs: list[float] = field(default_factory=list)
+    #: Likeliest tokens in place of each of `token_ids`; empty where they are not asked.
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    #: Tokens (prompt first, then generated) whose keys and values are in the pool.
     num_stored: int = 0
+    #: Tokens behind `token_ids` whose steps are launched and not read yet. They count, but only the device knows them.
     num_pending: int = 0
+    #: Mode in which it was served so far; None before its first step.
     mode: ServedMode | None = None
+    #: Whether it keeps its adapter in the pool.
     holds_adapter: bool = False
+    #: Prompt tokens that another row had computed for it.
     num_reused: int = 0
+    #: Steps that it sat out, holding memory.
     num_paused: int = 0
+    #: Tokens for which it holds memory.
     held_tokens: int = 0
+    #: Tokens whose log-probabilities are asked at the next place, beside that of the token chosen there.
     asked_tokens: tuple[int, ...] = ()
+    #: Whether its answer is complete and it goes on only to score the other texts of its choice.
     is_scoring: bool = False
+    #: Number of `token_ids` with which another engine goes on, so that it asks at the same places; None: all.
     answer_start: int | None = None
+    #: Tokens that it may store beyond prompt and `max_tokens`.
     spare_tokens: int = 0
+    #: Places of the prompt whose log-probabilities are computed or on their way.
     num_scored: int = 0
+    #: Log-probability of the token behind each scored place, as far as they have arrived.
     prompt_logprobs: list[float] = field(default_factory=list)
+    #: Likeliest tokens behind each scored place, as far as they have arrived.
     prompt_tops: list[TopLogprobs] = field(default_factory=list)
 
     @classmethod
@@ -71,24 +75,28 @@ class Sequence:
         return self.prompt_tokens + self.request.sampling.max_tokens - 1 + self.spare_tokens
 
     def places_to_score(self, num_tokens: int) -> range:
-        """Of the next tokens, the places whose log-probabilities are asked: all of a prompt but its last token."""
+        """Places of the prompt, among the next `num_tokens`, whose log-probabilities are asked and not computed yet.
+        The prompt's last token is none of them.
+        """
         if not self.request.sampling.wants_prompt_logprobs:
             return range(0)
         return range(max(self.num_stored, self.num_scored), min(self.num_stored + num_tokens, self.prompt_tokens - 1))
 
     @property
     def is_decoding(self) -> bool:
-        """One token is left to compute, and it yields the next one."""
+        """Whether one token is left to compute, which yields the next one."""
         return self.num_stored == self.total_tokens - 1 and self.num_generated > 0
 
     @property
     def awaits_end(self) -> bool:
-        """Its last token is pending: nothing is left to launch."""
+        """Whether its last token is pending, so that nothing is left to launch."""
         return self.num_pending > 0 and self.num_generated >= self.request.sampling.max_tokens
 
     @property
     def awaits_token(self) -> bool:
-        """Nothing can be launched until a pending token is known: it is the last, or it decides what may follow."""
+        """Whether nothing can be launched until a pending token is known: it is the last, or it decides what may
+        follow.
+        """
         return self.awaits_end or (self.num_pending > 0 and self.request.sampling.has_rules)
 
     def served(self, mode: ServedMode) -> None:
@@ -119,7 +127,7 @@ class Sequence:
         self.num_stored = min(self.num_stored, self.prompt_tokens + same, self.total_tokens - 1)
 
     def exported(self) -> ExportedRow:
-        """What another engine needs to go on."""
+        """The request and its tokens, from which another engine can go on."""
         kept = slice(self.answer_start)
         logprobs, tops = self.token_logprobs[kept], self.top_logprobs[kept]
         return ExportedRow(self.request, tuple(self.token_ids[kept]), tuple(logprobs), tuple(tops))

@@ -1,4 +1,4 @@
-"""What an engine reports about itself between two steps."""
+"""`EngineTelemetry`: numbers that an engine reports about itself between two steps."""
 
 from __future__ import annotations
 
@@ -10,37 +10,49 @@ from .request import ServedMode
 
 @dataclass(frozen=True, slots=True)
 class EngineTelemetry:
-    """A snapshot between two steps.
-
-    `num_running` sequences are in the batch, of which `num_prefilling` have no token yet. `prefill_tokens_left`: prompt
-    tokens of unfinished rows, and tokens that came with them, that are not computed yet. `running_tokens`: what running
-    ones have generated so far. Token and step counts are totals since the engine started, of steps that have ended, so
-    that a reader may take differences at any interval. `prompt_tokens` are computed, `reused_prompt_tokens` were copied
-    from rows whose prompts begin alike. `num_step_rows` adds up the rows of all steps: per step, they are the occupancy
-    of the batch. `busy_s`: spent in steps, as the process counts. `adapter_loads` count copies into the pool,
-    `adapter_reads` those from storage; `adapter_stall_s` is how long steps waited for both. `num_switches` merges and
-    restorations took `switching_s` of the steps. `steps`: what all of them have done.
+    """A snapshot between two steps. Counts of tokens, steps and seconds are totals since the engine started, of steps
+    that have ended, so that a reader may take differences at any interval.
     """
 
+    #: Sequences in the batch.
     num_running: int = 0
+    #: Adapters in the pool.
     resident_adapter_ids: tuple[str, ...] = ()
+    #: Mode in which the engine serves now.
     mode: ServedMode = "base"
+    #: Pages of the pool that are not free.
     pages_used: int = 0
+    #: Pages of the pool.
     pages_total: int = 0
+    #: Prompt tokens computed so far, without those in `reused_prompt_tokens`.
     prompt_tokens: int = 0
+    #: Tokens generated so far.
     generated_tokens: int = 0
+    #: Steps so far.
     num_steps: int = 0
+    #: Prompt tokens copied so far from rows whose prompts begin alike.
     reused_prompt_tokens: int = 0
+    #: Sum of the rows of all steps; divided by `num_steps`, the occupancy of the batch.
     num_step_rows: int = 0
+    #: Seconds spent in steps, as the engine's process counts.
     busy_s: float = 0.0
+    #: Tokens that running sequences have generated so far.
     running_tokens: int = 0
+    #: Copies of adapters into the pool.
     adapter_loads: int = 0
+    #: Reads of adapters from storage.
     adapter_reads: int = 0
+    #: Seconds of the host spent on copying adapters into the pool and out of it, waiting for storage included.
     adapter_stall_s: float = 0.0
+    #: Merges and restorations.
     num_switches: int = 0
+    #: Seconds of the steps that merges and restorations took.
     switching_s: float = 0.0
+    #: Sums over all steps of what they computed.
     steps: StepTotals = field(default_factory=StepTotals)
+    #: Running sequences that do not decode yet.
     num_prefilling: int = 0
+    #: Tokens of unfinished rows that are not computed yet: of prompts, and tokens that came with the rows.
     prefill_tokens_left: int = 0
 
     @property

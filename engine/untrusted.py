@@ -16,9 +16,9 @@ from typing import Any
 
 from .errors import NoProcessError
 
-#: What a handler of everything that bad data can raise lets pass.
+#: Exceptions that handlers of bad data let pass: they are never about the data.
 STOPS = (KeyboardInterrupt, SystemExit, MemoryError, NoProcessError)
-#: What data of another shape than is expected makes its readers raise, where they do not look at every value.
+#: Exceptions that data of an unexpected shape raises in readers that do not check every value.
 MALFORMED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 #: The largest JSON file of real models is the index of their shards, 10 MB.
 MAX_JSON_BYTES = 64 << 20
@@ -112,7 +112,7 @@ class LogFormatter(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter`."""
+        """The record as printable text, with all lines but its first indented."""
         return printable(super().format(record)).replace("\n", "\n    ")
 
 
@@ -131,7 +131,7 @@ class _BoundedRepr(reprlib.Repr):
         self.maxstring = self.maxother = self.maxlong = 4 * _SHOWN_CHARACTERS
 
     def repr_dict(self, value: dict[Any, Any], level: int) -> str:
-        """As `repr` has it, in the order of the keys; reprlib would sort them."""
+        """The dictionary in the order of its keys, like `repr`; reprlib would sort them."""
         if level <= 0:
             return "{...}"
         pairs = list(value.items())[: self.maxdict]
