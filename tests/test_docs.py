@@ -18,6 +18,7 @@ import yaml
 from distributed.cli import dask_scheduler, dask_worker
 
 import lorabatch
+from lorabatch.benchmarks.speed_picture import ratios
 from lorabatch.cli import app
 from lorabatch.console.options import job_options
 from lorabatch.jobs.spec import SAMPLING_COLUMNS, JobSpec
@@ -203,3 +204,8 @@ def test_the_sampling_columns_of_the_documented_input_are_those_that_rows_may_ha
     text = (ROOT / "docs" / "data-formats.md").read_text(encoding="utf-8")
     lines = [line for line in table_lines(text, "| column | type |") if "| as in the job file |" in line]
     assert tuple(re.findall(r"`(\w+)`", "".join(lines))) == SAMPLING_COLUMNS
+
+
+def test_the_readmes_picture_shows_what_was_measured() -> None:
+    drawn = (ROOT / "docs" / "pictures" / "speed.svg").read_text("utf-8")
+    assert [bar for bar, ratio in ratios().items() if not (bar in drawn and f"{ratio:.1f} times" in drawn)] == []
