@@ -54,7 +54,8 @@ class JobMix:
 
 
 def rows_between(count: int, prompt: tuple[int, int], output: tuple[int, int], adapters: Sequence[int]) -> Any:
-    """Draws so many rows: tokens from the first number to below the second, adapters as often as they are listed."""
+    """A function that draws `count` rows: numbers of prompt and output tokens from the first of a pair to below the
+    second, and adapters as often as `adapters` lists them."""
 
     def draw(generator: np.random.Generator) -> list[tuple[int, int, int]]:
         return [

@@ -13,31 +13,42 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True, slots=True)
 class Fidelity:
-    """Seconds of one job. `error`: predicted over measured, less one. `has_lengths`: its answers' were known."""
+    """Predicted and measured seconds of one job."""
 
+    #: Name of the job in the table.
     job: str
+    #: Rows of the job.
     num_rows: int
+    #: Prompt tokens of all rows.
     prompt_tokens: int
+    #: Tokens of all answers.
     output_tokens: int
+    #: Predicted seconds from the first shard opened to the last part written.
     predicted_s: float
+    #: Measured seconds of the same span.
     measured_s: float
+    #: Whether the prediction knew the lengths of the answers.
     has_lengths: bool = True
 
     @property
     def error(self) -> float:
-        """Signed."""
+        """Predicted over measured seconds, less one; negative where the job took longer than predicted."""
         return self.predicted_s / self.measured_s - 1
 
 
 @dataclass(frozen=True, slots=True)
 class FidelityResults:
-    """Jobs that were planned and run, and where. `quality`: of the cost model, by kind of step. `remark`: what else a
-    reader must know, written into the file by hand."""
+    """Content of one result file: jobs that were planned and run."""
 
+    #: Name of the file.
     name: str
+    #: Workers, machine, model and date, as one text.
     facts: str
+    #: Kind of step -> `r_squared` and `median_error` of the cost model's fit.
     quality: Mapping[str, Mapping[str, float]]
+    #: Jobs in the order of the file.
     jobs: Sequence[Fidelity]
+    #: Sentences that were added to the file by hand and end the section; empty for none.
     remark: str = ""
 
     @classmethod

@@ -66,14 +66,21 @@ BOMBS: Mapping[str, Callable[[Path], None]] = {
 
 @dataclass(frozen=True)
 class Refusal:
-    """`peak_mb`: kind of process -> the most that one of them took."""
+    """Outcome of one command on one hostile file."""
 
+    #: Key of `BOMBS`.
     bomb: str
+    #: Size of the file.
     file_bytes: int
+    #: `plan` or `run`.
     command: str
+    #: Seconds until the command ended.
     seconds: float
+    #: Exit status of the command.
     exit_code: int
+    #: Kind of process -> largest peak of resident memory of one process of that kind, in MiB.
     peak_mb: Mapping[str, int]
+    #: Last line of the command's standard error; empty if it printed none.
     said: str
 
 

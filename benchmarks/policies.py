@@ -82,16 +82,21 @@ def bimodal(short: Lengths, long: Lengths, share: float) -> Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Rows of one workload. `ranks`: of its adapters; `skew`: exponent of their popularity, 0 is even.
-    `has_known_ends`: answers take all of `max_tokens`.
-    """
+    """One workload: how its rows are drawn."""
 
+    #: Name in the table.
     name: str
+    #: Rows of a job; `--scale` multiplies the numbers of `MIXES`.
     num_rows: int
+    #: LoRA rank of each adapter.
     ranks: tuple[int, ...]
+    #: Exponent of the adapters' popularity; 0 is even.
     skew: float
+    #: Draws the prompt tokens of rows.
     prompt: Lengths
+    #: Draws the `max_tokens` of rows.
     output: Lengths
+    #: Whether answers take all of `max_tokens`, and the plan knows it.
     has_known_ends: bool = True
 
 
@@ -109,17 +114,22 @@ MIXES = (
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds of one system on one workload: each repeat's, and simulated."""
+    """Measured and simulated makespans of one system on one workload."""
 
+    #: Name of the workload (`Mix.name`).
     workload: str
+    #: Number of workers.
     workers: int
+    #: Key of `SYSTEMS`.
     system: str
+    #: Seconds from the first shard opened to the last part written, one per repeat.
     seconds: tuple[float, ...]
+    #: Seconds of the same span, simulated with the lengths that answers had.
     simulated_s: float
 
     @property
     def median_s(self) -> float:
-        """Of the repeats."""
+        """Median seconds of the repeats."""
         return median(self.seconds)
 
     @property
@@ -130,7 +140,9 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """What all jobs have in common. `cost_model`: by number of workers. `systems`: those compared, by name."""
+    """Settings that all jobs share. `folder`: scratch. `cost_model`: number of workers -> file of the profile.
+    `systems`: keys of `SYSTEMS` that are compared.
+    """
 
     folder: Path
     model: Path

@@ -1,4 +1,4 @@
-"""Predicted against measured on jobs that nobody calibrated for: what `plan` says, and what the run takes.
+"""Predicted against measured on jobs that no parameter was fitted to: what `plan` says, and what the run takes.
 
 python -m lorabatch.benchmarks.prediction [--cost-model PROFILE.json] [--job NUMBER …] [--save FILE]
 
@@ -37,7 +37,7 @@ from lorabatch.pipeline.planning.dry_run import dry_run
 from lorabatch.pipeline.planning.profile import ProfileRequest, profile_model
 from lorabatch.pipeline.run import run
 
-# What the plan knows of the machine: a profile, nothing, or what the job before has kept.
+# Source of what the plan knows beforehand: a profile, nothing, or the history that the job before has left.
 Knows = Literal["profile", "nothing", "the job before"]
 _COLUMNS = (
     "job",
@@ -80,7 +80,7 @@ class Ranges:
         self._ended_s = 0.0
 
     def update(self, state: JobState) -> None:
-        """See `Progress`."""
+        """Keep the predicted range of end times while the job runs, and the time of the last update before `done`."""
         now_s = time.monotonic()
         if state.phase != "running":
             self._ended_s = self._ended_s if state.phase == "done" else now_s
@@ -88,33 +88,39 @@ class Ranges:
             self._told.append((now_s + state.eta_range_s[0], now_s + state.eta_range_s[1]))
 
     def note(self, text: str) -> None:
-        """See `Progress`."""
+        """Ignore the sentence."""
 
     @property
     def share_held(self) -> float | None:
-        """Of the ranges since the first answer; None without any."""
+        """Share of the ranges since the first answer that contain the job's end; None without any range."""
         held = [least_s <= self._ended_s <= most_s for least_s, most_s in self._told]
         return sum(held) / len(held) if held else None
 
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What came of a case, in seconds. `corrected_s`: predicted after the first steps, where costs were a guess.
-    `share_held`: see `Ranges`.
-    """
+    """Predicted and measured seconds of one case."""
 
+    #: Title of the case in the table.
     name: str
+    #: Source of what the plan knew beforehand.
     knows: Knows
+    #: Whether the lengths of answers were given by the job.
     has_lengths: bool
+    #: Seconds that the plan predicted.
     predicted_s: float
+    #: Seconds predicted again from the first steps; None unless the plan's costs were a guess.
     corrected_s: float | None
+    #: Seconds from the first shard opened to the last part written.
     measured_s: float
+    #: Seconds below which no scheduler could have answered the rows; None: not known.
     bound_s: float | None
+    #: `Ranges.share_held` of the run.
     share_held: float | None
 
     @property
     def error(self) -> float:
-        """Of the last prediction, signed."""
+        """Last prediction over measured seconds, less one."""
         return (self.corrected_s or self.predicted_s) / self.measured_s - 1
 
     def to_line(self) -> str:

@@ -1,4 +1,4 @@
-"""Where and with what a figure was measured."""
+"""Records where and with what a figure was measured: machine, commit, versions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from lorabatch.kernels.native import native_build
 
-#: The commit of files that were copied to a machine without their repository.
+#: Environment variable that names the commit of files that were copied to a machine without their repository.
 COMMIT_VARIABLE = "LORABATCH_COMMIT"
 
 
@@ -38,8 +38,8 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """What the variable `LORABATCH_COMMIT` says, else the checked-out commit, marked if files differ from it; None
-    outside a checkout or without git."""
+    """The commit that the variable `LORABATCH_COMMIT` names, else the checked-out one, marked if files differ from it.
+    None outside a checkout or without git."""
     named = os.environ.get(COMMIT_VARIABLE)
     if named:
         return named

@@ -1,4 +1,4 @@
-"""What adding a slow worker does to a job.
+"""Measures what adding a slow worker does to the seconds of a job.
 
 python -m lorabatch.benchmarks.slow_worker_bench [--slowness 4 10] [--repeats 3] [--save FILE]
 
@@ -36,14 +36,14 @@ _PERIOD_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds from the first shard opened to the last part, one per repeat."""
+    """Seconds from the first shard opened to the last part written, one per repeat. `slowness` None: one worker."""
 
     slowness: float | None
     seconds: tuple[float, ...]
 
     @property
     def median_s(self) -> float:
-        """Of the repeats."""
+        """Median seconds of the repeats."""
         return statistics.median(self.seconds)
 
 
@@ -70,7 +70,7 @@ def seconds_of(spec: JobSpec, slowness: float | None) -> float:
 
 @contextlib.contextmanager
 def one_slowed(slowness: float) -> Iterator[None]:
-    """Of two engines that start within the block, the second gets one of `slowness` parts of its time."""
+    """Slows down the second of two engines that start within the block: it runs for 1 / `slowness` of the time."""
     is_over = threading.Event()
     slowing = threading.Thread(target=_slow_down, args=(slowness, is_over))
     slowing.start()

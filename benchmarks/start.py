@@ -30,9 +30,9 @@ from lorabatch.demo.job import DEMO_FOLDER, demo_spec
 _NUM_ROWS = 64
 _MAX_TOKENS = 60
 _POLL_S = 0.005
-# What appears in the output -> the phase that ends with it.
+# Pattern of files below `_lorabatch` in the output -> the phase that ends when one appears.
 _FILES = {"job.json": "opened", "index/chunk-*": "indexed", "plan.arrow": "planned"}
-# What the log says -> the phase that ends with it.
+# Text in a worker's log -> the phase that ends with the first line that has it.
 _LINES = {"ready after": "engine ready", "first row": "first row finished"}
 _PROCESSES = {"multiprocessing.spawn": "worker process", "lorabatch.engine.server.process": "engine process"}
 _TIME = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) - (.*)$", re.MULTILINE)
