@@ -1,1 +1,1 @@
-"""What is decided before a job runs: order and shards of its rows, their placement, a lower bound."""
+"""Decisions before a job runs: order and shards of its rows, their placement, a lower bound."""

@@ -32,43 +32,49 @@ class JobBound:
 
     @property
     def seconds(self) -> float:
-        """Below which no run of the job can end."""
+        """Seconds below which no run of the job can end."""
         return max(self.work_s, self.longest_row_s, self.loads_s)
 
 
 @dataclass(frozen=True, slots=True)
 class RowWork:
-    """What engines do for one row: of its prompt some tokens are computed, others copied, and `decoded_tokens` follow
-    the first one, which comes out of the prompt.
-    """
+    """Work of an engine for one row."""
 
+    #: Tokens of the prompt.
     prompt_tokens: float
+    #: Prompt tokens that are computed; the others are copied.
     computed_tokens: float
+    #: Tokens generated after the first one, which comes out of the prompt.
     decoded_tokens: float
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterWork:
-    """Rows of one adapter ("": base model), and their tokens as in `RowWork`. `longest_decoded`: of the row that has
-    most of them.
-    """
+    """Work of engines for the rows of one adapter; tokens as in `RowWork`."""
 
+    #: Name of the adapter; "" for the base model.
     adapter: str
+    #: Rows of the adapter.
     num_rows: int
+    #: Their prompt tokens that are computed.
     computed_tokens: float
+    #: Their tokens generated after the first of each row.
     decoded_tokens: float
+    #: Most decoded tokens of one row.
     longest_decoded: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class JobWork:
-    """What engines do for some rows. `row_pairs`: `prompt_pairs` of all. `context_tokens`: slots that decode steps
-    read. `longest`: rows among which the longest is, or one about as long.
-    """
+    """Work of engines for some rows, in sums that can be added up."""
 
+    #: Work of each adapter that has rows.
     adapters: tuple[AdapterWork, ...] = ()
+    #: Pairs of tokens that attention computes for the prompts of all rows (`prompt_pairs`).
     row_pairs: float = 0.0
+    #: KV slots that decode steps read.
     context_tokens: float = 0.0
+    #: Rows among which the longest is, or one about as long: those with most decoded and most computed tokens.
     longest: tuple[RowWork, ...] = ()
 
     @classmethod
@@ -80,7 +86,7 @@ class JobWork:
         computed: NDArray[np.float64],
         decoded: NDArray[np.float64],
     ) -> Self:
-        """Of rows; all arrays `[num_rows]`. `slot`: places of their adapters in `adapters`."""
+        """Add up rows. All arrays are `[num_rows]`; `slot` is the index of each row's adapter in `adapters`."""
         if not len(slot):
             return cls()
         num_rows, all_computed, all_decoded = (
@@ -102,7 +108,7 @@ class JobWork:
 
     @classmethod
     def total(cls, parts: Iterable[JobWork]) -> Self:
-        """The sum."""
+        """Add up the work of several groups of rows."""
         parts = [part for part in parts if part.adapters]
         if not parts:
             return cls()
@@ -131,7 +137,9 @@ def work_bound(
     step_tokens: int,
     slowness: Sequence[float],
 ) -> JobBound:
-    """Of work that was added up, without loads. `ranks`: by adapter. For the rest see `job_bound`."""
+    """Lower bound for work that was added up, without loads. `ranks`: LoRA rank by adapter. For the rest see
+    `job_bound`.
+    """
     alone_s = (
         float(_alone_seconds(row.prompt_tokens, row.computed_tokens, row.decoded_tokens, cost, step_tokens))
         for row in work.longest
@@ -151,7 +159,7 @@ def job_bound(
     slowness: Sequence[float],
     adapter_source: AdapterSource = "host",
 ) -> JobBound:
-    """Of a job on replicas that take `slowness[i]` times what `cost` says.
+    """Lower bound for a job on replicas that take `slowness[i]` times as long as `cost` says.
 
     `output_tokens` float64 `[num_rows]`: true or expected lengths; rows without engine work count nothing.
     `batch_rows`, `step_tokens`: most rows and tokens of a step. Deterministic; linear in rows.
@@ -174,7 +182,7 @@ def job_bound(
 
 
 def _capacity(slowness: Sequence[float]) -> float:
-    """Replicas as fast as the cost model that all of them together are worth."""
+    """Number of replicas as fast as the cost model that all replicas together are worth."""
     return sum(1.0 / slow for slow in slowness)
 
 
@@ -186,7 +194,7 @@ def _contexts(prompt: NDArray[np.float64], decoded: NDArray[np.float64]) -> NDAr
 def _alone_seconds(
     prompt: ArrayLike, computed: ArrayLike, decoded: ArrayLike, cost: CostModel, step_tokens: int
 ) -> NDArray[np.float64]:
-    """Of rows, each with a replica for itself and without an adapter. See `RowWork`."""
+    """Seconds of each row when it has a replica for itself and no adapter. The columns are the fields of `RowWork`."""
     prompt, computed, decoded = (np.asarray(column, dtype=np.float64) for column in (prompt, computed, decoded))
     num_steps = decoded + np.maximum(1.0, np.ceil(computed / step_tokens))
     return np.asarray(
@@ -201,7 +209,7 @@ def _alone_seconds(
 def _work_seconds(
     work: JobWork, ranks: Mapping[str, float], cost: CostModel, batch_rows: int, step_tokens: int
 ) -> float:
-    """Of all rows on one replica, every step as full as it may be."""
+    """Seconds of all rows on one replica, every step as full as it may be."""
     num_rows = sum(part.num_rows for part in work.adapters)
     computed = sum(part.computed_tokens for part in work.adapters)
     decoded = sum(part.decoded_tokens for part in work.adapters)
@@ -217,16 +225,16 @@ def _work_seconds(
         adapters_s = (_adapter_seconds(part, ranks[part.adapter], cost, batch_rows, place_s) for part in served)
         return cost.step_s * num_steps + sum(adapters_s)
 
-    # Where tokens limit steps, an empty place may cost nothing.
+    # An empty place may cost nothing in steps that tokens limit.
     by_rows = steps_s((num_rows + decoded) / batch_rows, cost.step_s / batch_rows)
     return rows_s + max(by_rows, steps_s((computed + decoded) / step_tokens, 0.0))
 
 
 def _adapter_seconds(work: AdapterWork, rank: float, cost: CostModel, batch_rows: int, place_s: float) -> float:
-    """The least that an adapter adds. `place_s`: what a place of a step costs that no row takes.
+    """Least seconds that an adapter adds. `place_s`: seconds of a place of a step that no row takes.
 
     A step with rows of the adapter pays for it, also while it is merged and rows of others, from which it is
-    subtracted, are beside them. Where it is merged and alone, the step has no more rows than the adapter.
+    subtracted, are beside them. A step in which it is merged and alone has no more rows than the adapter.
     """
     tokens = work.computed_tokens + work.decoded_tokens
     places = work.num_rows + work.decoded_tokens
@@ -241,7 +249,7 @@ def _adapter_seconds(work: AdapterWork, rank: float, cost: CostModel, batch_rows
 def _load_seconds(
     workload: Workload, has_work: NDArray[np.bool_], cost: CostModel, num_replicas: int, source: AdapterSource
 ) -> float:
-    """Each adapter in use is loaded once, by one of the replicas."""
+    """Least seconds of the adapter loads: each adapter in use is loaded once, by one of the replicas."""
     used = np.unique(workload.adapter_index[has_work])
     loads = [
         cost.load_seconds(workload.adapters[number].weight_bytes, source) for number in used.tolist() if number >= 0

@@ -26,12 +26,15 @@ Method = Literal["optimal", "improved by solver", "greedy", "greedy (solver foun
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """`replica_of` int64 `[num_shards]`, `finish_s` `[num_replicas]` when each ends, and how good it is: `bound_s`, and
-    how it was found."""
+    """A replica for each shard, and how good this is."""
 
+    #: Replica of each shard, int64 `[num_shards]`.
     replica_of: NDArray[np.int64]
+    #: Seconds at which each replica ends, float64 `[num_replicas]`.
     finish_s: NDArray[np.float64]
+    #: Lower bound of the makespan in seconds.
     bound_s: float
+    #: How the placement was found.
     method: Method
 
     @property
@@ -41,15 +44,17 @@ class Placement:
 
     @property
     def gap(self) -> float:
-        """How far above the lower bound, as a share of it; 0 is proved best."""
+        """How far the makespan is above the lower bound, as a share of it; 0 is proved best."""
         return self.makespan_s / self.bound_s - 1.0 if self.bound_s > 0 else 0.0
 
 
 def place_shards(
     problem: PlacementProblem, *, good_gap: float = 0.005, max_variables: int = 160, max_nodes: int = 200
 ) -> Placement:
-    """Greedy, then local search; then the exact model, unless the gap is good or the model is too large for
-    it.
+    """Place shards greedily, then by local search, then by the exact model.
+
+    The model is left out when the gap is at most `good_gap` already, or when it would have more than `max_variables`
+    variables.
     """
     starts = [place_greedily(problem), place_by_adapter(problem)]
     replica_of = min(
@@ -71,7 +76,7 @@ def place_shards(
 
 
 def as_placed(problem: PlacementProblem, replica_of: NDArray[np.int64]) -> Placement:
-    """How good a placement is that was made by another rule."""
+    """Describe a placement that was made by another rule, with its bound."""
     return _described(problem, replica_of, problem.lower_bound_s(), "dealt out")
 
 
@@ -98,7 +103,7 @@ def place_greedily(problem: PlacementProblem) -> NDArray[np.int64]:
 def place_by_adapter(problem: PlacementProblem) -> NDArray[np.int64]:
     """Fill one replica after the other with shards in order of their adapters, up to the least common end that works.
 
-    Each adapter is then on as few replicas as its work needs; what the others cannot hold falls to the last replica.
+    Each adapter is then on as few replicas as its work needs; the last replica gets what the others cannot hold.
     """
     work_of = problem.work_of_adapters()
     # Heavy adapters first; within one, long shards first.
@@ -119,7 +124,7 @@ def place_by_adapter(problem: PlacementProblem) -> NDArray[np.int64]:
 
 
 def _fill(problem: PlacementProblem, order: NDArray[np.int64], end_s: float) -> NDArray[np.int64]:
-    """Shards in order, to the next replica whenever one would end after `end_s`."""
+    """Give the shards to replicas in order, to the next replica whenever one would end after `end_s`."""
     replica_of = np.zeros(problem.num_shards, np.int64)
     replica, end, present = 0, 0.0, set[int]()
     for shard in order:
@@ -139,10 +144,9 @@ def _added_s(problem: PlacementProblem, shard: int, missing: set[int]) -> float:
 
 
 def improve(problem: PlacementProblem, replica_of: NDArray[np.int64], max_moves: int = 200) -> NDArray[np.int64]:
-    """Local search: while the last replica's end can be lowered by moving one of its shards or swapping it,
-    do.
+    """Improve a placement by local search: move or swap shards of the last replica while that lowers its end.
 
-    At most `max_moves` changes; each looks at the last replica's shards against the eight that end first.
+    At most `max_moves` changes; each looks at the last replica's shards against the eight replicas that end first.
     """
     current = replica_of.copy()
     finish = problem.finish_s(current)
@@ -190,7 +194,7 @@ def _exchanges(
 
 
 def _leaving_s(problem: PlacementProblem, shards: NDArray[np.int64]) -> NDArray[np.float64]:
-    """What each of a replica's shards takes with it: its seconds, and loads that no other shard there needs."""
+    """Seconds that each of a replica's shards would take with it: its own, and loads that no other shard there needs."""
     users = Counter(adapter for shard in shards for adapter in problem.adapters_of[shard])
     loads = [sum(float(problem.load_s[a]) for a in problem.adapters_of[s] if users[a] == 1) for s in shards]
     return np.asarray(problem.shard_s[shards] + np.array(loads))
@@ -199,7 +203,7 @@ def _leaving_s(problem: PlacementProblem, shards: NDArray[np.int64]) -> NDArray[
 def _arriving_s(
     problem: PlacementProblem, shards: NDArray[np.int64], present: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """What each shard would add to a replica that runs the shards `present`."""
+    """Seconds that each shard would add to a replica that runs the shards `present`."""
     there = {adapter for shard in present for adapter in problem.adapters_of[shard]}
     loads = [sum(float(problem.load_s[a]) for a in problem.adapters_of[s] if a not in there) for s in shards]
     return np.asarray(problem.shard_s[shards] + np.array(loads))
@@ -255,11 +259,15 @@ class MakespanModel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacementProblem:
-    """What is to be placed, and on how many replicas. `adapters_of`: per shard, the adapters it needs."""
+    """The shards to place, and the replicas to place them on."""
 
+    #: Seconds of each shard, float64 `[num_shards]`.
     shard_s: NDArray[np.float64]
+    #: Numbers of the adapters that each shard needs.
     adapters_of: tuple[tuple[int, ...], ...]
+    #: Seconds to load each adapter, float64 `[num_adapters]`.
     load_s: NDArray[np.float64]
+    #: Replicas, all of one speed.
     num_replicas: int
 
     @property
@@ -268,19 +276,19 @@ class PlacementProblem:
         return len(self.shard_s)
 
     def end_s(self, shards: NDArray[np.int64]) -> float:
-        """When a replica ends that runs these shards."""
+        """Seconds at which a replica ends that runs these shards."""
         needed = {adapter for shard in shards for adapter in self.adapters_of[shard]}
         return float(self.shard_s[shards].sum()) + sum(float(self.load_s[adapter]) for adapter in sorted(needed))
 
     def finish_s(self, replica_of: NDArray[np.int64]) -> NDArray[np.float64]:
-        """`[num_replicas]`: when each replica ends under a placement."""
+        """Seconds at which each replica ends under a placement, float64 `[num_replicas]`."""
         return np.array([self.end_s(np.flatnonzero(replica_of == replica)) for replica in range(self.num_replicas)])
 
     def lower_bound_s(self) -> float:
-        """No placement ends sooner.
+        """Seconds below which no placement ends.
 
-        The largest shard alone; or all work and all loads spread evenly, where an adapter whose work does not fit
-        into one replica by that time is loaded on as many as it takes. The second is found by bisection.
+        The largest shard alone; or all work and all loads spread evenly, where an adapter whose work does not fit into
+        one replica by that time is loaded on as many as it takes. The second is found by bisection.
         """
         if self.num_shards == 0:
             return 0.0
@@ -298,14 +306,14 @@ class PlacementProblem:
         return low
 
     def work_of_adapters(self) -> NDArray[np.float64]:
-        """`[num_adapters]`: seconds of the shards that need each."""
+        """Seconds of the shards that need each adapter, float64 `[num_adapters]`."""
         work = np.zeros(len(self.load_s))
         for seconds, adapters in zip(self.shard_s, self.adapters_of, strict=True):
             work[list(adapters)] += seconds
         return work
 
     def _may_end_by(self, end_s: float, work_of: NDArray[np.float64]) -> bool:
-        """Necessary for any placement that ends by then."""
+        """Whether a condition holds that is necessary for any placement that ends by `end_s`."""
         used = work_of > 0
         room = end_s - self.load_s[used]
         if (room <= 0).any():

@@ -1,7 +1,7 @@
 """Orders all rows and cuts them into shards, the pieces that become part files.
 
-Rows are ordered adapter-major, then by shared prefix, then longest predicted first. A *wave* is what shards of one
-adapter (or all small adapters) have in common: their mode, chosen from the numbers of all rows before the job
+Rows are ordered adapter-major, then by shared prefix, then longest predicted first. A *wave* is the group of shards of
+one adapter (or of all small adapters). Its shards have one mode, chosen from the numbers of all rows before the job
 starts (`with_merged_waves`). A *shard* is cut where a prefix group ends if that is near. It holds about the same work
 as its neighbours: neither so much that losing it hurts nor so little that its overhead dominates. Shards are numbered
 in dispatch order, longest first.
@@ -26,22 +26,30 @@ ShardMode = Literal["none", "base", "unmerged", "merged", "mixture"]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One part file to be. `mode == "none"`: no row needs an engine. `adapters`: names, without the base
-    model; `adapter_bytes`: of all of them. `replica`: number of the one that opens it, where rows were dealt out before
-    the job (None: any). `adapter_rows`: where they were, rows of each of `adapters`, then those of the base model
-    (empty: not counted). `longest_output_tokens`: of its row that is predicted to generate most.
-    """
+    """A group of rows that becomes one part file."""
 
+    #: Number of the shard in the plan, in dispatch order.
     shard_id: int
+    #: Number of its wave.
     wave_id: int
+    #: Mode in which its rows are planned to run; `none`: no row needs an engine.
     mode: ShardMode
+    #: Names of its adapters, without the base model.
     adapters: tuple[str, ...]
+    #: Rows of the shard.
     num_rows: int
+    #: Tokens of their prompts.
     prompt_tokens: int
+    #: Tokens that they are predicted to generate.
     predicted_output_tokens: int
+    #: Number of the replica that opens it, when rows were dealt out before the job (None: any replica).
     replica: int | None = None
+    #: Rows of each of `adapters`, then those of the base model, when rows were dealt out before the job (empty: not
+    #: counted).
     adapter_rows: tuple[int, ...] = ()
+    #: Predicted output tokens of the row that is predicted to generate most.
     longest_output_tokens: int = 0
+    #: Weight bytes of all its adapters together.
     adapter_bytes: int = 0
 
     @property
@@ -62,14 +70,14 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardPlan:
-    """All rows in order and where the shards are cut.
+    """All rows in order, and where the shards are cut."""
 
-    `row_order`: int64 `[num_rows]`, a permutation of the input rows. `shard_offsets`: int64 `[num_shards +
-    1]`; shard `i` holds `row_order[shard_offsets[i]:shard_offsets[i + 1]]`.
-    """
-
+    #: Row numbers of the input in the order of the plan, int64 `[num_rows]`, a permutation.
     row_order: NDArray[np.int64]
+    #: Offsets into `row_order`, int64 `[num_shards + 1]`: shard `i` holds
+    #: `row_order[shard_offsets[i]:shard_offsets[i + 1]]`.
     shard_offsets: NDArray[np.int64]
+    #: The shards, in dispatch order.
     shards: tuple[Shard, ...]
 
     def rows_of(self, shard_id: int) -> NDArray[np.int64]:
@@ -96,22 +104,22 @@ class ShardPlan:
 
 @dataclass(frozen=True, slots=True)
 class ShardLimits:
-    """How finely a job is cut.
+    """How finely a job is cut into shards."""
 
-    `shards_per_replica`: at least so many shards per replica when rows allow, so that late corrections have
-    something to move and one lost shard costs little. `min_rows`: below this a shard's fixed cost (a task, a
-    file) shows. `max_batches`: a shard's rows, in full batches, unless the whole job would exceed
-    `max_shards`. `prompt_token_weight`: work of one prompt token, one output token being 1.
-    """
-
+    #: Least shards per replica when rows allow, so that late corrections have something to move and one lost shard
+    #: costs little.
     shards_per_replica: int = 16
+    #: Rows below which a shard's fixed cost (a task, a file) shows.
     min_rows: int = 16
+    #: Most rows of a shard, in full batches, unless the whole job would then exceed `max_shards`.
     max_batches: int = 4
+    #: Most shards of a job.
     max_shards: int = 8192
+    #: Work of one prompt token, one output token being 1.
     prompt_token_weight: float = 0.1
 
 
-# Of a shard of the smallest jobs, so that a part holds more than a row.
+# Rows of a shard of the smallest jobs, so that a part holds more than one row.
 _FEW_ROWS = 4
 
 
@@ -126,9 +134,9 @@ def plan_shards(
 ) -> ShardPlan:
     """Order all rows and cut them into shards.
 
-    `batch_rows`: sequences one replica decodes together. `predicted_output_tokens`: per row, by default
-    `max_tokens`. `rows_per_shard`: what a shard of average rows holds, instead of what `limits` make of the
-    job. Zero rows give a plan of zero shards. The same input gives the same plan.
+    `batch_rows`: sequences one replica decodes together. `predicted_output_tokens`: float64 `[num_rows]`, by default
+    `max_tokens`. `rows_per_shard`: number of average rows that a shard holds (None: from `limits` and the size of the
+    job). Zero rows give a plan of zero shards. The same input gives the same plan.
     """
     assert min(batch_rows, num_replicas) >= 1, f"batch_rows={batch_rows}, num_replicas={num_replicas}"
     if workload.num_rows == 0:
@@ -145,7 +153,7 @@ def plan_shards(
 
 
 def shard_rows(num_rows: int, batch_rows: int, num_replicas: int, limits: ShardLimits | None = None) -> int:
-    """Rows a shard of average rows should hold."""
+    """Number of average rows that a shard should hold."""
     limits = limits or ShardLimits()
     wanted = -(-num_rows // (num_replicas * limits.shards_per_replica))
     largest = max(limits.max_batches * batch_rows, -(-num_rows // limits.max_shards))
@@ -156,8 +164,9 @@ def shard_rows(num_rows: int, batch_rows: int, num_replicas: int, limits: ShardL
 
 
 def dispatch_order(shards: Sequence[Shard], limits: ShardLimits | None = None) -> list[int]:
-    """In which order shards that were planned apart should run: most work first, in steps of a quarter of the largest;
-    those that need no engine last.
+    """Order in which shards that were planned apart should run.
+
+    Most work comes first, in steps of a quarter of the largest; shards that need no engine come last.
     """
     weight = (limits or ShardLimits()).prompt_token_weight
     work = np.array([s.predicted_output_tokens + weight * s.prompt_tokens if s.has_engine_work else 0 for s in shards])
@@ -225,9 +234,7 @@ def _cut_shards(
     target_rows: int,
     limits: ShardLimits,
 ) -> NDArray[np.int64]:
-    """Offsets `[num_shards + 1]` into the ordered rows: equal work within a wave, at most `2 * target_rows`
-    rows.
-    """
+    """Offsets `[num_shards + 1]` into the ordered rows: equal work within a wave, at most `2 * target_rows` rows."""
     num_rows = len(wave)
     starts = np.flatnonzero(np.concatenate([[True], wave[1:] != wave[:-1]]))
     target_work = work.sum() * target_rows / max(num_rows, 1)
@@ -254,9 +261,7 @@ def _at_prefix_end(cut: int, previous: int, end: int, prefix: NDArray[np.uint64]
 
 
 def _limited(previous: int, cut: int, max_rows: int) -> list[int]:
-    """Cuts after `previous` up to `cut`, none more than `max_rows` apart; empty when there is nothing
-    between.
-    """
+    """Cuts after `previous` up to `cut`, none more than `max_rows` apart; empty when there is nothing between."""
     pieces = -(-(cut - previous) // max_rows)
     return [previous + (cut - previous) * (piece + 1) // pieces for piece in range(pieces)]
 
@@ -314,8 +319,10 @@ def dealt_shards(
     predicted_output_tokens: NDArray[np.float64],
     mode: ShardMode,
 ) -> ShardPlan:
-    """Cut rows that were dealt out to replicas: each one's in input order, so many to a shard. Rows without engine work
-    are for any replica. `replica_of` int64 `[num_rows]`. `mode`: of shards with adapters.
+    """Cut rows that were dealt out to replicas into shards of `rows_per_shard` rows, each replica's in input order.
+
+    Rows without engine work are for any replica. `replica_of` int64 `[num_rows]`: replica of each row. `mode`: of
+    shards with adapters.
     """
     in_order = workload.input_order
     owner = np.where(workload.max_tokens > 0, replica_of, num_replicas)[in_order]
@@ -342,8 +349,9 @@ def dealt_shards(
 
 
 def with_whole_groups(plan: ShardPlan, workload: Workload, output: NDArray[np.float64]) -> ShardPlan:
-    """The same plan, where each group of rows is in the shard of its first row, side by side and in their order.
-    `output`: tokens that rows are predicted to generate.
+    """Put each group of rows into the shard of its first row, side by side and in their order.
+
+    `output`: tokens that rows are predicted to generate, `[num_rows]`.
     """
     if workload.groups is None or workload.num_rows == 0:
         return plan
@@ -379,7 +387,7 @@ def _adapter_rows(workload: Workload, rows: NDArray[np.int64]) -> tuple[int, ...
 def with_merged_waves(
     plan: ShardPlan, workload: Workload, cost: CostModel, *, batch_rows: int, num_replicas: int
 ) -> ShardPlan:
-    """The same plan, waves of one adapter that run sooner merged marked so. Rows and order are untouched."""
+    """Mark the waves of one adapter that run sooner merged as `merged`. Rows and order are untouched."""
     ranks = {adapter.name: adapter.rank for adapter in workload.adapters}
     waves: dict[int, list[Shard]] = {}
     for shard in plan.shards:
@@ -396,7 +404,7 @@ def with_merged_waves(
 
 
 def pays_to_merge(shards: Sequence[Shard], rank: int, cost: CostModel, *, batch_rows: int, num_replicas: int) -> bool:
-    """Whether a wave of one adapter gains more than its switches cost (there and back, on each replica it uses).
+    """Whether a wave of one adapter gains more than its switches cost (to merged and back, on each replica it uses).
 
     It must fill a batch twice over: a homogeneous batch that is too small loses more than an adapter costs (dLoRA
     section 4.1).
