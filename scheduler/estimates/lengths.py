@@ -18,16 +18,16 @@ from numpy.typing import NDArray
 PRIOR_SHARE = 0.5
 #: Finished rows of an adapter from which their mean counts for more than what was planned.
 MIN_FINISHED_ROWS = 8
-# The first rows to finish are short ones: the prior counts like so many finished rows.
+# The prior counts like this many finished rows: the first rows to finish are short ones.
 _PRIOR_ROWS = 16
 # Bounds of length classes are powers of 2 ** (1 / _CLASSES_PER_OCTAVE).
 _CLASSES_PER_OCTAVE = 4
 _NUM_CLASSES = 1 + 24 * _CLASSES_PER_OCTAVE
 # Rows of all lengths alike that are added to those that have finished, in a distribution of lengths.
 _SPREAD_ROWS = 2.0
-# Finished rows from which it is about half as far from the longest of them to the limit for others.
+# Finished rows at which no other row is taken to be longer than halfway from the longest of them to `max_tokens`.
 _FEW_ROWS = 32.0
-# Rows of earlier jobs, in all, that say as much of answers as a guess does.
+# Rows of earlier jobs, in all, that say as much of answers as a guess.
 _FEW_ANSWERS = 2.0
 # Rows of the mean of all that are added to those of each class of prompts.
 _CLASS_PRIOR_ROWS = 8
@@ -40,7 +40,7 @@ def length_class(output_tokens: float) -> int:
 
 
 def expected_tokens(max_tokens: NDArray[np.int32], share: float = PRIOR_SHARE) -> NDArray[np.float64]:
-    """Output tokens of rows of which nothing else is known, float64 `[num_rows]`; 0 where `max_tokens` is 0."""
+    """Expected output tokens of rows of which nothing else is known, float64 `[num_rows]`; 0 where `max_tokens` is 0."""
     assert 0 < share <= 1, f"share={share}"
     return np.where(max_tokens > 0, np.maximum(1.0, share * max_tokens.astype(np.float64)), 0.0)
 
@@ -50,8 +50,8 @@ def tokens_to_hold(
 ) -> NDArray[np.int64]:
     """Tokens for which rows take memory when they enter, where they may take more later, int64 `[num_rows]`.
 
-    `expected`: of whole answers. A row that has outlived that is taken to generate half as much again. The last token
-    of a row is never read back.
+    `expected`: tokens of whole answers. A row that has outlived its expectation is taken to generate half as much
+    again. The last token of a row is never read back.
     """
     left = np.maximum(expected - generated_tokens, np.maximum(1.0, expected / 2))
     answer = np.minimum(generated_tokens + np.ceil(left).astype(np.int64), max_tokens)
@@ -61,10 +61,10 @@ def tokens_to_hold(
 
 @dataclass(frozen=True, slots=True)
 class AnswerLengths:
-    """Lengths of answers that earlier jobs have had. `classes`: by length class, the rows that ended by themselves,
-    those that their `max_tokens` ended, and the output tokens of both.
-    """
+    """Lengths of the answers of earlier jobs."""
 
+    #: By length class: rows that ended by themselves, rows that their `max_tokens` ended, and the output tokens of
+    #: both.
     classes: Mapping[int, tuple[float, float, float]]
 
     @classmethod
@@ -79,16 +79,16 @@ class AnswerLengths:
 
     @property
     def num_rows(self) -> float:
-        """Of all lengths."""
+        """Rows of all length classes together."""
         return sum(ended + cut for ended, cut, _ in self.classes.values())
 
     def to_json(self) -> list[tuple[float, ...]]:
-        """As stored: number of each class, and its counts."""
+        """JSON-ready form: the number of each class, followed by its counts."""
         return [(number, *counts) for number, counts in self.classes.items()]
 
     @classmethod
     def from_json(cls, raw: Iterable[Sequence[float]]) -> AnswerLengths:
-        """What `to_json` gave. Raises ValueError, TypeError."""
+        """The lengths that `to_json` wrote. Raises ValueError or TypeError when `raw` is not of that form."""
         classes: dict[int, tuple[float, float, float]] = {}
         for number, ended, cut, tokens in raw:
             in_order = number == int(number) and max(classes, default=-1) < number < _NUM_CLASSES
@@ -129,9 +129,10 @@ class AnswerLengths:
         return np.where(number < len(tokens), tokens[np.minimum(number, len(tokens) - 1)], longer)
 
     def _shares(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Lengths, ascending, and the shares of rows that end there by themselves (Kaplan-Meier: a row that was cut
-        counts among those that might have ended); float64 `[num_lengths]`. Rows that the shares leave to 1 are longer
-        than all of them, any length up to `max_tokens` alike.
+        """Lengths, ascending, and the shares of rows that end there by themselves, both float64 `[num_lengths]`.
+
+        Kaplan-Meier: a row that was cut counts among those that might have ended. The rows that the shares leave to 1
+        are longer than all these lengths: any length up to `max_tokens` alike.
         """
         ended, cut, tokens = np.array(list(self.classes.values())).T
         at_risk = (ended + cut)[::-1].cumsum()[::-1]
@@ -147,16 +148,18 @@ def _sum(one: tuple[float, float, float], other: tuple[float, float, float]) -> 
 
 
 class AnswerModel:
-    """How long answers are expected to be: any length around a share of `max_tokens` alike, or as in earlier jobs where
-    these have had the adapter. A few rows of all such adapters are added to its own.
+    """Expected lengths of a job's answers, before it runs.
+
+    An answer may have any length around a share of `max_tokens` alike or, when earlier jobs have had its adapter, a
+    length as in those. A few rows of all such adapters are added to an adapter's own.
     """
 
     def __init__(self, length_share: float, earlier: Sequence[AnswerLengths | None]) -> None:
-        """`earlier`: of each adapter, the base model's last; None where there was none."""
+        """`earlier`: lengths of each adapter in earlier jobs, the base model's last; None for an adapter without any."""
         self._length_share = length_share
         had = [lengths for lengths in earlier if lengths is not None]
         num_rows = sum(lengths.num_rows for lengths in had)
-        # Of answers, those that may have any length although earlier jobs have had their adapter.
+        # Share of answers that may have any length although earlier jobs have had their adapter.
         self._guessed = (_FEW_ANSWERS / (_FEW_ANSWERS + num_rows)) ** 2
         pooled = AnswerLengths.joined(had).scaled(_PRIOR_ROWS / max(1.0, num_rows))
         self._earlier = [None if lengths is None else AnswerLengths.joined([lengths, pooled]) for lengths in earlier]
@@ -222,7 +225,7 @@ class LengthEstimator:
         # By length class: rows of any adapter that have finished, and their output tokens.
         self._rows = np.zeros(_NUM_CLASSES)
         self._tokens = np.zeros(_NUM_CLASSES)
-        # The same of earlier jobs, a few.
+        # By length class: rows of earlier jobs, scaled to a few (`had`).
         self._earlier_rows = np.zeros(_NUM_CLASSES)
 
     @classmethod
@@ -233,16 +236,16 @@ class LengthEstimator:
         return lengths
 
     def asked(self, max_tokens: int, num_rows: int = 1, prompt_tokens: int = 0) -> None:
-        """Take in rows to be run. `max_tokens`: what all of them together may generate; `prompt_tokens`: of their
-        prompts.
-        """
+        """Take in rows to be run. `max_tokens`, `prompt_tokens`: sums over all of them."""
         self._asked_rows += num_rows
         self._asked_tokens += max_tokens
         self._prompt_tokens += prompt_tokens
 
     def finished(self, output_tokens: int, num_rows: int = 1, adapter: str = "", reused_tokens: int = 0) -> None:
-        """Take in finished rows of one adapter and about the same length. `output_tokens`: what all of them together
-        have generated; `reused_tokens`: of their prompts, what another row had computed.
+        """Take in finished rows of one adapter and about the same length.
+
+        `output_tokens`: sum of the tokens that they have generated. `reused_tokens`: sum of their prompt tokens that
+        another row had computed.
         """
         self._reused_tokens += reused_tokens
         if num_rows:
@@ -255,8 +258,9 @@ class LengthEstimator:
         self._finished[adapter] = (rows + num_rows, tokens + output_tokens)
 
     def had(self, earlier: AnswerLengths, share: float) -> None:
-        """Take in the lengths of an adapter's answers in earlier jobs, for `distribution`. `share`: its rows, of all
-        rows.
+        """Take in the lengths of an adapter's answers in earlier jobs, for `distribution`.
+
+        `share`: the adapter's rows, as a share of all rows.
         """
         for number, (ended, cut, _) in earlier.classes.items():
             self._earlier_rows[number] += share * _PRIOR_ROWS * (ended + cut) / earlier.num_rows
@@ -278,7 +282,7 @@ class LengthEstimator:
         return tokens / rows if rows >= MIN_FINISHED_ROWS else None
 
     def measured_together(self, adapters: Sequence[str]) -> float | None:
-        """Mean of what was measured of these adapters (none: of the base model); None while nothing was."""
+        """Mean of the measured lengths of these adapters (none: of the base model); None while there is none."""
         means = [mean for name in adapters or ("",) if (mean := self.measured(name)) is not None]
         return sum(means) / len(means) if means else None
 
@@ -295,8 +299,10 @@ class LengthEstimator:
     def distribution(
         self, num_running: int, generated_tokens: float, max_tokens: float, num_steps: float = math.inf
     ) -> LengthDistribution:
-        """Of lengths of rows of any adapter. `num_running`: rows that have generated `generated_tokens` each so far, on
-        average, and `num_steps` at most. `max_tokens`: what a row may generate; more where rows have generated more.
+        """Distribution of the lengths of rows of any adapter.
+
+        `num_running`: rows that have generated `generated_tokens` each so far, on average, and `num_steps` at most.
+        `max_tokens`: most tokens that a row may generate; raised where rows have generated more.
         """
         finished = self._rows + self._earlier_rows
         longest = 2.0 ** ((np.flatnonzero(finished).max(initial=0) + 1) / _CLASSES_PER_OCTAVE)
@@ -307,10 +313,10 @@ class LengthEstimator:
         return LengthDistribution.of(finished, num_running, ages, max(limit, 1.2 * oldest))
 
     def left(self, generated_tokens: float, max_tokens: float) -> float:
-        """Expected tokens that a row still has to generate after so many, E[L - t | L > t].
+        """Expected tokens that a row still has to generate after its first `generated_tokens`, E[L - t | L > t].
 
-        A few rows of any length up to `max_tokens` are added to those that have finished: what finishes first is short.
-        The longer a row has run, the longer it runs on, where lengths are long-tailed.
+        A few rows of any length up to `max_tokens` are added to those that have finished, because short rows finish
+        first. The longer a row has run, the longer it runs on, where lengths are long-tailed.
         """
         number = length_class(generated_tokens)
         rows = self._rows[number + 1 :].sum() + self._rows[number] / 2
@@ -323,24 +329,26 @@ class LengthEstimator:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthDistribution:
-    """Share of rows that generate more than so many tokens: the Kaplan-Meier estimator (Nonparametric Estimation from
-    Incomplete Observations, 1958), in which rows that still run count as long as they have run. What finishes first is
-    short, so that the mean of finished rows alone is too small.
+    """Share of rows that generate more than a given number of tokens.
 
-    `tokens`: float64 `[num_points]`, ascending from 0; `share_above`: float64 `[num_points]`, from 1 down to 0, linear
-    in between.
+    It is the Kaplan-Meier estimator (Nonparametric Estimation from Incomplete Observations, 1958), in which rows that
+    still run count as long as they have run. Short rows finish first, so that the mean of finished rows alone is too
+    small.
     """
 
+    #: Lengths, float64 `[num_points]`, ascending from 0.
     tokens: NDArray[np.float64]
+    #: Share of rows above each length, float64 `[num_points]`, from 1 down to 0, linear in between.
     share_above: NDArray[np.float64]
 
     @classmethod
     def of(
         cls, finished: NDArray[np.float64], num_running: int, ages: tuple[float, float], max_tokens: float
     ) -> LengthDistribution:
-        """From finished rows by length class, and running ones. `ages`: least and most tokens that these have
-        generated; they are taken to be spread evenly in between. Two rows of any length up to `max_tokens` alike are
-        added; no row is longer than that.
+        """Estimate the distribution from finished rows by length class, and running ones.
+
+        `ages`: least and most tokens that running rows have generated; they are taken to be spread evenly in between.
+        Two rows of any length up to `max_tokens` alike are added; no row is longer than that.
         """
         ends = np.minimum(2.0 ** (np.arange(1, _NUM_CLASSES + 1) / _CLASSES_PER_OCTAVE), max_tokens)
         starts = np.concatenate([[0.0], ends[:-1]])
@@ -354,10 +362,12 @@ class LengthDistribution:
 
     @classmethod
     def of_groups(cls, groups: Iterable[tuple[float, float, float]]) -> LengthDistribution:
-        """From what is known of groups of rows: their number, mean and longest length. Of a group a share of
-        (1 - x / longest) ** (longest / mean - 1) is taken to be longer than x, whose mean is that.
+        """Guess the distribution from groups of rows: the number, mean length and longest length of each.
+
+        A share of (1 - x / longest) ** (longest / mean - 1) of a group's rows is taken to be longer than x; its mean is
+        the group's.
         """
-        # Of no rows: a row of one token.
+        # Without groups: one row of one token.
         num_rows, mean, longest = np.array(list(groups) or [(1.0, 1.0, 1.0)]).T
         mean = np.maximum(mean, 1.0)
         longest = np.maximum(longest, mean)
@@ -368,7 +378,7 @@ class LengthDistribution:
         return cls(tokens, shares @ num_rows / num_rows.sum())
 
     def left(self, generated_tokens: float = 0.0) -> float:
-        """Expected tokens that a row still generates after so many, E[L - t | L > t]; at least 1."""
+        """Expected tokens that a row still generates after its first `generated_tokens`, E[L - t | L > t]; at least 1."""
         share = self._above(generated_tokens)
         if share <= 0:
             return 1.0
@@ -378,10 +388,10 @@ class LengthDistribution:
         return max(1.0, float(_areas(tokens, shares).sum()) / share)
 
     def steps_left(self, num_running: float, generated_tokens: float, num_waiting: float, num_places: float) -> float:
-        """Forward passes until the last of these rows has ended: so many that half a row is expected to end later.
+        """Forward passes until the last of these rows has ended: the number after which half a row is expected to end.
 
-        `generated_tokens`: of each running row, so far. Waiting rows begin one after the other while all `num_places`
-        are taken, evenly until the last one begins.
+        `generated_tokens`: tokens of each running row so far. Waiting rows begin one after the other while all
+        `num_places` are taken, evenly until the last one begins.
         """
         left = self.left(generated_tokens)
         tokens = num_running * left + num_waiting * self.left()
@@ -390,9 +400,9 @@ class LengthDistribution:
         sums = np.concatenate([[0.0], _areas(self.tokens, self.share_above).cumsum()])
 
         def later(steps: float) -> float:
-            """Rows that end after so many steps."""
+            """Rows that are expected to end after `steps` passes."""
             began = np.interp([steps - last_begins, steps], self.tokens, sums)
-            # None that has not begun has ended.
+            # A row that has not begun has not ended.
             not_begun = max(0.0, last_begins - steps)
             waiting = self._above(steps) if not last_begins else (not_begun + began[1] - began[0]) / last_begins
             return running * self._above(generated_tokens + steps) + num_waiting * float(waiting)
@@ -408,7 +418,7 @@ class LengthDistribution:
 
 
 def _areas(tokens: NDArray[np.float64], shares: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Under the line between each two points."""
+    """Area under the line between each two neighbouring points."""
     return (shares[1:] + shares[:-1]) / 2 * np.diff(tokens)
 
 
@@ -416,8 +426,8 @@ class LengthsByPrompt:
     """Expected output tokens of rows by the length of their prompts, learned from the rows that one engine finishes.
 
     In a trace of conversations the length of a prompt explains 72 % of the variance of the answers' lengths, and not by
-    any simple curve; hence classes, a quarter of an octave wide. In the mean of a class rows that still run count with
-    what they have generated so far, and a few rows of the mean of all classes are added to it.
+    any simple curve; hence classes, a quarter of an octave wide. Rows that still run add what they have generated so
+    far to the mean of their class. A few rows of the mean of all classes are added to each class.
     """
 
     def __init__(self) -> None:
@@ -437,9 +447,10 @@ class LengthsByPrompt:
         running_prompt: Integers,
         running_tokens: Integers,
     ) -> NDArray[np.float64] | None:
-        """Of rows with these prompts and limits, float64 `[num_rows]`; None before any row has finished.
+        """Expected output tokens of rows with these prompts and limits, float64 `[num_rows]`; None before any row has
+        finished.
 
-        `running_prompt`, `running_tokens`: prompts of running rows and what each has generated, `[num_running]`.
+        `running_prompt`, `running_tokens`: prompt tokens and generated tokens of each running row, `[num_running]`.
         """
         num_finished = self._rows.sum()
         if not num_finished:

@@ -19,29 +19,32 @@ from .step_costs import prices
 
 # Seconds of steps after which earlier ones count half.
 _HALF_LIFE_S = 20.0
-# A replica's own steps count for as much as all others' once they have taken so long. Not: once they should have, for a
-# cost model that was guessed may be wrong by orders of magnitude.
+# Seconds of a replica's own steps after which they count for as much as those of all replicas. Measured seconds, not
+# predicted ones: a cost model that was guessed may be wrong by orders of magnitude.
 _PRIOR_S = 0.5
-# A step with prompts should not take longer: rows join and leave between steps only.
+# Most seconds that a step with prompts should take: rows join and leave between steps only.
 _STEP_S = 1.0
-# Tokens of a step that are never too many: with fewer, too much of it is reading weights. The first has no more.
+# Tokens that a step may always hold: with fewer, too much of it is reading weights. The first step holds no more.
 _LEAST_STEP_TOKENS = 256
-# Replicas are compared again when one of so many has reported.
+# Replicas are compared again after one report for this many of them.
 _COMPARED_PART = 16
-# Replicas that differ by less are taken to be alike: what a row costs varies as much.
+# Replicas whose slowness differs by less than this factor are taken to be alike: what a row costs varies as much.
 _ALIKE = 1.15
 
 
 @dataclass(slots=True)
 class _Steps:
-    """Of one replica: its totals in the last report, with the seconds predicted for all of them; and seconds of its
-    steps, as they were and as predicted, later ones with more weight.
-    """
+    """Steps of one replica, measured and predicted."""
 
+    #: Seconds that all steps of its engine took, by the last report.
     engine_s: float = 0.0
+    #: Steps of its engine, by the last report.
     num_steps: float = 0.0
+    #: Seconds predicted for all these steps.
     all_predicted_s: float = 0.0
+    #: Seconds that its steps took, later ones with more weight.
     taken_s: float = 0.0
+    #: Seconds predicted for its steps, with the weights of `taken_s`.
     predicted_s: float = 0.0
 
 
@@ -55,7 +58,7 @@ class MeanRow:
 
 
 def mean_row(shards: Sequence[Shard]) -> MeanRow:
-    """Of all rows of these shards."""
+    """Mean row of these shards, among those that need an engine."""
     num_rows = sum(shard.num_rows for shard in shards if shard.has_engine_work)
     prompt = sum(shard.prompt_tokens for shard in shards if shard.has_engine_work)
     output = sum(shard.predicted_output_tokens for shard in shards if shard.has_engine_work)
@@ -64,18 +67,20 @@ def mean_row(shards: Sequence[Shard]) -> MeanRow:
 
 @dataclass(frozen=True, slots=True)
 class RelativePaces:
-    """Replicas beside each other. `fastest`: the least slowness; `factors`: slowness over it, 1 for those about as
-    fast; `speed`: of all together, in fastest replicas.
-    """
+    """Paces of replicas beside each other."""
 
+    #: Least slowness of a replica.
     fastest: float
+    #: Slowness of each replica over the least, 1 for those about as fast.
     factors: Mapping[str, float]
+    #: Speed of all replicas together, in fastest replicas.
     speed: float
 
 
 class PaceEstimator:
-    """Slowness of replicas: how many times as long their steps take as `cost` says. 1 while nothing is known, and for
-    ever without a cost model.
+    """Slowness of replicas: how many times as long their steps take as `cost` says.
+
+    It is 1 while nothing is known, and for ever without a cost model.
     """
 
     def __init__(self, cost: CostModel | None, row: MeanRow) -> None:
@@ -83,7 +88,7 @@ class PaceEstimator:
         self._prices = None if cost is None else prices(cost)
         self._row = row
         self._steps: dict[str, _Steps] = {}
-        # Of all replicas together: seconds of steps, as they were and as predicted.
+        # Sums over all replicas of `taken_s` and of `predicted_s`.
         self._taken_s, self._predicted_s = 0.0, 0.0
         # The last comparison, and the reports since.
         self._compared: RelativePaces | None = None
@@ -124,7 +129,7 @@ class PaceEstimator:
         return self._cost is None or (steps is not None and steps.taken_s >= _PRIOR_S)
 
     def slowness(self, replica_id: str) -> float:
-        """Seconds per predicted second of its steps; as of all others while it has hardly worked."""
+        """Seconds of a replica's steps per predicted second; while it has hardly worked, the mean of all replicas."""
         steps, mean = self._steps.get(replica_id), self._mean()
         if steps is None or steps.predicted_s <= 0:
             return mean
@@ -132,8 +137,10 @@ class PaceEstimator:
         return own * steps.taken_s / steps.predicted_s + (1 - own) * mean
 
     def compare(self, replica_ids: Set[str]) -> RelativePaces:
-        """These replicas beside each other. Made anew when a sixteenth of them has reported, so that an event costs the
-        same on a large cluster.
+        """Paces of these replicas beside each other.
+
+        They are computed anew when a sixteenth of the replicas has reported, so that an event costs the same on a large
+        cluster.
         """
         found = self._compared
         if (
@@ -153,12 +160,14 @@ class PaceEstimator:
 
     @property
     def _context_tokens(self) -> float:
-        """That a row reads in a decode step, on average."""
+        """KV slots that a row reads in a decode step, on average."""
         return self._row.prompt_tokens + self._row.output_tokens / 2
 
     def row_seconds(self, output_tokens: float, batch_rows: int) -> tuple[float, float]:
-        """Predicted seconds of a row of so many tokens: its share of a replica whose batch is full, and from its
-        admission to its end. 0 without a cost model.
+        """Predicted seconds of a row that generates `output_tokens`; 0 without a cost model.
+
+        The first number is the row's share of a replica whose batch is full, the second the time from its admission to
+        its end.
         """
         if self._cost is None:
             return 0.0, 0.0
@@ -170,8 +179,8 @@ class PaceEstimator:
         """By shard with engine work: seconds of its rows over those of as many mean rows of the job. 1 without a cost
         model.
 
-        Where the loads of several adapters take longer than the rows, they count instead. A replica finds the adapter
-        of other shards in its memory, most of the time.
+        If the loads of a shard's several adapters take longer than its rows, they count instead. A shard of one adapter
+        mostly finds it in its replica's memory.
         """
         shards = [shard for shard in shards if shard.has_engine_work]
         each_s, _ = self.row_seconds(self._row.output_tokens, batch_rows)
@@ -191,15 +200,16 @@ class PaceEstimator:
 
 
 class StepBudget:
-    """Tokens that the next step of one engine may hold: as many as take it about a second by its last full steps."""
+    """Most tokens that the next step of one engine may hold: those that take about a second, by its last full steps."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self.tokens = min(max_tokens, _LEAST_STEP_TOKENS)
 
     def took(self, num_tokens: int, max_tokens: int, seconds: float) -> None:
-        """Take in a step of `num_tokens` that might have held `max_tokens`, which `tokens` was when it was launched. A
-        step that held less says nothing.
+        """Take in a step of `num_tokens` tokens. A step that held less than it might says nothing.
+
+        `max_tokens`: tokens that it might have held, the value of `tokens` when it was launched.
         """
         if num_tokens >= max_tokens:
             wanted = max_tokens * min(2.0, _STEP_S / max(seconds, 1e-9))

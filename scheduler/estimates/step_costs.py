@@ -18,8 +18,8 @@ from ..messages import StepTotals
 _MAX_SPANS = 512
 # Shorter spans wait for the next report.
 _LEAST_SPAN_S = 0.2
-# A coefficient that is wrong by half, beside the factor by which all are wrong, is as likely as a second of steps that
-# is missed by a tenth: 0.5 ** 2 * 0.04 == 0.1 ** 2.
+# Weight of the assumed model. A coefficient that is wrong by half, beside the factor by which all are wrong, is as
+# likely as a second of steps that is missed by a tenth: 0.5 ** 2 * 0.04 == 0.1 ** 2.
 _TRUST_S = 0.04
 # Seconds of steps from which the measured model is better than what was assumed.
 _LEAST_S = 1.0
@@ -27,18 +27,20 @@ _LEAST_S = 1.0
 
 @dataclass(slots=True)
 class _Replica:
-    """Of one replica: totals and seconds of its engine in its last report, and sums over all of its engines since the
-    first report.
-    """
+    """Reported steps of one replica; arrays are in the order of `StepTotals`."""
 
+    #: Totals of its engine in the last report that was counted, float64 `[13]`.
     totals: NDArray[np.float64]
+    #: Seconds of the steps in `totals`.
     seconds: float
+    #: Work of all of its engines since the first report, float64 `[13]`.
     all_totals: NDArray[np.float64]
+    #: Seconds of the steps in `all_totals`.
     all_s: float = 0.0
 
 
 class StepCosts:
-    """What steps did and took, by replica. `assumed`: the model of the plan."""
+    """Work and seconds of the steps of each replica, as reported. `assumed`: the cost model of the plan."""
 
     def __init__(self, assumed: CostModel) -> None:
         self._assumed = assumed
@@ -47,9 +49,10 @@ class StepCosts:
         self._span_s: list[float] = []
 
     def reported(self, replica_id: str, totals: StepTotals, seconds: float) -> None:
-        """Take in a report. `seconds`: that the steps took, without merges and waits for adapters. What an engine did
-        before its first report was for others. Totals that have become smaller are those of an engine that was started
-        again.
+        """Take in a report. `seconds`: of the steps, without merges and waits for adapters.
+
+        Steps before an engine's first report were for others and do not count. Totals that have become smaller are
+        those of an engine that was started again.
         """
         now = np.array(astuple(totals), dtype=np.float64)
         nothing = np.zeros_like(now)
@@ -71,7 +74,7 @@ class StepCosts:
 
     @property
     def seconds(self) -> float:
-        """Of all steps that were reported."""
+        """Seconds of all steps that were reported."""
         return sum(replica.all_s for replica in self._replicas.values())
 
     @property
@@ -80,8 +83,10 @@ class StepCosts:
         return self.seconds >= _LEAST_S
 
     def measured(self) -> CostModel:
-        """The assumed model, corrected by what the steps took: by one factor for all coefficients and, as far as the
-        equations tell them apart, by one for each. Bayesian linear regression with non-negative coefficients.
+        """The assumed model, corrected by what the steps took.
+
+        One factor corrects all coefficients and, as far as the equations tell them apart, one each of them. Bayesian
+        linear regression with non-negative coefficients.
         """
         if not self.is_known:
             return self._assumed
@@ -101,7 +106,7 @@ class StepCosts:
         return replace(self._assumed, **named, fit_r_squared=None)
 
     def slowness(self, cost: CostModel) -> dict[str, float]:
-        """Of each replica that has worked: seconds that its steps took over what a model says for them."""
+        """By replica that has worked: seconds that its steps took over those that `cost` says."""
         prices = coefficients(cost)
         return {
             name: replica.all_s / float(prices @ _paid(replica.all_totals))
@@ -110,7 +115,7 @@ class StepCosts:
         }
 
     def total(self) -> StepTotals:
-        """Of all replicas."""
+        """Totals of all replicas together."""
         counts = sum((replica.all_totals for replica in self._replicas.values()), np.zeros(len(fields(StepTotals))))
         return StepTotals(*counts.tolist())
 

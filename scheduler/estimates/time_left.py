@@ -19,21 +19,24 @@ _GUESSED_COST, _KNOWN_COST, _MEASURED_COST = 0.5, 0.15, 0.1
 _WHOLE = 0.05
 # By how much answers of which nothing is known are shorter or longer than half of `max_tokens`; most are shorter.
 _SHORTER, _LONGER = 1.5, 0.3
-# A range is so many standard deviations to both sides, and the time between two reports.
+# A range extends by these standard deviations to both sides, and by the seconds between two reports.
 _DEVIATIONS = 1.3
 _REPORT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Tokens of some rows. `guessed_tokens`: of those to be generated, the ones whose number nothing says. `num_steps`:
-    forward passes of each engine until the last row has ended.
-    """
+    """Work of engines for some rows."""
 
+    #: Rows.
     num_rows: float = 0.0
+    #: Tokens of their prompts.
     prompt_tokens: float = 0.0
+    #: Tokens to be generated.
     output_tokens: float = 0.0
+    #: Tokens among `output_tokens` of answers whose lengths are mere guesses.
     guessed_tokens: float = 0.0
+    #: Forward passes of each engine until the last row has ended.
     num_steps: float = 0.0
 
 
@@ -48,22 +51,27 @@ class TimeLeft:
 
 @dataclass(frozen=True, slots=True)
 class PlannedJob:
-    """What a plan says. `work`: of all rows. `cost`: with which it was predicted for so many replicas. `is_guess`: the
-    costs were not measured on this machine.
-    """
+    """A job as its plan predicts it."""
 
+    #: Seconds of the whole job.
     predicted_s: float
+    #: Work of all rows.
     work: Work
+    #: Costs with which the seconds were predicted.
     cost: CostModel
+    #: Replicas for which they were predicted.
     num_replicas: int
+    #: Whether the costs were not measured on this machine.
     is_guess: bool
 
     def time_left(
         self, left: Work, done: Work, elapsed_s: float, slowness: Sequence[float], measured: CostModel | None
     ) -> TimeLeft:
-        """At one time. `left`: rows that have no answer yet, less what was computed for them. `done`: what engines have
-        computed in `elapsed_s`. `measured`: what steps cost (None: too few were seen). `slowness`: of the replicas that
-        are there, over `measured` or the plan's costs.
+        """Estimate the time left at one moment of the job.
+
+        `left`: work of rows that have no answer yet, less what was computed for them. `done`: work that engines have
+        computed in `elapsed_s`. `slowness`: of each replica that is there, over `measured` or the plan's costs.
+        `measured`: costs of steps as measured (None: too few steps were seen).
         """
         if self.work.num_rows <= 0 or left.num_rows <= 0 or self.predicted_s <= 0:
             return TimeLeft(0.0, 0.0, 0.0)
