@@ -105,7 +105,7 @@ def batcher(
 def figure_10_and_14(lengths: Lengths, num_rows: int, seed: int) -> list[Figure]:
     """One replica, 8 adapters: dynamic batching against both strawmen over skew, and against S-LoRA."""
     points = (0.0, 1.0, 3.0)
-    # What S-LoRA's kernels cost there is not printed: as much as dLoRA's own, or 25 % of the base computation.
+    # The paper does not print the cost of S-LoRA's kernels: here that of dLoRA's own, or 25 % of the base computation.
     cheap = replace(COST, lora_step_s=COST.lora_step_s * 0.25 / 0.389, rank_token_s=COST.rank_token_s * 0.25 / 0.389)
     runs: dict[str, tuple[CostModel, Callable[[], Batcher]]] = {
         "dLoRA": (COST, lambda: batcher(8)),

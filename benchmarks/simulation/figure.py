@@ -14,33 +14,41 @@ _T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One comparison the paper makes: `worse` over `better` reaches `paper` (None: an ordering only).
+    """One comparison of two policies: the metric's ratio of `worse` over `better` reaches `paper`."""
 
-    `higher_is_better` turns the ratio round (throughput). `least`: where the better policy's value is below it at some
-    seed, the point gives no ratio. `is_parity`: the claim is that the two are equal.
-    """
-
+    #: Policy that is claimed to be better.
     better: str
+    #: Policy with which it is compared.
     worse: str
+    #: Ratio as the paper prints it, `ordering` where it gives an order only, `-` or empty where it gives neither.
     paper: str
+    #: Metric that is compared, a key of `Figure.values`.
     metric: str
+    #: Whether higher values are better, as of throughput; the ratio is then `better` over `worse`.
     higher_is_better: bool = False
+    #: Least value of the better policy; a point with a smaller one at some seed gives no ratio.
     least: float = 0.0
+    #: Whether the claim is that the two are equal.
     is_parity: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One seed's. `values[metric][policy]`: one number per point of `points`."""
+    """One figure of a paper, repeated with one seed."""
 
+    #: Paper, number of the figure, and what was changed, if anything.
     name: str
+    #: Name of the quantity that is varied.
     x_label: str
+    #: Values of this quantity.
     points: tuple[float, ...]
+    #: Metric -> policy -> one number per point.
     values: dict[str, dict[str, list[float]]]
+    #: Comparisons of policies in this figure.
     claims: tuple[Claim, ...] = ()
 
     def at(self, points: Sequence[float]) -> Figure:
-        """The same at these points."""
+        """The figure with no other points than `points`, which it must have."""
         kept = [self.points.index(point) for point in points]
         values = {
             metric: {policy: [numbers[i] for i in kept] for policy, numbers in of_policy.items()}
@@ -106,7 +114,7 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """Of the whole. A claim of parity holds unless the interval lies below 1."""
+        """Verdict on `whole`: yes, same, no, or no ratio. A claim of parity holds unless the interval is below 1."""
         if self.whole is None:
             return "no ratio"
         if self.claim.is_parity:

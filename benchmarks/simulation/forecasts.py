@@ -127,7 +127,7 @@ def four_adapters(lengths: Lengths, num_rows: int, generator: np.random.Generato
 
 
 def timed(settings: RunSettings, rows: Workload, num_workers: int, played_rows: int) -> tuple[Forecast, float]:
-    """A forecast that plays about so many rows, and its seconds of the CPU, planning included."""
+    """A forecast that plays about `played_rows` rows, and the CPU's seconds for it, planning included."""
     start = time.process_time()
     cut = settings.cut(rows, num_workers)
     found = forecast_job(rows, cut, settings.cost, num_workers, settings.play_expected, played_rows)

@@ -54,12 +54,17 @@ _BEHIND = 0.98
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What an instance of the grid is drawn from."""
+    """Parameters from which an instance of the grid is drawn."""
 
+    #: Zipf's exponent of the adapters' popularity.
     exponent: float
+    #: Kind of lengths: `conv`, `code` or `bimodal`.
     lengths: str
+    #: Adapters of the job.
     num_adapters: int
+    #: Workers of the job.
     num_workers: int
+    #: Whether all workers are equally fast.
     is_equal: bool
 
 
@@ -82,12 +87,12 @@ class Instance:
 
     @property
     def cost(self) -> CostModel:
-        """Of a worker as fast as the fastest may be."""
+        """Cost model of a worker with a slowness of 1, which is the fastest there can be."""
         return self.settings.cost
 
 
 def settings(storage_gb_per_s: float, machine_name: str = _MACHINE) -> RunSettings:
-    """Of the grid's workers: those of a real job, with adapters that are read at this speed."""
+    """Settings of the grid's workers: those of a real job, with adapters that are read at `storage_gb_per_s`."""
     machine = RunSettings.of_machine(machine_name, batch_rows=BATCH_ROWS)
     cost = replace(machine.cost, storage_bytes_per_s=storage_gb_per_s * 1e9)
     return replace(machine, engine=replace(machine.engine, cost=cost))
@@ -222,9 +227,7 @@ def bound(instance: Instance, cost: CostModel | None = None) -> JobBound:
 
 
 def parts(instance: Instance) -> dict[str, float]:
-    """What this project's makespan on equal workers is made of, in seconds of a mean worker. The first three are the
-    bound.
-    """
+    """Parts of this project's makespan on equal workers, in seconds of a mean worker. The first three are the bound."""
     found = instance.settings.simulate(instance.workload, len(instance.slowness), instance.slowness)
     timeline, cost, num_workers = found.timeline, instance.cost, len(instance.slowness)
     without_adapters = replace(cost, lora_step_s=0, adapter_s=0, rank_s=0, rank_token_s=0, lora_token_s=0)
@@ -354,7 +357,7 @@ class Found:
 
     @property
     def means(self) -> dict[str, float]:
-        """Of each policy."""
+        """Mean makespan over the bound, by policy."""
         return {name: float(np.mean(ratios)) for name, ratios in self.over_bound.items()}
 
     @property

@@ -1,4 +1,4 @@
-"""What it gains that rows on a GPU take memory as they grow, and not for all of `max_tokens` at once, simulated.
+"""Simulates what jobs gain if rows on a GPU take memory as they grow, and not for all of `max_tokens` at once.
 
 python -m lorabatch.benchmarks.simulation.growing_rows [--rows 2000]
 
@@ -33,13 +33,19 @@ _LONGEST = 1024
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Memory of the GPU; median tokens of prompts and of answers, and the spread (sigma) of these; `max_tokens`."""
+    """A kind of job, and the memory of the GPU that it runs on."""
 
+    #: Memory of the GPU, in GB.
     gigabytes: int
+    #: Median tokens of a prompt.
     prompt_tokens: int
+    #: Median tokens of an answer.
     output_tokens: int
+    #: Sigma of the answers' log-normal lengths.
     spread: float
+    #: `max_tokens` of every row.
     max_tokens: int
+    #: Adapters, all equally popular.
     num_adapters: int = 64
 
 
@@ -63,7 +69,7 @@ def workload(shape: Shape, num_rows: int) -> Workload:
 
 
 def settings_of(shape: Shape) -> RunSettings:
-    """Of a job on such a GPU."""
+    """Settings of a job on a GPU with the shape's memory."""
     found = RunSettings.of_machine("h200-llama-3-8b")
     return replace(found, device=replace(found.device, memory_bytes=shape.gigabytes * 10**9))
 

@@ -19,7 +19,7 @@ class Kept:
     folder: Path | None
 
     def get(self, name: str, make: Callable[[], _T]) -> _T:
-        """What an earlier call kept under this name, else what `make` gives now."""
+        """The result that an earlier call kept under `name`, else that of `make`, which is kept now."""
         path = None if self.folder is None else self.folder / f"{name.replace(' ', '-')}.pickle"
         if path is not None and path.exists():
             # Written by this class on this machine.

@@ -46,7 +46,7 @@ def synthetic_lengths() -> Lengths:
 
 
 def kept_answers(job: Workload) -> dict[str, AnswerLengths]:
-    """What a job whose rows all have an adapter keeps of its answers, by adapter."""
+    """Adapter -> lengths of its answers, as a job keeps them for later jobs. All rows must have an adapter."""
     assert job.output_tokens is not None
     is_cut = job.output_tokens == job.max_tokens
     return {

@@ -46,11 +46,12 @@ REPLICA = ReplicaSettings(max_batch_rows=256, max_step_tokens=4096, kv_tokens=28
 TTFT, RATE = "P95 time to first token, s", "requests per second within the objective"
 # "least seconds" knows what a queued request costs at its rank, which Toppings does not.
 NAMES = ("LoRAServe", "Toppings", "least seconds", "S-LoRA Random", "S-LoRA Contiguous")
-# Of ranks 8 to 128; the paper shows them as a picture only.
+# Shares of rows with adapters of each of `RANKS`; the paper shows them as a picture only.
 ASSUMED_SHARES = (0.45, 0.05, 0.25, 0.05, 0.20)
-# What a rank costs of a token's base cost: read off two devices' figures at first, then at the paper's four.
+# Cost of a token per unit of rank, as a share of its base cost: as first read off figure 3, which is of one device.
+# `COST` has the share on four devices, 0.0037.
 FIRST_RANK_PRICE = 0.016
-# Of arrivals before they are scaled.
+# Requests per second and server, before arrivals are scaled.
 RATE_PER_SERVER = 5.0
 # A time to first token below it is a few steps: no ratio is made of it.
 LEAST_TTFT_S = 0.5

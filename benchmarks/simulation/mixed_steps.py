@@ -1,9 +1,9 @@
-"""What holding rows back (`PromptsTogether`) gains where prompts cost decoding rows time, simulated.
+"""Simulates what holding rows back (`PromptsTogether`) gains where prompts cost decoding rows time.
 
 python -m lorabatch.benchmarks.simulation.mixed_steps [--rows 3000]
 
 One H200 with Llama-3-8B as `scheduler/cost.py` assumes it, with the settings of a job. Each job runs twice: rows enter
-as soon as there is a place, and as they would.
+as soon as there is a place, and held back as in real jobs.
 """
 
 from __future__ import annotations

@@ -20,16 +20,27 @@ from lorabatch.scheduler.simulation.replay import ReplayOutcome
 class Results:
     """Everything one run of the command measured."""
 
+    #: Source of the rows' lengths, as text.
     lengths_source: str
+    #: Offline jobs under the planner and under other policies.
     comparisons: Sequence[Comparison]
+    #: Rows of each offline job.
     offline_rows: int
+    #: Offline jobs with adapters loaded on demand and sent ahead.
     loads: Sequence[LoadsAhead]
+    #: Regret and gap of placements.
     placement: PlacementQuality
+    #: (median, longest) milliseconds of one co-migration decision.
     migration_ms: tuple[float, float]
+    #: Time and memory of a plan of a million rows.
     planning: PlanningScale
+    #: Time to plan and to simulate, one entry per size of job.
     scale: Sequence[ScaleRow]
+    #: Real jobs, predicted and measured; None leaves the section out.
     fidelity: FidelityResults | None
+    #: Command line that repeats the run.
     command: str
+    #: Outcome of the replay of a real run; None: none was replayed.
     replayed: ReplayOutcome | None = None
 
 

@@ -21,14 +21,21 @@ MIGRATION = MigrationSettings(gamma=1.02, trigger=1.05, least_gain=0.01)
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How replicas batch and where requests go. Builders, because both keep state during a run."""
+    """How replicas batch and where requests go. Batchers and dispatchers keep state, so each run makes new ones."""
 
+    #: Name in the figures.
     name: str
+    #: Makes the batcher of one replica.
     make_batcher: Callable[[], Batcher]
+    #: Makes the dispatcher of one run.
     make_dispatcher: Callable[[], Dispatcher]
+    #: Seconds between decisions to migrate rows; None: rows stay.
     migrate_every_s: float | None = None
+    #: Prices and thresholds of migration.
     migration: MigrationSettings = MIGRATION
+    #: Makes a new dispatcher from the adapters' demand so far; None: the first one stays.
     replan: Replan | None = None
+    #: Seconds between calls of `replan`; None: never.
     replan_every_s: float | None = None
 
 
@@ -54,7 +61,7 @@ def serve(
 
 
 def at_rate(workload: Workload, factor: float) -> Workload:
-    """The same requests arriving `factor` times as fast."""
+    """The workload with its requests arriving `factor` times as fast."""
     assert workload.release_s is not None
     return replace(workload, release_s=workload.release_s / factor)
 

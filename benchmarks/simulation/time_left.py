@@ -37,7 +37,7 @@ from lorabatch.scheduler.simulation.timeline import Timeline
 from lorabatch.scheduler.workload import Workload
 
 MAX_TOKENS = 400
-# Of the logarithm of the plan's costs over the true ones.
+# Standard deviations of the logarithm of the plan's costs over the true ones.
 _ERRORS = (0.0, 0.12, 0.5)
 _SHOW_S = 1.0
 _HOP_S = 0.3
@@ -45,27 +45,32 @@ _HOP_S = 0.3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """A job, and what its plan does not know: `slowness` of its workers. `is_known`: lengths of answers are. `earlier`:
-    those of an earlier job, by adapter. `error`: costs of the plan over the true.
-    """
+    """A job as it is, and how far its plan is off."""
 
+    #: Rows of the job, with the true lengths of their answers.
     rows: Workload
+    #: Settings of the job, with the true costs.
     settings: RunSettings
+    #: Seconds of each worker over those of the true costs; the plan does not know them.
     slowness: tuple[float, ...]
+    #: Whether the plan knows the lengths of answers.
     is_known: bool
+    #: Adapter -> lengths of its answers in an earlier job; empty without such a job.
     earlier: Mapping[str, AnswerLengths]
+    #: Whether the plan's costs are a guess rather than a profile's.
     is_guess: bool
+    #: Costs of the plan over the true ones.
     error: float
 
     @property
     def planned(self) -> RunSettings:
-        """As the plan takes the workers to be."""
+        """Settings with which the job is planned: costs that are off by `error`, lengths of an earlier job."""
         engine = replace(self.settings.engine, cost=self.settings.cost.scaled(self.error))
         return replace(self.settings, engine=engine, lengths=self.earlier)
 
     @property
     def known_lengths(self) -> Mapping[str, AnswerLengths] | None:
-        """As `JobMonitor` takes them."""
+        """Lengths of an earlier job for `JobMonitor`; None where all lengths are known."""
         return None if self.is_known else self.earlier
 
     @property
@@ -117,7 +122,7 @@ class Watched:
         self.shown: list[tuple[float, TimeLeft]] = []
 
     def handle(self, event: Event) -> list[Command]:
-        """See `Scheduler.handle`."""
+        """Report the event to the job monitor, keep its estimate once a second, and have the scheduler handle it."""
         match event:
             case Progress():
                 self._monitor.reported(self._report(event))
