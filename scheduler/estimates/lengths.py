@@ -40,7 +40,7 @@ def length_class(output_tokens: float) -> int:
 
 
 def expected_tokens(max_tokens: NDArray[np.int32], share: float = PRIOR_SHARE) -> NDArray[np.float64]:
-    """Expected output tokens of rows of which nothing else is known, float64 `[num_rows]`; 0 where `max_tokens` is 0."""
+    """Expected output tokens of rows when nothing else is known, float64 `[num_rows]`; 0 where `max_tokens` is 0."""
     assert 0 < share <= 1, f"share={share}"
     return np.where(max_tokens > 0, np.maximum(1.0, share * max_tokens.astype(np.float64)), 0.0)
 
@@ -155,7 +155,7 @@ class AnswerModel:
     """
 
     def __init__(self, length_share: float, earlier: Sequence[AnswerLengths | None]) -> None:
-        """`earlier`: lengths of each adapter in earlier jobs, the base model's last; None for an adapter without any."""
+        """`earlier`: lengths of each adapter in earlier jobs, the base model's last; None for one without any."""
         self._length_share = length_share
         had = [lengths for lengths in earlier if lengths is not None]
         num_rows = sum(lengths.num_rows for lengths in had)
@@ -378,7 +378,7 @@ class LengthDistribution:
         return cls(tokens, shares @ num_rows / num_rows.sum())
 
     def left(self, generated_tokens: float = 0.0) -> float:
-        """Expected tokens that a row still generates after its first `generated_tokens`, E[L - t | L > t]; at least 1."""
+        """Expected tokens that a row generates after its first `generated_tokens`, E[L - t | L > t]; at least 1."""
         share = self._above(generated_tokens)
         if share <= 0:
             return 1.0

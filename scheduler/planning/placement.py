@@ -194,7 +194,7 @@ def _exchanges(
 
 
 def _leaving_s(problem: PlacementProblem, shards: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Seconds that each of a replica's shards would take with it: its own, and loads that no other shard there needs."""
+    """Seconds that each of a replica's shards takes with it: its own, and loads that no other shard there needs."""
     users = Counter(adapter for shard in shards for adapter in problem.adapters_of[shard])
     loads = [sum(float(problem.load_s[a]) for a in problem.adapters_of[s] if users[a] == 1) for s in shards]
     return np.asarray(problem.shard_s[shards] + np.array(loads))
