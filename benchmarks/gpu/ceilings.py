@@ -1,4 +1,4 @@
-"""What the machine can do at best, measured: the ceilings that the other sections' numbers are compared with."""
+"""Measures what the machine can do at best: the ceilings with which the other sections' numbers are compared."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _products(shape: ModelShape, dtype: torch.dtype, device: torch.device, deadl
 
 
 def _launch_us(device: torch.device) -> float:
-    """Of the host, for a small kernel by torch."""
+    """Microseconds of the host to launch a small kernel by torch."""
     one = torch.zeros(1, device=device)
     times = []
     for _ in range(5):
@@ -108,13 +108,13 @@ def _launch_us(device: torch.device) -> float:
 
 
 def _graph_us(device: torch.device) -> float:
-    """Of a graph of one small kernel: what the time of a graph contains beside its kernels."""
+    """Microseconds of a graph of one small kernel: the time of a graph beside that of its kernels."""
     one = torch.zeros(1, device=device)
     return replay_s(lambda: one.add_(1), device) * 1e6
 
 
 def _graph_node_us(device: torch.device) -> float:
-    """Of the device, from one small kernel of a graph to the next that depends on it."""
+    """Microseconds of the device from one small kernel of a graph to the next, which depends on it."""
     one = torch.zeros(1, device=device)
 
     def chain(length: int) -> float:

@@ -33,7 +33,8 @@ def run_checks(
     deadline: Deadline,
     save: Callable[[list[str]], None],
 ) -> list[str]:
-    """What is wrong, as sentences; nothing when all is right. What there was no time for is left out by name."""
+    """Runs all checks until the deadline. Returns what is wrong, as sentences: none when all is right. The deadline's
+    `left_out` names the checks that it has cut off."""
     checks: list[tuple[str, Callable[[], list[str]]]] = [
         (f"kernels in {dtype}", lambda dtype=dtype: check_all([dtype], device))  # type: ignore[misc]
         for dtype in dtypes

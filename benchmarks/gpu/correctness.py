@@ -22,7 +22,8 @@ _RANKS = [1, 8, 20, 64]
 def check_all(
     dtypes: list[torch.dtype], device: torch.device, kernel_limits: Mapping[torch.dtype, float] = KERNEL_LIMITS
 ) -> list[str]:
-    """What is wrong, as sentences; nothing when all is right."""
+    """Compares kernels with their references, and a merged layer with an unmerged one, in each of `dtypes`. Returns
+    differences above the limits as sentences: none when all is right."""
     problems = []
     for dtype in dtypes:
         torch.manual_seed(0)
@@ -35,7 +36,8 @@ def check_all(
 
 
 def check_fp8(device: torch.device) -> list[str]:
-    """What differs between products in 8 bits and those of the same codes in fp64, as sentences."""
+    """Compares a product in 8 bits with that of the same codes in fp64. Returns a difference above the limit as a
+    sentence."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     weight = (torch.randn(160, 96, device=device) * 0.02).to(dtype)
     x = torch.randn(33, 96, device=device).to(dtype)

@@ -33,7 +33,7 @@ _PACKAGES = ("torch", "triton", "transformers", "peft", "vllm", "numpy")
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """What a floor is computed from."""
+    """Highest rates of a device, from which floors are computed."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -65,7 +65,8 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def warnings_about(device: torch.device, facts: Mapping[str, Any]) -> list[str]:
-    """What a reader of the results should know of what `describe` says of a device's machine, as sentences."""
+    """Warnings for readers of the results, as sentences: the device has no listed peaks, the CPU kernels are missing.
+    `facts`: from `describe`."""
     warnings = []
     if device.type == "cuda" and peaks_of(facts["device"]) is None:
         warnings.append(

@@ -22,7 +22,7 @@ from lorabatch.engine.runner.backend import GpuBackend
 from lorabatch.engine.runner.gpu_graphs import EagerExecutor, GraphExecutor, GraphKey, StepExecutor
 
 _RANKS = (1, 20, 64)
-# By which log-probabilities of a few layers may differ from those of the CPU path in fp32.
+# Largest difference of log-probabilities after a few layers from those of the CPU path in fp32.
 _LOGPROB_LIMITS = {torch.bfloat16: 0.05, torch.float16: 0.01, torch.float32: 1e-3}
 _VOCAB = 4096
 #: Four layers of a 1B, whose products and sums are deep enough to show what one layer hides.
@@ -30,7 +30,8 @@ DEEP = replace(LLAMA_3_2_1B, name="Llama-3.2-1B, 4 layers", num_layers=4, vocab=
 
 
 def check_engine(device: torch.device, max_tokens: int, shape: ModelShape = TINY) -> list[str]:
-    """What differs between the CPU path and the device, in fp32: tokens of greedy and drawn rows, as sentences."""
+    """Compares tokens of greedy and drawn rows on the device with those on the CPU path, in fp32. Returns differences
+    as sentences."""
     with tempfile.TemporaryDirectory() as name:
         folder = write_model_folder(Path(name) / "model", shape)
         write_weights(folder)
@@ -144,7 +145,7 @@ class _Eager(GpuBackend):
     """Steps of the same buckets, kernel by kernel."""
 
     def executor(self) -> StepExecutor:
-        """See `GpuBackend`."""
+        """An executor that launches steps kernel by kernel."""
         return EagerExecutor()
 
 
@@ -152,7 +153,7 @@ class _Graphs(GpuBackend):
     """Every bucket has its graph from the first visit on: a larger one's would round differently."""
 
     def executor(self) -> StepExecutor:
-        """See `GpuBackend`."""
+        """An executor with a graph for each bucket; without a GPU one that launches kernel by kernel."""
         return _OwnGraphs() if self.device.type == "cuda" else EagerExecutor()
 
 
@@ -177,7 +178,8 @@ def _mixed_rows(engine: Engine, folder: Path, max_tokens: int) -> list[Result]:
 
 
 def check_launches(device: torch.device, shape: ModelShape = TINY) -> list[str]:
-    """Whether a launch makes the host wait for the device, as CUDA tells it. Nothing to tell without a GPU."""
+    """Whether a launch makes the host wait for the device, as CUDA's sync debug mode finds. Checks nothing without a
+    GPU."""
     if device.type != "cuda":
         return []
     with tempfile.TemporaryDirectory() as name:

@@ -49,7 +49,7 @@ class ExchangeableBatcher:
         self.mode: ReplicaMode = "unmerged"
 
     def next_step(self, view: BatchView) -> StepPlan:
-        """See `Batcher`."""
+        """Serve all running rows in `mode`, and admit waiting rows as far as there is room."""
         room = max(view.max_batch_rows - len(view.running_adapter), 0)
         numbers = np.concatenate([view.running_adapter, view.waiting_adapter])
         merged = None if self.mode == "unmerged" else int(numbers[numbers >= 0].min())

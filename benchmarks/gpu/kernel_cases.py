@@ -28,13 +28,18 @@ from lorabatch.kernels.sampling import reference as sampling_reference
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """`run` calls the kernel, `twin` its reference; both return what is compared. Kernels that work in place do so
-    on the same buffer at every `run`, so only the first is comparable."""
+    """One kernel with inputs of the sizes of a step, and its reference."""
 
+    #: Name in the results.
     name: str
+    #: Bytes that the kernel cannot avoid moving.
     num_bytes: float
+    #: Floating-point operations that the kernel cannot avoid.
     flops: float
+    #: Calls the kernel and returns what is compared. A kernel that works in place does so on the same buffer at every
+    #: call, so only the first result is comparable.
     run: Callable[[], Tensor]
+    #: Calls the reference and returns what is compared.
     twin: Callable[[], Tensor]
 
 

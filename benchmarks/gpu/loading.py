@@ -1,4 +1,4 @@
-"""What a new adapter costs an engine: from its file to a first token, and merging it as the engine does."""
+"""Measures what a new adapter costs an engine: from its file to a first token, and merging it as the engine does."""
 
 from __future__ import annotations
 

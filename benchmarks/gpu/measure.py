@@ -21,20 +21,25 @@ from lorabatch.kernels.lora_shrink.triton import PROGRAMS_PER_MULTIPROCESSOR
 from lorabatch.kernels.merge import merge_weights
 
 MIXED = "mixed"
-# Of 2 GiB each, about half a millisecond.
+# Fills of 2 GiB that keep the device busy, about half a millisecond each.
 _BUSY_FILLS = 30
 _MIXED_RANKS = (8, 16, 64)
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """What kernels and the layer are measured over, what matters most first; combinations with more adapters than rows
-    are left out. `prompts`: their number and length, each over as many adapters."""
+    """Sizes over which kernels and the layer are measured, the most important first. Combinations with more adapters
+    than rows are left out."""
 
+    #: Numbers of rows that decode.
     batches: tuple[int, ...] = (256, 64, 512, 128)
+    #: Numbers of adapters.
     adapters: tuple[int, ...] = (256, 1, 16, 64)
+    #: (number of prompts, tokens of each) of steps with prompts, each prompt with an adapter of its own.
     prompts: tuple[tuple[int, int], ...] = ((4, 2048), (1, 8192))
+    #: LoRA ranks over which the layer is measured; `MIXED`: 8, 16 and 64 in turn. Kernels have rank 16.
     ranks: tuple[int | str, ...] = (8, 16, 64, MIXED)
+    #: Tokens of each row that decodes.
     context: int = 1024
 
 

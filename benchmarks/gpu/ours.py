@@ -18,12 +18,17 @@ from lorabatch.engine.request import Request, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class PeerWorkload:
-    """`batch` rows of so many tokens, all there at once, over `adapters` of rank 16 in turn (0: the base alone)."""
+    """Rows that a peer serves too; all are there at the start."""
 
+    #: Name of the peer.
     peer: str
+    #: Number of rows.
     batch: int
+    #: Tokens of each prompt.
     prompt_tokens: int
+    #: Tokens of each answer.
     num_tokens: int
+    #: Number of adapters of rank 16, which rows have in turn; 0: the base alone.
     adapters: int
 
 

@@ -1,4 +1,4 @@
-"""What else can serve many adapters here: transformers with PEFT, on random weights of the same shapes."""
+"""Measures transformers with PEFT, which can serve many adapters too, on random weights of the same shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured of whole engines, how many pages each measurement takes, and which engine of a device holds it.
+"""Defines what is measured of whole engines, how many pages each measurement takes, and which engine holds it.
 
 An engine that merges keeps a copy of the linear layers' weights, as large as the pool's part of some hundred adapters.
 Where its pool does not hold everything, an engine without the copy measures what needs more.
@@ -18,29 +18,34 @@ from lorabatch.engine.model_config.model import PACKED_SITES, ModelConfig
 from lorabatch.scheduler.batching import ReplicaMode
 
 RANK = 16  # of the adapters of `Decoding`
-#: Of engines: `auto` keeps memory for merged weights, the others do not.
+#: Mode of an engine: `auto` keeps memory for merged weights, the others do not.
 EngineMode = Literal["auto", "unmerged", "exact"]
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """`batch` rows of `prompt_tokens`, dealt to `adapters` (0: the base alone) of `rank`, or of mixed ranks."""
+    """One measurement of prompts and decode steps: rows that are dealt to adapters."""
 
+    #: Number of rows.
     batch: int
+    #: Number of adapters; 0: the base alone.
     adapters: int
+    #: LoRA rank of all adapters, or `mixed`; None for the base alone.
     rank: int | str | None
+    #: Mode in which the rows are served.
     mode: ReplicaMode
+    #: Tokens of each prompt.
     prompt_tokens: int
 
     @property
     def name(self) -> str:
-        """For the results."""
+        """Name in the results."""
         rank = "" if self.rank is None else f" of rank {self.rank}"
         return f"{self.batch} x {self.prompt_tokens} tokens, {self.adapters} adapters{rank}, {self.mode}"
 
     @property
     def ranks(self) -> list[int]:
-        """Of its adapters."""
+        """LoRA rank of each adapter."""
         return [] if self.rank is None else ranks_for(self.rank, self.adapters)
 
 
@@ -53,30 +58,35 @@ class Decoding:
     adapters: tuple[int, ...]
 
     def name(self, count: int) -> str:
-        """Of one number of adapters, for the results."""
+        """Name of the measurement with `count` adapters in the results."""
         return f"decoding {self.batch} rows behind {self.context} tokens, {count} adapters"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMatrix:
-    """Points in the order in which they are measured: what matters most first. `warm_steps` capture graphs and are
-    not timed. `decoding` comes before all points, `repeats` times each."""
+    """Measurements of whole engines, and their sizes."""
 
+    #: Points in the order in which they are measured, the most important first.
     points: tuple[Point, ...]
+    #: Decode measurements, which come before all points.
     decoding: tuple[Decoding, ...] = ()
+    #: Times that each of `decoding` is measured.
     repeats: int = 3
+    #: Decode steps that are timed in each measurement.
     decode_steps: int = 48
+    #: Decode steps before them, which capture graphs and are not timed.
     warm_steps: int = 6
+    #: Most tokens of a step.
     max_step_tokens: int = 8192
 
     @property
     def decoding_tokens(self) -> int:
-        """Answers of rows of `Decoding`: none ends while it is timed."""
+        """`max_tokens` of rows of `Decoding`: none of them ends while steps are timed."""
         return self.warm_steps + self.decode_steps + 8
 
     def answer_tokens(self, point: Point) -> int:
-        """The rows computed first decode while the prompts of others are computed: no row may end before the last
-        step."""
+        """`max_tokens` of a point's rows. Rows whose prompts are computed first decode beside the other prompts, and no
+        row may end before the last step."""
         prefill_steps = -(-point.batch * point.prompt_tokens // self.max_step_tokens)
         return 2 * prefill_steps + self.warm_steps + self.decode_steps + 4
 
@@ -108,13 +118,13 @@ def full_matrix() -> EngineMatrix:
 
 
 def exact_matrix() -> EngineMatrix:
-    """What engines in mode `exact` measure: some decoding and prompts of `full_matrix`."""
+    """Measurements of engines in mode `exact`: some decoding and prompts of `full_matrix`."""
     points = (Point(4, 0, None, "unmerged", 2048), Point(4, 4, 16, "unmerged", 2048))
     return EngineMatrix(points, (Decoding(256, 1024, (1, 64)), Decoding(64, 1024, (16,))), repeats=2)
 
 
 def tiny_matrix() -> EngineMatrix:
-    """For a machine without a GPU, to see that all of it runs."""
+    """A small `full_matrix` for a machine without a GPU, to see that all of it runs."""
     points = (
         Point(3, 0, None, "unmerged", 4),
         Point(3, 2, 8, "unmerged", 4),
@@ -127,7 +137,7 @@ def tiny_matrix() -> EngineMatrix:
 
 
 def tiny_exact_matrix() -> EngineMatrix:
-    """Of `exact_matrix`, likewise."""
+    """A small `exact_matrix` for a machine without a GPU, to see that all of it runs."""
     decoding = (Decoding(2, 20, (1,)),)
     return replace(tiny_matrix(), points=(Point(1, 1, 8, "unmerged", 20),), decoding=decoding, repeats=1)
 
@@ -142,17 +152,18 @@ class PagesNeeded:
         self._elements_per_rank = model.num_layers * sum(map(sum, shapes))
 
     def of_point(self, point: Point) -> int:
-        """Rows with all of their answers, and all adapters."""
+        """Pages of the point's rows with all of their answers, and of its adapters."""
         rows = point.batch * self._layout.pages_for_tokens(point.prompt_tokens + self._matrix.answer_tokens(point))
         return rows + self._of_adapters(point.ranks)
 
     def of_decoding(self, decoding: Decoding, count: int) -> int:
-        """The same with `count` adapters."""
+        """Pages of the decoding's rows with all of their answers, and of `count` adapters."""
         tokens = decoding.context + 1 + self._matrix.decoding_tokens
         return decoding.batch * self._layout.pages_for_tokens(tokens) + self._of_adapters(ranks_for(RANK, count))
 
     def largest_decoding(self, decoding: Decoding, count: int, num_pages: int) -> Decoding | None:
-        """The decoding behind the longest context, in quarters of the one asked for, that so many pages hold."""
+        """The decoding with the longest context, in quarters of its own, that `num_pages` pages hold; None if they hold
+        none."""
         contexts = (decoding.context * quarters // 4 for quarters in (4, 3, 2, 1))
         smaller = (replace(decoding, context=context) for context in contexts)
         return next((found for found in smaller if self.of_decoding(found, count) <= num_pages), None)
@@ -163,7 +174,7 @@ class PagesNeeded:
 
 @dataclass(frozen=True, slots=True)
 class EnginePart:
-    """What one engine measures."""
+    """Measurements of one engine."""
 
     mode: EngineMode
     decoding: tuple[Decoding, ...]
@@ -171,10 +182,11 @@ class EnginePart:
 
 
 def engine_parts(matrix: EngineMatrix, config: EngineConfig, model: ModelConfig, memory_bytes: int) -> list[EnginePart]:
-    """The engines that measure the matrix on a device with so much free memory, before weights are loaded.
+    """The engines that measure the matrix on a device with `memory_bytes` of free memory before weights are loaded.
 
-    One, where a pool beside merged weights holds everything, as an H200's does for an 8B model, or where nothing
-    merges. Else one without a copy measures first what the other's pool does not hold, all of `decoding` included.
+    One engine is enough where a pool beside merged weights holds everything, as an H200's does for an 8B model, or
+    where nothing merges. Else there are two: the first, without a copy of the weights, measures `decoding` and what the
+    second one's pool does not hold.
     """
     if all(point.mode == "unmerged" for point in matrix.points):
         return [EnginePart("unmerged", matrix.decoding, matrix.points)]
@@ -192,6 +204,6 @@ def engine_parts(matrix: EngineMatrix, config: EngineConfig, model: ModelConfig,
 
 
 def planned_pages(config: EngineConfig, model: ModelConfig, memory_bytes: int) -> int:
-    """Pages that an engine's pool has on a device with so much free memory, as the engine itself plans it."""
+    """Pages that an engine plans for its pool on a device with `memory_bytes` of free memory."""
     limits = engine_limits(config, model, "cuda" if config.device == "cuda" else "cpu", memory_bytes)
     return limits.pool_bytes // (limits.token_bytes * limits.page_tokens)

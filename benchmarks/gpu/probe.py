@@ -1,4 +1,4 @@
-"""What the other sections take for granted of torch and the device, one answer each, in seconds."""
+"""Checks what the other sections take for granted of torch and the device: one answer each, in seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CAPTURES = 10
 
 
 def measure_probe(device: torch.device, deadline: Deadline, save: Callable[[Any], None]) -> dict[str, str]:
-    """What came of each step, or the error that it raised, which begins with `failed: `."""
+    """Step -> its result, or the error that it raised, which begins with `failed: `."""
     found: dict[str, str] = {}
     if device.type != "cuda":
         return {"device": "no GPU"}

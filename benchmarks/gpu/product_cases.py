@@ -15,8 +15,8 @@ _SITES = ("qkv", "o", "gate_up", "down")
 
 
 def product_cases(weights: Sequence[Tensor], num_rows: int) -> list[KernelCase]:
-    """A case for each of a layer's base products of so many rows, in mode `exact` and by torch, whose product is the
-    `twin` of both."""
+    """Two cases for each of a layer's base products of `num_rows` rows: in mode `exact` and by torch. Torch's product
+    is the `twin` of both."""
     return [case for site, weight in zip(_SITES, weights, strict=True) for case in _products(site, weight, num_rows)]
 
 

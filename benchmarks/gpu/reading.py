@@ -45,12 +45,17 @@ _TABLE_REPEATS = 20
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What is measured: adapters of a rank whose files hold numbers of `stored`, read by so many threads."""
+    """Sizes of the measurement: adapters, threads and repeats."""
 
+    #: LoRA rank of the adapters.
     rank: int = 16
+    #: Number format of the adapters' files.
     stored: torch.dtype = torch.float32
+    #: Number of adapters.
     num_adapters: int = 4
+    #: Numbers of threads with which `AdapterLoader` is measured.
     threads: tuple[int, ...] = (1, 2)
+    #: Times that everything is measured; the fastest counts.
     repeats: int = 8
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def as_table(result: dict[str, Any]) -> str:
-    """What was measured, a line each. Then what failed, was skipped, or came too late, by name."""
+    """The report of a run: a line for each measurement, then names of what failed, was skipped, or came too late."""
     lines = [f"{result['model']} on {result['machine']['device']}, {result['machine']['date']}"]
     missing = [
         f"{name} {how}: {value[how]}"
@@ -56,7 +56,7 @@ def as_table(result: dict[str, Any]) -> str:
 
 
 def problems_of(result: dict[str, Any]) -> list[str]:
-    """What the checks found wrong, and whether they came to an end."""
+    """Problems that the checks found, and a line with the reason if the checks failed or were skipped."""
     checks = result.get("problems", [])
     if isinstance(checks, dict):
         found = checks.get("until_then") or []

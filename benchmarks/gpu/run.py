@@ -84,7 +84,7 @@ def is_complete(name: str, earlier: Mapping[str, Any]) -> bool:
 def _measured(
     name: str, left: float, arguments: Sequence[str], grace_s: float, folder: Path, environment: dict[str, str]
 ) -> tuple[Any, list[str]]:
-    """What a section has found in the seconds that are left, and the names of what it had no time for."""
+    """Runs a section for at most `left` seconds. Returns its results, and the names of what it had no time for."""
     if left <= 0:
         return {"skipped": "no time left"}, []
     return _in_a_process(name, left, arguments, grace_s, folder, environment)
@@ -100,7 +100,8 @@ def run_variants(
     grace_s: float = GRACE_S,
     folder: Path | None = None,
 ) -> dict[str, Any]:
-    """The section `VARIANT` under each of these, as one JSON object, written whenever one has ended."""
+    """Runs the section `VARIANT` under each of the named variants. Returns one JSON object, which is written whenever a
+    variant has ended."""
     deadline = Deadline.after(seconds)
     result: dict[str, Any] = {"benchmark": "gpu variants", "model": model, "machine": describe(device)}
     result |= {"variants": {}, "left_out": {}}
@@ -119,8 +120,8 @@ def run_variants(
 
 
 def _environment(temporary: str) -> dict[str, str]:
-    """Of the sections' processes: one cache of compiled kernels, memory as engines ask for it, and no copies of weights
-    for engines on CPUs, which serve once."""
+    """Environment of the sections' processes: one cache of compiled kernels, memory as engines ask for it, and no
+    copies of weights for engines on CPUs, which serve once. Variables that are set already win."""
     usual = {"TRITON_CACHE_DIR": str(Path(temporary, "triton")), "LORABATCH_WEIGHT_CACHE": "off"}
     usual |= dict.fromkeys(ALLOCATOR, "expandable_segments:True")
     return usual | os.environ
@@ -147,7 +148,7 @@ def run_one(section: Section, scale: Scale, device: torch.device, seconds: float
 def _in_a_process(
     name: str, seconds: float, arguments: Sequence[str], grace_s: float, folder: Path, environment: dict[str, str]
 ) -> tuple[Any, list[str]]:
-    """What a section has found, and the names of what it had no time for."""
+    """Runs a section in a process of its own. Returns its results, and the names of what it had no time for."""
     path = folder / f"{name}.json"
     path.unlink(missing_ok=True)
     command = [sys.executable, "-m", __package__ or "", "--only", name, "--json", str(path)]

@@ -25,7 +25,7 @@ _CHECK = (
 
 
 def run_sanitizer(device: torch.device, deadline: Deadline, save: Callable[[Any], None]) -> dict[str, Any]:
-    """What each tool says of every kernel at the smallest sizes: nothing when all is right."""
+    """Runs every kernel at the smallest sizes under each tool. Returns tool -> its output, empty when all is right."""
     command = shutil.which("compute-sanitizer") or str(Path("/usr/local/cuda/bin/compute-sanitizer"))
     if device.type != "cuda":
         return {"skipped": "compute-sanitizer needs a GPU"}

@@ -38,26 +38,41 @@ Save = Callable[[Any], None]
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What is measured, and how much of it."""
+    """Sizes of all sections."""
 
+    #: Model whose shapes are measured.
     shape: ModelShape
+    #: Number formats in which kernels are compiled and checked; the first is the measured one.
     dtypes: tuple[torch.dtype, ...]
+    #: Sizes of sections `kernels` and `layer`.
     kernels: Matrix
+    #: Measurements of section `engine`.
     engine: EngineMatrix
+    #: Measurements of section `exact`.
     exact: EngineMatrix
+    #: Jobs of section `steady`.
     steady: SteadyMatrix
+    #: Sizes of section `variant`.
     variant: VariantSizes
+    #: Adapters that section `loading` reads part by part.
     reading: Reading
+    #: Workloads of section `ours`: those of the peers.
     ours: tuple[PeerWorkload, ...]
+    #: Rows of section `peft`.
     peer_batch: int
+    #: Adapters of section `peft`.
     peer_adapters: int
+    #: Tokens of each answer in section `peft`.
     peer_tokens: int
+    #: Most tokens of an answer in section `problems`.
     check_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a section runs, until when, what takes its results as they come, and a folder for more files."""
+    """Surroundings of a section. `save`: called with its results so far. `folder`: of its other files and of earlier
+    sections' results; None: there is none.
+    """
 
     device: torch.device
     deadline: Deadline
@@ -67,7 +82,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """`seconds`: what it may take at most."""
+    """One part of the benchmark, which runs in a process of its own. `seconds`: most that it may take."""
 
     name: str
     seconds: float
@@ -75,7 +90,7 @@ class Section:
 
 
 def full_scale(shape: ModelShape) -> Scale:
-    """For a GPU."""
+    """Sizes for a GPU."""
     return Scale(
         shape,
         (torch.bfloat16, torch.float32, torch.float16),
@@ -99,7 +114,7 @@ def _peers(peer: str, batch: int, prompt_tokens: int, num_tokens: int, adapters:
 
 
 def tiny_scale() -> Scale:
-    """For a CPU and Triton's interpreter, whose numbers mean nothing."""
+    """Sizes for a CPU and Triton's interpreter, whose numbers mean nothing."""
     kernels = Matrix(batches=(2,), adapters=(1, 2), prompts=((2, 5),), ranks=(8,), context=20)
     ours = tuple(_peers("peft", 2, 4, 3, 2))
     reading = Reading(num_adapters=2, repeats=1)
@@ -231,12 +246,13 @@ SECTIONS = (
     Section("layer", 40.0, _layer),
     Section("vllm_base", 80.0, _vllm_base),
 )
-#: Measured for each variant, and in no other run.
+#: Section that is measured for each variant, and in no other run.
 VARIANT = Section("variant", VARIANT_S, _variant)
 
 
 def _peaks(place: Place) -> Peaks:
-    """As the section before has measured them, else of the data sheet; an H200's for what is not listed."""
+    """Rates of the device as section `ceilings` has measured them, else those of its data sheet, or an H200's for a
+    device that is not listed."""
     listed = peaks_of(describe(place.device)["device"]) or _H200
     path = None if place.folder is None else place.folder / "ceilings.json"
     if path is None or not path.exists():

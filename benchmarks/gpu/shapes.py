@@ -13,20 +13,29 @@ PAGE_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A Llama-shaped decoder."""
+    """Sizes of a Llama-shaped decoder."""
 
+    #: Name of the model.
     name: str
+    #: Features of the residual stream.
     hidden: int
+    #: Query heads of a layer.
     num_heads: int
+    #: Key and value heads of a layer.
     num_kv_heads: int
+    #: Features of a head.
     head_dim: int
+    #: Features between the projections of the feed-forward block.
     intermediate: int
+    #: Decoder layers.
     num_layers: int
+    #: Tokens of the vocabulary.
     vocab: int
+    #: Entries of `config.json` that sizes do not determine.
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def config_json(self) -> dict[str, Any]:
-        """What the model's `config.json` says of its architecture; `settings` are what sizes do not tell."""
+        """The model's `config.json`: its sizes and a Llama's usual entries, over which `settings` take precedence."""
         return {
             "model_type": "llama",
             "hidden_size": self.hidden,

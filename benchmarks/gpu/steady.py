@@ -32,19 +32,23 @@ _MORE_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`num_rows` rows over `adapters` of rank 16 (0: the base), greedy or drawn with top-p. Prompts and answers have
-    log-normal lengths of these means, in tokens; answers at most three times theirs, so that few rows do not decode
-    long beside empty places."""
+    """One job. Prompts and answers have log-normal lengths."""
 
+    #: Number of rows.
     num_rows: int
+    #: Number of adapters of rank 16, which rows have in turn; 0: the base alone.
     adapters: int
+    #: Whether tokens are drawn with top-p; else they are the likeliest.
     draws: bool
+    #: Mean tokens of a prompt.
     prompt_tokens: float = 300.0
+    #: Mean tokens of an answer. No answer is longer than three times the mean, so that few rows do not decode long
+    #: beside empty places.
     answer_tokens: float = 150.0
 
     @property
     def name(self) -> str:
-        """For the results."""
+        """Name in the results."""
         return f"{self.adapters} adapters, {'drawn' if self.draws else 'greedy'}"
 
 
@@ -178,7 +182,8 @@ def serve_job(
 
 
 def _shortened(requests: list[Request]) -> list[Request]:
-    """The same adapters, with a quarter of the prompts and answers: a batch that drains visits most buckets."""
+    """The requests with the first quarter of their prompts and a quarter of `max_tokens`: a batch that drains visits
+    most buckets."""
     return [
         replace(
             request,
@@ -210,7 +215,7 @@ class _Watch:
         self._executor.run = self._by_graph  # type: ignore[method-assign]
 
     def share_by_graph(self, kind: str) -> float | None:
-        """Of the steps of a kind, those by graph; None where there are none of the kind."""
+        """Share of the steps of a kind that a graph serves; None without any of the kind."""
         return self.steps_by_graph[kind] / self.steps[kind] if self.steps[kind] else None
 
     @property
@@ -247,7 +252,8 @@ class _Watch:
 
 
 def _fitted(samples: list[StepSample]) -> dict[str, Any]:
-    """What all ranks cost together is given to ranks: there is one of them. Median errors say how well it holds."""
+    """Cost model fitted to the steps, with its median error; empty without steps. Adapters have one rank, so the fit
+    cannot tell costs per adapter from costs per rank, and gives them to ranks."""
     if not samples:
         return {}
     cost = fit(samples, H200_LLAMA_3_8B)
@@ -257,8 +263,9 @@ def _fitted(samples: list[StepSample]) -> dict[str, Any]:
 def _profiles(
     engine: Engine, requests: list[Request], matrix: SteadyMatrix, device: torch.device, folder: Path | None
 ) -> dict[str, Any]:
-    """What a profiler sees of steps of rows that decode, and of as many that begin with the prompts of a sixteenth of
-    all rows beside the others: the steps, a table of their kernels, and a trace in `folder`."""
+    """Profiles steps in which rows decode, and as many steps that begin with the prompts of a sixteenth of all rows
+    beside the others. Returns both kinds of steps with a table of their kernels, and writes a trace of each to
+    `folder`."""
     num_prompts = max(1, len(requests) // 16)
     # none ends before the last step that is watched
     rows = [replace(r, sampling=replace(r.sampling, max_tokens=r.sampling.max_tokens + _MORE_TOKENS)) for r in requests]

@@ -1,5 +1,5 @@
-"""The same few numbers under each way to launch, to tile and to attend: for a second run, when the first has shown what
-is slow.
+"""Measures the same few numbers under each way to launch, to tile and to attend: for a second run, when the first has
+shown what is slow.
 
 A variant is a name and variables of the environment, which its process reads when kernels are first launched.
 """
@@ -22,7 +22,7 @@ from lorabatch.benchmarks.gpu.points import Decoding, EngineMatrix, Point
 from lorabatch.benchmarks.gpu.shapes import ModelShape
 from lorabatch.benchmarks.gpu.warm_up import compile_all
 
-#: How torch is told about its memory, in newer versions and in older ones; engines ask for expandable segments.
+#: Variables that configure torch's allocator, in newer versions and in older ones; engines ask for expandable segments.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 VARIANTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -47,7 +47,7 @@ VARIANT_S = 85.0
 
 @dataclass(frozen=True, slots=True)
 class VariantSizes:
-    """What is measured under each variant: kernels alone first, then steps."""
+    """Sizes of the measurements under each variant: kernels alone first, then steps."""
 
     kernels: Matrix
     engine: EngineMatrix
@@ -66,7 +66,7 @@ def variant_sizes() -> VariantSizes:
 
 
 def tiny_variants() -> VariantSizes:
-    """For a machine without a GPU."""
+    """Sizes for a machine without a GPU."""
     kernels = Matrix(batches=(2,), adapters=(2,), prompts=((2, 5),), context=20)
     points = (Point(2, 0, None, "unmerged", 4),)
     decoding = (Decoding(2, 20, (1,)),)
@@ -85,7 +85,7 @@ def measure_variant(
     deadline: Deadline,
     save: Callable[[Any], None],
 ) -> dict[str, Any]:
-    """What the environment of this process makes of the sizes."""
+    """Measures kernels, then steps, under this process's environment. A GPU's kernels are compiled first."""
     found: dict[str, Any] = {}
 
     def saved(name: str) -> Callable[[Any], None]:

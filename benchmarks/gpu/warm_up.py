@@ -41,7 +41,7 @@ from lorabatch.kernels.merge import merge_weights
 _H200_CAPABILITY = 90
 # Rows of a layer and ranks: multiples of 16 as those of all measured steps, by which Triton compiles.
 _ROWS, _RANKS = 16, [16]
-# Of products in mode `exact`, whose tiles follow from their number.
+# Rows of products in mode `exact`, whose tiles follow from the number of rows.
 _PRODUCT_ROWS = (16, 64, 128, 256, 512, 8192)
 
 
@@ -99,7 +99,7 @@ class _Unfilled(TorchFunctionMode):
     """Leaves random numbers out: an 8B's layer has 218 million of them, and nothing reads them here."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See `TorchFunctionMode`."""
+        """Skip `normal_`, and allocate for `randn` without filling; call every other function as it is."""
         if func is torch.Tensor.normal_:
             return args[0]
         return (torch.empty if func is torch.randn else func)(*args, **(kwargs or {}))
