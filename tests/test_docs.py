@@ -209,3 +209,10 @@ def test_the_sampling_columns_of_the_documented_input_are_those_that_rows_may_ha
 def test_the_readmes_picture_shows_what_was_measured() -> None:
     drawn = (ROOT / "docs" / "pictures" / "speed.svg").read_text("utf-8")
     assert [bar for bar, ratio in ratios().items() if not (bar in drawn and f"{ratio:.1f} times" in drawn)] == []
+
+
+def test_the_index_of_decisions_has_every_one_once() -> None:
+    folder = ROOT / "docs" / "adr"
+    rows = re.findall(r"^\| \[(\d+)\]\((.*?)\)", (folder / "README.md").read_text("utf-8"), re.MULTILINE)
+    assert sorted(file for _, file in rows) == sorted(path.name for path in folder.glob("0*.md"))
+    assert [number for number, file in rows if int(file[:4]) != int(number)] == []
