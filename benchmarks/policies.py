@@ -50,7 +50,7 @@ from lorabatch.pipeline.worker.registration import register_plugin, unregister_p
 from lorabatch.scheduler.simulation.synthetic import draw_adapters, power_popularity
 
 BATCH_ROWS = 16
-# By name: policy and placement.
+# Name -> policy and placement.
 SYSTEMS = {
     "ours": ("planner", "planner"),
     "dLoRA": ("dlora", "planner"),

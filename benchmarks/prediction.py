@@ -68,7 +68,7 @@ class Case:
 
     @property
     def title(self) -> str:
-        """For the table."""
+        """Name of the case in the table."""
         return self.name or (self.mix.name if self.mix else "")
 
 

@@ -75,7 +75,7 @@ def full_jobs() -> SteadyMatrix:
 
 
 def tiny_jobs() -> SteadyMatrix:
-    """For a machine without a GPU, to see that all of it runs."""
+    """Small jobs for a machine without a GPU, to see that all of it runs."""
     jobs = (Job(4, count, draws, prompt_tokens=4.0, answer_tokens=2.0) for count, draws in ((0, False), (2, True)))
     return SteadyMatrix(tuple(jobs), batch=2, steps_before=0, profiled_steps=1)
 

@@ -367,7 +367,7 @@ class Found:
 
     @property
     def best_of_jobs_over_ours(self) -> list[float]:
-        """For each job that of the other policy that is best on it, over ours."""
+        """Makespan of the best of the other policies over ours, job by job."""
         ours, *others = np.array([self.over_bound[name] for name in POLICIES])
         return [float(ratio) for ratio in np.min(others, axis=0) / ours]
 

@@ -75,7 +75,7 @@ class Job:
 
     @property
     def lengths(self) -> str:
-        """For the table."""
+        """Kind of lengths in the table."""
         return "known" if self.is_known else "of an earlier job" if self.earlier else "unknown"
 
 
@@ -196,7 +196,7 @@ def _replica(job: Job, number: int, timeline: Timeline) -> SimulatedReplica:
 
 
 def table(found: Sequence[tuple[Job, float, list[tuple[float, TimeLeft]]]]) -> str:
-    """By what is known and how far the job was: share of ranges that held, and the error as a share of the job."""
+    """Table by kind of lengths and by share of the job done: how many ranges held, and errors as a share of the job."""
     lines = ["| lengths | of the job done | jobs | end within the range | median error, share of the job |"]
     lines.append("|---|---|---:|---:|---:|")
     for kind in ("known", "of an earlier job", "unknown"):
