@@ -1,6 +1,6 @@
 """Finds the columns that hold names of adapters, for the message about a job without an adapter column.
 
-Only for that message: it reads rows, from as many row groups as a short wait allows.
+Nothing else uses it: it reads rows, from at most `_ROW_GROUPS_READ` row groups, to keep the wait short.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _sample(given: InputRecord) -> list[tuple[InputFile, int]]:
 def _names_in(
     file: InputFile, row_group: int, columns: list[str], wanted: pa.Array, storage_options: Mapping[str, Any]
 ) -> dict[str, set[str]]:
-    """Per column that the file has, the wanted names among its values."""
+    """Column of the file -> the wanted names among its values."""
     fs, path = open_store(file.url, options_for(file.url, storage_options))
     with fs.open(path, "rb") as handle, open_row_group(handle, row_group, columns) as rows:
         own = [column for column in columns if column in rows.file.schema_arrow.names]

@@ -1,8 +1,8 @@
 """The Arrow type of a JSON Schema's instances, for the output column `answer`.
 
-The type says all that the schema says: keywords beside one another add up, as in JSON Schema. What Arrow has no one
-type for (parts of any kind, of several types, keys by pattern, a schema inside of itself) is a string with its JSON.
-Keys that the schema does not name are left out; the completion has them.
+The type follows every keyword of the schema: keywords beside one another add up, as in JSON Schema. A part without one
+Arrow type (any kind, several types, keys by pattern, a schema inside of itself) is a string with its JSON. Keys that
+the schema does not name are left out; the completion has them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ...engine.text.json_schema import pointed_at, resources
 from ...engine.untrusted import MALFORMED
 
 _MOST_NESTED = 32
-# Parts of a schema, references followed. Each of those in use has fewer; a schema of a hundred characters can stand for
-# more than memory holds.
+# Most parts of a schema, references followed. Real schemas have fewer; a schema of a hundred characters can stand for
+# more parts than memory holds.
 _MOST_PARTS = 5_000
 _MOST_CHARACTERS = 256 * 1024
 _Schema = Mapping[str, Any]
@@ -29,15 +29,16 @@ _Schema = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class AnswerType:
-    """`arrow`: the type. `convert`: makes a parsed instance a value of it; raises TypeError, ValueError, KeyError or
-    AttributeError for what is no instance.
-    """
+    """The Arrow type of a schema's instances, with their conversion."""
 
+    #: The type.
     arrow: pa.DataType
+    #: Makes a parsed instance a value of `arrow`. Raises TypeError, ValueError, KeyError or AttributeError for a value
+    #: that is no instance.
     convert: Callable[[Any], Any]
 
     def column(self, texts: Iterable[str | None]) -> pa.Array:
-        """Instances as an array; null where there is no text or it is no instance that the type can hold."""
+        """An array of instances from their texts; null for None, and for a text that is no instance of the type."""
         return pa.array([None if text is None else self._value(text) for text in texts], self.arrow)
 
     def _value(self, text: str) -> Any:
@@ -58,7 +59,7 @@ def _finite(text: str) -> float:
 
 @lru_cache(maxsize=64)
 def answer_type(schema: str) -> AnswerType:
-    """The type of the instances of a JSON Schema, in bounded time: one of very many parts has text for its type."""
+    """The type of a JSON Schema's instances, found in bounded time: a schema of too many parts has text as its type."""
     if len(schema) > _MOST_CHARACTERS:
         return _ANY
     try:
@@ -84,23 +85,25 @@ _SCALARS: Mapping[str, AnswerType] = {
     "boolean": AnswerType(pa.bool_(), _same),
     "null": AnswerType(pa.null(), _same),
 }
-# "number" stands for numbers that are no integers.
+# Every type name. "number" stands for numbers that are no integers.
 _ALL = frozenset({*_SCALARS, "object", "array"})
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What instances of a schema may be. `types`: JSON's names of them. `fields`: keys of objects that are named.
-    `items`: of arrays; None where nothing is said. `is_text`: objects and arrays that no one Arrow type holds.
-    """
+    """The values that a schema allows, as far as they decide the Arrow type."""
 
+    #: JSON's names of the allowed types.
     types: frozenset[str] = _ALL
+    #: Named keys of objects -> shape of their values.
     fields: Mapping[str, _Shape] = field(default_factory=dict)
+    #: Shape of the items of arrays; None when the schema does not restrict them.
     items: _Shape | None = None
+    #: Whether its objects and arrays have no single Arrow type.
     is_text: bool = False
 
     def __and__(self, other: _Shape) -> _Shape:
-        """Instances of both."""
+        """The shape of values that both allow."""
         common = {name: self.fields[name] & other.fields[name] for name in self.fields if name in other.fields}
         return _Shape(
             self.types & other.types,
@@ -110,11 +113,11 @@ class _Shape:
         )
 
     def __or__(self, other: _Shape) -> _Shape:
-        """Instances of one or the other."""
+        """The shape of values that at least one allows."""
         types = self.types | other.types
         objects, arrays = self._holding("object", other), self._holding("array", other)
         named = [value for shape in objects for value in shape.fields.values()]
-        # Parts that only ask for keys say nothing of their values.
+        # Shapes that only require keys do not restrict their values.
         is_open = all(value == _OPEN for value in named)
         fields = {name: value for shape in objects for name, value in shape.fields.items()}
         is_text = (
@@ -135,7 +138,7 @@ _NEVER = _Shape(frozenset())
 
 
 class _Reader:
-    """Reads the parts of a schema. `root`: where its references begin."""
+    """Reads the parts of a schema. `root`: the whole schema, in which references are looked up."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -166,7 +169,7 @@ class _Reader:
         return found
 
     def _referred(self, reference: Any, depth: int, inside: frozenset[str]) -> _Shape:
-        """The shape of what a reference names; text for what stands elsewhere, and for a part that holds itself."""
+        """The shape of a referenced part; text for a part outside of this schema, and for one that contains itself."""
         is_path = isinstance(reference, str) and not self._has_resources
         target = pointed_at(self._root, reference) if is_path else None
         if target is None or reference in inside:
@@ -175,7 +178,7 @@ class _Reader:
 
 
 def _own_shape(schema: _Schema) -> _Shape:
-    """What a schema says without the parts in it."""
+    """The shape from a schema's own keywords, without its subschemas."""
     found = _OPEN
     if "type" in schema:
         given = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
@@ -190,7 +193,7 @@ def _own_shape(schema: _Schema) -> _Shape:
 
 
 def _has_places(schema: _Schema) -> bool:
-    """Whether items of arrays have a schema each."""
+    """Whether items of arrays have a schema for each place."""
     return "prefixItems" in schema or isinstance(schema.get("items"), list)
 
 

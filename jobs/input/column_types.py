@@ -1,4 +1,4 @@
-"""Classifies the types of columns: what each is carried as from the input to the output, and which are refused.
+"""Classifies the types of columns: the type in which each is carried from input to output, and which are refused.
 
 A column is copied unchanged where readers of Parquet find the type and the values in the output that they find in the
 input. `ARROW_TYPES` has every type of Arrow, `parquet_schema.py` every type of Parquet.
@@ -21,7 +21,7 @@ from .parquet_schema import INT96, NULL, PLAIN_TIMESTAMP, column_kinds, is_zoned
 
 KEPT = "kept"
 _AS_VALUES = "read as the type of its values"
-#: Name of an Arrow type -> what becomes of it. Parquet stores the values of both alike where one is read as another.
+#: Name of an Arrow type -> how columns of it are carried. A type that is read as another has equal values in Parquet.
 ARROW_TYPES: Mapping[str, str] = {
     **dict.fromkeys(
         (
@@ -82,7 +82,7 @@ def carried_field(field: pa.Field) -> pa.Field:
 
 
 def as_carried(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    """The column in the job's type: its `carried_type`, or, where it has no value, that of other files."""
+    """The column in the job's type: its own `carried_type`, or another file's when the column has no value."""
     if column.type == kind:
         return column
     if isinstance(column.type, pa.BaseExtensionType) and isinstance(kind, pa.BaseExtensionType):
@@ -97,8 +97,8 @@ def _has_list_view(kind: pa.DataType) -> bool:
 
 
 def _without_list_views(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    """The column built anew: casts of list views read beyond their offsets (PyArrow 26). Raises ValueError for list
-    views inside of maps and lists of a fixed size.
+    """The column rebuilt with lists, since casts of list views read beyond their offsets (PyArrow 26). Raises
+    ValueError for list views inside of maps and lists of a fixed size.
     """
     if t.is_struct(kind):
         fields = [as_carried(column.field(i), kind.field(i).type) for i in range(kind.num_fields)]
@@ -116,8 +116,8 @@ def _without_list_views(column: pa.Array, kind: pa.DataType) -> pa.Array:
 def type_problems(
     schema: pa.Schema, copied: Collection[str], of_files: Sequence[tuple[str, Mapping[str, tuple[str, ...]]]]
 ) -> dict[str, str]:
-    """Why columns cannot be copied unchanged: column -> a sentence. `of_files`: a file's name and its `column_kinds`,
-    of files that differ in them.
+    """Why columns cannot be copied unchanged: column -> a sentence. `of_files`: name and `column_kinds` of one file for
+    each distinct `column_kinds`.
     """
     names = [name for name in schema.names if name in copied]
     written = _written_kinds(pa.schema([schema.field(name) for name in names]))
@@ -143,7 +143,7 @@ def columns_of_int96(
 
 
 def times_are_zoned(copied: Collection[str], of_files: Sequence[tuple[str, Mapping[str, tuple[str, ...]]]]) -> bool:
-    """Whether all times of day in copied columns are in UTC: one option of the writer says so of all of them."""
+    """Whether all times of day in copied columns are in UTC: the writer has one option for all of them."""
     times = [
         is_zoned_time(kind)
         for _, kinds in of_files
@@ -156,7 +156,7 @@ def times_are_zoned(copied: Collection[str], of_files: Sequence[tuple[str, Mappi
 
 
 def _lost(kinds: Sequence[str], written: Sequence[str], are_zoned: bool) -> str:
-    """The first kind of a column that would be written as another one; "" where there is none."""
+    """The first of a column's kinds that would be written as another one; "" when all are kept."""
     if "VARIANT" in kinds:
         return "VARIANT"
     if list(kinds) == [NULL]:
@@ -187,8 +187,8 @@ def int96_columns(file: pq.ParquetFile) -> list[str]:
 
 
 def check_int96(name: str, read: pa.Array, as_nanoseconds: pa.Array) -> None:
-    """Raise ValueError where INT96 timestamps have more digits than microseconds hold. `as_nanoseconds`: wrapped
-    outside of 1677 to 2262, as products of microseconds are.
+    """Raise ValueError where INT96 timestamps have more digits than microseconds hold. `as_nanoseconds`: the column
+    read as nanoseconds, which wrap outside of 1677 to 2262, as products of microseconds do.
     """
     pairs = zip(nested_values(read, t.is_timestamp), nested_values(as_nanoseconds, t.is_timestamp), strict=True)
     for micros, nanos in ((one.cast(pa.int64()), other.cast(pa.int64())) for one, other in pairs):
@@ -208,7 +208,7 @@ def nested_values(array: Any, is_kind: Callable[[pa.DataType], bool]) -> Iterato
         for field in array.flatten():
             yield from nested_values(field, is_kind)
     elif t.is_map(kind):
-        # what is behind a null map is no value
+        # entries behind a null map are no values
         yield from nested_values(pa.ListArray.from_arrays(array.offsets, array.keys).flatten(), is_kind)
         yield from nested_values(pa.ListArray.from_arrays(array.offsets, array.items).flatten(), is_kind)
     elif t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind):

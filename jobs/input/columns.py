@@ -20,7 +20,7 @@ from .answer_type import answer_type
 from .completions import listed
 from .files import unpack_schema
 
-# What the output adds; input columns must leave these names free.
+# Columns that every output adds; input columns must leave these names free.
 ANSWER_FIELDS = (
     pa.field("completion", pa.string()),
     pa.field("finish_reason", pa.string()),
@@ -34,24 +34,25 @@ ANSWER_FIELDS = (
 LOGPROB_FIELDS = (
     pa.field("token_ids", pa.list_(pa.int32())),
     pa.field("token_logprobs", pa.list_(pa.float32())),
-    #: What each token adds to the text; bytes where it is a part of a character.
+    #: Text that each token adds to the completion; its bytes when the token is a part of a character.
     pa.field("token_texts", pa.list_(pa.string())),
     pa.field("token_bytes", pa.list_(pa.binary())),
 )
 _TOKEN = pa.struct([("token_id", pa.int32()), ("logprob", pa.float32()), ("text", pa.string()), ("bytes", pa.binary())])
 _CALL = pa.struct([(name, pa.string()) for name in ("id", "name", "arguments")])
-#: Of rows with a continuation: the sum of its tokens' log-probabilities.
+#: Sum of the log-probabilities of a continuation's tokens.
 SCORE_FIELD = pa.field("continuation_logprob", pa.float64())
-#: In the output of a job with choices: the text that was chosen, and the log-probability of each.
+#: Text that was chosen, in the output of a job with choices.
 CHOICE_FIELD = pa.field("choice", pa.string())
+#: Log-probability of each listed text.
 CHOICE_SCORES_FIELD = pa.field(
     "choice_logprobs", pa.list_(pa.struct([("choice", pa.string()), ("logprob", pa.float64())]))
 )
-#: Likewise: shares of the listed texts among each other, which add up to 1.
+#: Relative probability of each listed text; the probabilities of a row add up to 1.
 CHOICE_SHARES_FIELD = pa.field(
     "choice_probabilities", pa.list_(pa.struct([("choice", pa.string()), ("probability", pa.float64())]))
 )
-#: Option or role -> the column that the output has where a job or a column gives it.
+#: Option or role -> the column that the output has when the job gives the option or an input column plays the role.
 ASKED_FIELDS: Mapping[str, pa.Field] = {
     "top_logprobs": pa.field("token_top_logprobs", pa.list_(pa.list_(_TOKEN))),
     "prompt_logprobs": pa.field("prompt_token_logprobs", pa.list_(_TOKEN)),
@@ -61,16 +62,16 @@ ASKED_FIELDS: Mapping[str, pa.Field] = {
     "tool_call_parser": pa.field("tool_calls", pa.list_(_CALL)),
 }
 OUTPUT_COLUMNS = tuple(field.name for field in ANSWER_FIELDS + LOGPROB_FIELDS)
-#: In the output of a job with a JSON Schema.
+#: Column of parsed answers, in the output of a job with a JSON Schema.
 TYPED_COLUMN = "answer"
-#: In the output of a job that asks for several completions of a row: their number, from 0.
+#: Number of a completion, from 0, in the output of a job that asks for several completions of a row.
 SAMPLE_FIELD = pa.field("sample", pa.int32())
-#: In the output of a job that takes final answers out of conversations.
+#: Column of the answers that a job has taken out of conversations (`split_answer`).
 EXPECTED_FIELD = pa.field("answer_expected", pa.string())
 DEFAULT_ID_COLUMN = "id"
-#: A struct column of this name has settings as its fields, as Ray Data and vLLM have it.
+#: Name of the struct column whose fields are settings, as in Ray Data and vLLM.
 SAMPLING_PARAMS = "sampling_params"
-#: Columns by which rows of the output are told apart and counted: always copied.
+#: Roles of the columns by which rows of the output are identified and counted: always copied.
 _NEEDED_ROLES = ("id", "adapter", "n", "continuation")
 _PREFIXES = ("answer_", *(f"answer{number}_" for number in range(2, 100)))
 
@@ -81,7 +82,7 @@ def has_samples(asked: Collection[str], roles: Collection[str]) -> bool:
 
 
 def asked_options(spec: Mapping[str, Any]) -> list[str]:
-    """Options of a job that are given and bring columns of the output."""
+    """Options given by a job that add columns to the output."""
     return [
         *(name for name in (*ASKED_FIELDS, "json_schema", "choice") if spec.get(name)),
         *(["score_choices"] if spec.get("score_choices", True) else []),
@@ -97,19 +98,19 @@ def output_name(record: JobRecord, name: str) -> str:
 
 
 def answer_fields(record: JobRecord) -> tuple[pa.Field, ...]:
-    """What the output of a job adds to its input, by the names that it has there."""
+    """The answer columns of a job's output, under the names that they have there."""
     fields = completion_fields(record)
     fields = tuple(map(listed, fields)) if record.has_lists else fields
     return tuple(field.with_name(output_name(record, field.name)) for field in fields)
 
 
 def sample_field(record: JobRecord) -> pa.Field:
-    """The number of a completion, by the name that it has in the output of a job."""
+    """The column with the number of a completion, under the name that it has in the job's output."""
     return SAMPLE_FIELD.with_name(output_name(record, SAMPLE_FIELD.name))
 
 
 def expected_field(record: JobRecord) -> pa.Field | None:
-    """The answers that were taken out of conversations, by the name that they have in the output of a job."""
+    """The column of answers taken out of conversations, under its name in the job's output; None when none are."""
     if not record.spec.get("split_answer"):
         return None
     return EXPECTED_FIELD.with_name(output_name(record, EXPECTED_FIELD.name))
@@ -122,7 +123,7 @@ def copied_schema(record: JobRecord) -> pa.Schema:
 
 
 def role_values(batch: pa.RecordBatch, name: str) -> pa.Array:
-    """The values of what plays a role: of a column, or of a field of `sampling_params`."""
+    """The values of the column that plays a role, or of the field of `sampling_params` that does."""
     if name in batch.schema.names:
         return batch.column(name)
     column, _, setting = name.partition(".")
@@ -130,7 +131,7 @@ def role_values(batch: pa.RecordBatch, name: str) -> pa.Array:
 
 
 def completion_fields(record: JobRecord) -> tuple[pa.Field, ...]:
-    """What the output of a job says of one completion. Names are those without `output_prefix`."""
+    """The output columns about one completion. Their names lack the `output_prefix`."""
     asked = asked_options(record.spec)
     fields = [*ANSWER_FIELDS, *(LOGPROB_FIELDS if record.with_logprobs else ())]
     fields += _asked_fields(asked, record.input.roles)
@@ -141,14 +142,14 @@ def completion_fields(record: JobRecord) -> tuple[pa.Field, ...]:
 
 def _asked_fields(asked: Collection[str], roles: Collection[str]) -> list[pa.Field]:
     given = {*asked, *roles}
-    # the likeliest tokens come beside those of the prompt
+    # the likeliest tokens come beside the prompt's own tokens
     given |= {"prompt_logprobs"} if "prompt_top_logprobs" in given else set()
     return [field for option, field in ASKED_FIELDS.items() if option in given]
 
 
 def choice_fields(asked: Collection[str], roles: Mapping[str, str], prefix: str = "") -> list[pa.Field]:
-    """What choices add to the output of a job. A column `choice` of the input that has the lists of texts stays as it
-    is, without a `prefix` before ours.
+    """The columns that choices add to the output of a job. An input column `choice` with the lists of texts stays as it
+    is: without a `prefix`, the column of the chosen text is not added.
     """
     if "choice" not in asked and {"choice", "structured_outputs"}.isdisjoint(roles):
         return []
@@ -165,8 +166,7 @@ def records_samples(record: JobRecord) -> bool:
 def readable(item: pa.Scalar) -> Any:
     """The Python value of a scalar; text that is not UTF-8 has U+FFFD where it cannot be decoded.
 
-    Columns that are passed through keep such text as it is, so whatever reads a value to count or to show it reads it
-    with this.
+    Columns that are passed through keep such text as it is, so code that counts or shows values uses this function.
     """
     try:
         return item.as_py()
@@ -175,7 +175,7 @@ def readable(item: pa.Scalar) -> Any:
 
 
 def readable_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
-    """The Python values of a column, `readable` each."""
+    """The Python values of a column, each made `readable`."""
     try:
         return list(column.to_pylist())
     except UnicodeDecodeError:
@@ -193,10 +193,11 @@ def find_roles(
 ) -> tuple[dict[str, str], list[str]]:
     """Role -> input column, and every problem found.
 
-    `columns`: roles that the user has assigned. Others are played by the column of their own name, if there is one:
-    the id, the adapter, the prompt, tools beside messages, fields of a struct `sampling_params`, and settings only
-    where `row_settings` has their name or `all`. `asked`: options of the job that are given and bring columns of the
-    output. `copied`: columns of the output, by default all. `prefix`: before the names of ours.
+    `columns`: roles that the user has assigned. Other roles are played by the column of their own name, if there is
+    one: the id, the adapter, the prompt, tools beside messages, fields of a struct `sampling_params`, and settings only
+    where `row_settings` has their name or `all`. `asked`: the job's options that add columns to the output; see
+    `asked_options`. `copied`: input columns that the output has, by default all. `prefix`: before the names of
+    lorabatch's own columns.
     """
     roles = dict(columns)
     problems = [
@@ -225,12 +226,12 @@ def find_roles(
 
 
 def settings_in(roles: Mapping[str, str]) -> dict[str, str]:
-    """Setting -> column, of those that columns of the input give."""
+    """Setting -> the input column that gives it."""
     return {role: roles[role] for role in SETTING_ROLES if role in roles}
 
 
 def seeming_settings(record: JobRecord) -> list[str]:
-    """Columns that have a setting's name, or hold settings by it, and are copied as data."""
+    """Columns that are copied as data although they have a setting's name, or the name `sampling_params`."""
     taken = {name.partition(".")[0] for name in record.input.roles.values()} | {*record.input.roles.values()}
     names = copied_schema(record).names
     return [name for name in names if name in (*SETTING_ROLES, SAMPLING_PARAMS) and name not in taken]
@@ -239,8 +240,8 @@ def seeming_settings(record: JobRecord) -> list[str]:
 def copied_names(
     schema: pa.Schema, roles: Mapping[str, str], keep: Collection[str], drop: Collection[str]
 ) -> tuple[list[str], list[str]]:
-    """Columns of the input that the output has, and every problem of what was asked: an unknown name, or one that the
-    output needs.
+    """Columns of the input that the output has, and every problem of `keep` and `drop`: an unknown name, or a dropped
+    column that the output needs.
     """
     problems = [
         f"{option}={name!r}: the input has no such column. Name one of {_names(schema)}."
@@ -274,7 +275,7 @@ def _type_problems(role: str, name: str, kind: pa.DataType) -> list[str]:
 
 
 def _add_sampling_params(roles: dict[str, str], schema: pa.Schema) -> list[str]:
-    """Give the fields of a struct `sampling_params` their roles; what is wrong with them."""
+    """Adds the fields of a struct `sampling_params` to `roles`. Returns problems, as sentences."""
     if SAMPLING_PARAMS not in schema.names or not t.is_struct(_plain(schema.field(SAMPLING_PARAMS).type)):
         return []
     kind, problems = _plain(schema.field(SAMPLING_PARAMS).type), []
@@ -399,9 +400,11 @@ def _is_boolean(kind: pa.DataType) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _ColumnType:
-    """What the Arrow type of a column may be, as a test and in words."""
+    """The Arrow types that a role accepts."""
 
+    #: Whether a type is accepted.
     accepts: Callable[[pa.DataType], bool]
+    #: The accepted types in words.
     expected: str
 
 

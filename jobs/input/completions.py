@@ -1,4 +1,4 @@
-"""Completions of one row as lists in one row of the output, and each by itself again."""
+"""Joins the completions of one row into lists in one row of the output, and takes them apart again."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-#: What the output says of a row once, whatever number of completions it has; all else is a list of them.
+#: Columns with one value for a row, however many completions it has; every other column is a list of one item each.
 OF_ROWS = ("prompt_tokens", "error", "adapter_sha256", "mode", "attempts")
 
 
 def listed(field: pa.Field) -> pa.Field:
-    """A field of the output of a job whose completions are lists. `field`: of one completion."""
+    """The output field of a job whose completions are lists. `field`: the field of one completion."""
     return field if field.name in OF_ROWS else pa.field(field.name, pa.list_(field.type))
 
 
 def as_lists(columns: Mapping[str, pa.Array], first: NDArray[np.int64], num_completions: int) -> dict[str, pa.Array]:
     """Columns of completions as columns of rows. `first`: place of each row's first completion.
 
-    A row's error is the first of its completions' errors, its mode `mixture` where theirs differ, and its attempts are
-    the most of theirs.
+    A row's error is the first of its completions' errors, its mode is `mixture` when its completions' modes differ, and
+    its attempts are the largest number of a completion.
     """
     places = np.append(first, num_completions)
     offsets, starts = pa.array(places, pa.int32()), pa.array(first)
@@ -50,8 +50,8 @@ def _of_row(name: str, values: Sequence[Any]) -> Any:
 
 
 def completions(row: Mapping[str, Any], lists: Collection[str]) -> Iterator[dict[str, Any]]:
-    """The completions of a row, with what it says of all of them. `lists`: the columns that have an item for each. An
-    error is that of the completions that ended so.
+    """The completions of a row, each with the row's other values. `lists`: columns with an item for each completion.
+    The row's error goes to the completions that ended in an error.
     """
     reasons = row["finish_reason"]
     for number, reason in enumerate(reasons):

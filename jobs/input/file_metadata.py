@@ -1,7 +1,7 @@
-"""What the footers of a job's files say beside their columns: settings of batch files, and what the output keeps.
+"""Reads the metadata in the footers of a job's files: settings of batch files, and metadata that the output keeps.
 
-pandas writes its index and its types there, GeoParquet which columns are geometries. Both are kept where all files
-agree; whatever else is there is named.
+pandas stores its index and types in a footer, GeoParquet which columns are geometries. Both are kept when all files
+agree; keys of other metadata are reported as left out.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _OWN_PREFIX = "lorabatch."
 def settings_of_files(
     footers: Sequence[Footer], asked: Collection[str], settings: Collection[str]
 ) -> tuple[list[str], list[str]]:
-    """Columns that files name as settings, and what is wrong. `asked`: settings that the job asks for itself, so that
-    files need not agree on them. `settings`: all names that settings have.
+    """Columns that files name as settings, and problems, as sentences. `asked`: settings that the job asks for itself,
+    so that files need not agree on them. `settings`: names of all settings.
     """
     named: dict[str, str] = {}
     for footer in footers:
@@ -44,9 +44,11 @@ def settings_of_files(
 
 
 def kept_metadata(footers: Sequence[Footer], copied: Collection[str]) -> tuple[dict[str, str], list[str]]:
-    """What all parts of the output say too, and the keys of what they leave out. `copied`: columns of the output."""
+    """Metadata that all parts of the output get (key -> text), and keys that they leave out. `copied`: columns of the
+    input that the output has.
+    """
     keys = sorted({key for footer in footers for key in footer.metadata if not key.startswith(_OWN_PREFIX)})
-    # types that only it shows are refused
+    # Spark's schema is passed over unless it has more than types: `spark_type_problems` refuses types only it shows
     if not any(says_more(text) for text in {footer.metadata.get(SPARK_SCHEMA_KEY, "") for footer in footers}):
         keys = [key for key in keys if key != SPARK_SCHEMA_KEY]
     kept, left_out = {}, []
@@ -75,7 +77,7 @@ def _reduced(
     text: str | None,
     copied: Collection[str],
 ) -> str | None:
-    """What holds for the copied columns of any file; None for what cannot be kept, "" for what says nothing."""
+    """The text reduced to the copied columns of any file; None when it cannot be kept, "" when nothing is left."""
     if text is None:
         return None
     try:
@@ -88,7 +90,7 @@ def _reduced(
 
 
 def _pandas(value: dict[str, Any], copied: Collection[str]) -> dict[str, Any] | None:
-    """Types of columns and the columns of the index. Numbers of rows as an index say nothing in a part."""
+    """pandas' types of columns and columns of the index. An index of row numbers is dropped: parts have other rows."""
     index = [name for name in value["index_columns"] if isinstance(name, str)]
     if any(name not in copied for name in index):
         return None
@@ -101,7 +103,7 @@ def _pandas(value: dict[str, Any], copied: Collection[str]) -> dict[str, Any] | 
     return {"index_columns": index, "column_indexes": names, "columns": columns, "pandas_version": None}
 
 
-# What pandas makes of a column without being told.
+# pandas type -> numpy type that pandas gives such a column without metadata.
 _PLAIN = {
     **{kind: kind for kind in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool")},
     "float32": "float32", "float64": "float64", "float16": "float16", "unicode": "object", "bytes": "object",
@@ -110,7 +112,7 @@ _PLAIN = {
 
 
 def _geo(value: dict[str, Any], copied: Collection[str]) -> dict[str, Any] | None:
-    """Which columns are geometries. A box around the rows of a file is none around those of a part."""
+    """GeoParquet's geometry columns, without bounding boxes: a box around a file's rows does not hold for a part."""
     columns: Mapping[str, Any] = {name: column for name, column in value["columns"].items() if name in copied}
     if not columns:
         return {}

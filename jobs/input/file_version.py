@@ -1,4 +1,4 @@
-"""Which version of an input file is there: a job reads the footers first and the rows later, and not another file's."""
+"""Finds the version of an input file, so that a job notices a file that changed between its footer and its rows."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from ..record import FileVersion
 
 _TAG_NAMES = ("ETag", "etag")
 _TIME_NAMES = ("mtime", "LastModified", "last_modified", "updated", "modified")
-# Clocks of file systems are coarse.
+# Seconds by which times of change may be off: clocks of file systems are coarse.
 _SLACK_S = 2.0
 _WEB = ("http://", "https://")
 
 
 def file_version(fs: Any, path: str) -> FileVersion:
-    """What storage says of the file that is there now, or was when it was listed."""
+    """The version of a file as storage has it now, or had it when the file was listed."""
     seen_s = time.time()
     return _version(fs.info(path), path, seen_s)
 
 
 def has_changed(fs: Any, path: str, before: FileVersion) -> bool:
-    """Whether the file has been replaced or written to since.
+    """Whether the file has been replaced or written to since `before`.
 
-    Times count only where they are later than the first look: workers may have copies of their own of local files.
+    A time of change counts only when it is later than `before.seen_s`: workers may have their own copies of local
+    files.
     """
     fs.invalidate_cache(path)
     now = _version(fs.info(path), path, 0.0)

@@ -39,11 +39,11 @@ _OTHER_FORMATS = {
 }
 _COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".snappy")
 _MAGIC, _ENCRYPTED_MAGIC = b"PAR1", b"PARE"
-# Folders of records beside data, whose Parquet files are no rows.
+# Folders with records of other programs and ours, whose Parquet files hold no input rows.
 _RECORDS = ("_lorabatch", "_temporary", "_delta_log", "_spark_metadata")
-#: The folder in which a Delta table says which of its files count.
+#: Folder in which a Delta table records which of its files count.
 DELTA_LOG = "_delta_log"
-# What a footer says beside the schema, of formats and programs; it is of no use in another file.
+# Keys of footer metadata about formats and programs, which has no use in another file.
 _KNOWN_METADATA = (
     *SPARK_CALENDAR_KEYS, "ARROW:schema", "writer.model.name", "writer.date", "avro.schema",
     "parquet.avro.schema", "parquet.proto.descriptor", "parquet.proto.class", "duckdb.interval_bloom_filter",
@@ -56,16 +56,20 @@ _PROBLEMS_SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class Footer:
-    """One file and its Arrow schema, in the types that columns are carried in."""
+    """The footer of one Parquet file."""
 
+    #: The file.
     file: InputFile
+    #: Its Arrow schema, in the types in which columns are carried.
     schema: pa.Schema
-    #: Its folders below the one given, or from the first one with a wildcard on; their names may hold columns.
+    #: The file's folders below the given folder, or below the path before a glob's first wildcard; their names may hold
+    #: columns.
     folder: str = ""
-    #: Column -> what Parquet says of its values, see `column_kinds`.
+    #: Column -> Parquet's kinds of its values; see `column_kinds`.
     kinds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    #: What the footer says beside the schema: key -> text.
+    #: The footer's metadata, key -> text, without `_KNOWN_METADATA`.
     metadata: Mapping[str, str] = field(default_factory=dict)
+    #: Whether the footer has an Arrow schema beside Parquet's own.
     has_arrow_schema: bool = True
 
 
@@ -73,12 +77,13 @@ class Footer:
 class InputFiles:
     """The files of a job's input."""
 
+    #: Footers of the files that are read.
     footers: tuple[Footer, ...]
     #: Names of files in the same folders that are not read.
     unread: tuple[str, ...]
 
     def distinct_kinds(self) -> list[tuple[str, Mapping[str, tuple[str, ...]]]]:
-        """A file's name and its `column_kinds`, of files that differ in them."""
+        """Name and `column_kinds` of one file for each distinct `column_kinds`."""
         found: dict[int, tuple[str, Mapping[str, tuple[str, ...]]]] = {}
         for footer in self.footers:
             # files of one schema share the object
@@ -88,13 +93,19 @@ class InputFiles:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What is behind one input, as paths of its file system. `root`: above the folders that may hold columns."""
+    """The files found behind one input, as paths of its file system."""
 
+    #: The input, as given.
     url: str
+    #: Its filesystem.
     fs: Any
+    #: Storage options for its URL.
     options: Mapping[str, Any]
+    #: Parquet files, in order.
     paths: list[str]
+    #: Folder above the folders whose names may hold columns.
     root: str
+    #: Files that are not read.
     unread: list[str]
 
     def address(self, path: str) -> str:
@@ -108,11 +119,11 @@ class _Found:
         return str(self.fs.unstrip_protocol(path))
 
     def folder(self, path: str) -> str:
-        """See `Footer`."""
+        """A file's folders below `root`; see `Footer.folder`."""
         return path.removeprefix(self.root).strip("/").rpartition("/")[0]
 
     def shown(self, path: str) -> str:
-        """The name of a file that is not read; of a hidden one with its folders below the root."""
+        """Name of an unread file for messages; a hidden file has its folders below the root before its name."""
         below = _below(self.root, path)
         return below[-1] if _is_visible(below) else "/".join(below)
 
@@ -146,7 +157,7 @@ def read_footers(urls: Sequence[str], storage_options: Mapping[str, Any]) -> Inp
 
 
 def _found(url: str, storage_options: Mapping[str, Any], problems: list[str]) -> _Found | None:
-    """What is behind one input; None, and a problem more, when there is nothing to read."""
+    """The files behind one input; None when it has none that can be read, with a sentence added to `problems`."""
     shown, options = redacted_url(url), options_for(url, storage_options)
     try:
         fs, path = open_store(url, options)
@@ -175,8 +186,8 @@ def _found(url: str, storage_options: Mapping[str, Any], problems: list[str]) ->
 
 
 def _add_by_content(found: _Found) -> None:
-    """Move those of the unread files that begin as Parquet files do to the others: Hive, Impala and Spark write names
-    without an ending.
+    """Move unread files that begin as Parquet files do to `paths`: Hive, Impala and Spark write names without an
+    ending.
     """
 
     def begins_so(path: str) -> bool:
@@ -198,7 +209,7 @@ def _add_by_content(found: _Found) -> None:
 
 
 def endings(names: Sequence[str]) -> str:
-    """How many files of which ending, the most first: "2 .csv, 1 without an ending"."""
+    """Number of files by their ending, in words, the most frequent first: "2 .csv, 1 without an ending"."""
     counts = Counter(_ending(name) for name in names)
     return ", ".join(f"{count} {ending}" for ending, count in sorted(counts.items(), key=lambda item: (-item[1], item)))
 
@@ -216,12 +227,12 @@ def _ending(name: str) -> str:
 
 
 def footer_sha256(file: BinaryIO) -> str:
-    """Hash of a Parquet file's footer, as `InputFile` has it. Raises ValueError where there is none."""
+    """Hash of a Parquet file's footer, as in `InputFile`. Raises ValueError for a file without a footer."""
     return hashlib.sha256(_footer_bytes(file)[0]).hexdigest()
 
 
 def would_read(url: str, file: str) -> bool:
-    """Whether a file would be among those that `read_footers` finds behind `url`. Absolute paths or URLs, both."""
+    """Whether `read_footers` would find `file` behind `url`. Both are absolute paths or URLs."""
     source, file = _resolved(url), _resolved(file)
     if any(sign in source for sign in _GLOB_SIGNS):
         return re.match(glob_translate(source), file) is not None
@@ -230,13 +241,13 @@ def would_read(url: str, file: str) -> bool:
 
 
 def unified_schema(footers: tuple[Footer, ...]) -> pa.Schema:
-    """One schema for all files: a column that a file lacks is null there.
+    """One schema for all files; a column that some file lacks is nullable.
 
     Raises `JobRequestError` naming the file and the column when two files disagree on a type, and when a file
     has two columns of one name.
     """
     problems = []
-    # By name: unifying whole schemas field by field takes time by the square of their columns.
+    # Column -> schema of this column alone: unifying whole schemas takes time by the square of their columns.
     unified: dict[str, pa.Schema] = {}
     for footer in footers:
         repeated = sorted(name for name, count in Counter(footer.schema.names).items() if count > 1)
@@ -273,12 +284,12 @@ def unpack_schema(text: str) -> pa.Schema:
 
 
 def _find(fs: Any, path: str) -> tuple[list[str], str, list[str]]:
-    """Paths of Parquet files, the folder above those that may hold columns, and data files of other formats."""
+    """Paths of Parquet files, the folder above the folders whose names may hold columns, and paths of other files."""
     if any(sign in path for sign in _GLOB_SIGNS) and not fs.exists(path):
         parts = path.split("/")
         fixed = next(i for i, part in enumerate(parts) if any(sign in part for sign in _GLOB_SIGNS))
         return sorted(found for found in fs.glob(path) if fs.isfile(found)), "/".join(parts[:fixed]), []
-    # Not `isfile` and `exists`, which take storage that refuses for an empty one.
+    # `isfile` and `exists` would take storage that refuses for empty storage.
     if fs.info(path)["type"] != "directory":
         return [path], path.rpartition("/")[0], []
     root = path.rstrip("/")
@@ -325,7 +336,7 @@ def _resolved(url: str) -> str:
 
 
 def _read_twice(files: Sequence[tuple[_Found, str]]) -> list[str]:
-    """Files that are behind two inputs: their rows would be answered twice."""
+    """A problem for files that are behind two inputs: their rows would be answered twice."""
     first: dict[str, _Found] = {}
     twice = []
     for found, path in files:
@@ -338,7 +349,7 @@ def _read_twice(files: Sequence[tuple[_Found, str]]) -> list[str]:
 
 
 def _names(addresses: Sequence[str]) -> list[str]:
-    """A short name for each file, unique in the job: the file's own, or with the folders that tell all apart."""
+    """A short name for each file, unique in the job: the file's own name, with folders when names alone repeat."""
     # On the web, what follows the question mark may open the file.
     plain = [redacted_url(a).partition("?")[0] if a.startswith(_WEB) else a for a in addresses]
     short = [address.rpartition("/")[2] for address in plain]
@@ -353,13 +364,13 @@ def _names(addresses: Sequence[str]) -> list[str]:
 
 
 class _KindsOfSchemas:
-    """The `column_kinds` of files, one object for all files of a schema: mostly there is one."""
+    """A cache of `column_kinds`, with one object for all files of one schema."""
 
     def __init__(self) -> None:
         self._known: list[tuple[pq.ParquetSchema, Mapping[str, tuple[str, ...]]]] = []
 
     def of(self, schema: pq.ParquetSchema, footer: bytes) -> Mapping[str, tuple[str, ...]]:
-        """Raises ValueError for a damaged footer."""
+        """The `column_kinds` of a footer with this schema. Raises ValueError for a damaged footer."""
         for known, kinds in self._known[-_SCHEMAS_KEPT:]:
             if known.equals(schema):
                 return kinds
@@ -415,15 +426,13 @@ def _read_footer(found: _Found, path: str, name: str, kinds: _KindsOfSchemas) ->
 
 
 def _texts(metadata: Mapping[bytes, bytes]) -> dict[str, str]:
-    """What a footer says beside the schema, but for what is of no use in another file."""
+    """A footer's metadata as texts, without the keys that have no use in another file."""
     texts = {key.decode("utf-8", "replace"): text.decode("utf-8", "replace") for key, text in metadata.items()}
     return {key: text for key, text in texts.items() if key not in _KNOWN_METADATA}
 
 
 def _parsed(footer: bytes) -> pq.ParquetFile:
-    """A file without rows that says what a footer says. Raises ValueError; pyarrow raises `OSError` where the bytes are
-    no footer.
-    """
+    """A Parquet file in memory with this footer and no rows. Raises ValueError for bytes that are no footer."""
     try:
         return pq.ParquetFile(io.BytesIO(_MAGIC + footer), coerce_int96_timestamp_unit=INT96_UNIT)
     except (pa.ArrowException, OSError) as error:
@@ -432,7 +441,7 @@ def _parsed(footer: bytes) -> pq.ParquetFile:
 
 def _footer_bytes(file: BinaryIO) -> tuple[bytes, int]:
     """The footer with its length and magic, and the file's size. Raises ValueError."""
-    # Not what `seek` returns: nothing over SFTP.
+    # Over SFTP, `seek` returns nothing.
     file.seek(0, io.SEEK_END)
     size = file.tell()
     if size < len(_MAGIC) + _TAIL_BYTES:

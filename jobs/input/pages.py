@@ -1,8 +1,8 @@
-"""Bounds what a column chunk of a Parquet file takes in memory, from the headers of its pages.
+"""Bounds the memory that a column chunk of a Parquet file takes, from the headers of its pages.
 
-What a footer says of a chunk's size need not be so, and a few bytes may stand for gigabytes: a dictionary's value that
-many rows repeat, a run of nulls, a page of zeros. Readers allocate by the headers of pages, which are read here: Thrift
-structs in the compact protocol (https://github.com/apache/parquet-format).
+A footer's size of a chunk may be wrong, and a few bytes may stand for gigabytes: a dictionary's value that many rows
+repeat, a run of nulls, a page of zeros. Readers allocate by the headers of pages, which are read here: Thrift structs
+in the compact protocol (https://github.com/apache/parquet-format).
 """
 
 from __future__ import annotations
@@ -24,21 +24,28 @@ _SIZE = struct.Struct("<I")
 # A fixed-size value in Arrow takes 16 bytes at most (a decimal), an offset and a level 8.
 _FIXED_BYTES = 16
 _OFFSET_BYTES = 8
-# Larger dictionaries are not looked into: their size alone bounds their values.
+# Largest dictionary whose values are read. The size of a larger one is the bound of each of its values.
 _MAX_DICTIONARY_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class _Page:
+    """One page of a column chunk."""
+
+    #: `_DATA`, `_DATA_2` or `_DICTIONARY`.
     kind: int
+    #: Values in the page, nulls included.
     num_values: int
+    #: Size decompressed, or stored if that is larger.
     num_bytes: int
+    #: Parquet's number of the values' encoding.
     encoding: int
+    #: The page's bytes in the file, after its header.
     stored: memoryview
 
 
 def decoded_bytes(column: pq.ColumnChunkMetaData, schema: pq.ColumnSchema, stored: memoryview, *, exact: bool) -> int:
-    """The most that a chunk's values take as Arrow arrays. `stored`: the chunk's bytes in the file.
+    """The most bytes that a chunk's values take as Arrow arrays. `stored`: the chunk's bytes in the file.
 
     `exact`: look into the dictionary for the length of its longest value, instead of taking it for as long as the
     dictionary. Raises `ValueError` when the pages are damaged.
@@ -70,7 +77,7 @@ def decoded_bytes(column: pq.ColumnChunkMetaData, schema: pq.ColumnSchema, store
 
 
 def _pages(stored: memoryview, num_values: int) -> Iterator[_Page]:
-    """The pages that a reader of `num_values` values looks at."""
+    """The pages that a reader of `num_values` values reads."""
     position = num_pages = 0
     while position < len(stored) and num_values > 0:
         num_pages += 1
@@ -96,7 +103,7 @@ def _pages(stored: memoryview, num_values: int) -> Iterator[_Page]:
 
 
 def _longest(page: _Page, column: pq.ColumnChunkMetaData) -> int:
-    """Bytes of a dictionary's longest value; of all of them, when it cannot be looked into."""
+    """Bytes of a dictionary's longest value; bytes of the whole dictionary when its values cannot be read."""
     if page.num_bytes > _MAX_DICTIONARY_BYTES:
         return page.num_bytes
     try:
@@ -114,7 +121,7 @@ def _longest(page: _Page, column: pq.ColumnChunkMetaData) -> int:
 
 
 def _struct(data: memoryview, position: int, depth: int) -> tuple[dict[int, Any], int]:
-    """A Thrift struct: field -> integer or struct, other values are passed over; and where it ends."""
+    """A Thrift struct (field -> integer or struct; None for other values), and the position after it."""
     if depth > _MAX_DEPTH:
         raise ValueError("the header of a page nests too deeply")
     fields: dict[int, Any] = {}
@@ -150,13 +157,13 @@ def _value(data: memoryview, position: int, kind: int, depth: int) -> tuple[Any,
 
 
 def integer(data: memoryview, position: int) -> tuple[int, int]:
-    """A signed number of Thrift's compact protocol, and where it ends. Raises IndexError at the end of the data."""
+    """A signed number of Thrift's compact protocol, and the position after it. Raises IndexError at the data's end."""
     value, position = unsigned(data, position)
     return (value >> 1) ^ -(value & 1), position
 
 
 def unsigned(data: memoryview, position: int) -> tuple[int, int]:
-    """An unsigned number, as `integer`."""
+    """An unsigned number of Thrift's compact protocol, and the position after it. Raises as `integer` does."""
     value = shift = 0
     while True:
         byte = data[position]

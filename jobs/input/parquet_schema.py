@@ -1,7 +1,7 @@
-"""Reads the column types that a Parquet footer states, also those for which Arrow has none: `column_kinds`.
+"""Reads the column types that a Parquet footer states, including types that Arrow does not have: `column_kinds`.
 
-Arrow shows the physical type of such a column only. The footer's first two fields are read here: Thrift structs in the
-compact protocol (https://github.com/apache/parquet-format, `SchemaElement`).
+Arrow shows only the physical type of a column whose type it does not have. The footer's first two fields are read here:
+Thrift structs in the compact protocol (https://github.com/apache/parquet-format, `SchemaElement`).
 """
 
 from __future__ import annotations
@@ -16,43 +16,46 @@ _MAX_DEPTH = 32
 _PHYSICAL = ("boolean", "int32", "int64", "INT96", "float", "double", "binary", "binary")
 _UNITS = {1: "milliseconds", 2: "microseconds", 3: "nanoseconds"}
 INT96 = "INT96 timestamp"
-#: A column without a value; it agrees with every type.
+#: Kind of a column without a value; it agrees with every type.
 NULL = "null"
-#: Kind of a timestamp that says nothing of time zones: what INT96 timestamps are written as.
+#: Kind of a timestamp without a time zone, as which INT96 timestamps are written.
 PLAIN_TIMESTAMP = "timestamp (microseconds)"
 _ZONED_TIME = "time with time zone"
 
-#: Field of Parquet's `LogicalType` -> what a column of it is. Those without a name of their own (decimals, times,
-#: integers) are written out by `_logical`.
+#: Field of Parquet's `LogicalType` -> kind of its columns. `_logical` adds the parameters of decimals, times and
+#: integers.
 LOGICAL_TYPES: Mapping[int, str] = {
     1: "string", 2: "map", 3: "list", 4: "string", 5: "decimal", 6: "date", 7: "time", 8: "timestamp", 10: "integer",
     11: NULL, 12: "JSON", 13: "binary", 14: "UUID", 15: "float16", 16: "VARIANT", 17: "GEOMETRY", 18: "GEOGRAPHY",
 }  # fmt: skip
-#: Value of Parquet's older `ConvertedType` -> what a column of it is. A timestamp that has only this is read as one
-#: without time zone by DuckDB and as an instant by Spark: no logical type says both.
+#: Value of Parquet's older `ConvertedType` -> kind of its columns. A timestamp that has only this type is read as one
+#: without time zone by DuckDB and as an instant by Spark: no logical type stands for both.
 CONVERTED_TYPES: Mapping[int, str] = {
     0: "string", 1: "map", 2: "map", 3: "list", 4: "string", 5: "decimal", 6: "date", 7: "time (milliseconds)",
     8: "time (microseconds)", 9: "timestamp by converted type (milliseconds)",
     10: "timestamp by converted type (microseconds)", 11: "uint8", 12: "uint16", 13: "uint32", 14: "uint64",
     15: "int8", 16: "int16", 17: "int32", 18: "int64", 19: "JSON", 20: "binary", 21: "INTERVAL",
 }  # fmt: skip
-#: Types of groups that are more than their fields.
+#: Logical types of groups that mean more than their fields.
 _GROUPS = (16,)
 
 
 @dataclass(frozen=True, slots=True)
 class _Element:
-    """One node of the schema, as the footer has it. `num_children`: 0 for a column with values."""
+    """One node of the schema, as the footer has it."""
 
+    #: Name of the node.
     name: str
+    #: Nodes directly below it; 0 for a column with values.
     num_children: int
+    #: Kind of its values; "" for a group that is only its fields.
     kind: str
 
 
 def column_kinds(footer: bytes) -> dict[str, tuple[str, ...]]:
-    """Column -> the kinds of its values, depth first. A `VARIANT` stands before those of its fields.
+    """Column -> the kinds of its values, depth first. A `VARIANT` comes before the kinds of its fields.
 
-    `footer`: a footer's Thrift struct, which may be followed by other bytes. Raises ValueError where it is damaged.
+    `footer`: a footer's Thrift struct, which may be followed by other bytes. Raises ValueError for a damaged footer.
     """
     try:
         elements = iter(_elements(memoryview(footer)))
@@ -72,12 +75,12 @@ def is_zoned_time(kind: str) -> bool:
 
 
 def plain_time(kind: str) -> str:
-    """The kind with times of day taken for those without a time zone."""
+    """The kind without the time zone of a time of day."""
     return kind.replace(_ZONED_TIME, "time")
 
 
 def _kinds(column: _Element, elements: Iterator[_Element]) -> Iterator[str]:
-    """The kinds of a column and of all elements below it, which `elements` go on with."""
+    """The kinds of a column and of all elements below it, which come next in `elements`."""
     num_left = 1
     element = column
     while True:
@@ -112,7 +115,7 @@ def _group(fields: Mapping[int, Any]) -> str:
 
 
 def _leaf(fields: Mapping[int, Any]) -> str:
-    """What a column is. The logical type counts before the converted type, as readers have it."""
+    """The kind of a column with values. The logical type counts before the converted type, as in readers."""
     logical = fields.get(10) or {}
     converted = fields.get(6)
     if logical:

@@ -56,7 +56,7 @@ def _segments(folder: str) -> list[tuple[str, str]]:
 
 def _values(folder: str) -> dict[str, str | None]:
     """Column -> its value in this folder, as text."""
-    # It imports pandas, which takes 0.3 s: only jobs with such folders pay for it.
+    # This imports pandas, which takes 0.3 s: only jobs with columns in folder names pay for it.
     import pyarrow.dataset as ds
 
     segments = _segments(folder)
@@ -69,7 +69,7 @@ def _values(folder: str) -> dict[str, str | None]:
 
 
 def _typed(folder: str, values: Mapping[str, str | None], schema: pa.Schema) -> PartitionValues:
-    """The values in the types of the schema: other files may have the column, too."""
+    """The values in the schema's types, which may come from other files that have the column themselves."""
     found: PartitionValues = {}
     for name, text in values.items():
         kind = schema.field(name).type

@@ -1,7 +1,8 @@
-"""Opens row groups of Parquet files within a limit of what they take in memory.
+"""Opens row groups of Parquet files within a limit of memory.
 
-The headers of their pages bound it. A row group that they do not clear is decoded once by a child process with limits
-of its own (`engine/confinement.py`), which counts; one that is too large is refused before it is read here.
+The headers of a row group's pages give an upper bound. If it exceeds the limit, a child process with limits of its own
+(`engine/confinement.py`) decodes the row group once and counts its bytes; a row group that is too large is refused
+before this process reads it.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from .pages import decoded_bytes
 from .spark_metadata import check_calendar, old_calendar
 
 MAX_ROW_GROUP_BYTES = 2 << 30
-#: The most rows of a row group: what is kept for each of them takes memory too.
+#: Most rows of a row group, since a job keeps some memory for each row.
 MAX_ROW_GROUP_ROWS = 1 << 22
 _BATCH_BYTES = 64 << 20
 _MAX_BATCH_ROWS = 1024
 _COUNTED_ROWS = 256
 _COUNT_CPU_S = 60
 _COUNT_TASK = "jobs.input.row_group"
-# Ranges of a file that lie this close are read as one.
+# Ranges of a file with at most this gap between them are read as one.
 _GAP_BYTES = 1 << 20
 _FIXED_BYTES = _LIST_BYTES = 8
 _VARIABLE = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
-# Readers look so far beyond a column chunk: old writers left the header of a dictionary out of its size.
+# Bytes that readers read beyond a column chunk: old writers left the header of a dictionary out of its size.
 _PADDING_BYTES = 100
 
 
@@ -47,16 +48,21 @@ class OversizedRowGroupError(ValueError):
 class RowGroup:
     """An open row group."""
 
+    #: The open file.
     file: pq.ParquetFile
+    #: Number of the row group in its file.
     number: int
+    #: Columns to read; None for all.
     columns: Sequence[str] | None
+    #: Rows of the row group.
     num_rows: int
-    #: The most that its rows take in memory.
+    #: Most bytes that its rows take in memory.
     num_bytes: int
-    #: Those of the columns that hold INT96 timestamps, and the file read with these as nanoseconds; None without any.
+    #: Columns to read that hold INT96 timestamps.
     int96: Sequence[str] = ()
+    #: The file opened again with INT96 timestamps read as nanoseconds; None without `int96` columns.
     as_nanoseconds: pq.ParquetFile | None = None
-    #: Whether old values are of the Julian calendar: dates and timestamps, and INT96 timestamps.
+    #: Whether old dates and timestamps, and whether old INT96 timestamps, are of the Julian calendar.
     has_old_calendar: tuple[bool, bool] = (False, False)
 
     def batches(self) -> Iterator[pa.RecordBatch]:
@@ -67,7 +73,9 @@ class RowGroup:
             yield from _pieces(batch)
 
     def _checked(self, batches: Iterator[pa.RecordBatch], num_rows: int) -> Iterator[pa.RecordBatch]:
-        """The batches. Raises ValueError where reading has changed an INT96 timestamp, or Spark reads other days."""
+        """The batches. Raises ValueError when reading has changed an INT96 timestamp, or a date is another day in
+        Spark's Julian calendar.
+        """
         if self.as_nanoseconds is None and not any(self.has_old_calendar):
             yield from batches
             return
@@ -84,7 +92,7 @@ class RowGroup:
             yield batch
 
     def _may_be_old(self, name: str, kind: pa.DataType) -> bool:
-        """Whether a column may have values of the Julian calendar. A nested one may have dates beside INT96."""
+        """Whether a column may have values of the Julian calendar. A nested column may have dates beside INT96."""
         days, timestamps = self.has_old_calendar
         if name not in self.int96:
             return days
@@ -104,8 +112,8 @@ def open_row_group(
     verify: bool = False,
     max_bytes: int = MAX_ROW_GROUP_BYTES,
 ) -> Iterator[RowGroup]:
-    """A row group of an open file, or some of its columns. `verify`: check the checksums of pages. `max_bytes`: that
-    its rows may take in memory.
+    """Opens a row group of an open file, or some of its columns. `verify`: check the checksums of pages. `max_bytes`:
+    the most bytes that its rows may take in memory.
 
     Raises `OversizedRowGroupError`, `ValueError` for damage, and what pyarrow and storage raise.
     """
@@ -129,7 +137,7 @@ def open_row_group(
 
 
 def _check_columns(metadata: pq.FileMetaData, number: int, columns: Sequence[int], file: _UnreadFile) -> None:
-    """Raise OSError for a column whose metadata cannot be used: `RowGroupMetaData.column` ends the process then."""
+    """Raise OSError for a column with unusable metadata, for which `RowGroupMetaData.column` would end the process."""
     with pq.ParquetFile(file, metadata=metadata) as unread:
         for column in columns:
             file.was_read = False
@@ -150,7 +158,7 @@ def _is_of(path: str, columns: Collection[str]) -> bool:
 
 
 def _extent(column: pq.ColumnChunkMetaData, size: int) -> tuple[int, int]:
-    """Where a column chunk lies in its file of `size` bytes, with what readers look at beyond it."""
+    """Start and end of a column chunk in its file of `size` bytes; the end includes bytes that readers read beyond."""
     start = column.data_page_offset
     if column.has_dictionary_page and 0 < (column.dictionary_page_offset or 0) < start:
         start = column.dictionary_page_offset
@@ -175,7 +183,7 @@ def _ranges(extents: list[tuple[int, int]], max_bytes: int) -> list[tuple[int, i
 
 
 class _RowGroupFile(io.RawIOBase):
-    """A file of which some ranges are held in memory; the rest of it is read where it is."""
+    """A file with some ranges held in memory; the rest is read from the file itself."""
 
     def __init__(self, handle: BinaryIO, size: int, ranges: list[tuple[int, int]]) -> None:
         self._handle = handle
@@ -223,7 +231,7 @@ class _RowGroupFile(io.RawIOBase):
 
 
 class _UnreadFile(_RowGroupFile):
-    """A file that seems to end wherever it is read. `was_read`: somebody has tried."""
+    """A file that seems to end wherever it is read. `was_read`: whether a read was tried."""
 
     was_read = False
 
@@ -239,7 +247,7 @@ def _cleared_bytes(
     source: _RowGroupFile,
     max_bytes: int,
 ) -> int:
-    """The most that the rows take in memory. Raises `OversizedRowGroupError` when that is too much."""
+    """The most bytes that the rows take in memory. Raises `OversizedRowGroupError` for more than `max_bytes`."""
     group = metadata.row_group(number)
     if group.num_rows > MAX_ROW_GROUP_ROWS:
         raise OversizedRowGroupError(f"holds {group.num_rows} rows, expected at most {MAX_ROW_GROUP_ROWS}")
@@ -257,7 +265,10 @@ def _cleared_bytes(
 
 
 def _counted_bytes(number: int, bounds: dict[str, int], source: _RowGroupFile, max_bytes: int) -> int:
-    """As a child process counts them that decodes the row group, the largest columns first."""
+    """The bytes that the rows take in memory, counted by a child process that decodes the columns, largest first.
+
+    Raises `OversizedRowGroupError` for more than `max_bytes`, and when the child cannot decode the row group.
+    """
     largest = sorted(bounds, key=bounds.__getitem__, reverse=True)
     with temporary_folder() as folder:
         copy = folder / "rows.parquet"
@@ -278,7 +289,7 @@ def _counted_bytes(number: int, bounds: dict[str, int], source: _RowGroupFile, m
 
 
 def _write_copy(copy: Any, source: _RowGroupFile) -> None:
-    """The held ranges and the footer, where they are in the file; holes between them."""
+    """Write the held ranges and the footer at their places in the file, with holes between them."""
     size = source.seek(-8, io.SEEK_END) + 8
     footer_bytes = int.from_bytes(source.read(4), "little") + 8
     source.seek(size - footer_bytes)
@@ -289,7 +300,9 @@ def _write_copy(copy: Any, source: _RowGroupFile) -> None:
 
 
 def run(payload: list[Any]) -> dict[str, int]:
-    """The child's task: column -> bytes that it takes in memory, until they are too many."""
+    """Counts the bytes that columns take in memory, until they are too many: column -> bytes. The task of a child
+    process.
+    """
     path, number, columns, max_bytes = payload
     pa.set_memory_pool(pa.system_memory_pool())  # others reserve more address space than is allowed here
     found: dict[str, int] = {}
@@ -307,7 +320,7 @@ def run(payload: list[Any]) -> dict[str, int]:
 
 
 def memory_bytes(array: pa.Array) -> int:
-    """What an array's values take one by one: those of a dictionary count as often as they stand there."""
+    """Bytes of an array's values; a dictionary's value counts once for each row that uses it."""
     kind = array.type
     if isinstance(kind, pa.BaseExtensionType):
         return memory_bytes(array.storage)

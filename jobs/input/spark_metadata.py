@@ -1,9 +1,9 @@
-"""Reads what Spark says of a file in its footer: types that Parquet's own do not show, and the calendar of old values.
+"""Reads Spark's metadata in a file's footer: types that Parquet's own do not show, and the calendar of old values.
 
-Spark stores an interval as a number and a vector as a struct, and says so in a JSON schema beside Parquet's. It also
-says where days before 1582-10-15 are those of the Julian calendar, as in Spark 2 and in its mode LEGACY (Spark,
-`DataSourceUtils.datetimeRebaseSpec`). Other readers see neither, and an output that does not say it would be read as
-something else.
+Spark stores an interval as a number and a vector as a struct, and records the type in a JSON schema beside Parquet's.
+It also records when days before 1582-10-15 are of the Julian calendar, as in Spark 2 and in its mode LEGACY (Spark,
+`DataSourceUtils.datetimeRebaseSpec`). Other readers see neither, and an output without this metadata would be read as
+other values.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _VERSION, _OLD_DAYS, _OLD_INT96 = (
     "org.apache.spark.legacyDateTime",
     "org.apache.spark.legacyINT96",
 )
-#: Keys that say how values are to be read. Nothing of them is left out: values that they matter for are refused.
+#: Keys that decide how values are read. They need not be kept: values for which they matter are refused.
 SPARK_CALENDAR_KEYS = (_VERSION, _OLD_DAYS, _OLD_INT96, "org.apache.spark.timeZone")
-# Types that a reader of Parquet finds without the JSON schema; the first ones also with parameters.
+# Types that readers of Parquet find without the JSON schema; `_WITH_PARAMETERS` also with parameters.
 _WITH_PARAMETERS = ("decimal", "char", "varchar", "time")
 _SHOWN = {
     *_WITH_PARAMETERS, "boolean", "byte", "short", "integer", "long", "float", "double", "string", "binary", "date",
@@ -41,7 +41,7 @@ _PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
 
 
 def spark_type_problems(files: Iterable[tuple[str, Mapping[str, str]]], copied: Collection[str]) -> dict[str, str]:
-    """Why columns would lose a type of Spark's: column -> a sentence. `files`: a file's name and metadata."""
+    """Why columns would lose a type of Spark's: column -> a sentence. `files`: name and metadata of each file."""
     problems: dict[str, str] = {}
     seen: set[str] = set()
     for file, metadata in files:
@@ -61,7 +61,7 @@ def spark_type_problems(files: Iterable[tuple[str, Mapping[str, str]]], copied: 
 
 
 def _hidden_types(text: str) -> dict[str, str]:
-    """Column -> its first type that only Spark's schema shows. Spark, too, passes over a text that is no schema."""
+    """Column -> its first type that only Spark's schema shows. Text that is no schema is ignored, as in Spark."""
     try:
         fields = parse_json(text)["fields"] if text else []
         found = {field["name"]: next(_hidden(field["type"], field.get("metadata")), "") for field in fields}
@@ -91,7 +91,7 @@ def _hidden(kind: Any, metadata: Any = None) -> Iterator[str]:
 
 
 def says_more(text: str) -> bool:
-    """Whether Spark's schema says more of its columns than types, such as comments."""
+    """Whether Spark's schema has more about its columns than types, such as comments."""
     try:
         return any(field.get("metadata") for field in parse_json(text)["fields"])
     except (ValueError, TypeError, KeyError, AttributeError):

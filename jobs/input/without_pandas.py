@@ -1,6 +1,6 @@
 """`leave_out_pandas`: keeps PyArrow from importing pandas, which takes 0.35 s of a processor in every process of a job.
 
-PyArrow's first `pa.array` looks for pandas, to know its series when it sees them. Processes of ours have none.
+PyArrow's first `pa.array` imports pandas, to recognise its series. Our processes use no series.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class _Absent:
 
 
 def leave_out_pandas() -> None:
-    """Have PyArrow take this process for one without pandas. `to_pandas` finds it all the same, and imports it then.
+    """Makes PyArrow believe that this process has no pandas. `to_pandas` still finds and imports it.
 
-    Only for processes that convert no series of pandas: nulls of one that is not known as such are read as NaN.
+    Only for processes that convert no series of pandas: PyArrow would read the nulls of a series as NaN.
     """
     import pyarrow as pa
 
