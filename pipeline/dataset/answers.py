@@ -1,4 +1,4 @@
-"""`RowAnswer`: what the output says about one row. `BegunRow`: what was generated for an unfinished row.
+"""`RowAnswer`: the output's values for one row. `BegunRow`: the tokens generated for an unfinished row.
 
 Both are kept in the journals of unfinished shards. A journal is a run of frames: length and CRC-32 (four bytes each,
 little-endian), then msgpack: a list for an answer, a map for a begun row. A process may die in the middle of a write,
@@ -22,37 +22,49 @@ _HEAD = struct.Struct("<II")
 
 @dataclass(frozen=True, slots=True)
 class RowAnswer:
-    """The answer to one row. `fingerprint` and `adapter_sha256` (None: base model) say what it answers.
+    """The answer to one row, or the error in its place. Most fields are columns of the output."""
 
-    `mode` is None for rows that no engine served. `token_ids`, `token_logprobs` and `token_top_logprobs` are kept only
-    where the row asked for log-probabilities. `attempts`: how often an engine started on the row.
-    `reused_prompt_tokens`: see `Result`; no column of the output, so None in what is read from a part. `reasoning`: see
-    `Result`. `tool_calls`: id, name and arguments of each; None where they are not read. `choice_logprobs`,
-    `prompt_token_logprobs`, `prompt_token_top_logprobs`: see `Result`.
-    """
-
+    #: Fingerprint of the row that is answered.
     fingerprint: bytes
+    #: Content hash of the adapter that answered; None for the base model.
     adapter_sha256: str | None
+    #: Text of the completion; None for an error.
     completion: str | None
+    #: Why the completion ended.
     finish_reason: FinishReason
+    #: Tokens of the prompt.
     prompt_tokens: int
+    #: Tokens of the completion.
     completion_tokens: int
+    #: Mode of the steps that served the row; None for a row that no engine served.
     mode: ServedMode | None
+    #: Number of times that an engine started on the row.
     attempts: int
+    #: Why the row has no answer, as sentences; None for an answer.
     error: str | None = None
+    #: Tokens of the completion; None unless the row asks for log-probabilities.
     token_ids: tuple[int, ...] | None = None
+    #: Log-probability of each token of the completion; None unless the row asks for them.
     token_logprobs: tuple[float, ...] | None = None
+    #: Prompt tokens that were copied from rows that begin alike. No column of the output, so None in an answer that was
+    #: read from a part.
     reused_prompt_tokens: int | None = None
+    #: Likeliest tokens in place of each token; None unless the row asks for log-probabilities.
     token_top_logprobs: tuple[TopLogprobs, ...] | None = None
+    #: Text before the completion; None if there was none, or it is not split.
     reasoning: str | None = None
+    #: Id, name and arguments of each tool call; None when calls are not read.
     tool_calls: tuple[tuple[str, str, str], ...] | None = None
+    #: Log-probability of each text of the row's choice; None when none is scored.
     choice_logprobs: tuple[float, ...] | None = None
+    #: Log-probabilities of the prompt's tokens but the first; None unless the row asks for them.
     prompt_token_logprobs: tuple[float, ...] | None = None
+    #: Likeliest tokens in place of each of the prompt's tokens but the first; None unless the row asks for them.
     prompt_token_top_logprobs: tuple[TopLogprobs, ...] | None = None
 
     @classmethod
     def from_result(cls, fingerprint: bytes, request: Request, result: Result, attempts: int) -> RowAnswer:
-        """What an engine answered to `request`."""
+        """The answer of a row from an engine's result for its request."""
         has_logprobs = request.sampling.wants_logprobs and result.token_logprobs is not None
         return cls(
             fingerprint=fingerprint,
@@ -84,16 +96,19 @@ def _with_ids(fingerprint: bytes, calls: Sequence[ToolCall]) -> tuple[tuple[str,
 
 @dataclass(frozen=True, slots=True)
 class BegunRow:
-    """What a worker had generated for a row when it had to leave; the next attempt at the shard goes on from there.
-
-    `fingerprint` and `adapter_sha256` (None: base model) say for what. `token_logprobs` and `top_logprobs` have one
-    item per token when the row asks for them, else none.
+    """The tokens that a worker had generated for a row when it had to leave. The next attempt at the shard continues
+    from them.
     """
 
+    #: Fingerprint of the row.
     fingerprint: bytes
+    #: Content hash of the row's adapter; None for the base model.
     adapter_sha256: str | None
+    #: Tokens generated.
     token_ids: tuple[int, ...]
+    #: Log-probability of each token; empty unless the row asks for them.
     token_logprobs: tuple[float, ...]
+    #: Likeliest tokens in place of each token; empty unless the row asks for them.
     top_logprobs: tuple[TopLogprobs, ...] = ()
 
 

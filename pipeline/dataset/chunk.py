@@ -1,6 +1,6 @@
 """Reads one chunk, which is a row group of an input file, or several small files: `read_chunk` streams it.
 
-`ChunkRef` and `IndexJob` are what a worker needs to know to index a chunk; both travel to it.
+`ChunkRef` and `IndexJob` hold all that a worker needs to index a chunk; both are sent to it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ...jobs.storage.redaction import storage_reason
 from ...jobs.storage.stores import open_store
 from . import schema as prepared
 
-# Of small files that are one chunk.
+# Most bytes of rows in one batch of a chunk of several small files.
 _TOGETHER_BYTES = 64 << 20
 _REPAIR = "Repair the file or leave it out."
-# What stores that are throttled, busy or away are reported as; Arrow's errors about bad bytes have no number.
+# Numbers of the errors of stores that are throttled, busy or away. Arrow's errors about bad bytes have no number.
 _UNREACHED = {
     errno.EIO,
     errno.EAGAIN,
@@ -45,23 +45,28 @@ _UNREACHED = {
 
 @dataclass(frozen=True, slots=True)
 class RowGroupRef:
-    """A row group. `file_name` is for messages and made-up ids; `first_row` counts from the file's start.
+    """A row group of an input file."""
 
-    `footer_sha256`, `version`: of the file when the job was frozen. `partition`: columns of the file's folders.
-    """
-
+    #: Path or URL of the file.
     file_url: str
+    #: Name of the file in messages and in ids of rows without an id column.
     file_name: str
+    #: Number of the row group in the file.
     row_group: int
+    #: Number of the first row, counted from the file's start.
     first_row: int
+    #: Rows of the row group.
     num_rows: int
+    #: Hash of the file's footer when the job was frozen.
     footer_sha256: str
+    #: Values of the columns that the names of the file's folders give.
     partition: PartitionValues
+    #: Version of the file when the job was frozen; None when it is not known.
     version: FileVersion | None = None
 
     @property
     def place(self) -> str:
-        """Its file, number and rows, for messages."""
+        """File, number and rows of the row group, for messages."""
         last_row = self.first_row + self.num_rows - 1
         return f"input file {self.file_name!r}, row group {self.row_group} (rows {self.first_row} to {last_row})"
 
@@ -75,12 +80,12 @@ class ChunkRef:
 
     @property
     def num_rows(self) -> int:
-        """Rows of all its row groups."""
+        """Rows of all row groups of the chunk."""
         return sum(group.num_rows for group in self.row_groups)
 
     @property
     def place(self) -> str:
-        """Its files and rows, for messages."""
+        """Files of the chunk, with row group and rows of a single one, for messages."""
         if len(self.row_groups) == 1:
             return self.row_groups[0].place
         return f"input files {', '.join(repr(group.file_name) for group in self.row_groups)}"
@@ -88,39 +93,49 @@ class ChunkRef:
 
 @dataclass(frozen=True, slots=True)
 class IndexJob:
-    """What indexing a chunk needs to know. `key`: index files written under another key are stale. `dropped`: columns
-    of the input that are not copied.
+    """The options of a job that its chunks are indexed with."""
 
-    `now`: the time that chat templates see: the client's when the job was started, on all workers and in all runs.
-    `system_prompt`: for rows whose messages have none. `allow_special_tokens`: see `JobSpec`. `sample_field`: for
-    numbers of completions. `chat_template`: text of the job's own. `rendering`: the job's values of
-    `RENDERING_OPTIONS`. `prepared_apart`: adapters with a tokenizer or vocabulary of their own, by name.
-    `tokenizer_sha256`: of the base's configuration and tokenizer ("": any).
-    """
-
+    #: Path or URL of the base model.
     model_url: str
+    #: Sampling of the job.
     sampling: SamplingParams
+    #: Role -> name of the input column that has it.
     roles: Mapping[str, str]
+    #: Schema of the input, packed (`jobs.input.files.unpack_schema`).
     schema_ipc: str
+    #: Tokens of the base model's vocabulary.
     vocab_size: int
+    #: Most tokens of a prompt and its completion together.
     max_context_tokens: int
+    #: Key of the index files; files written under another key are stale.
     key: str
+    #: Time that chat templates see, in ISO format: the client's when the job was started, on all workers and in all
+    #: runs.
     now: str
+    #: System message of rows whose messages have none; None for no such message.
     system_prompt: str | None = None
+    #: Whether special tokens inside of messages are control tokens; else they are text.
     allow_special_tokens: bool = False
+    #: Column for the number of a row's completion; None for no such column.
     sample_field: pa.Field | None = None
-    #: For the last messages of assistants, where they are taken out of prompts.
+    #: Column for the assistant's last message, which is taken out of the prompt; None when prompts keep it.
     expected_field: pa.Field | None = None
+    #: Text of the job's own chat template; None for the templates of base and adapters.
     chat_template: str | None = None
+    #: The job's values of `RENDERING_OPTIONS`.
     rendering: Mapping[str, Any] = field(default_factory=dict)
+    #: Options of stores of input, model and adapters, with secrets.
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    #: Adapters with a tokenizer or vocabulary of their own, by name.
     prepared_apart: Mapping[str, AdapterRecord] = field(default_factory=dict)
+    #: Columns of the input that are not copied to the output.
     dropped: tuple[str, ...] = ()
+    #: Content hash of the base model without its weights, which its tokenizer must have; "" for any.
     tokenizer_sha256: str = ""
 
     @classmethod
     def from_record(cls, record: JobRecord, spec: JobSpec) -> IndexJob:
-        """For a frozen job. The spec gives what the record does not hold: storage options."""
+        """The options of a frozen job. The model's URL and the storage options are the spec's."""
         return cls(
             model_url=spec.model,
             sampling=record.sampling,
@@ -144,7 +159,7 @@ class IndexJob:
 
 
 def _sample_field(record: JobRecord) -> pa.Field | None:
-    """Where prepared rows have the number of their completion."""
+    """Column of prepared rows for the number of a row's completion; None when the job has no such column."""
     if record.has_lists:
         return prepared.SAMPLE_FIELD
     return sample_field(record) if records_samples(record) else None
@@ -220,7 +235,7 @@ def _read_row_group(
                 for batch in rows.batches():
                     num_rows += batch.num_rows
                     yield _fitted(batch, schema, group.partition)
-        # Last: it may have been written to while it was read.
+        # The version is checked last: the file may have been written to while it was read.
         _check_version(group, fs, path)
     except OversizedRowGroupError as error:
         raise DamagedChunkError(f"{group.place}: {error}. Write it in smaller row groups or leave it out.") from None
@@ -261,8 +276,8 @@ def read_column(group: RowGroupRef, column: str, storage_options: Mapping[str, A
 
 
 def _fitted(batch: pa.RecordBatch, schema: pa.Schema, partition: PartitionValues) -> pa.RecordBatch:
-    """Columns of the file's folders are added; columns that it lacks become null; columns without any value take the
-    type of the other files.
+    """A batch of a file with the columns of `schema`. Columns that the file's folders name are added, other missing
+    columns are null, and columns without any value take the type that they have in other files.
     """
     columns = []
     for column in schema:

@@ -63,7 +63,7 @@ from .row_checks import (
 )
 
 _TOGETHER_CHARACTERS = 4 << 20
-# Different ways to render messages that are kept for rows to come.
+# Most different values of `RENDERING_OPTIONS` that are kept as read for later rows.
 _MOST_RENDERINGS = 1024
 # Tokens at the end of a prompt of tokens in which the start of reasoning is looked for.
 _END_TOKENS = 64
@@ -82,7 +82,7 @@ class ChunkRows:
         self._rendering = lru_cache(_MOST_RENDERINGS)(self._read_rendering)
         self._batches: list[pa.RecordBatch] = []
         self._numbers: list[pa.RecordBatch] = []
-        #: Rows of which something should be known, by what it is; see `notes.row_notes`.
+        #: Rows with a peculiarity that users should know of, by peculiarity (`status.notes.row_notes` writes them up).
         self.counts: Counter[str] = Counter()
         self._num_prepared = 0
 
@@ -109,8 +109,8 @@ class ChunkRows:
         return [name for name, found in self._tokenizers.items() if name and isinstance(found, MissingTokenizer)]
 
     def order(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Rows sorted by adapter, the base model first, otherwise as in the input; and where record batches
-        begin: `[num_batches + 1]` offsets into that order.
+        """Rows sorted by adapter, the base model first, otherwise as in the input; and the beginnings of record
+        batches: `[num_batches + 1]` offsets into the order.
         """
         names = pa.chunked_array([batch.column("adapter") for batch in self._numbers])
         codes = names.cast(pa.string()).fill_null("").combine_chunks().dictionary_encode()
@@ -123,13 +123,13 @@ class ChunkRows:
         return order, np.append(np.concatenate(cuts), len(order))
 
     def prepared_batches(self, order: NDArray[np.int64], offsets: NDArray[np.int64]) -> Iterator[pa.RecordBatch]:
-        """The rows as the chunk file holds them."""
+        """The rows in `order`, as the record batches of the chunk file."""
         table = pa.Table.from_batches(self._batches).unify_dictionaries().combine_chunks()
         for start, end in pairwise(offsets.tolist()):
             yield table.take(pa.array(order[start:end])).combine_chunks().to_batches()[0]
 
     def index(self, order: NDArray[np.int64], offsets: NDArray[np.int64]) -> pa.Table:
-        """The numbers of the rows, in the same order, with the place of each: record batch and row in it."""
+        """The rows' numbers for the planner, in `order`, each with record batch and row in it (`INDEX_SCHEMA`)."""
         sizes = np.diff(offsets)
         batch = np.repeat(np.arange(len(sizes)), sizes)
         row = np.arange(len(order)) - offsets[:-1][batch]
@@ -145,7 +145,7 @@ class ChunkRows:
         return pa.table(columns, schema=prepared.INDEX_SCHEMA)
 
     def _shared_tokens(self) -> NDArray[np.int32]:
-        """In input order."""
+        """`fingerprints.shared_tokens` of the chunk's rows, in input order."""
         adapters = [name for batch in self._numbers for name in batch.column("adapter").to_pylist()]
         tokens = [batch.column(prepared.TOKENS) for batch in self._batches]
         prompts = [_tokens(column, row) for column in tokens for row in range(len(column))]
@@ -190,12 +190,12 @@ class ChunkRows:
         return drafts
 
     def _vocab_size(self, adapter: str | None) -> int:
-        """Tokens that a row of an adapter may hold."""
+        """Size of the vocabulary of an adapter's rows: the adapter's own, else the base model's."""
         apart = self._job.prepared_apart.get(adapter or "")
         return (apart.vocab_size if apart else 0) or self._job.vocab_size
 
     def _sampling(self, values: Mapping[str, Any], vocab_size: int) -> tuple[SamplingParams, list[str]]:
-        """Rows mostly repeat a few combinations of values."""
+        """A row's sampling and what is wrong with it. Kept by value, since rows mostly repeat a few combinations."""
         key = (
             vocab_size,
             *(
@@ -225,7 +225,7 @@ class ChunkRows:
 
     @staticmethod
     def _without_answers(conversations: list[Any]) -> tuple[list[Any], list[str | None]]:
-        """Conversations without final answers, and these."""
+        """Conversations without their final answers, and the answers; None for a conversation without one."""
         split = [(one, None) if isinstance(one, PromptProblem) else split_answer(one) for one in conversations]
         return [messages for messages, _ in split], [answer for _, answer in split]
 
@@ -235,8 +235,8 @@ class ChunkRows:
         adapters: list[str | None],
         beside: Mapping[str, list[Any]],
     ) -> list[RenderedMessages | PromptProblem]:
-        """What chat templates make of each row's messages, all rows of one template at once. `beside`: the rows' own
-        values of `RENDERING_OPTIONS`.
+        """Render each row's messages with its chat template, all rows of one tokenizer at once. `beside`: the rows' own
+        values of `RENDERING_OPTIONS`, by option.
         """
         found: list[Any] = []
         options = self._rendering(())
@@ -271,7 +271,7 @@ class ChunkRows:
         return self._tokenizers[own]
 
     def _tokenise(self, drafts: list[RowDraft], adapters: list[str | None]) -> None:
-        """All texts of one tokenizer at once."""
+        """Tokenise the drafts' texts, those of one tokenizer together, and the completions that are to be scored."""
         waiting: dict[Tokenizer, list[RowDraft]] = {}
         for draft, adapter in zip(drafts, adapters, strict=True):
             if draft.text is None:
@@ -296,7 +296,7 @@ class ChunkRows:
             check_tokens(draft, self._vocab_size(adapter))
 
     def _check_options(self, drafts: list[RowDraft], adapters: list[str | None]) -> None:
-        """Reject rows whose options hold texts without tokens: an engine would meet them."""
+        """Reject rows whose options hold texts that do not fit or cannot be tokenised, before an engine meets them."""
         for draft, adapter in zip(drafts, adapters, strict=True):
             sampling = draft.sampling
             if draft.problems or not (sampling.choice or sampling.bad_words):
@@ -313,7 +313,9 @@ class ChunkRows:
                 tokenizer.encode_batch(texts, is_rendered=True)
 
     def _score(self, draft: RowDraft, text: str | None, tokenizer: Tokenizer) -> None:
-        """Find the tokens of given completions in their place. `text`: of the prompt, unless it is of tokens."""
+        """Find the tokens that given completions have behind the prompt. `text`: the prompt's text; None for a prompt
+        of tokens.
+        """
         if draft.problems or not draft.continuation_texts:
             return
         prompt = draft.tokens or []
@@ -365,7 +367,7 @@ class ChunkRows:
         self._numbers.append(_numbers(drafts, adapters, list(map(self._fixed_tokens, drafts, adapters))))
 
     def _fixed_tokens(self, draft: RowDraft, adapter: str | None) -> int:
-        """Tokens that will be computed behind a row's prompt; 0 where its options do not say."""
+        """Tokens that will be computed behind a row's prompt; 0 when its options do not fix the number."""
         if draft.problems:
             return 0
         given = len(draft.sampling.continuation_token_ids)
@@ -381,7 +383,7 @@ def _all(found: list[list[int] | TokenizerError]) -> list[list[int]]:
 
 
 def _together(drafts: list[RowDraft]) -> Iterator[list[RowDraft]]:
-    """Rows whose texts are tokenised at once: a tokenizer takes many times the memory of its texts."""
+    """Groups of rows whose texts are tokenised at once: a tokenizer takes many times the memory of its texts."""
     together: list[RowDraft] = []
     characters = 0
     for draft in drafts:
@@ -396,7 +398,7 @@ def _together(drafts: list[RowDraft]) -> Iterator[list[RowDraft]]:
 
 
 def _numbers(drafts: list[RowDraft], adapters: list[str | None], fixed_tokens: list[int]) -> pa.RecordBatch:
-    """The index's numbers of a few rows. Error rows have `max_tokens` 0: they need no engine."""
+    """The rows' numbers for the index. Error rows have `max_tokens` 0: they need no engine."""
     values = {
         "prompt_tokens": [len(draft.tokens or ()) for draft in drafts],
         "max_tokens": [0 if draft.problems else draft.sampling.max_tokens for draft in drafts],
@@ -418,7 +420,7 @@ def _tokens(column: pa.Array, row: int) -> NDArray[np.int32]:
 
 
 def _values_of(role: str, column: pa.Array) -> list[Any]:
-    """`_values`; what a chat template gets is as the row has it, without the filling of nested columns."""
+    """`_values` of a column. Values for chat templates are without the filling of nested columns."""
     values = _values(column)
     if not pa.types.is_nested(column.type) or role not in ("messages", *RENDERING_OPTIONS):
         return values
@@ -426,7 +428,7 @@ def _values_of(role: str, column: pa.Array) -> list[Any]:
 
 
 def _values(column: pa.Array) -> list[Any]:
-    """Python values; text that is not UTF-8 becomes the error that says so, in its own row only."""
+    """Python values of a column. Text that is not UTF-8 is a `UnicodeDecodeError` in its own row."""
     try:
         return list(column.to_pylist())
     except UnicodeDecodeError:
@@ -434,7 +436,7 @@ def _values(column: pa.Array) -> list[Any]:
 
 
 def _take_undecodable(columns: Mapping[str, list[Any]]) -> dict[int, list[str]]:
-    """Row -> problems of its values that are not UTF-8; they are null from here on."""
+    """Set values that are not UTF-8 to None, and return their problems by row."""
     found: dict[int, list[str]] = {}
     for role, values in columns.items():
         for row, value in enumerate(values):
@@ -445,7 +447,7 @@ def _take_undecodable(columns: Mapping[str, list[Any]]) -> dict[int, list[str]]:
 
 
 def _hashable(value: Any) -> Any:
-    """A value of a column by which rows that have the same one find each other."""
+    """A hashable stand-in for a column's value: equal for equal values."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value
 
 

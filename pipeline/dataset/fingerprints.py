@@ -19,17 +19,16 @@ from ...engine.request import FIRST_OPTIONS, SAMPLING_OPTIONS, SamplingParams
 
 FINGERPRINT_BYTES = 16
 _TOKEN_BYTES = 4
-# The options of the first version are part of every fingerprint. A later one is part of it where it is not at its
-# default, so that new options leave the fingerprints of rows that do not use them as they were.
-# Prompts are compared by as many leading tokens as fit: short ones still meet, long ones do not split too early.
+# Numbers of leading tokens by which prompts are compared, the first that a prompt has: short prompts still meet, long
+# ones do not split too early.
 _PREFIX_TOKENS = (64, 32, 16)
 
 
 def row_fingerprint(
     row_id: str | int | None, tokens: Sequence[int], sampling: SamplingParams, sample: int = 0
 ) -> bytes:
-    """16 bytes over id, prompt tokens, all sampling parameters and which of the row's completions it is. The adapter's
-    and the base's content are compared beside it where an answer is reused.
+    """16 bytes over id, prompt tokens, sampling parameters and number of the row's completion (`sample`). Contents of
+    adapter and base model are no part of it; they are compared separately when an answer is reused.
     """
     asked = json.dumps([_typed(row_id), _canonical(sampling), *([sample] if sample else [])]).encode()
     digest = hashlib.blake2b(len(asked).to_bytes(8, "little") + asked, digest_size=FINGERPRINT_BYTES)
@@ -38,12 +37,12 @@ def row_fingerprint(
 
 
 def id_hash(row_id: str | int | None) -> int:
-    """64 bits to find rows of equal ids; 0 is kept for rows without one. Equal hashes need a second look."""
+    """64-bit hash to find rows of equal ids; 0 for rows without an id. Ids with equal hashes must be compared."""
     return 0 if row_id is None else _hash64(json.dumps(_typed(row_id)).encode())
 
 
 def prefix_hash(tokens: Sequence[int]) -> int:
-    """64 bits over the first 64 (or 32, or 16) tokens; 0 for prompts shorter than that."""
+    """64-bit hash of the first 64 tokens, of shorter prompts of 32 or 16; 0 for prompts of fewer than 16 tokens."""
     for count in _PREFIX_TOKENS:
         if len(tokens) >= count:
             return _hash64(_token_bytes(tokens[:count]))
@@ -52,7 +51,11 @@ def prefix_hash(tokens: Sequence[int]) -> int:
 
 @lru_cache(maxsize=4096)
 def _canonical(sampling: SamplingParams) -> str:
-    """The sampling as JSON. Cached: most rows of a job share a few combinations."""
+    """The sampling as JSON: options of the first version, and later ones that are not at their defaults. New options
+    thus leave the fingerprints of rows that do not use them unchanged.
+
+    Cached: most rows of a job share a few combinations.
+    """
     values = asdict(sampling)
     asked = {n: v for n, v in values.items() if n in FIRST_OPTIONS or v != SAMPLING_OPTIONS[n].default}
     return json.dumps(asked, sort_keys=True)
@@ -68,15 +71,15 @@ def _token_bytes(tokens: Sequence[int]) -> bytes:
 
 
 def _hash64(data: bytes) -> int:
-    """Never 0."""
+    """64-bit hash of bytes, never 0."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") or 1
 
 
 def shared_tokens(adapters: Sequence[str | None], prompts: Sequence[ArrayLike]) -> NDArray[np.int32]:
-    """Tokens at the beginning of each prompt that a row of the same adapter has computed, int32 `[num_rows]`.
+    """Tokens at the beginning of each prompt that another row of the same adapter has computed, int32 `[num_rows]`.
 
-    Rows are compared with the one before in the order of their tokens. Summed up that is what a radix tree of all
-    prompts saves, however rows are ordered later: each beginning is counted for all rows but one.
+    Each row is compared with the row before it in the order of their tokens. The sum over all rows is what a radix tree
+    of all prompts saves, in whatever order rows run: each beginning is counted for all rows but one.
     """
     # Big-endian, so that bytes sort as tokens do.
     keys = [

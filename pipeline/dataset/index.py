@@ -32,7 +32,8 @@ from .chunk_rows import ChunkRows
 from .schema import arrow_file, counts_of, with_counts, with_key, without_tokenizer
 from .writer import Spell
 
-# Small files share the cost of a chunk, and the workers that the last of them may end.
+# Most files, rows and bytes of files in a chunk of small files. They share the cost of a chunk; a file that ends its
+# worker takes the others of its chunk with it.
 _MOST_FILES_TOGETHER = 16
 _MOST_ROWS_TOGETHER = 1024
 _MOST_BYTES_TOGETHER = 1 << 20
@@ -40,24 +41,25 @@ _MOST_BYTES_TOGETHER = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ChunkSummary:
-    """Counts of one chunk. `rows_per_adapter`: "" counts the base model's rows.
+    """Counts of one indexed chunk, or why it cannot be read."""
 
-    `damages`: why row groups cannot be read; then nothing was written and all counts are 0.
-    """
-
+    #: Number of the chunk.
     chunk_id: int
+    #: Prepared rows of the chunk; each completion of a row with several counts.
     num_rows: int = 0
+    #: Prepared rows by name of their adapter; "" for the base model.
     rows_per_adapter: Mapping[str, int] = field(default_factory=dict)
-    #: Rows of the input by what should be known of them.
+    #: Rows of the input with a peculiarity that users should know of, by peculiarity.
     peculiar_rows: Mapping[str, int] = field(default_factory=dict)
+    #: Why row groups cannot be read, a sentence each. If there are any, nothing was written and all counts are 0.
     damages: tuple[str, ...] = ()
-    #: Adapters whose own tokenizers could not be read when the chunk was indexed before, and can be now.
+    #: Adapters whose own tokenizers could not be read when the chunk was indexed before, and can be read now.
     cured: frozenset[str] = frozenset()
 
 
 def list_chunks(record: JobRecord, inputs: Sequence[str] = ()) -> tuple[ChunkRef, ...]:
-    """One chunk per row group that has rows, in input order; small files that follow each other are one chunk.
-    `inputs`: the job's, with what opens them; the record has them without.
+    """The chunks of a job: one per row group that has rows, in input order; consecutive small files are one chunk.
+    `inputs`: URLs of the job's input with the passwords and signatures that the record leaves out.
     """
     opening = {redacted_url(url): url for url in inputs}
     chunks: list[list[RowGroupRef]] = []
@@ -84,11 +86,11 @@ def list_chunks(record: JobRecord, inputs: Sequence[str] = ()) -> tuple[ChunkRef
 
 
 def index_chunk(chunk: ChunkRef, job: IndexJob, store: JobStore) -> ChunkSummary:
-    """Index one chunk, unless that is done already and every tokenizer could be read then. Safe to repeat, and to run
-    twice at once.
+    """Index one chunk, unless it was indexed already with every tokenizer readable. Safe to repeat, and to run twice at
+    once.
 
-    Bad rows become error rows. A row group that cannot be read is reported in the summary. Raises
-    `StorageError` when the model cannot be had or the output cannot be written.
+    Bad rows become error rows. A row group that cannot be read is reported in the summary. Raises `StorageError` when
+    the model cannot be read or the output cannot be written.
     """
     without: frozenset[str] = frozenset()
     if store.has_index(chunk.chunk_id):
@@ -125,7 +127,7 @@ def deadly_chunk(chunk: ChunkRef) -> ChunkSummary:
 
 
 def spelling(record: JobRecord, model_url: str, storage_options: Mapping[str, Any]) -> Spell:
-    """The bytes of tokens, by the tokenizer of an adapter's rows; None where it has none to say."""
+    """A function that gives the bytes of tokens by the tokenizer of an adapter's rows; None if that cannot be read."""
     spec = record.job_spec(dict(storage_options)).model_copy(update={"model": model_url})
     job = IndexJob.from_record(record, spec)
 
@@ -139,8 +141,10 @@ def spelling(record: JobRecord, model_url: str, storage_options: Mapping[str, An
 
 
 def _tokenizer_of(job: IndexJob, adapter: str | None) -> Tokenizer:
-    """The base's tokenizer, or the adapter's where it ships one. Raises `StorageError` when the base's is not that of
-    the job any more; an adapter's that is not costs its rows.
+    """The adapter's tokenizer if it has one of its own, else the base model's.
+
+    Raises `StorageError` when the base model's tokenizer is not the job's any more. An adapter's tokenizer that cannot
+    be read is a `MissingTokenizer`, which makes its rows error rows.
     """
     base = local_folder(job.model_url, job.storage_options)
     apart = job.prepared_apart.get(adapter or "")
@@ -170,7 +174,7 @@ def _own_tokenizer(
 
 @contextmanager
 def _proven(base: Path, sha256: str) -> Iterator[None]:
-    """Raise `StorageError` when the base's tokenizer, which is read inside of the block, is not that of this hash."""
+    """Raise `StorageError` when the base model's tokenizer, which the block reads, does not have this hash."""
     try:
         proof = ModelProof(base, sha256, with_weights=False)
     except OSError as error:
@@ -202,27 +206,31 @@ def _summary(chunk_id: int, index: pa.Table, peculiar_rows: Mapping[str, int]) -
 
 @dataclass(slots=True)
 class IndexTotals:
-    """`rows_per_adapter`: "" counts the base model's rows. `damages`: chunk -> why it cannot be read."""
+    """Sums of `ChunkSummary` over chunks."""
 
+    #: Chunks added up.
     num_chunks: int = 0
+    #: Prepared rows of all chunks.
     num_rows: int = 0
+    #: Prepared rows by name of their adapter; "" for the base model.
     rows_per_adapter: Counter[str] = field(default_factory=Counter)
-    #: Rows of the input by what should be known of them.
+    #: Rows of the input with a peculiarity that users should know of, by peculiarity.
     peculiar_rows: Counter[str] = field(default_factory=Counter)
+    #: Number of a chunk -> why it cannot be read.
     damages: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    #: See `ChunkSummary`.
+    #: Adapters whose own tokenizers could not be read when a chunk was indexed before, and can be read now.
     cured: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, summaries: Iterable[ChunkSummary]) -> IndexTotals:
-        """Of these chunks, in any order."""
+        """Totals of these chunks, given in any order."""
         totals = cls()
         for summary in summaries:
             totals.add(summary)
         return totals
 
     def add(self, summary: ChunkSummary) -> None:
-        """One chunk more, each once."""
+        """Add the summary of one more chunk; each chunk is added once."""
         self.num_chunks += 1
         self.num_rows += summary.num_rows
         self.rows_per_adapter.update(summary.rows_per_adapter)

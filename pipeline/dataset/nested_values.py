@@ -1,7 +1,7 @@
 """Reads values of nested columns as the JSON that they stand for: messages, tools, variables of templates.
 
-A column of structs has every field in every row, null where a row has none: nulls in structs are filling, and are left
-out wherever they stand. A map has its own keys in each row: what is null there is the user's.
+A column of structs has every field in every row, null where a row has no value: nulls in structs are filling and are
+left out at every level. A map has its own keys in each row, so that a null in a map is the user's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pyarrow.types as t
 
 
 def without_filling(value: Any, kind: pa.DataType) -> Any:
-    """A value of a column of type `kind` (`Scalar.as_py`) as plain JSON values."""
+    """Convert a value (`Scalar.as_py`) of a column of type `kind` to plain JSON values, without filling."""
     if value is None:
         return None
     if isinstance(kind, pa.BaseExtensionType):
@@ -33,7 +33,7 @@ def without_filling(value: Any, kind: pa.DataType) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A number, a truth value or a text."""
+    """Convert a value that is no list or object to a number, a truth value or a text."""
     if isinstance(value, Decimal):
         # DuckDB writes 1.5 as a decimal, and sums of integers as decimals without a fraction.
         return int(value) if value == value.to_integral_value() else float(value)

@@ -28,9 +28,10 @@ from . import schema as prepared
 from .row_checks import row_sampling
 
 _REMOTE_READS = 8
-# What `contents_of` is told of a row.
+# Columns that `contents_of` needs.
 _CONTENTS = (prepared.FINGERPRINT, prepared.ADAPTER, prepared.ERROR)
-# Each row group has less; a shard takes rows of many. In one array Arrow counts bytes of text by 31 bits.
+# Most bytes of a shard's rows. Each row group has less, but a shard takes rows of many. Arrow counts the bytes of text
+# in one array by 31 bits.
 _MAX_SHARD_BYTES = 2 << 30
 
 
@@ -46,14 +47,15 @@ class RowError:
 
 @dataclass(frozen=True, slots=True)
 class ShardRows:
-    """One shard's rows in the plan's order. `table`: input columns and the prepared ones.
+    """The rows of one shard, in the plan's order."""
 
-    `requests`, `fingerprints`: one per row of `table`.
-    """
-
+    #: Number of the shard.
     shard_id: int
+    #: Columns of the input and prepared ones (`PREPARED_FIELDS`).
     table: pa.Table
+    #: Request or error of each row of `table`.
     requests: tuple[Request | RowError, ...]
+    #: Fingerprint of each row of `table`.
     fingerprints: tuple[bytes, ...]
 
     @property
@@ -62,7 +64,7 @@ class ShardRows:
         return len(self.requests)
 
     def contents(self, record: JobRecord) -> str:
-        """Hash of what its answers depend on; see `contents_of`."""
+        """Hash of all that the shard's answers depend on (`jobs.parts.contents_of`)."""
         return _contents(self.table, record, {adapter.name: adapter for adapter in record.adapters})
 
     def fingerprint_of(self) -> dict[str, bytes]:
@@ -71,10 +73,10 @@ class ShardRows:
 
 
 class ShardReader:
-    """Reads shards of a job, in any thread. On local disk the plan and the chunks that were used last stay open: who
-    opens a plan reads where each of its shards lies.
+    """Reads shards of a job, in any thread. On local disk the plan and the chunks that were used last stay open:
+    opening a plan reads the places of all its shards.
 
-    `max_bytes`: that the rows of a shard may take in memory.
+    `max_bytes`: most bytes that the rows of a shard may take in memory.
     """
 
     def __init__(self, store: JobStore, record: JobRecord, max_bytes: int = _MAX_SHARD_BYTES) -> None:
@@ -82,13 +84,13 @@ class ShardReader:
         self._record = record
         self._max_bytes = max_bytes
         self._key = index_key(record)
-        #: By name.
+        #: The job's adapters by name.
         self.adapters: Mapping[str, AdapterRecord] = {adapter.name: adapter for adapter in record.adapters}
         self._sampling = replace(record.sampling, n=1)  # each completion is a request
         self._plan, self._chunks = prepared.MappedFiles(""), prepared.MappedFiles(self._key)
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files that are open."""
         self._plan.close()
         self._chunks.close()
 
@@ -107,11 +109,11 @@ class ShardReader:
         )
 
     def contents(self, shard_id: int) -> str:
-        """`ShardRows.contents` of one shard, from the columns that say it. Raises what `rows` raises."""
+        """`ShardRows.contents` of one shard, reading only the columns that it needs. Raises what `rows` raises."""
         return _contents(self._gather(shard_id, _CONTENTS), self._record, self.adapters)
 
     def _gather(self, shard_id: int, columns: Sequence[str] = ()) -> pa.Table:
-        """The rows of a shard, in the plan's order. `columns`: all where none is named."""
+        """The rows of a shard, in the plan's order. `columns`: names of those to read; empty for all."""
         with self._file(self._plan, self._store.plan_source()) as plan:
             references = plan.get_batch(shard_id)
         chunk, batch, row = (references.column(name).to_numpy() for name in ("chunk", "batch", "row"))
@@ -148,7 +150,7 @@ class ShardReader:
     def _read_chunk(
         self, chunk_id: int, batch: NDArray[np.int32], row: NDArray[np.int32], columns: Sequence[str]
     ) -> list[pa.RecordBatch]:
-        """Rows `row` of batches `batch` (ascending) of one chunk."""
+        """Read rows `row` of batches `batch` (ascending) of one chunk."""
         batches, starts = np.unique(batch, return_index=True)
         with self._file(self._chunks, self._store.rows_source(chunk_id), columns) as reader:
             return [
@@ -197,7 +199,7 @@ class ShardReader:
 
 
 def read_shard(store: JobStore, record: JobRecord, shard_id: int, *, max_bytes: int = _MAX_SHARD_BYTES) -> ShardRows:
-    """The rows of one shard. See `ShardReader`."""
+    """The rows of one shard, read by a `ShardReader` of its own."""
     with closing(ShardReader(store, record, max_bytes)) as reader:
         return reader.rows(shard_id)
 

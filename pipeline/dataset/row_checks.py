@@ -1,6 +1,6 @@
-"""Checks one input row: its prompt, to be tokenised, and its sampling. Bad rows get sentences; nothing here raises.
+"""Checks one input row: its prompt, to be tokenised, and its sampling. Bad rows get sentences instead of exceptions.
 
-`sampling_overrides` and `row_sampling` carry what a row's sampling says differently from index to engine.
+`sampling_overrides` and `row_sampling` carry a row's own sampling options from index to engine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...engine.text.tokenizer import Tokenizer
 from ...engine.untrusted import parse_json
 
 _SHOWN_CHARS = 60
-# "developer" is OpenAI's newer name for it.
+# Roles of system messages; "developer" is OpenAI's newer name.
 _SYSTEM_ROLES = ("system", "developer")
 
 
@@ -41,23 +41,29 @@ class ErrorKind(IntEnum):
 
 @dataclass(slots=True)
 class RowDraft:
-    """One row on its way to a request. `text`: still to be tokenised; `stand_ins`: see `RenderedMessages`. `problems`:
-    sentences, all of them. `sample`: which of the row's completions it is for.
-    `continuation_texts`: the completions that are given, to be scored; `continuations`: the tokens of the prompt and of
-    the completion, for each.
-    """
+    """One row while it is checked and tokenised: from the values of its columns to a request or an error."""
 
+    #: Id of the row; None if its column is null.
     row_id: str | int | None
+    #: Sampling of the row.
     sampling: SamplingParams
+    #: Text of the prompt that is still to be tokenised; None when there is none.
     text: str | None = None
+    #: Character in `text` -> the text that it stands for (`RenderedMessages`).
     stand_ins: Mapping[str, str] = field(default_factory=dict)
+    #: Tokens of the prompt; None until they are known.
     tokens: list[int] | None = None
+    #: Kind of the first problem.
     kind: ErrorKind = ErrorKind.NONE
+    #: All that is wrong with the row, a sentence each; empty for a row that engines can answer.
     problems: list[str] = field(default_factory=list)
+    #: Number of the row's completion that the draft is for.
     sample: int = 0
-    #: The text of the last message, where it was taken out of the prompt.
+    #: Text of the assistant's last message, if it was taken out of the prompt.
     expected: str | None = None
+    #: Given completions, to be scored.
     continuation_texts: tuple[str, ...] = ()
+    #: Tokens of the prompt and of the completion, for each of `continuation_texts`.
     continuations: tuple[tuple[list[int], tuple[int, ...]], ...] = ()
 
     def samples(self) -> list[RowDraft]:
@@ -72,7 +78,9 @@ class RowDraft:
         ]
 
     def reject(self, kind: ErrorKind, problem: str) -> None:
-        """Note a problem; the first one gives the row its kind. What it quotes may hold half of a surrogate pair."""
+        """Note a problem; the first one gives the row its kind. A problem may quote half of a surrogate pair, which is
+        escaped.
+        """
         self.kind = self.kind or kind
         self.problems.append(problem.encode("utf-8", "backslashreplace").decode())
 
@@ -85,12 +93,12 @@ class PromptProblem:
 
     @classmethod
     def of_template(cls, error: ChatTemplateError) -> PromptProblem:
-        """What a chat template says about them."""
+        """The problem of messages that a chat template refuses."""
         return cls(f"messages: {error}.")
 
 
 def check_text(draft: RowDraft, value: Any) -> None:
-    """A `prompt`: text that is not empty."""
+    """Take a `prompt`, or reject the row: it must be text that is not empty."""
     if not isinstance(value, str) or not value:
         draft.reject(
             ErrorKind.PROMPT, f"prompt={_shown(value)}: expected text that is not empty. Fill it or drop the row."
@@ -100,8 +108,8 @@ def check_text(draft: RowDraft, value: Any) -> None:
 
 
 def read_messages(value: Any, system_prompt: str | None) -> list[dict[str, Any]] | PromptProblem:
-    """`messages`, a list of role and content or its JSON, as chat templates read them. `system_prompt`: put before
-    messages without a system message.
+    """Convert `messages`, a list of objects with role and content or its JSON, to the form that chat templates read.
+    `system_prompt`: put before messages without a system message.
     """
     if isinstance(value, str):
         try:
@@ -120,7 +128,9 @@ def read_messages(value: Any, system_prompt: str | None) -> list[dict[str, Any]]
 
 
 def split_answer(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]] | PromptProblem, str | None]:
-    """Messages without a last one of the assistant, and its text; of a message that has calls only, their JSON."""
+    """Split off a last message of the assistant. Returns the other messages, and its text, or the JSON of its tool
+    calls if it has no text; None if the last message is not the assistant's.
+    """
     last = messages[-1]
     if last["role"] != "assistant":
         return messages, None
@@ -133,8 +143,8 @@ def split_answer(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]] |
 
 
 def read_rendering(job: Mapping[str, Any], row: Mapping[str, Any]) -> RenderOptions | PromptProblem:
-    """How a row's messages are rendered: by its own values, which may be JSON, and where they are null by the job's.
-    Variables of both are given, the row's first. An empty list of tools is none.
+    """Options for rendering a row's messages: the row's own values, which may be JSON, or the job's where they are
+    null. A row's variables extend the job's; the row's win. An empty list of tools counts as none.
     """
     own = {name: value for name, value in row.items() if value is not None}
     given = {**job, **own}
@@ -159,7 +169,7 @@ def read_rendering(job: Mapping[str, Any], row: Mapping[str, Any]) -> RenderOpti
 
 
 def check_unrendered(draft: RowDraft, values: Mapping[str, Any], prompt_column: str) -> None:
-    """A row without messages has nothing that a chat template renders."""
+    """Reject a row that has rendering options but no messages: no chat template renders its prompt."""
     for name, value in values.items():
         if value is not None:
             draft.reject(
@@ -170,14 +180,16 @@ def check_unrendered(draft: RowDraft, values: Mapping[str, Any], prompt_column: 
 
 
 def begin_reasoning(draft: RowDraft, prompt: str, open_text: str = "") -> None:
-    """Where a prompt, or the message that it leaves open, has begun reasoning, the answer begins inside of it."""
+    """Note in the row's sampling that its answer begins inside of reasoning, if the prompt, or the message that it
+    leaves open, has begun it.
+    """
     markers = draft.sampling.reasoning
     if markers is not None and (is_begun_by(prompt, markers[0]) or is_open_in(open_text, markers)):
         draft.sampling = replace(draft.sampling, reasoning_markers=f",{markers[1]}")
 
 
 def check_rendered(draft: RowDraft, prompt: RenderedMessages | PromptProblem) -> None:
-    """What the chat template has made of `messages`."""
+    """Take the prompt that a chat template has made of `messages`, or reject the row."""
     if isinstance(prompt, PromptProblem):
         draft.reject(ErrorKind.PROMPT, prompt.sentence)
     else:
@@ -186,7 +198,7 @@ def check_rendered(draft: RowDraft, prompt: RenderedMessages | PromptProblem) ->
 
 
 def check_token_ids(draft: RowDraft, value: Any, vocab_size: int) -> None:
-    """`prompt_token_ids`: a list, not empty, of tokens the model has."""
+    """Take `prompt_token_ids`, or reject the row: they must be a list, not empty, of tokens that the model has."""
     if not isinstance(value, list) or not value:
         draft.reject(ErrorKind.PROMPT, f"prompt_token_ids={_shown(value)}: expected a list with at least one token.")
         return
@@ -203,7 +215,7 @@ def check_token_ids(draft: RowDraft, value: Any, vocab_size: int) -> None:
 
 @contextmanager
 def rejecting(draft: RowDraft) -> Iterator[None]:
-    """Reject a row of which the tokenizer makes nothing."""
+    """Reject the row if the tokenizer fails in the block."""
     try:
         yield
     except TokenizerError as error:
@@ -211,7 +223,7 @@ def rejecting(draft: RowDraft) -> Iterator[None]:
 
 
 def take_tokens(draft: RowDraft, found: list[int] | TokenizerError) -> None:
-    """What the tokenizer has made of a draft's text."""
+    """Take the tokens of a draft's text, or reject the row if the tokenizer failed."""
     if isinstance(found, TokenizerError):
         _reject_text(draft, found)
     else:
@@ -224,7 +236,7 @@ def _reject_text(draft: RowDraft, error: TokenizerError) -> None:
 
 
 def check_tokens(draft: RowDraft, vocab_size: int) -> None:
-    """Tokenizers may have more tokens than models: a token for filling up batches, say."""
+    """Reject a row with tokens that the model lacks. Tokenizers may have more: a token for filling up batches, say."""
     beyond = max(draft.tokens, default=0) if draft.tokens and not draft.problems else 0
     if beyond >= vocab_size:
         draft.reject(
@@ -235,7 +247,7 @@ def check_tokens(draft: RowDraft, vocab_size: int) -> None:
 
 
 def check_continuation(draft: RowDraft, value: Any) -> None:
-    """A `continuation`: text that is not empty, or several; null for a row without."""
+    """Take a `continuation`, or reject the row: it must be text that is not empty, or a list of such texts, or null."""
     if value is None:
         return
     texts = [value] if isinstance(value, str) else value
@@ -246,7 +258,7 @@ def check_continuation(draft: RowDraft, value: Any) -> None:
 
 
 def set_continuations(draft: RowDraft, of_each: Sequence[tuple[list[int], tuple[int, ...]]]) -> None:
-    """Note tokens of the prompt and of the completion, for each of the texts."""
+    """Take the tokens of prompt and completion for each of `continuation_texts`; reject the row if some are empty."""
     if not all(prompt and tokens for prompt, tokens in of_each):
         draft.reject(ErrorKind.PROMPT, _continuation_problem(draft.continuation_texts))
         return
@@ -260,7 +272,7 @@ def _continuation_problem(value: Any) -> str:
 
 
 def check_choice(draft: RowDraft, tokenizer: Tokenizer) -> None:
-    """Texts of a choice begin where the prompt ends: neither of the two is part of the other's token."""
+    """Reject a row if a token holds the end of its prompt and the beginning of a text of its choice."""
     choice = draft.sampling.choice
     if draft.problems or not draft.tokens or not choice or draft.sampling.reasoning is not None:
         return
@@ -275,7 +287,9 @@ def check_choice(draft: RowDraft, tokenizer: Tokenizer) -> None:
 
 
 def check_choice_size(draft: RowDraft, tokenizer: Tokenizer, max_context_tokens: int) -> None:
-    """Texts of a choice fit into the context behind the prompt, and into a tree of bounded size."""
+    """Reject a row unless the texts of its choice fit into the context behind the prompt, and into a tree of
+    `MOST_TOKENS` tokens.
+    """
     choice, prompt = draft.sampling.choice, draft.tokens or []
     longest = max(choice, key=len, default="")
     if tokenizer.exceeds(longest, max_context_tokens):
@@ -301,7 +315,7 @@ def check_choice_size(draft: RowDraft, tokenizer: Tokenizer, max_context_tokens:
 
 
 def check_length(draft: RowDraft, max_context_tokens: int) -> None:
-    """Prompt and `max_tokens` together fit into the model's context."""
+    """Reject a row without tokens, or whose prompt and `max_tokens` together exceed the model's context."""
     if not draft.tokens:
         if not draft.problems:
             draft.reject(ErrorKind.PROMPT, "prompt: gives no tokens; expected at least one. Fill it or drop the row.")
@@ -316,7 +330,9 @@ def check_length(draft: RowDraft, max_context_tokens: int) -> None:
 
 
 def check_size(draft: RowDraft, max_context_tokens: int, exceeds: Callable[[str, int], bool]) -> None:
-    """A text that is certainly too long is not tokenised. `exceeds(text, max_tokens)`: whether it is."""
+    """Reject a row whose text is certainly too long, before it is tokenised. `exceeds(text, max_tokens)`: whether the
+    text certainly has more tokens.
+    """
     if draft.text is not None and exceeds(draft.text, max_context_tokens):
         draft.reject(
             ErrorKind.TOO_LONG,
@@ -327,7 +343,7 @@ def check_size(draft: RowDraft, max_context_tokens: int, exceeds: Callable[[str,
 
 
 def read_sampling(job: SamplingParams, values: Mapping[str, Any], vocab_size: int) -> tuple[SamplingParams, list[str]]:
-    """The job's sampling with a row's own values (null keeps the job's), and what is wrong with it."""
+    """The job's sampling with a row's own values (null keeps the job's), and the problems of the result, if any."""
     given: dict[str, Any] = {}
     problems = []
     constraints = [name for name in (*CONSTRAINTS, *FORMS) if values.get(name) is not None]
@@ -348,7 +364,7 @@ def read_sampling(job: SamplingParams, values: Mapping[str, Any], vocab_size: in
 
 
 def _set_text(draft: RowDraft, role: str, text: str) -> None:
-    """Keep text that can be tokenised: JSON may smuggle in half of a surrogate pair."""
+    """Take a text, or reject the row if it is not valid Unicode: JSON may hold half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -372,7 +388,7 @@ def _messages_problem(value: Any) -> str | None:
 
 
 def _content_problem(content: Any, may_be_empty: bool) -> str | None:
-    """What is wrong with a message's content, to stand behind its place."""
+    """The problem of a message's content, in words that continue the content's place; None if it is right."""
     if isinstance(content, str) or (may_be_empty and not content):
         return None
     if not isinstance(content, list) or not content:
@@ -389,8 +405,8 @@ def _content_problem(content: Any, may_be_empty: bool) -> str | None:
 
 
 def _as_templates_read(message: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of tool calls are objects; OpenAI has their JSON, which templates would write as a string. Everything
-    else is as the row has it, as transformers gives it to templates.
+    """A message as chat templates read it: arguments of tool calls are objects. OpenAI's format has their JSON, which
+    templates would write as a string. All else is as the row has it, as transformers gives it to templates.
     """
     calls = message.get("tool_calls")
     return message | {"tool_calls": list(map(_with_arguments, calls))} if isinstance(calls, list) else message
@@ -415,7 +431,7 @@ def _shown(value: Any) -> str:
 
 
 def row_sampling(job: SamplingParams, overrides: str | None) -> SamplingParams:
-    """The job's sampling with what one row says instead (a JSON object, or None)."""
+    """The job's sampling with one row's own options (a JSON object as `sampling_overrides` wrote it, or None)."""
     if overrides is None:
         return job
     values: dict[str, Any] = json.loads(overrides)
@@ -423,7 +439,7 @@ def row_sampling(job: SamplingParams, overrides: str | None) -> SamplingParams:
 
 
 def sampling_overrides(job: SamplingParams, row: SamplingParams) -> str | None:
-    """What `row` says differently, as `row_sampling` reads it; None when it says nothing."""
+    """The options in which `row` differs from `job`, as a JSON object for `row_sampling`; None if there are none."""
     if row == job:
         return None
     return json.dumps(

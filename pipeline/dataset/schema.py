@@ -20,7 +20,7 @@ from ...jobs.errors import DamagedRecordError
 from ...jobs.spec import OUR_PREFIX
 
 BATCH_ROWS = 256
-# Of mapped files.
+# Most mapped files that stay open.
 _MOST_OPEN = 8
 REQUEST_ID = "__lb_request_id"
 ADAPTER = "__lb_adapter"
@@ -41,13 +41,17 @@ PREPARED_FIELDS = (
     pa.field(FINGERPRINT, pa.binary(16)),
     pa.field(LOCATION, pa.string()),
 )
-#: In jobs whose output has a row's completions as lists: which of them it is.
+#: Column for the number of a row's completion, in jobs whose output has a row's completions as lists.
 SAMPLE_FIELD = pa.field(SAMPLE, pa.int32())
-# One row per prepared row, in the same order. `max_tokens` 0: an error row. `id_hash` 0: no id, or a
-# further completion of a row. `shared_tokens`: at the beginning of the prompt, see `fingerprints.shared_tokens`.
-# `is_drawn`: at a temperature. `is_scored`: log-probabilities of its prompt are asked. `fixed_tokens`: of the answer,
-# where its options say how many it has or, of a choice, how many are computed for it; 0 elsewhere. `place`: in the
-# chunk as it was read.
+# Columns of a chunk's index: one row per prepared row, in the order of the prepared rows.
+# `max_tokens`: 0 for an error row.
+# `id_hash`: 0 for a row without an id, and for further completions of a row.
+# `shared_tokens`: tokens at the prompt's beginning that another row computes (`fingerprints.shared_tokens`).
+# `is_drawn`: whether tokens are drawn at a temperature.
+# `is_scored`: whether the row asks for log-probabilities of its prompt.
+# `fixed_tokens`: tokens computed for the answer, when the row's options or choice fix them; 0 otherwise.
+# `batch`, `row`: record batch of the prepared row, and row in it.
+# `place`: number of the row in the chunk as it was read.
 INDEX_SCHEMA = pa.schema(
     [
         pa.field("adapter", pa.dictionary(pa.int32(), pa.string())),
@@ -65,14 +69,14 @@ INDEX_SCHEMA = pa.schema(
         pa.field("place", pa.int32()),
     ]
 )
-# Record batch `i` of `plan.arrow`: the places of the rows of shard `i`, in the plan's order.
+# Columns of `plan.arrow`. Record batch `i` has the places of the rows of shard `i`, in the plan's order.
 REFERENCE_SCHEMA = pa.schema(
     [pa.field("chunk", pa.int32()), pa.field("batch", pa.int32()), pa.field("row", pa.int32())]
 )
 
 
 def passthrough_schema(schema: pa.Schema) -> pa.Schema:
-    """The columns of a prepared table that go to the output: all but ours."""
+    """The columns of a prepared table that go to the output: all but those that the index has added."""
     return pa.schema([field for field in schema if not field.name.startswith(OUR_PREFIX)])
 
 
@@ -81,13 +85,13 @@ _WITHOUT_TOKENIZER = b"lorabatch.without_tokenizer"
 
 
 def with_key(schema: pa.Schema, key: str) -> pa.Schema:
-    """The schema of a chunk's file that says for which `index_key` it was written."""
+    """The schema of a chunk's file, with the `index_key` that it was written under in its metadata."""
     return schema.with_metadata({**(schema.metadata or {}), _KEY: key})
 
 
 def with_counts(table: pa.Table, counts: Mapping[str, int], without_tokenizer: Sequence[str] = ()) -> pa.Table:
-    """A chunk's index that says, too, how many rows of the input there are of which something should be known, and
-    which adapters' own tokenizers could not be read.
+    """A chunk's index with two more facts in its metadata: `counts`, the rows of the input by peculiarity, and
+    `without_tokenizer`, the adapters whose own tokenizers could not be read.
     """
     return table.replace_schema_metadata(
         {_COUNTS: json.dumps(counts), _WITHOUT_TOKENIZER: json.dumps(without_tokenizer)}
@@ -100,7 +104,7 @@ def without_tokenizer(schema: pa.Schema) -> frozenset[str]:
 
 
 def counts_of(schema: pa.Schema) -> dict[str, int]:
-    """What `with_counts` has written; nothing in files of earlier versions."""
+    """The `counts` that `with_counts` has written; empty for files of earlier versions."""
     found: dict[str, int] = json.loads((schema.metadata or {}).get(_COUNTS, b"{}"))
     return found
 
@@ -109,17 +113,19 @@ def counts_of(schema: pa.Schema) -> dict[str, int]:
 def arrow_file(
     source: Path | BinaryIO, key: str = "", columns: Sequence[str] = ()
 ) -> Iterator[pa.ipc.RecordBatchFileReader]:
-    """An Arrow IPC file: mapped into memory when it is a path. `key`: for which it must have been written, where it
-    says for which. `columns`: those that are read; all where none is named. Raises `DamagedRecordError`.
+    """Open an Arrow IPC file; one at a path is mapped into memory. `columns`: names of those to read; empty for all.
+
+    Raises `DamagedRecordError` for a damaged file, and for one that was written under another key than `key`. A file
+    without a key, and a `key` of "", fit all.
     """
     with _naming_damage(source), _handle(source) as handle:
         yield _reader(handle, source, key, columns)
 
 
 class MappedFiles:
-    """Arrow IPC files on local disk that stay open between uses, the last few. Any thread may use them.
+    """Arrow IPC files on local disk; the `_MOST_OPEN` used last stay open. Any thread may use them.
 
-    `key`: see `arrow_file`.
+    `key`: the key under which files must have been written, as in `arrow_file`.
     """
 
     def __init__(self, key: str) -> None:
@@ -129,7 +135,7 @@ class MappedFiles:
 
     @contextmanager
     def use(self, path: Path, columns: Sequence[str] = ()) -> Iterator[pa.ipc.RecordBatchFileReader]:
-        """A file, for this thread alone until the block ends. Raises what `arrow_file` raises."""
+        """Open a file for this thread alone until the block ends. Raises what `arrow_file` raises."""
         with self._turn, _naming_damage(path):
             place = path, tuple(columns)
             if place not in self._open:
@@ -161,7 +167,7 @@ def _reader(handle: Any, source: Path | BinaryIO, key: str, columns: Sequence[st
     reader = pa.ipc.open_file(handle)
     found = (reader.schema.metadata or {}).get(_KEY, b"").decode()
     if key and found not in ("", key):
-        # A process that was stopped, or slow, has written it after the job had been started over.
+        # The file was written by a process that was stopped, or slow, after the job had been started over.
         raise DamagedRecordError(
             f"{_name(source)}: written for other rows than this job's. Run the same command again."
         )

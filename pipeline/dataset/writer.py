@@ -1,7 +1,7 @@
 """Writes a shard's rows and answers as the bytes of its part file, and reads the answers back.
 
-A part holds the input's columns with their exact types, then ours. Its schema is the same in every part of a job, so
-that readers may take the folder as one table.
+A part holds the input's columns with their exact types, then those of the answers. Its schema is the same in every part
+of a job, so that readers may take the folder as one table.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .answers import RowAnswer
 from .reader import RowError, ShardRows
 from .schema import ADAPTER, SAMPLE, passthrough_schema
 
-#: Adapter (None: the base model) and tokens -> the bytes of each; None where they are not known.
+#: Function of an adapter (None: the base model) and tokens that returns the bytes of each; None if they are not known.
 Spell = Callable[[str | None, Sequence[int]], list[bytes] | None]
 _TEXTS, _BYTES = LOGPROB_FIELDS[2:]
 _TOPS = ASKED_FIELDS["top_logprobs"]
@@ -59,9 +59,9 @@ def part_bytes(
     spell: Spell | None = None,
 ) -> memoryview:
     """The Parquet file of one shard. `finished`: request id -> answer, for every row that is a `Request`. `num_reused`:
-    of these, answers of earlier runs than `run_id`. `spell`: without it, tokens have no texts.
+    answers in `finished` that runs before `run_id` computed. `spell`: None leaves tokens without texts and bytes.
 
-    Raises AssertionError naming the rows when an answer is missing: a part is whole or it is nothing.
+    Raises AssertionError naming a row when an answer is missing: parts are never written in pieces.
     """
     missing = [r.request_id for r in rows.requests if not isinstance(r, RowError) and r.request_id not in finished]
     assert not missing, f"shard {rows.shard_id}: {len(missing)} rows have no answer, first {missing[0]}"
@@ -94,7 +94,7 @@ def _answers_hash(part: pa.Table, record: JobRecord) -> str:
 
 
 def error_answer(row: RowError, fingerprint: bytes) -> RowAnswer:
-    """What the output says about a row that no engine saw."""
+    """The output's values for a row that no engine saw."""
     return RowAnswer(
         fingerprint=fingerprint,
         adapter_sha256=row.adapter_sha256 or None,
@@ -109,7 +109,7 @@ def error_answer(row: RowError, fingerprint: bytes) -> RowAnswer:
 
 
 def part_schema(prepared_schema: pa.Schema, ours: Sequence[pa.Field]) -> pa.Schema:
-    """The schema of every part of a job whose prepared rows have this one. `ours`: see `answer_fields`."""
+    """The schema of every part of a job whose prepared rows have `prepared_schema`. `ours`: fields of the answers."""
     return pa.schema([*passthrough_schema(prepared_schema), *ours])
 
 
@@ -126,7 +126,7 @@ def output_schema(record: JobRecord) -> pa.Schema:
 
 
 def empty_part(record: JobRecord, run_id: str) -> memoryview:
-    """The one part of a job without rows: readers of the output find its columns."""
+    """The one part of a job without rows, in which readers of the output find its columns."""
     table = pa.Table.from_batches([], output_schema(record))
     mark = _mark(record, run_id, 0, contents=contents_of(record, ()), answers=_answers_hash(table, record))
     return _parquet(table.replace_schema_metadata(_metadata(record) | mark.metadata()), record)
@@ -135,17 +135,17 @@ def empty_part(record: JobRecord, run_id: str) -> memoryview:
 def answers_in_part(
     part: BinaryIO, rows: ShardRows, record: JobRecord, *, with_errors: bool = False
 ) -> dict[str, RowAnswer] | None:
-    """Answers of a committed part that still hold: request id -> answer. None where the part cannot be read or holds
+    """Answers of a committed part that still hold: request id -> answer. None when the part cannot be read or holds
     other rows than the shard's.
 
-    A row's answer holds when the row is asked today of the same adapter content. Error rows are left out unless asked
-    for: what caused the error may have been repaired.
+    A row's answer holds when the row's adapter has the same content today. Error rows are left out unless
+    `with_errors`: the cause of the error may have been repaired.
     """
     id_column = record.input.roles.get("id", DEFAULT_ID_COLUMN)
     ids = rows.table.column(id_column)
     if record.has_lists:
         ids = ids.take(pa.array(_first_of_rows(rows)))
-    # the others follow from these and from the request
+    # the other columns follow from these and from the request
     names = [field.name for field in completion_fields(record) if field.name in RowAnswer.__dataclass_fields__]
     columns = {name: output_name(record, name) for name in names}
     try:
@@ -234,7 +234,7 @@ def _with_answers(rows: ShardRows, answers: list[RowAnswer], record: JobRecord, 
 
 
 def _first_of_rows(rows: ShardRows) -> NDArray[np.int64]:
-    """Places of the first completion of each row of the input; the others stand behind it."""
+    """Places of the first completion of each row of the input; its other completions follow."""
     return np.flatnonzero(rows.table.column(SAMPLE).to_numpy() == 0)
 
 
@@ -259,14 +259,14 @@ def _tops(spell: Spell, adapter: str | None, tops: Sequence[TopLogprobs] | None)
 
 
 def _with_first(tops: list[list[dict[str, Any]]] | None) -> list[list[dict[str, Any]]] | None:
-    """Those of a prompt: nothing stands before its first token."""
+    """Likeliest tokens of a prompt, with an empty list for its first token, which none precede."""
     return None if tops is None else [[], *tops]
 
 
 def _prompt(
     spell: Spell, adapter: str | None, request: Request | RowError, answer: RowAnswer
 ) -> list[dict[str, Any]] | None:
-    """The prompt's tokens, each with its log-probability after those before it."""
+    """The prompt's tokens, each with its log-probability after the tokens before it."""
     if isinstance(request, RowError) or answer.prompt_token_logprobs is None:
         return None
     pairs = zip(request.prompt_token_ids, (None, *answer.prompt_token_logprobs), strict=True)
@@ -291,7 +291,7 @@ def _choice_scores(request: Request | RowError, answer: RowAnswer) -> list[dict[
 
 
 def _choice_shares(request: Request | RowError, answer: RowAnswer) -> list[dict[str, Any]] | None:
-    """The share of each text in the probability of all that are listed; None where that is 0."""
+    """The share of each text in the probability of all texts of the choice; None if that probability is 0."""
     if isinstance(request, RowError) or answer.choice_logprobs is None:
         return None
     most = max(answer.choice_logprobs)
@@ -304,7 +304,7 @@ def _choice_shares(request: Request | RowError, answer: RowAnswer) -> list[dict[
 
 
 def _typed_answers(rows: ShardRows, answers: list[RowAnswer], json_schema: str) -> pa.Array:
-    """Completions that came to the end of the job's schema as values; null for others."""
+    """Values of completions that ended by the job's schema; null for all others."""
     return answer_type(json_schema).column(
         answer.completion
         if not isinstance(request, RowError)
@@ -316,13 +316,13 @@ def _typed_answers(rows: ShardRows, answers: list[RowAnswer], json_schema: str) 
 
 
 def _metadata(record: JobRecord) -> dict[bytes, str]:
-    """What files of the input say beside their columns and parts say too."""
+    """Metadata of the input's files that parts have too."""
     return {key.encode(): text for key, text in record.input.metadata.items()}
 
 
 def _parquet(table: pa.Table, record: JobRecord) -> memoryview:
     sink = pa.BufferOutputStream()
-    # Versions of PyArrow that lack the option have no such columns here, see `times_are_zoned`.
+    # Versions of PyArrow that lack the option never have such columns at this point, see `times_are_zoned`.
     zoned = {"write_time_adjusted_to_utc": True} if record.input.has_zoned_times else {}
     options = {"compression": "zstd", "write_page_checksum": True, **zoned}
     if record.input.has_arrow_schema:
