@@ -1,7 +1,8 @@
-"""`export_batch`: the rows of a job's output as an output file of OpenAI's Batch API, a line each, in bounded memory.
+"""`export_batch`: writes the rows of a job's output as an output file of OpenAI's Batch API, a line each, in bounded
+memory.
 
-The same output gives the same bytes: ids are made from the job's id and the row's, and all responses were created when
-the job was.
+An output always gives the same bytes: ids are made from the job's id and the row's, and every response has the job's
+time of creation.
 """
 
 from __future__ import annotations
@@ -38,18 +39,21 @@ from ..store import JobStore, part_name
 from .importing import ERROR_COLUMN, MODEL_COLUMN, counted
 
 _BATCH_ROWS = 1024
-# JSON has no infinite numbers; OpenAI writes this for tokens that are as good as impossible.
+# Log-probability that OpenAI writes for tokens that are as good as impossible: JSON has no infinite numbers.
 _LEAST_LOGPROB = -9999.0
-# Of a part: the columns that responses are made of, by what they hold.
+# One row of a part: role -> value, of the columns from which responses are made.
 _Row = dict[str, Any]
 
 
 @dataclass(slots=True)
 class ExportedBatch:
-    """What was exported. `results`: as messages show it."""
+    """The outcome of one export."""
 
+    #: The file that was written, without passwords and signatures.
     results: str
+    #: Lines with a response.
     num_responses: int = 0
+    #: Lines with an error.
     num_errors: int = 0
 
     def to_text(self) -> str:
@@ -63,8 +67,8 @@ def export_batch(
     """Write the rows of the job in `store` as lines of JSON, in the order of its parts. `is_partial`: also while parts
     are missing.
 
-    Raises `JobRequestError` for an output without a job, for a job that has not finished, and for a file that would lie
-    in its output; `StorageError` when storage fails. Then the file stays as it was.
+    Raises `JobRequestError` for an output without a job, for a job that has not finished, and for a file inside its
+    output; `StorageError` when storage fails. After an error the file is as it was.
     """
     status = read_status(store)
     _check(store, results)
@@ -105,13 +109,13 @@ def _check(store: JobStore, results: str) -> None:
 
 
 class _Groups:
-    """Puts completions of one row together. They stand near each other, so that few groups wait for their last."""
+    """Puts completions of one row together. A row's completions are near each other, so few groups wait at a time."""
 
     def __init__(self) -> None:
         self._waiting: dict[Any, list[_Row]] = {}
 
     def add(self, row: _Row) -> list[_Row]:
-        """The completions of the row, if this is the last of them; else none."""
+        """Adds one completion. Returns all completions of its row when this was the last one missing, else none."""
         if row["finish_reason"] == "error" and not row["attempts"]:
             return [] if row.get("sample") else [row]  # wrong before any engine saw it, in all its completions alike
         group = self._waiting.setdefault(row["id"], [])
@@ -119,7 +123,7 @@ class _Groups:
         return self._waiting.pop(row["id"]) if len(group) == _num_completions(row) else []
 
     def unfinished(self) -> Iterator[list[_Row]]:
-        """What there is of rows whose other completions are in parts that are missing."""
+        """The completions found so far of each row whose other completions are in missing parts."""
         yield from self._waiting.values()
 
 
@@ -131,7 +135,7 @@ def _num_completions(row: _Row) -> int:
 
 
 def _rows(store: JobStore, shard_id: int, layout: _Layout) -> Iterator[_Row]:
-    """The rows of a part: the columns that responses are made of, by what they hold."""
+    """The rows of a part, with the columns from which responses are made."""
     name = part_name(shard_id)
     try:
         with naming_damage(name), store.open_part(shard_id) as part:
@@ -151,22 +155,26 @@ def _rows(store: JobStore, shard_id: int, layout: _Layout) -> Iterator[_Row]:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How the rows of one job become lines. `roles`: role -> column; `base_model`: its name in responses.
-    `num_completions`: of rows that do not say how many they have. `has_lists`: rows have their completions as lists.
-    `prefix`: before the names of lorabatch's own columns.
-    """
+    """The layout of one job's rows, from which lines are made."""
 
+    #: Id of the job.
     job_id: str
+    #: Time at which the job was created, in seconds since the epoch.
     created: int
+    #: Role -> column of the input.
     roles: Mapping[str, str]
+    #: Name of the base model in responses.
     base_model: str
+    #: Completions of a row that does not give a number.
     num_completions: int
+    #: Whether a row has its completions as lists.
     has_lists: bool = False
+    #: Text before the names of lorabatch's own columns.
     prefix: str = ""
 
     @classmethod
     def of(cls, record: JobRecord) -> _Layout:
-        """For the rows of a frozen job."""
+        """The layout of a frozen job's rows."""
         return cls(
             job_id=record.job_id,
             created=int(datetime.fromisoformat(record.created_at).timestamp()),
@@ -178,12 +186,14 @@ class _Layout:
         )
 
     def columns_of(self, schema: pa.Schema) -> dict[str, str]:
-        """What a row holds -> its column, of those that are there. Raises `KeyError` for one that must be there."""
+        """Role -> column, for the columns that a part with this schema has. Raises `KeyError` when a required column is
+        missing.
+        """
         columns = {column.name: f"{self.prefix}{column.name}" for column in ANSWER_FIELDS}
         columns["id"] = self.roles.get("id", DEFAULT_ID_COLUMN)
         columns |= {role: self.roles[role] for role in ("adapter", "n", "continuation") if role in self.roles}
         added = (*LOGPROB_FIELDS, *ASKED_FIELDS.values(), SAMPLE_FIELD)
-        # in an input of another origin they may be anything
+        # an input from elsewhere may have these columns with any type
         shape = listed if self.has_lists else (lambda field: field)
         columns |= {
             field.name: f"{self.prefix}{field.name}"
@@ -191,7 +201,7 @@ class _Layout:
             if shape(field).with_name(f"{self.prefix}{field.name}") in schema
         }
         for name in (MODEL_COLUMN, ERROR_COLUMN):
-            # in an input of another origin it may be anything
+            # an input from elsewhere may have this column with any type
             if name in schema.names and pa.types.is_string(schema.field(name).type):
                 columns[name] = name
         for column in columns.values():
@@ -199,12 +209,12 @@ class _Layout:
         return columns
 
     def completions(self, row: _Row) -> list[_Row]:
-        """Of a row that has them as lists."""
+        """The completions of a row that has them as lists, each with its number as `sample`."""
         lists = row.keys() - {*OF_ROWS, *self.roles, "id", "n", MODEL_COLUMN, ERROR_COLUMN}
         return [each | {"sample": number} for number, each in enumerate(completions(row, lists))]
 
     def line(self, of_row: list[_Row]) -> dict[str, Any]:
-        """The line of one row, which has one or several completions; an error if one of them is."""
+        """The line of one row from its completions; an error when one of them is an error."""
         row = next((each for each in of_row if each["finish_reason"] == "error"), of_row[0])
         custom_id = None if row["id"] is None else str(row["id"])
         name = blake2b(f"{self.job_id}\n{custom_id}".encode(), digest_size=12).hexdigest()
@@ -256,7 +266,7 @@ def _completion(row: _Row) -> dict[str, Any]:
     return {"text": row["completion"], "logprobs": logprobs, "finish_reason": row["finish_reason"]}
 
 
-# Prefix of the id, name of the object, and what makes a choice.
+# Prefix of the id, name of the object, and function that makes a choice.
 _CHAT = ("chatcmpl", "chat.completion", _chat)
 _COMPLETION = ("cmpl", "text_completion", _completion)
 # A token's name, bytes and log-probability.
@@ -264,7 +274,9 @@ _Token = tuple[str, list[int] | None, float]
 
 
 def _logprobs(row: _Row, shape: Callable[[list[_Token], list[list[_Token]]], dict[str, Any]]) -> Any:
-    """Log-probabilities of the tokens, by their texts; by their ids where the output has none. None without."""
+    """Log-probabilities of a completion's tokens, named by their texts, or by their ids when the output has no texts.
+    None for a completion without log-probabilities.
+    """
     if row.get("token_logprobs") is None:
         return None
     unknown = [None] * len(row["token_ids"])

@@ -1,7 +1,7 @@
-"""`import_batch`: batch files of OpenAI's API as one Parquet file that a job reads, in bounded memory.
+"""`import_batch`: writes batch files of OpenAI's API as one Parquet file that a job reads, in bounded memory.
 
 A line that is no request becomes a row too, with the reason in `openai_error` and no prompt: an error row of the job.
-The file has the columns that its rows use, and says which of them are settings.
+The file has the columns that its rows use; its metadata names the columns that are settings.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from ..storage.single_file import read_lines, replaced_file
 from .parameters import COLUMN_KINDS
 from .requests import MAX_LINE_BYTES, BatchRequest, read_request
 
-#: Why a line is no request; null where it is one.
+#: Column with the reason why a line is no request; null for requests.
 ERROR_COLUMN = "openai_error"
-#: The model that a request names.
+#: Column with the model that a request names.
 MODEL_COLUMN = "openai_model"
 _PROMPT_TYPES = {"messages": pa.string(), "prompt": pa.string(), "prompt_token_ids": pa.list_(pa.int64())}
 _SCHEMA = pa.schema(
@@ -44,7 +44,7 @@ _SCHEMA = pa.schema(
         pa.field(ERROR_COLUMN, pa.string()),
     ]
 )
-# In every file, whatever its rows use; beside these the prompt.
+# Columns of every file, whatever its rows use; each file has a prompt column too.
 _ALWAYS = ("id", "adapter", MODEL_COLUMN)
 _KINDS_OF_PROMPT = {
     "messages": "messages (/v1/chat/completions)",
@@ -59,17 +59,21 @@ _MODELS_COUNTED, _SHOWN = 1000, 10
 
 @dataclass(slots=True)
 class ImportedBatch:
-    """What was imported. `output`: as messages show it. `models`: rows of each model, of the first thousand.
-    `num_unlimited`: requests that do not say how long their answers may be. `refused`: the first lines that are no
-    requests, one sentence each.
-    """
+    """The outcome of one import."""
 
+    #: The file that was written, without passwords and signatures.
     output: str
+    #: Names of models that ask for no adapter.
     base_models: Collection[str]
+    #: Lines that are requests.
     num_requests: int = 0
+    #: Lines that are no requests.
     num_refused: int = 0
+    #: Requests without a limit on the length of their answers.
     num_unlimited: int = 0
+    #: Model -> its requests, for the first thousand models.
     models: dict[str, int] = field(default_factory=dict)
+    #: The first few lines that are no requests, one sentence each.
     refused: list[str] = field(default_factory=list)
 
     def to_text(self) -> str:
@@ -94,11 +98,11 @@ class ImportedBatch:
 def import_batch(
     urls: Sequence[str], output: str, base_models: Collection[str], storage_options: Mapping[str, Any]
 ) -> ImportedBatch:
-    """Write the requests of batch files as one Parquet file, in their order. `base_models`: names that ask for no
-    adapter; every other one is an adapter's.
+    """Write the requests of batch files as one Parquet file, in their order. `base_models`: models that ask for no
+    adapter; every other model is the name of an adapter.
 
-    Raises `JobRequestError` for files that are not there, hold no request, or mix kinds of prompts, and `StorageError`.
-    Then the output stays as it was.
+    Raises `JobRequestError` for files that are missing, hold no request, or mix kinds of prompts, and `StorageError`.
+    After an error the output is as it was.
     """
     _check(urls, output, storage_options)
     imported = ImportedBatch(redacted_url(output), frozenset(base_models))
@@ -142,7 +146,9 @@ def _check(urls: Sequence[str], output: str, storage_options: Mapping[str, Any])
 
 
 def _lines(url: str, storage_options: Mapping[str, Any]) -> Iterator[tuple[str, bytes | None]]:
-    """The lines of a file that are not empty, and where each stands: `requests.jsonl:17`."""
+    """The lines of a file that are not empty (None: a line that is too long), each after its place:
+    `requests.jsonl:17`.
+    """
     name = shown_name(redacted_url(url).rstrip("/").rpartition("/")[2])
     for number, line in enumerate(read_lines(url, storage_options, MAX_LINE_BYTES), 1):
         if number == 1 and line is not None:
@@ -152,7 +158,7 @@ def _lines(url: str, storage_options: Mapping[str, Any]) -> Iterator[tuple[str, 
 
 
 class _Rows:
-    """Collects rows and writes them to a file, a row group at a time, with all columns that there can be."""
+    """Collects rows and writes them to a file, a row group at a time, with every column of `_SCHEMA`."""
 
     def __init__(self, file: BinaryIO, imported: ImportedBatch) -> None:
         self._writer = pq.ParquetWriter(file, _SCHEMA, compression="lz4")
@@ -161,7 +167,7 @@ class _Rows:
         self._waiting: list[dict[str, Any]] = []
         self._num_bytes = 0
         self._used = set(_ALWAYS)
-        # Kind of prompt, and where the first request has it.
+        # Kind of prompt, and place of the first request, which has it.
         self._prompt: tuple[str, str] | None = None
 
     def __enter__(self) -> Self:
@@ -173,7 +179,7 @@ class _Rows:
             self._writer.close()
 
     def add(self, place: str, request: BatchRequest, num_bytes: int) -> None:
-        """The row of one line. Raises `JobRequestError` for another kind of prompt than those before it have."""
+        """Add the row of one line. Raises `JobRequestError` for another kind of prompt than earlier requests have."""
         custom_id, problems = request.custom_id, list(request.problems)
         if custom_id is not None and (first := self._ids.claim(custom_id, place)) is not None:
             problems.append(f"custom_id={shown(custom_id)}: {first} has it already.")
@@ -193,7 +199,7 @@ class _Rows:
             self._write()
 
     def finish(self) -> list[str]:
-        """Write what waits. The columns that are used, in order."""
+        """Write the rows that wait, and end the file. Returns the columns that rows use, in order."""
         self._write()
         self._writer.close()
         used = self._used | {self._prompt[0] if self._prompt else "messages"}
@@ -244,7 +250,7 @@ class _Ids:
         self._database.close()
 
     def claim(self, row_id: str, place: str) -> str | None:
-        """Take an id for the row at `place`. Where the row is that has it already; None where none has."""
+        """Take an id for the row at `place`. Returns the place of the row that has it already, or None."""
         key = blake2b(row_id.encode(), digest_size=16).digest()
         added = self._database.execute("INSERT OR IGNORE INTO ids VALUES (?, ?)", (key, place))
         if added.rowcount:
@@ -253,7 +259,7 @@ class _Ids:
             return str(found.fetchone()[0])
 
     def made_up(self, place: str) -> str:
-        """An id for a row that has none: its place, and signs behind it while another row has that id."""
+        """An id for a row without one: its place, followed by as many signs as make it unique."""
         row_id = place
         while self.claim(row_id, place) is not None:
             row_id += "'"
@@ -261,7 +267,7 @@ class _Ids:
 
 
 def _copy(spool: BinaryIO, names: Sequence[str], file: BinaryIO) -> None:
-    """Write these columns of a Parquet file as another one."""
+    """Write these columns of a Parquet file to another Parquet file."""
     source = pq.ParquetFile(spool)
     settings = [name for name in names if name in SETTING_ROLES]
     schema = pa.schema([_SCHEMA.field(name) for name in names], {SETTINGS_KEY: json.dumps(settings)})

@@ -1,6 +1,6 @@
-"""What the parameters of a request's body become: the column that plays the role, nothing, or a problem.
+"""Turns the parameters of a request's body into columns: each becomes the column of its role, nothing, or a problem.
 
-The columns are those that a job reads (`COLUMN_ROLES`), so that an option of sampling that is new becomes one here too.
+The columns are the ones that a job reads (`COLUMN_ROLES`), so a new option of sampling becomes a column here too.
 Everything else is in the tables of this file.
 """
 
@@ -19,20 +19,21 @@ from ...engine.untrusted import shown, shown_name
 from ..spec import COLUMN_ROLES, PROMPT_ROLES
 
 _PROBLEMS_SHOWN = 5
-#: What Arrow's integers hold.
+#: Range of Arrow's 64-bit integers.
 INT64 = range(-(2**63), 2**63)
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One endpoint of the API. `prompt`: the parameter with the prompt. `defaults`: columns of bodies that do not say
-    otherwise, where OpenAI's default is another one than a job's. `meanings`: parameter -> values that a column spells
-    otherwise; None is the job's value.
-    """
+    """One endpoint of the API."""
 
+    #: Path of the endpoint.
     url: str
+    #: Parameter with the prompt.
     prompt: str
+    #: Column -> OpenAI's default, where a job has another one.
     defaults: Mapping[str, Any]
+    #: Parameter -> pairs of a value and its value in the column (None: the job's value), where the two differ.
     meanings: Mapping[str, tuple[tuple[Any, Any], ...]] = field(default_factory=dict)
 
 
@@ -50,7 +51,7 @@ COMPLETIONS = Endpoint(
 )
 ENDPOINTS: Mapping[str, Endpoint] = {endpoint.url: endpoint for endpoint in (CHAT, COMPLETIONS)}
 
-#: Parameter -> the column that plays its role under another name.
+#: Parameter -> column of its role, where their names differ.
 RENAMED = {"max_completion_tokens": "max_tokens"}
 #: Parameter that changes no answer -> what it is about.
 IGNORED: Mapping[str, str] = {
@@ -62,7 +63,7 @@ IGNORED: Mapping[str, str] = {
     ),
     "stream_options": "streams, which are refused",
 }
-#: Parameter that no column plays -> its values that ask for nothing else than what every answer has.
+#: Parameter without a column -> its values that change nothing.
 PLAIN: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "stream": (False,),
@@ -80,7 +81,7 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
 }
 _TO_TEMPLATES = "Give it to the chat template by chat_template_kwargs."
-#: Parameter that is refused whatever it asks -> what to do instead. Any other unknown one is refused, too.
+#: Parameter that is refused with any value -> what to do instead. Other unknown parameters are refused, too.
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("reasoning_effort", "verbosity"), _TO_TEMPLATES),
     **dict.fromkeys(("audio", "moderation", "web_search_options"), "Leave it out."),
@@ -89,17 +90,18 @@ REFUSED: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class ColumnKind:
-    """What a column holds. `read`: the column's value for a value of JSON; raises `ValueError` for any that is not as
-    `expected`.
-    """
+    """The type of a column, with the reading of its values."""
 
+    #: Arrow type of the column.
     arrow: pa.DataType
+    #: Accepted values of JSON, in words.
     expected: str
+    #: Makes a value of JSON a value of the column. Raises `ValueError` for a value that is not as `expected`.
     read: Callable[[Any], Any]
 
 
 def text(value: Any) -> str:
-    """A text that files can hold. Raises `ValueError` for other values, and for halves of surrogate pairs."""
+    """The value, if it is a text that files can hold. Raises `ValueError` for others, also half surrogate pairs."""
     if not isinstance(value, str):
         raise ValueError("no text")
     value.encode()
@@ -119,7 +121,7 @@ def json_text(value: Any) -> str:
 
 
 def integer(value: Any) -> int:
-    """An integer that columns can hold. Raises `ValueError`."""
+    """The value, if it is an integer that columns can hold. Raises `ValueError` for others."""
     if type(value) is not int or value not in INT64:
         raise ValueError("no integer of 64 bits")
     return value
@@ -160,12 +162,12 @@ _KINDS: Mapping[Any, ColumnKind] = {
     tuple[str, ...]: ColumnKind(pa.list_(pa.string()), "text or a list of texts", _texts),
     tuple[int, ...]: ColumnKind(pa.list_(pa.int64()), "an integer or a list of integers", _integers),
 }
-# Of options that are text, and of those that have a form of their own, which columns hold as JSON.
+# Kind of text options, and of options with a form of their own, which columns hold as JSON.
 _JSON = ColumnKind(pa.string(), "text or an object", _text_or_json)
 _SWITCHES = dict.fromkeys(("add_generation_prompt", "continue_final_message"), bool)
 # Roles that no parameter of a request plays.
 _NO_PARAMETERS = ("id", "adapter", *PROMPT_ROLES, "continuation", "continuation_token_ids")
-#: Column -> what it holds, of all columns that parameters become.
+#: Column -> its kind, for all columns that parameters become.
 COLUMN_KINDS: Mapping[str, ColumnKind] = {
     role: _KINDS.get(SAMPLING_OPTIONS[role].kind if role in SAMPLING_OPTIONS else _SWITCHES.get(role), _JSON)
     for role in COLUMN_ROLES
@@ -200,12 +202,12 @@ def read_parameters(body: Mapping[str, Any], endpoint: Endpoint) -> tuple[dict[s
 
 
 def _asked(body: Mapping[str, Any], endpoint: Endpoint) -> Iterator[tuple[str, Any]]:
-    """The parameters that ask for something, with values as columns spell them."""
+    """The parameters that change something, with the values that columns have for them."""
     for name, value in body.items():
         if name in IGNORED or name in ("model", endpoint.prompt):
             continue
         if endpoint is COMPLETIONS and name == "logprobs" and type(value) is int and value > 0:
-            name = "top_logprobs"  # as many alternatives as this, which come with those of the tokens
+            name = "top_logprobs"  # this many alternatives, beside the log-probabilities of the tokens
         for theirs, ours in endpoint.meanings.get(name, ()):
             if _is_same(value, theirs):
                 value = ours
@@ -225,5 +227,5 @@ def _problem_with_tools(value: Any) -> str | None:
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Whether two values of JSON are one: in Python, true is 1."""
+    """Whether two values of JSON are equal; Python alone would take true for 1."""
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)

@@ -1,4 +1,4 @@
-"""Reads one line of a batch file: a request as the columns of a row, or why it is none."""
+"""Reads one line of a batch file: the columns of a request's row, or the reasons why the line is no request."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ from typing import Any, TypeGuard
 from ...engine.untrusted import parse_object, shown, shown_name
 from .parameters import ENDPOINTS, INT64, Endpoint, json_text, read_parameters, text
 
-#: The largest line: parsed, JSON of many small values takes twenty times its size.
+#: Most bytes of a line: parsed JSON of many small values takes twenty times its size.
 MAX_LINE_BYTES = 16 << 20
-# Names of adapters are names of folders.
+# Most characters of a model's name; names of adapters are names of folders.
 _MAX_MODEL_CHARACTERS = 512
 _KEYS = ("custom_id", "method", "url", "body")
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """One line. `columns`: of its row, without id; none where there are `problems`. `prompt_role`: which of them is
-    the prompt. `custom_id`: None where the line has none that a row can have.
-    """
+    """One line of a batch file."""
 
+    #: Id of the row; None when the line has none that a row can have.
     custom_id: str | None
+    #: Role of the prompt among `columns`; "" without a prompt.
     prompt_role: str = ""
+    #: Column -> value of the row, without its id; empty when there are `problems`.
     columns: Mapping[str, Any] = field(default_factory=dict)
+    #: Reasons why the line is no request, one sentence each.
     problems: tuple[str, ...] = ()
 
 
 def read_request(line: bytes | None, base_models: Collection[str]) -> BatchRequest:
-    """The request of a line; None: of a line that is too long. `base_models`: names that ask for no adapter."""
+    """The request of a line (None: a line that is too long). `base_models`: models that ask for no adapter."""
     try:
         request = _parsed(line)
     except ValueError as error:
@@ -46,7 +48,7 @@ def read_request(line: bytes | None, base_models: Collection[str]) -> BatchReque
 
 
 def _problems(request: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with a request around its body."""
+    """Problems of a request outside of its body, as sentences."""
     custom_id, method, url, body = (request.get(key) for key in _KEYS)
     if not _is_text(custom_id):
         yield f"custom_id={_value(custom_id)}: expected text."
@@ -92,7 +94,7 @@ def _row(
 
 
 def _messages(value: Any) -> tuple[str, str]:
-    """Messages as JSON, with all that they hold: the job checks them, and chat templates read them."""
+    """The role of messages, and their whole JSON: the job checks them, and chat templates read them."""
     if not isinstance(value, list):
         raise ValueError("expected a list of messages")
     try:
@@ -102,7 +104,7 @@ def _messages(value: Any) -> tuple[str, str]:
 
 
 def _prompt(value: Any) -> tuple[str, str | list[int]]:
-    """The one prompt of a completion: a text, or its tokens; a list of one prompt is that prompt."""
+    """The role and value of a completion's one prompt: a text, or token ids. A list of one prompt is that prompt."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
         value = value[0]
     if _is_text(value):
@@ -118,7 +120,7 @@ _PROMPTS: Mapping[str, Callable[[Any], tuple[str, Any]]] = {"messages": _message
 
 
 def _is_text(value: Any) -> TypeGuard[str]:
-    """Whether it is a text, not empty, that a column can hold."""
+    """Whether the value is a text, not empty, that a column can hold."""
     try:
         return bool(text(value))
     except ValueError:
