@@ -1,7 +1,7 @@
 """Incoming rows: rows of other workers' shards that this worker's engine works on. Their owners fetch the results.
 
-An owner that has not asked for a while counts as lost. Its rows leave then, since the next worker that opens its shard
-has them too.
+An owner that has not asked for `PATIENCE_S` counts as lost. Its rows are then dropped, since the next worker that opens
+its shard computes them too.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from ..supervisor.supervisor import EngineHandle
 from .peers import LoanResults
 
 logger = logging.getLogger(__name__)
-# Longer than an owner tries to reach a helper before it takes its rows back.
+# Seconds without a request after which an owner counts as lost: longer than an owner tries to reach a helper before it
+# takes its rows back.
 PATIENCE_S = 20.0
 _DEPART_POLL_S = 0.05
 
 
 @dataclass(slots=True)
 class _Loan:
-    """Rows that one owner has lent together. `unacknowledged`: results that it may not have, by request id."""
+    """Rows that one owner has lent together. `unacknowledged`: results that the owner may not have, by request id."""
 
     shard: OpenShard
     unacknowledged: dict[str, ServedRow] = field(default_factory=dict)
@@ -38,7 +39,7 @@ class _Loan:
 class IncomingRows:
     """Incoming rows of one engine, by loan. Used from the worker's event loop only.
 
-    `patience_s`: an owner that has not asked for so long is lost.
+    `patience_s`: seconds without a request after which an owner counts as lost.
     """
 
     def __init__(self, engine: EngineHandle, patience_s: float = PATIENCE_S) -> None:
@@ -49,21 +50,22 @@ class IncomingRows:
         self._watcher: asyncio.Task[None] | None = None
 
     def receive(self, loan_id: str, rows: Sequence[ExportedRow], adapters: Sequence[LocalAdapter]) -> None:
-        """Work on these rows. Asked again for the same loan, nothing happens."""
+        """Work on these rows. A repeated call for the same loan does nothing."""
         if loan_id in self._loans:
             return
         self._loans[loan_id] = _Loan(self._engine.open(None, rows, adapters))
         if self._watcher is None or self._watcher.done():
-            # A detector needs regular looks; the one before had its last when there were no loans any more.
+            # A detector needs regular looks; the previous detector had its last when the last loan ended.
             self._liveness = self._new_detector()
             self._watcher = asyncio.create_task(self._watch())
         self._liveness.heard(loan_id, time.monotonic())
 
     def results(self, loan_id: str, acknowledged: Sequence[str]) -> LoanResults:
-        """What has finished and was not acknowledged yet (`rows`).
+        """Results of the loan's rows that the owner has not acknowledged yet.
 
-        A loan ends when the owner has acknowledged all of it. It ends too when this engine cannot go on, or was asked
-        for the rows (`is_over`); the rest is `returned` as it is. Raises KeyError for a loan that has ended.
+        A loan ends when the owner has acknowledged all results. It also ends when this engine cannot go on, or has been
+        asked to give the rows back: then `is_over` is true and unfinished rows are `returned` as they are. Raises
+        KeyError for a loan that has ended.
         """
         loan = self._loans[loan_id]
         self._liveness.heard(loan_id, time.monotonic())
@@ -80,13 +82,13 @@ class IncomingRows:
         return LoanResults(tuple(loan.unacknowledged.values()), is_over, loan.shard.begun if is_over else ())
 
     def recall(self, loan_id: str) -> None:
-        """Give the rows back to their owner as they are: the loan is over soon. It may be over already."""
+        """Have the engine give a loan's rows back to their owner as they are, unless the loan has ended."""
         loan = self._loans.get(loan_id)
         if loan is not None:
             self._engine.submit(EngineQueue.surrender, loan.shard)
 
     async def depart(self, timeout_s: float) -> None:
-        """Wait until every owner has fetched the rows that were given up, but no longer than this."""
+        """Wait until every owner has fetched the rows that were given up, at most `timeout_s`."""
         give_up_s = time.monotonic() + timeout_s
         while self._loans and time.monotonic() < give_up_s:
             await asyncio.sleep(_DEPART_POLL_S)

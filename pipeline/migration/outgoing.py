@@ -27,17 +27,17 @@ POLL_INTERVAL_S = 0.2
 # Requests in a row without a reply after which a helper is lost.
 MAX_SILENCES = 3
 _EXPORT_TIMEOUT_S = 30.0
-# The helper may have to fetch adapters first.
+# Limit in seconds for a helper's reply to lent rows; it may have to fetch adapters first.
 _RECEIVE_TIMEOUT_S = 60.0
-# Rows stay here so long after their helper could not be reached. The coordinator, which may reach both, would have them
-# lent again at once and never computed.
+# Seconds for which no rows are lent to a helper that could not be reached. The coordinator, which may reach both
+# workers, would have rows lent again at once and never computed.
 _AVOIDED_S = 60.0
 
 
 class OutgoingRows:
-    """Lends rows and gets their results back, or the rows. Used from the worker's event loop only.
+    """Lends rows and gets their results, or the rows, back. Used from the worker's event loop only.
 
-    `address`: of this worker, where helpers may get adapters.
+    `address`: address of this worker, from which helpers may fetch adapters.
     """
 
     def __init__(self, engine: EngineHandle, peers: Peers, address: str) -> None:
@@ -46,12 +46,12 @@ class OutgoingRows:
         self._address = address
         self._running: set[asyncio.Task[None]] = set()
         self._is_leaving = False
-        # Helpers that could not be reached, and when.
+        # Helper that could not be reached -> time of the last attempt in seconds.
         self._unreachable: dict[str, float] = {}
 
     def begin(self, request: LendRows) -> None:
-        """Lend rows of an open shard to another worker, in the background; not when this one leaves, or has lately not
-        reached the other.
+        """Lend rows of an open shard to another worker, in the background. Does nothing when this worker leaves, or has
+        not reached the other one within the last `_AVOIDED_S`.
         """
         is_avoided = time.monotonic() - self._unreachable.get(request.helper, -math.inf) < _AVOIDED_S
         if self._is_leaving or is_avoided:
@@ -61,15 +61,13 @@ class OutgoingRows:
         task.add_done_callback(self._running.discard)
 
     async def call_back(self, timeout_s: float) -> None:
-        """This worker leaves: what helpers have generated is fetched before its shards are handed over. Waits until it
-        has, but no longer than this.
-        """
+        """Fetch all lent rows back, before this worker leaves and hands over its shards. Waits at most `timeout_s`."""
         self._is_leaving = True
         if self._running:
             await asyncio.wait(self._running, timeout=timeout_s)
 
     async def lend(self, shard_id: int, num_rows: int, helper: str, adapter_id: str | None = None) -> None:
-        """Lend rows of an open shard and wait until each has its result or is back in the engine here."""
+        """Lend rows of an open shard and wait until each has its result or is back in this worker's engine."""
         exported = asyncio.wrap_future(self._engine.lend(shard_id, num_rows, adapter_id))
         try:
             # Shielded: rows that leave the engine late must be taken back.
@@ -89,7 +87,7 @@ class OutgoingRows:
             self._take_back(lent)
 
     def _take_back(self, lent: LentRows | None) -> None:
-        """Rows that have no result go on here."""
+        """Have this worker's engine go on with the lent rows that have no result."""
         if lent is not None:
             self._engine.submit(EngineQueue.reclaim, lent.shard, [row.request.request_id for row in lent.rows])
 
@@ -120,7 +118,7 @@ class OutgoingRows:
         await self._peers.ask(helper, FetchResults(loan_id, acknowledged))
 
     async def _patiently(self, helper: str, request: FetchResults) -> LoanResults:
-        """Ask several times: one lost connection is no lost helper."""
+        """Ask up to `MAX_SILENCES` times: one lost connection is no lost helper."""
         for silences in range(MAX_SILENCES):
             try:
                 return await self._peers.ask(helper, request)

@@ -18,7 +18,7 @@ from ...engine.untrusted import printable
 from ..supervisor.open_shard import ServedRow
 
 logger = logging.getLogger(__name__)
-# A worker that is stopped accepts connections and never replies.
+# Limit in seconds for a reply: a worker that is stopped accepts connections and never replies.
 _TIMEOUT_S = 4.0
 ReplyT = TypeVar("ReplyT")
 
@@ -30,8 +30,8 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class LoanResults:
-    """Results of lent rows that the owner has not acknowledged. `is_over`: no more will come; `returned` are the rows
-    without a result, as far as they were generated.
+    """The reply to `FetchResults`: results of lent rows that the owner has not acknowledged. `is_over`: whether no more
+    results will come; `returned`: the rows without a result, with the tokens that were generated for them.
     """
 
     rows: tuple[ServedRow, ...]
@@ -41,14 +41,14 @@ class LoanResults:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """The files of an adapter, by name."""
+    """The reply to `FetchAdapter`: the files of an adapter, by name."""
 
     files: Mapping[str, bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The reply to a request that raised an error there."""
+    """The reply to a request that raised an error on the worker that was asked."""
 
     reason: str
 
@@ -61,8 +61,8 @@ class PeerRequest(Generic[ReplyT]):
 
 @dataclass(frozen=True, slots=True)
 class LendRows(PeerRequest[Accepted]):
-    """To an owner: lend rows of an open shard to the worker `helper`. `adapter_id`: only rows of this adapter ("": of
-    the base model; None: any).
+    """Asks an owner to lend rows of an open shard to the worker `helper`. `adapter_id`: hash of the adapter whose rows
+    are lent; "" for the base model, None for any rows.
     """
 
     shard_id: int
@@ -73,7 +73,7 @@ class LendRows(PeerRequest[Accepted]):
 
 @dataclass(frozen=True, slots=True)
 class ReceiveRows(PeerRequest[Accepted]):
-    """To a helper: work on these rows of the worker `owner`."""
+    """Asks a helper to work on these rows of the worker `owner`."""
 
     loan_id: str
     owner: str
@@ -82,7 +82,7 @@ class ReceiveRows(PeerRequest[Accepted]):
 
 @dataclass(frozen=True, slots=True)
 class FetchResults(PeerRequest[LoanResults]):
-    """To a helper: results of lent rows. `acknowledged`: request ids whose results have arrived."""
+    """Asks a helper for results of lent rows. `acknowledged`: request ids whose results have arrived."""
 
     loan_id: str
     acknowledged: tuple[str, ...]
@@ -90,21 +90,21 @@ class FetchResults(PeerRequest[LoanResults]):
 
 @dataclass(frozen=True, slots=True)
 class RecallRows(PeerRequest[Accepted]):
-    """To a helper: give lent rows back as they are, with the next results."""
+    """Asks a helper to give lent rows back as they are, with the next results."""
 
     loan_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class DropRows(PeerRequest[Accepted]):
-    """To a helper: lent rows are no longer needed."""
+    """Tells a helper that lent rows are no longer needed."""
 
     loan_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class FetchAdapter(PeerRequest[AdapterFiles]):
-    """To a worker that has an adapter, by its content hash."""
+    """Asks a worker for the files of an adapter that it has, by the adapter's content hash."""
 
     adapter_id: str
 
@@ -130,11 +130,13 @@ class Peers:
 
     @property
     def address(self) -> str:
-        """Of the worker itself."""
+        """Address of the worker itself."""
         return str(self._worker.address)
 
     async def ask(self, address: str, request: PeerRequest[ReplyT], timeout_s: float = _TIMEOUT_S) -> ReplyT:
-        """The reply of another worker. Raises `PeerLostError`, of the kind `PeerUnreachableError` without a reply."""
+        """Send a request to another worker and return its reply. Raises `PeerUnreachableError` when there is none, and
+        `PeerLostError` for a reply that is no answer to the request.
+        """
         call = getattr(self._worker.rpc(address), _op(self._run_id))
         body = _packed(_REQUESTS, request)
         try:
@@ -142,7 +144,7 @@ class Peers:
                 answer = await call(body=body)
         except Exception as error:
             raise PeerUnreachableError(f"{address} does not answer ({str(error) or type(error).__name__})") from None
-        # Dask replies with a string where no such operation is served.
+        # Dask replies with a string when a worker serves no such operation.
         try:
             reply = (
                 _unpacked(_REPLIES, answer["body"]) if isinstance(answer, dict) else Refused("no engine of this run")
@@ -165,7 +167,7 @@ class Peers:
 
 
 def serve_peers(worker: Worker, run_id: str, reply_to: Callable[[Any], Awaitable[object]]) -> None:
-    """Have `reply_to(request)` reply to what workers of this run ask this worker."""
+    """Have `reply_to(request)` reply to requests of this run's workers to this worker."""
 
     async def receive(body: bytes) -> dict[str, Any]:
         request = None
@@ -181,7 +183,7 @@ def serve_peers(worker: Worker, run_id: str, reply_to: Callable[[Any], Awaitable
 
 
 def stop_serving_peers(worker: Worker, run_id: str) -> None:
-    """Reply to no worker of this run any more."""
+    """Stop replying to requests of this run's workers."""
     worker.handlers.pop(_op(run_id), None)
 
 
