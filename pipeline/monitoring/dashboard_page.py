@@ -1,6 +1,6 @@
 """The page of jobs on the Dask dashboard, drawn by Bokeh: a curve per job from its beginning, and two tables.
 
-Imported when a browser opens the page. What comes from outside stands in tables and legends, which show it as text.
+It is imported when a browser opens the page. Text from outside is in tables and legends only, which show it as text.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class JobsPage:
 def _table(widths: Mapping[str, int], name: str) -> DataTable:
     fields = [TableField(title, width=width) for title, width in widths.items()]
     source, view = ColumnDataSource({title: [] for title in widths}), CDSView()
-    # The table looks at its data again when its view changes; other values in as many rows do not change that.
+    # The table reads its data again when its view changes, which other values in the same number of rows do not cause.
     source.js_on_change("data", CustomJS(args={"view": view}, code="view.change.emit()"))
     return DataTable(
         source=source,

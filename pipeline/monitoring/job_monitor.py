@@ -15,12 +15,12 @@ from ...scheduler.planning.bound import JobWork
 from ...scheduler.planning.waves import Shard
 from ..messages import PromptReuse, ShardOutcome, WorkerReport
 
-# Seconds of one worker with shards queued from which it is said how full its batches were.
+# Seconds of one worker's batches, with shards queued, from which on the fill of batches is known.
 _LEAST_S = 5.0
 
 
 class JobMonitor:
-    """Counts rows, tokens and shards; `state` is what the display and `state.json` show."""
+    """Counts rows, tokens and shards of a running job; `state` gives what the display and `state.json` show."""
 
     def __init__(
         self,
@@ -31,9 +31,10 @@ class JobMonitor:
         known_lengths: Mapping[str, AnswerLengths] | None = MappingProxyType({}),
         num_reused: int = 0,
     ) -> None:
-        """`committed_rows`: rows of the parts that exist already, by shard, `num_reused` of them of earlier runs.
-        `before` has their errors and tokens, and how many rows were known to be done and reused. `known_lengths`:
-        of the answers that adapters had in earlier jobs, as the plan knew them (None: it knew all lengths exactly).
+        """Begin with the parts that exist already. `committed_rows`: shard -> rows of its part; `num_reused` of all
+        these rows are of earlier runs. `before`: state with their errors and tokens, and with the numbers of rows that
+        were known to be done and reused. `known_lengths`: adapter -> lengths of its answers in earlier jobs, as the
+        plan knew them; None when the plan knew all lengths exactly.
         """
         self._shards = {shard.shard_id: shard for shard in shards}
         self._names = dict(adapter_names)
@@ -46,17 +47,19 @@ class JobMonitor:
         self._outcomes: dict[int, ShardOutcome] = {}
         self._reports: dict[str, WorkerReport] = {}
         self._fill = BatchFill()
-        # Rows that were done when something last moved, and when: seconds since the epoch.
+        # Rows that were done at the last sign of progress, and its time in seconds since the epoch.
         self._moved: tuple[int, float] | None = None
         uncommitted = [shard for shard in self._shards.values() if shard.shard_id not in committed_rows]
         self._left = WorkLeft(uncommitted, known_lengths)
 
     def unknown_outcome(self, shard_id: int, worker: str) -> ShardOutcome:
-        """For a part that is there although its worker is gone; the final count reads what it holds."""
+        """The outcome of a shard whose part exists although its worker is gone: rows only. The final count reads the
+        part.
+        """
         return ShardOutcome(shard_id, worker, self._shards[shard_id].num_rows, 0, 0, 0, 0)
 
     def committed(self, outcome: ShardOutcome) -> None:
-        """A shard's part is in place."""
+        """Take in the outcome of a shard whose part is written."""
         self._outcomes[outcome.shard_id] = outcome
         if outcome.shard_id not in self._committed:
             self._left.committed(self._shards[outcome.shard_id])
@@ -64,7 +67,9 @@ class JobMonitor:
 
     @property
     def batch_fill(self) -> float | None:
-        """How full batches were while shards were queued, from 0 to 1; None when there was no such time."""
+        """Share of places in batches that had rows while shards were queued, from 0 to 1; None when that time was too
+        short.
+        """
         return self._fill.share
 
     @property
@@ -74,12 +79,12 @@ class JobMonitor:
 
     @property
     def work(self) -> JobWork | None:
-        """What engines did for the rows of this run's shards; None where one of them is not known."""
+        """Work that engines did for the rows of this run's shards; None when the work of a shard is not known."""
         parts = [outcome.work for outcome in self._outcomes.values() if outcome.work is not None]
         return JobWork.total(parts) if len(parts) == len(self._outcomes) else None
 
     def reported(self, report: WorkerReport, is_tail: bool = False) -> None:
-        """Take in a report. `is_tail`: no shard was queued any more."""
+        """Take in a report. `is_tail`: whether no shard was queued any more."""
         if not is_tail:
             self._fill.reported(report)
         self._reports[report.worker] = report
@@ -88,26 +93,26 @@ class JobMonitor:
             self._left.lengths.finished(rows.output_tokens, rows.num_rows, name)
 
     def saw(self, workers: Iterable[str]) -> None:
-        """These workers are in the cluster."""
+        """Note that these workers are in the cluster."""
         self._worker_names.see(workers)
 
     def lost(self, worker: str) -> None:
-        """A worker is gone."""
+        """Forget the report of a worker that is gone."""
         self._reports.pop(worker, None)
 
     def adapter_name(self, adapter_id: str) -> str:
-        """A name for a content hash; the base model is ""."""
+        """Name of the adapter with a content hash; the beginning of the hash for an unknown adapter."""
         return self._names.get(adapter_id, adapter_id[:12])
 
     @property
     def reused_share(self) -> float:
-        """Of the prompt tokens that engines have passed, those that they did not compute, as last reported."""
+        """Share of prompt tokens that engines reused instead of computing them: mean of the workers' last reports."""
         rates = [report.telemetry.prefix_hit_rate or 0.0 for report in self._reports.values()]
         return sum(rates) / len(rates) if rates else 0.0
 
     def work_left(self, num_places: int, done: Work | None = None) -> Work:
-        """Of rows that have no answer, less what engines have computed of those that run. `num_places`: rows that all
-        engines together run at once. `done`: what they have computed so far (None: nothing).
+        """Work that is left for rows without an answer, less what engines have computed of running ones. `num_places`:
+        rows that all engines together run at once. `done`: work that engines have done so far; None for nothing.
         """
         unfinished = self._unfinished()
         opened = [(self._shards[i], rows) for i, rows in unfinished.items() if i not in self._committed]
@@ -116,7 +121,7 @@ class JobMonitor:
         return self._left.now(num_places, done or Work(), opened, num_running, running_tokens)
 
     def state(self, now_s: float, left: TimeLeft | None = None) -> JobState:
-        """Everything at one time, while shards run. `now_s`: seconds since the epoch."""
+        """The job's state at one time, while shards run. `now_s`: seconds since the epoch."""
         rows = sum(shard.num_rows for shard in self._shards.values())
         done, before, outcomes = self._rows_done(), self._before, self._outcomes.values()
         return JobState(
@@ -147,8 +152,8 @@ class JobMonitor:
         return max(0.0, now_s - self._moved[1])
 
     def _rows_done(self) -> int:
-        """Rows of committed shards, and finished ones of shards that are open somewhere: the most that there ever were.
-        Those of a worker that is lost are in its journals, and are found again when its shards are opened.
+        """Rows of committed shards and finished rows of open shards; never fewer than returned before. Finished rows of
+        a lost worker are in its journals, and are found again when its shards are opened.
         """
         started = sum(
             self._shards[shard_id].num_rows - rows
@@ -160,7 +165,7 @@ class JobMonitor:
         return self._most_done
 
     def _unfinished(self) -> dict[int, int]:
-        """Rows without a result of each shard that is open somewhere."""
+        """Open shard -> its rows without a result."""
         unfinished: dict[int, int] = {}
         for report in self._reports.values():
             for shard_id, rows in report.open_shards:
@@ -193,7 +198,7 @@ class JobMonitor:
 
 
 class _Rows(NamedTuple):
-    """How many, tokens of their prompts, and tokens that they are predicted to generate."""
+    """Number of some rows, tokens of their prompts, and tokens that they are predicted to generate."""
 
     rows: float = 0.0
     prompt: float = 0.0
@@ -201,13 +206,13 @@ class _Rows(NamedTuple):
 
     @classmethod
     def sum(cls, counts: Iterable[Iterable[float]]) -> _Rows:
-        """Of all together."""
+        """Sums of the counts of several groups of rows."""
         return cls(*(sum(column) for column in zip(cls(), *counts, strict=True)))
 
 
 class WorkLeft:
-    """Adds up the work of shards that are not committed, by the adapters that they have together. `known_lengths`: see
-    `JobMonitor`.
+    """Adds up the work of shards that are not committed, by the set of adapters of their rows. `known_lengths`: adapter
+    -> lengths of its answers in earlier jobs; None when the plan knew all lengths exactly.
     """
 
     def __init__(
@@ -215,7 +220,7 @@ class WorkLeft:
     ) -> None:
         earlier = known_lengths or {}
         self._known = frozenset(earlier)
-        #: Of this run's answers so far.
+        #: Lengths of this run's answers so far.
         self.lengths = LengthEstimator()
         # Adapters -> rows, prompt tokens, predicted output tokens.
         self._sums: defaultdict[tuple[str, ...], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
@@ -223,12 +228,12 @@ class WorkLeft:
         for shard in with_work:
             self._add(shard, 1.0)
         self._total = _Rows.sum(self._sums.values())
-        # A shard says which adapters its rows have, not how many rows each of them has.
+        # A shard names the adapters of its rows, not the number of rows of each.
         for adapters, counts in self._sums.items():
             share = counts[0] / self._total.rows / max(1, len(adapters))
             for name in self._known.intersection(adapters or ("",)):
                 self.lengths.had(earlier[name], share)
-        # Of lengths that are known.
+        # Distribution of the lengths of answers when the plan knew all of them; else None.
         self._planned = (
             None
             if known_lengths is not None
@@ -238,7 +243,7 @@ class WorkLeft:
         )
 
     def committed(self, shard: Shard) -> None:
-        """A shard's part is in place."""
+        """Subtract the work of a shard whose part is written."""
         self._add(shard, -1.0)
 
     def _add(self, shard: Shard, share: float) -> None:
@@ -255,8 +260,8 @@ class WorkLeft:
         num_running: int = 0,
         running_tokens: int = 0,
     ) -> Work:
-        """What is left, see `JobMonitor.work_left`. `opened`: shards and their rows without a result. `running_tokens`:
-        that running rows have generated.
+        """Work that is left, as `JobMonitor.work_left` returns it. `opened`: open shards and their numbers of rows
+        without a result. `running_tokens`: tokens that running rows have generated.
         """
         groups = self._without_result(opened)
         num_rows, prompt, predicted = _Rows.sum(groups.values())
@@ -264,7 +269,7 @@ class WorkLeft:
             return Work()
         num_running = min(num_running, round(num_rows))
         num_waiting = max(0.0, num_rows - num_running)
-        # Rows that run may still compute their prompts.
+        # Some running rows may still have prompt tokens to compute.
         prompt_left = min(prompt, max(prompt * num_waiting / num_rows, self._total.prompt - done.prompt_tokens))
         generated = running_tokens / max(1, num_running)
         waiting = num_waiting / num_rows
@@ -279,13 +284,13 @@ class WorkLeft:
             output, guessed = self._known_left(num_rows, running_tokens), 0.0
             spread = self._planned
             num_steps = spread.steps_left(num_running, generated, num_waiting, num_places)
-            # Rows that wait are shorter than others where the longest have begun first.
+            # Waiting rows are shorter than others when the longest have begun first.
             num_steps *= output / (num_waiting * spread.left() + num_running * spread.left(generated))
         return Work(num_rows, prompt_left, output, guessed, num_steps)
 
     def _known_left(self, num_rows: float, running_tokens: int) -> float:
-        """Tokens that are not generated yet, where all lengths are known. Rows without a report were answered by an
-        earlier run.
+        """Tokens that are not generated yet, when all lengths are known. Finished rows that no report has counted were
+        answered by an earlier run.
         """
         total, lengths = self._total, self.lengths
         num_before = max(0.0, total.rows - num_rows - lengths.num_finished)
@@ -293,7 +298,7 @@ class WorkLeft:
         return max(num_rows, total.predicted - before - lengths.finished_tokens - running_tokens)
 
     def _without_result(self, opened: Iterable[tuple[Shard, int]]) -> dict[tuple[str, ...], _Rows]:
-        """By the adapters that they have together."""
+        """Rows without a result, by the set of adapters of their shards' rows."""
         done = WorkLeft(())
         for shard, rows_left in opened:
             done._add(shard, 1 - rows_left / shard.num_rows)
@@ -307,8 +312,9 @@ class WorkLeft:
     def _expected(
         self, groups: Mapping[tuple[str, ...], _Rows], mean: float, predicted_mean: float
     ) -> tuple[float, float]:
-        """Output tokens that these rows have in all, and those of them that are a guess. `mean`: expected of a row of
-        any adapter, `predicted_mean` was predicted; adapters differ as their finished rows do, else as predicted.
+        """Output tokens that these rows have in all, and the part of them that is a guess. `mean`: expected tokens of a
+        row of any adapter; `predicted_mean`: the plan's prediction of it. Adapters differ as their finished rows do,
+        else as predicted.
         """
         output = guessed = 0.0
         finished = self.lengths.finished_mean
@@ -325,15 +331,15 @@ class WorkLeft:
 
 
 def _predicted(shard: Shard) -> int:
-    """Output tokens. An engine computes one at least for each row, also where earlier answers were empty."""
+    """Predicted output tokens of a shard, at least one for each row: engines compute one even for an empty answer."""
     return max(shard.num_rows, shard.predicted_output_tokens)
 
 
 class BatchFill:
-    """Adds up what reports count since each worker had its first rows."""
+    """Adds up used and offered places in batches since each worker had its first rows."""
 
     def __init__(self) -> None:
-        # Worker -> (used, offered) place-seconds when it had its first rows, and the latest.
+        # Worker -> (used, offered) place-seconds when it had its first rows, and as last reported.
         self._first: dict[str, tuple[float, float]] = {}
         self._last: dict[str, tuple[float, float]] = {}
         self._batch_rows = 1
@@ -348,8 +354,8 @@ class BatchFill:
 
     @property
     def share(self) -> float | None:
-        """Of all places in batches, times seconds, those that rows had. None before there were some seconds of it: in
-        the first ones prompts are computed.
+        """Share of place-seconds in batches that rows had, from 0 to 1. None until `_LEAST_S` of one worker's batches
+        were seen: in the first seconds prompts are computed.
         """
         used, offered = (sum(column) for column in zip((0.0, 0.0), *self._spans(), strict=True))
         return min(1.0, used / offered) if offered >= _LEAST_S * self._batch_rows else None

@@ -18,16 +18,16 @@ from ...jobs.store import JobStore
 
 logger = logging.getLogger(__name__)
 LOCAL_INTERVAL_S = 2.0
-# On an object store every shipment is an object.
+# Seconds between shipments to an object store, where every shipment is an object.
 REMOTE_INTERVAL_S = 20.0
 MAX_SHIPMENT_BYTES = 1 << 20
 
 
 class LogShipper:
-    """Ships what is appended to `files` (name of the log -> local file, which may come later) until it is closed.
+    """Ships text appended to `files` (name of the log -> local file, which need not exist yet) until it is closed.
 
-    `shared`: names of logs that others have written to before; only what comes from now on is shipped. `interval_s`:
-    between shipments, by default by the kind of storage.
+    `shared`: names of logs to whose files others have written before; only text appended from now on is shipped.
+    `interval_s`: seconds between shipments; the default depends on the kind of storage.
     """
 
     def __init__(
@@ -78,23 +78,23 @@ class LogShipper:
                 # Whole lines only, unless no more of the line will come.
                 end = len(fresh) if self._is_closed.is_set() or is_cut else fresh.rfind(b"\n") + 1
                 if end:
-                    # Not only records: a process may print anything, and bars of progress end with carriage returns.
+                    # A process may print anything, not only log records: progress bars end with carriage returns.
                     text = fresh[:end].decode("utf-8", "replace").replace("\r\n", "\n").replace("\r", "\n")
                     self._store.append_log(name, printable(text))
                     self._shipped_bytes[name] += end
 
 
-# The embedded cluster's scheduler and nannies live in this process and log under `distributed`; what they do when
-# all is well would bury the job's own lines.
+# Loggers whose records go to the job's log. The embedded cluster's scheduler and nannies run in this process and log
+# under `distributed`, of which only warnings are kept: routine records would bury the job's own lines.
 _LOGGERS = ("lorabatch", "distributed", "tornado", "bokeh", "asyncio")
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 @contextmanager
 def job_log(store: JobStore) -> Iterator[None]:
-    """Send what this process logs to the job's log `client`; loggers are as before afterwards.
+    """Send this process's log records to the job's log `client` within the block.
 
-    Jobs that a process runs at the same time, in threads of its own, each log all of it.
+    Jobs that a process runs at the same time, in threads of its own, each log the records of all of them.
     """
     with temporary_folder() as folder:
         path = folder / "client.log"

@@ -1,6 +1,6 @@
 """`JobReporter`: shows the latest state of a job and writes it to `state.json`.
 
-In the coordinator, to show a state is to publish it: the dashboard's page and the job's followers receive it.
+The coordinator's `show` publishes a state: the dashboard's page and the job's followers receive it.
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ INTERRUPTED = "Interrupted. Finished rows are kept; run the same command again t
 
 
 class JobReporter:
-    """Reports the states of one run; called with each of them. `show`: shows one to those who follow the job.
-    `before`: the state that its counters go on from. `notes`: part of every state from now on. `phases`: (name, seconds
-    since the epoch at which it began).
+    """Reports the states of one run; called with each of them. `show`: shows a state to the job's followers. `before`:
+    the state that the counters go on from.
     """
 
     def __init__(
@@ -57,11 +56,13 @@ class JobReporter:
         self._store = store
         self._show = show
         self._budget = budget
+        #: Notes of every state from now on.
         self.notes: tuple[str, ...] = ()
-        #: From any thread: what workers wait for, see `waits_shown`.
+        #: Waits of workers, put from any thread and shown by `waits_shown`; None ends it.
         self.waits: queue.SimpleQueue[StorageWait | None] = queue.SimpleQueue()
-        # What each worker waits for now.
+        # Worker -> text about the storage that it waits for now.
         self._waiting: dict[str, str] = {}
+        #: Name of each phase so far, and its beginning in seconds since the epoch.
         self.phases: list[tuple[str, float]] = []
         self._is_second = False
         self._found_at_work: JobState | None = None
@@ -72,7 +73,7 @@ class JobReporter:
 
     @property
     def output(self) -> str:
-        """The job's output, as it may be shown."""
+        """URL of the job's output, without passwords and signatures."""
         return redacted_url(self._store.url)
 
     def __call__(self, state: JobState) -> None:
@@ -83,8 +84,8 @@ class JobReporter:
         self.check_budget(state.rows_error, state.rows)
 
     def phase(self, phase: Phase, rows: int, *, rows_indexed: int = 0, rows_done: int = 0) -> None:
-        """Report that a stage of the job began, or how far it is; counters go on from the latest state. Each report is
-        a write to storage, so that of many small steps some are left out.
+        """Report that a phase of the job began, or its progress; counters go on from the latest state. Each report is a
+        write to storage, so that progress within `_LEAST_INTERVAL_S` of the last report is left out.
         """
         is_news = phase != self.latest.phase or rows_indexed >= rows
         if phase != self.latest.phase:
@@ -109,8 +110,8 @@ class JobReporter:
         self._show(state)
 
     def begins(self, phase: Phase) -> None:
-        """Report that a run begins, unless another one is at work: that one reports, and this one's failure to begin is
-        not its end.
+        """Report that a run begins, unless another run is at work. The other run then reports, and a failure of this
+        one is not reported as the other's end.
         """
         self._found_at_work = self._run_at_work()
         self._is_second = self._found_at_work is not None
@@ -118,7 +119,9 @@ class JobReporter:
             self._begin(phase)
 
     def takes_over(self) -> None:
-        """Begin after all, unless the other run that was at work has reported since: it is on another cluster."""
+        """Begin after all if the other run that was at work has not reported since. A run that has is on another
+        cluster.
+        """
         if self._is_second and self._run_at_work() in (None, self._found_at_work):
             self._is_second = False
             self._begin(self.latest.phase)
@@ -136,9 +139,9 @@ class JobReporter:
 
     @contextmanager
     def kept_fresh(self, is_at_work: Callable[[], bool]) -> Iterator[None]:
-        """Within the block, report the latest state again when it grows old, which would say that its process was lost:
-        some stages have nothing new to report for minutes. `is_at_work`: asked before, whether it is this process that
-        reports.
+        """Within the block, write the latest state again when it grows old. An old state would count as a lost process,
+        but some phases have nothing new to report for minutes. `is_at_work`: whether it is this process that reports;
+        called before each write.
         """
         is_over = threading.Event()
 
@@ -161,7 +164,7 @@ class JobReporter:
 
     @contextmanager
     def waits_shown(self) -> Iterator[None]:
-        """Within the block, show what the workers of the run wait for, also while this process itself waits for it."""
+        """Within the block, show the storage that workers of the run wait for, even while this process waits for it."""
 
         def show() -> None:
             while (wait := self.waits.get()) is not None:
@@ -180,12 +183,12 @@ class JobReporter:
 
     def _all_notes(self) -> tuple[str, ...]:
         names = WorkerNames(self.latest.worker_addresses)
-        # a note of an earlier wait is gone once the wait has ended
+        # the note of a wait is left out once the wait has ended
         return self.notes + tuple(f"{names.name(worker)}: {text}" for worker, text in list(self._waiting.items()))
 
     @property
     def is_starting(self) -> bool:
-        """Whether the run starts, and its command is what reports."""
+        """Whether the run starts, and its command reports its states."""
         return self.latest.phase == "starting" and not self._is_second
 
     def handed_over(self) -> None:
@@ -195,7 +198,7 @@ class JobReporter:
             self._write(replace(found, phase="queued", updated_at_s=time.time()))
 
     def check_budget(self, num_errors: int, num_rows: int) -> None:
-        """Raise `ErrorBudgetError` when so many errors are too many."""
+        """Raise `ErrorBudgetError` when `num_errors` errors in `num_rows` rows exceed the job's budget."""
         if not self._budget.allows(num_errors, num_rows):
             raise ErrorBudgetError(
                 f"max_errors={self._budget}: {num_errors} of {num_rows} rows ended in errors, "
@@ -205,10 +208,10 @@ class JobReporter:
             )
 
     def done(self, result: JobResult) -> None:
-        """Report that the job has finished. What only a running job needs is removed before the state is shown: a Dask
-        scheduler that hangs holds up whatever is published, and ends the coordinator when it is ended itself.
+        """Report that the job has finished. Files that only a running job needs are removed before the state is shown:
+        a Dask scheduler that hangs holds up the publication, and ends the coordinator when it is ended itself.
 
-        Raises `StorageError` when the state cannot be written: somebody else must.
+        Raises `StorageError` when the state cannot be written: another run of the job must write it.
         """
         last = replace(
             self.latest,
@@ -236,14 +239,14 @@ class JobReporter:
         self._show(last)
 
     def clean_up(self) -> None:
-        """Remove what only a running job needs, as far as storage lets it."""
+        """Remove files that only a running job needs. Files that cannot be removed are logged."""
         try:
             self._store.clean_up()
         except StorageError as error:
             logger.warning("left in the output: %s", error)
 
     def received(self, state: JobState) -> None:
-        """Show a state that the coordinator has published, and written already."""
+        """Show a state that the coordinator has published and written."""
         with self._lock:
             self.latest, self._is_second = state, False
         self._show(state)
@@ -261,8 +264,8 @@ class JobReporter:
             raise
 
     def ended(self, error: Exception) -> None:
-        """Report that the run ended by this error, unless its end is reported, or the output is another's or another
-        run of the job reports by now.
+        """Report that the run ended by this error, unless its end is reported already, the output is another job's, or
+        another run of the job reports by now.
         """
         if self.latest.is_final or self._is_second:
             return
@@ -270,7 +273,7 @@ class JobReporter:
             return
         match error:
             case OutputConflictError():
-                return  # the state there is another job's
+                return  # the output's state is another job's
             case JobCancelledError():
                 phase: Phase = "cancelled"
             case JobInterruptedError():
@@ -294,7 +297,7 @@ class JobReporter:
 
     def _is_succeeded(self) -> bool:
         """Whether another run has reported since, as far as storage says: this process was stopped, or is slow to end.
-        Of a command that has heard of no coordinator yet that may be its own one.
+        For a command that has heard of no coordinator yet, the other run may be its own.
         """
         try:
             found = latest_state(self._store)
@@ -311,14 +314,17 @@ class JobReporter:
                 write = self._store.write_last_state if state.is_final else self._store.write_state
                 write(state)
         except StorageError as error:
-            # Storage that fails for a moment costs one update; storage that stays away fails the shards, and perhaps
-            # that was the end that is reported.
+            # Storage that fails for a moment costs one update. Storage that stays away fails the shards; the state may
+            # be the report of this failure.
             logger.warning("state not written: %s", error)
 
 
 def state_before(job: OpenedJob, run_id: str = "") -> JobState:
-    """What a coordinator of a run begins with, and before it the command that starts the run (without `run_id`): the
-    counters of the latest state, unless adapters have changed since: the parts say then what still holds.
+    """The state that a coordinator of a run begins with, and the command that starts the run before it (without
+    `run_id`).
+
+    It has the counters of the latest state, unless adapters have changed since: then only the parts can say how many
+    rows still hold.
     """
     found, rows = latest_state(job.store), job.record.input.num_rows
     begins = JobState("starting", time.time(), rows=rows, run_id=run_id)
@@ -347,7 +353,7 @@ def latest_state(store: JobStore) -> JobState | None:
 
 
 def state_publisher(client: Client, run_id: str, output: str) -> Callable[[JobState], None]:
-    """A function that publishes states to all who follow the run. `output`: of the job, free of secrets."""
+    """A function that publishes states to all followers of the run. `output`: URL of the output, without secrets."""
 
     def publish(state: JobState) -> None:
         if client.status == "running":

@@ -1,9 +1,9 @@
 """`JobsPlugin`: shows jobs on the Dask dashboard (`/lora`, `/lora.json`, `/lora/metrics`), and `JobAdaptive`, which
 scales a cluster with their backlog: `cluster.adapt(Adaptive=JobAdaptive, …)`.
 
-What Dask does not document of its dashboard is used in this file only, and its test says what is relied on:
-`scheduler.http_application`, its `add_handlers` and `add_application`, and the list of pages in `template_variables`.
-Without Bokeh only the page is missing; without any of it jobs run all the same.
+The file uses undocumented parts of Dask's dashboard, and its test says what is relied on: `scheduler.http_application`,
+its `add_handlers` and `add_application`, and the list of pages in `template_variables`. Without Bokeh only the page is
+missing; without the dashboard jobs still run.
 """
 
 from __future__ import annotations
@@ -32,19 +32,21 @@ logger = logging.getLogger(__name__)
 PAGE = "lora"
 # The scheduler's operation that `JobAdaptive` calls.
 BACKLOG_OP = "lorabatch_backlog"
-# Full batches of unfinished rows that justify a worker: fewer are done before it is up.
+# Full batches of unfinished rows that justify a worker: fewer are answered before it has started.
 BATCHES_PER_WORKER = 4.0
 
 
 class JobsPlugin(SchedulerPlugin):
-    """Shows what coordinators and workers publish, and protects busy workers when the cluster shrinks."""
+    """Shows states and reports that coordinators and workers publish, and protects busy workers when the cluster
+    shrinks.
+    """
 
     name = f"lorabatch-jobs-{__version__}"
     # Registering it again, as each job does, must not forget what was published.
     idempotent = True
 
     async def start(self, scheduler: Scheduler) -> None:
-        """Called by Dask on the scheduler."""
+        """Add the page, its JSON and its metrics to the dashboard. Dask calls this on the scheduler."""
         self.view = JobsView()
         scheduler.handlers[BACKLOG_OP] = _backlog_of(scheduler, self.view)
         try:
@@ -57,7 +59,7 @@ class JobsPlugin(SchedulerPlugin):
             logger.warning("the dashboard has no page about jobs: %s", str(error) or type(error).__name__)
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Called by Dask for every event of every topic; most are not ours."""
+        """Take in states, reports and beginnings of coordinators. Dask calls this for every event of every topic."""
         if (run_id := STATES.run_of(topic)) is not None:
             self.view.state_published(run_id, STATES.codec.decode(msg))
         elif (run_id := REPORTS.run_of(topic)) is not None:
@@ -66,17 +68,17 @@ class JobsPlugin(SchedulerPlugin):
             self.view.coordinator_started(run_id)
 
     def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[Any]) -> list[Any]:
-        """Workers whose engines have no rows: those may be retired."""
+        """Workers that may be retired, since their engines have no rows."""
         busy = self.view.busy_workers()
         return [worker for worker in workers if worker.address not in busy]
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
-        """A worker has left."""
+        """Note that a worker has left. Dask calls this on the scheduler."""
         self.view.lost(worker, time.time())
 
 
 def show_jobs(client: Client) -> None:
-    """Have the cluster's dashboard show our jobs. A dashboard that cannot is no reason to stop."""
+    """Have the cluster's dashboard show jobs of lorabatch. A failure is only logged."""
     try:
         client.register_plugin(JobsPlugin())
     except Exception as error:
@@ -85,8 +87,8 @@ def show_jobs(client: Client) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """The reply to `JobAdaptive`: rows without an answer, the largest batch of an engine, and unfinished jobs, also
-    those not started yet.
+    """The reply to `JobAdaptive`: rows without an answer, most rows in a batch of an engine, and unfinished jobs,
+    including those not started yet.
     """
 
     rows_left: int
@@ -142,12 +144,12 @@ def _add_page(scheduler: Scheduler, view: JobsView) -> None:
     application.initialize(IOLoop.current())
     application.start()
     if PAGE not in variables["pages"]:
-        # Shared by all stock pages: their menus gain a tab.
+        # All of Dask's pages share the list, so that their menus gain a tab.
         variables["pages"].append(PAGE)
 
 
 def _prefix(scheduler: Scheduler) -> str:
-    """What stands before all of the dashboard's paths (`dask scheduler --dashboard-prefix`); "" most often."""
+    """Beginning of all of the dashboard's paths (`dask scheduler --dashboard-prefix`); "" by default."""
     applications = getattr(scheduler.http_application, "applications", [])
     return next((str(app.prefix) for app in applications if getattr(app, "prefix", "")), "")
 
@@ -165,9 +167,10 @@ def _document(view: JobsView, scheduler: Scheduler, extra: dict[str, Any], doc: 
 
 
 class JobAdaptive(Adaptive):
-    """As many workers as the rows left are worth, between `minimum` and `maximum`.
+    """Scales a cluster to one worker for each `batches_per_worker` full batches of rows that are left, between
+    `minimum` and `maximum`.
 
-    `JobsPlugin` on the scheduler knows the rows and protects workers whose engines have some.
+    `JobsPlugin` on the scheduler counts the rows and protects workers whose engines have some.
     """
 
     def __init__(self, *args: Any, batches_per_worker: float = BATCHES_PER_WORKER, **options: Any) -> None:
@@ -181,12 +184,14 @@ class JobAdaptive(Adaptive):
         except OSError as error:
             logger.warning("no reply of the scheduler about its backlog: %s", error)
             return len(self.plan)
-        # Dask replies with a string where no such operation is served.
+        # Dask replies with a string when its scheduler serves no such operation.
         return wanted_workers(_REPLIES.decode(reply), self._batches_per_worker) if isinstance(reply, dict) else 0
 
 
 def wanted_workers(backlog: Backlog, batches_per_worker: float = BATCHES_PER_WORKER) -> int:
-    """Workers for a backlog. Any job needs one, for its coordinator; none needs more than it has rows."""
+    """Number of workers for a backlog: one for each `batches_per_worker` full batches of rows, at least one if there is
+    a job, for its coordinator.
+    """
     if backlog.num_jobs == 0:
         return 0
     rows_per_worker = max(1.0, backlog.batch_rows * batches_per_worker)

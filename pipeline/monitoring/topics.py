@@ -16,17 +16,19 @@ MessageT = TypeVar("MessageT")
 
 @dataclass(frozen=True, slots=True)
 class Topic(Generic[MessageT]):
-    """One topic per run. `prefix`: of its name; the run's id follows. `codec`: of its messages."""
+    """A kind of Dask topics, one for each run. `prefix`: beginning of the topics' names; the run's id follows. `codec`:
+    encodes the topics' messages.
+    """
 
     prefix: str
     codec: Codec[MessageT]
 
     def name(self, run_id: str) -> str:
-        """What Dask calls the topic of a run."""
+        """Dask's name of a run's topic."""
         return f"{self.prefix}{run_id}"
 
     def run_of(self, name: str) -> str | None:
-        """The run whose topic has this name; None for a name that is not this topic's."""
+        """Id of the run whose topic has this name; None for a topic of another kind."""
         return name.removeprefix(self.prefix) if name.startswith(self.prefix) else None
 
     def publish(self, source: Client | Worker, run_id: str, message: MessageT) -> None:
@@ -40,7 +42,8 @@ class Topic(Generic[MessageT]):
     def subscribe(self, client: Client, run_id: str, handle: Callable[[MessageT], None]) -> None:
         """Have `handle` called with each message published from now on, in the client's thread.
 
-        `Client.subscribe_topic` returns before the scheduler knows of it; messages of that moment would be lost.
+        `Client.subscribe_topic` returns before the scheduler knows of the subscription; messages published in between
+        would be lost.
         """
         name = self.name(run_id)
         client.subscribe_topic(name, lambda event: handle(self.codec.decode(event[1])))
@@ -55,11 +58,11 @@ def _subscribe(dask_scheduler: Any, topic: str, client_id: str) -> None:
     dask_scheduler.subscribe_topic(topic, client_id)
 
 
-#: From the workers of a run, about once a second.
+#: Reports of a run's workers, sent about once a second.
 REPORTS: Topic[WorkerReport] = Topic("lorabatch-report-", Codec(WorkerReport))
-#: From the coordinator of a run to all who follow the job.
+#: States of a job, from a run's coordinator to all followers of the job.
 STATES: Topic[PublishedState] = Topic("lorabatch-state-", Codec(PublishedState))
-#: From the workers of a run, while operations on storage wait.
+#: Waits of a run's workers for storage.
 WAITS: Topic[StorageWait] = Topic("lorabatch-storage-", Codec(StorageWait))
-#: To the coordinators of a run.
+#: Messages to the coordinators of a run.
 CONTROL: Topic[StopRun | CoordinatorStarted] = Topic("lorabatch-control-", Codec(StopRun, CoordinatorStarted))

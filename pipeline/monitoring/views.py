@@ -1,7 +1,7 @@
 """`JobsView`: the jobs of a cluster as the dashboard shows them: tables, curves, JSON and Prometheus text.
 
-It keeps the last state of each run, the last report of each worker and a history from the run's beginning, and of ended
-runs only a few.
+It keeps the last state of each run, the last report of each of its workers and a history from its beginning. Ended runs
+are dropped, the oldest first, when there are more than `_RUNS_KEPT` runs.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ _MOST_SAMPLES = 1000
 
 @dataclass(slots=True)
 class History:
-    """Tokens per second since a run began: a bounded number of samples, the same time apart. `losses`: (seconds since
-    the epoch, what was lost).
-    """
+    """Tokens per second since a run began: a bounded number of samples at equal intervals."""
 
+    #: Time in seconds since the epoch, and tokens per second.
     samples: list[tuple[float, float]] = field(default_factory=list)
+    #: Time in seconds since the epoch, and address of the worker that was lost.
     losses: list[tuple[float, str]] = field(default_factory=list)
+    #: Least seconds between two samples.
     _interval_s: float = 0.0
 
     def add(self, time_s: float, tokens_per_s: float) -> None:
-        """Take in a sample. When there are too many, every other one is dropped, and half as many come from then on."""
+        """Take in a sample. Above `_MOST_SAMPLES` every other sample is dropped and the interval between samples is
+        doubled.
+        """
         if self.samples and time_s - self.samples[-1][0] < self._interval_s:
             return
         self.samples.append((time_s, tokens_per_s))
@@ -45,21 +48,26 @@ class History:
 
 @dataclass(slots=True)
 class RunView:
-    """One run of a job. `output`: free of secrets. `reports`: by worker. `crashes`: worker -> engine processes lost,
-    also of workers that are gone. `num_coordinators`: that have started.
-    """
+    """One run of a job, as the dashboard shows it."""
 
+    #: Id of the run.
     run_id: str
+    #: URL of the job's output, without secrets; "" before the first state.
     output: str = ""
+    #: Last state published; None before the first one.
     state: JobState | None = None
+    #: Last report of each worker, by its address.
     reports: dict[str, WorkerReport] = field(default_factory=dict)
+    #: Tokens per second and lost workers since the run began.
     history: History = field(default_factory=History)
+    #: Address of a worker, also of one that is gone -> its engine processes lost.
     crashes: dict[str, int] = field(default_factory=dict)
+    #: Coordinators of the run that have started.
     num_coordinators: int = 0
 
     @property
     def is_over(self) -> bool:
-        """Whether its last state was published."""
+        """Whether the run's last state was published."""
         return self.state is not None and self.state.is_final
 
     @property
@@ -69,26 +77,26 @@ class RunView:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all its engines."""
+        """Tokens per second of all engines of the run; 0 after its end."""
         return 0.0 if self.is_over else sum(report.tokens_per_s for report in self.reports.values())
 
     @property
     def names(self) -> WorkerNames:
-        """What its workers are called."""
+        """Names of the run's workers."""
         return WorkerNames(self.state.worker_addresses if self.state else ())
 
     @property
     def num_crashes(self) -> int:
-        """Engine processes lost."""
+        """Engine processes that the run has lost."""
         return sum(self.crashes.values())
 
     @property
     def num_restarts(self) -> int:
-        """Coordinators after the first."""
+        """Coordinators of the run after the first."""
         return max(0, self.num_coordinators - 1)
 
 
-# Name of a metric of jobs -> its type, its help, its value; None where there is none.
+# Name of a metric of jobs -> its type, its help, and a function that returns its value, None for no value.
 _JOB_METRICS: dict[str, tuple[str, str, Callable[[RunView, JobState], float | None]]] = {
     "rows": ("gauge", "Rows of the job.", lambda run, state: state.rows),
     "rows_done": ("gauge", "Rows that are answered or errors.", lambda run, state: state.totals.done),
@@ -107,7 +115,7 @@ _JOB_METRICS: dict[str, tuple[str, str, Callable[[RunView, JobState], float | No
     "engine_crashes_total": ("counter", "Engine processes lost.", lambda run, state: run.num_crashes),
     "coordinator_restarts_total": ("counter", "Coordinators after the first.", lambda run, state: run.num_restarts),
 }  # fmt: skip
-# Name of a metric of engines -> its help, its value.
+# Name of a metric of engines -> its help, and a function that returns its value.
 _ENGINE_METRICS: dict[str, tuple[str, Callable[[WorkerReport], float]]] = {
     "tokens_per_s": ("Tokens an engine generates in a second.", lambda report: report.tokens_per_s),
     "running_rows": ("Rows an engine decodes together.", lambda report: report.telemetry.num_running),
@@ -129,11 +137,11 @@ class JobsView:
 
     @property
     def runs(self) -> list[RunView]:
-        """The latest first."""
+        """All runs that are kept, the latest first."""
         return list(reversed(self._runs.values()))
 
     def coordinator_started(self, run_id: str) -> None:
-        """A coordinator of the run has started, the first or one more."""
+        """Count a coordinator of the run that has started, the first or one more."""
         self._run(run_id).num_coordinators += 1
 
     def state_published(self, run_id: str, message: PublishedState) -> None:
@@ -152,14 +160,14 @@ class JobsView:
             run.crashes[report.worker] = report.num_crashes
 
     def lost(self, worker: str, time_s: float) -> None:
-        """A worker is not in the cluster any more. `time_s`: seconds since the epoch."""
+        """Note that a worker is not in the cluster any more. `time_s`: seconds since the epoch."""
         for run in self._runs.values():
             report = run.reports.pop(worker, None)
             if report is not None and report.state != "left":
                 run.history.losses.append((time_s, worker))
 
     def busy_workers(self) -> set[str]:
-        """Those with unfinished rows, their own or others'."""
+        """Addresses of workers with unfinished rows, of their own shards or of others'."""
         reports = (report for run in self._runs.values() for report in run.reports.values())
         return {report.worker for report in reports if report.open_rows or report.incoming_rows}
 
@@ -171,7 +179,7 @@ class JobsView:
         return run
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, for programs."""
+        """All runs with their states, reports and histories, for programs."""
         return {
             "jobs": [
                 {
@@ -190,7 +198,7 @@ class JobsView:
         }
 
     def to_prometheus(self) -> str:
-        """The text format of Prometheus, version 0.0.4."""
+        """All metrics in the text format of Prometheus, version 0.0.4."""
         lines: list[str] = []
         for name, kind, help_text, samples in self._families():
             lines += [f"# HELP lorabatch_{name} {help_text}", f"# TYPE lorabatch_{name} {kind}"]
@@ -212,7 +220,7 @@ class JobsView:
             yield f"engine_{name}", "gauge", text, list(samples)
 
     def job_rows(self) -> list[dict[str, Any]]:
-        """A row of values for each run that has a state; text comes from outside as it is."""
+        """A row of values for each run that has a state. Text from outside is not escaped."""
         return [_job_row(run, run.state) for run in self.runs if run.state is not None]
 
     def worker_rows(self) -> list[dict[str, Any]]:
