@@ -1,10 +1,10 @@
 """The backend of a group's leader: it computes its own part, and has the members compute theirs at the same time.
 
-    leader    plan a step | place new adapters, send the step | embed, layers … logits | sample
-    members                 receive it                        | embed, layers … logits | wait
+leader plan a step | place new adapters, send the step | embed, layers … logits | sample members receive it | embed,
+layers … logits | wait
 
-Batching, page numbers, adapters on their way and sampling are the leader's alone. `cpu_backend` and `gpu_backend` have
-what depends on where the members compute.
+Only the leader has batches, page numbers, adapters on their way and sampling. `cpu_backend` and `gpu_backend` have what
+depends on where the members compute.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from .shard import check_served, config_of_member, sums_of
 
 
 class GroupBackend(Backend):
-    """What leaders have alike, beside the backend of their own part. Raises `EngineError` for what a group does not
-    serve."""
+    """The part of a leader's backend that every leader has. Raises `EngineError` for what a group does not serve."""
 
     members: GroupMembers
 
@@ -57,7 +56,7 @@ class GroupBackend(Backend):
             self.sums = sums_of(configs[0], self.members.collectives, self.partitions[0])
             part = PartOfModel(self.partitions[0], self.sums)
             super().__init__(model_folder, configs[0], self.partitions[0].shard, part)
-            #: Of each member, the leader's first.
+            #: Bytes of the base's weights that each member has read, the leader's first.
             self.weight_bytes_of = (self.weight_bytes, *self.members.wait_until_ready())
             self.connect()
         except BaseException:
@@ -72,21 +71,21 @@ class GroupBackend(Backend):
         self.members = GroupMembers(model_folder, configs, start, sum_numbers=sum_numbers)
 
     def connect(self) -> None:
-        """Have members find one another, once their parts are loaded."""
+        """Let members find one another, once their parts are loaded."""
 
     def live_weights(self) -> LiveWeights:
-        """See `Backend`."""
+        """The object that merges adapters on all members."""
         assert self.part is not None
         return GroupWeights(self.decoder, self.part, self.members)
 
     @property
     def hung_process(self) -> str | None:
-        """See `Backend`."""
+        """Name of a member that gives no sign of life; None: all do."""
         member = self.members.silent_member()
         return None if member is None else f"member {member} of {len(self.partitions)} of the tensor-parallel group"
 
     def close(self) -> None:
-        """See `Backend`."""
+        """End the processes of the other members."""
         self.members.close()
 
 
@@ -98,7 +97,7 @@ class GroupWeights(PartWeights):
         self._members = members
 
     def merge(self, adapter_id: str, adapter: AdapterWeights) -> None:
-        """See `LiveWeights`."""
+        """Merge an adapter on all members. When one of them fails, all restore the base's weights."""
         if self.merged_adapter_id == adapter_id:
             return
         audit = adapter.audit
@@ -119,7 +118,7 @@ class GroupWeights(PartWeights):
             raise problem
 
     def restore(self) -> None:
-        """See `LiveWeights`."""
+        """Make the weights those of the base model on all members."""
         if self.merged_adapter_id is not None:
             self._members.send(RestoreBase())
             super().restore()

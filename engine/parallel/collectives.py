@@ -1,9 +1,9 @@
 """Adds up and joins tensors of the members of a group, in memory that they share.
 
 Each member writes its numbers to a buffer of its own, waits until all have, and reads those of all: one meeting for a
-sum, and nothing is sent. Two sets of buffers take turns, so that nobody overwrites what another still reads: a member
-comes to the meeting after next only when all have left the last. Sums are in the order of the members, so that every
-member gets the same bits, whatever else is in the step.
+sum, and nothing is sent. Two sets of buffers take turns, so that no member overwrites what another still reads: a
+member reaches the meeting after next only when all have left the last. Sums are in the order of the members, so that
+every member gets the same bits, whatever else is in the step.
 
 Members wait on event counters of the kernel, one for each pair. (To look at the other's place in memory for a while
 before has gained nothing; `torch.distributed` with gloo takes 4 to 60 times as long, see docs/adr/0091.) Memory and
@@ -20,12 +20,12 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-# Of the first part of the memory, for each member: int64 numbers in a cache line of its own.
+# Numbers (int64) that each member has in the first part of the memory: a cache line of its own.
 _LINE_NUMBERS = 8
 _BEAT, _WIDTH, _COPIED = range(3)
 _HEAD_BYTES = 4096
 _SETS = 2
-# Numbers of a buffer at most; larger tensors come in parts.
+# Most numbers of a buffer; larger tensors are added up in pieces.
 _MOST_NUMBERS = 1 << 22
 _LEAST_NUMBERS = 1 << 16
 
@@ -49,12 +49,12 @@ def mapped(descriptor: int, num_bytes: int, first_byte: int = 0) -> mmap.mmap:
 
 
 def buffer_numbers(step_numbers: int) -> int:
-    """Numbers of a buffer where a step adds up so many at once."""
+    """Numbers of a buffer for a group whose steps add up `step_numbers` at once."""
     return min(max(step_numbers, _LEAST_NUMBERS), _MOST_NUMBERS)
 
 
 def memory_bytes(num_members: int, num_numbers: int) -> int:
-    """Of the shared memory of a group with buffers of so many numbers."""
+    """Bytes of the shared memory of a group with buffers of `num_numbers`."""
     return _HEAD_BYTES + _SETS * num_members * num_numbers * torch.float32.itemsize
 
 
@@ -66,23 +66,23 @@ class Counters:
 
     @classmethod
     def create(cls, num_members: int) -> Counters:
-        """New ones."""
+        """New counters."""
         flags = os.EFD_SEMAPHORE | os.EFD_CLOEXEC
         return cls([os.eventfd(0, flags) for _ in range(num_members * num_members)])
 
     def of(self, giver: int, taker: int, num_members: int) -> int:
-        """The counter by which one member tells another that it has come."""
+        """The counter by which `giver` signals to `taker` that it has come to a meeting."""
         return self.descriptors[giver * num_members + taker]
 
     def close(self) -> None:
-        """Give the descriptors back."""
+        """Close the descriptors."""
         for descriptor in self.descriptors:
             with suppress(OSError):
                 os.close(descriptor)
 
 
 class Collectives:
-    """What one member of a group gives and takes. All members call the same methods in the same order.
+    """One member's side of the exchange with its group. All members call the same methods in the same order.
 
     `num_sums`, `num_joins`: calls so far.
     """
@@ -115,7 +115,7 @@ class Collectives:
         self._head[self._member * _LINE_NUMBERS + _COPIED] = num_copies
 
     def least_copied(self) -> int:
-        """What the other member has noted that has made the fewest copies. Any thread may ask."""
+        """Smallest number of copies that another member has noted. Any thread may ask."""
         return min(self._head[other * _LINE_NUMBERS + _COPIED] for other in self._others)
 
     def any_of(self, is_so: bool) -> bool:
@@ -123,14 +123,14 @@ class Collectives:
         return bool(self.add_up(torch.tensor([float(is_so)])).item())
 
     def lose(self, error: Exception) -> None:
-        """Have this member raise an error instead of waiting for others, for good. Any thread may call."""
+        """Make this member raise an error instead of waiting for others, for good. Any thread may call."""
         if self._lost is None:
             self._lost = error
             for descriptor in self._taken:
                 os.eventfd_write(descriptor, 1)
 
     def add_up(self, x: Tensor) -> Tensor:
-        """See `models.decoder.Members`. `x` holds the sum afterwards, if it is contiguous."""
+        """The sum of all members' `x`, the same bits on each. `x` holds it afterwards, if it is contiguous."""
         assert x.dtype == torch.float32, f"sums are in float32, not {x.dtype}"
         x = x.contiguous()
         self.num_sums += 1
@@ -166,7 +166,9 @@ class Collectives:
         return (flat[start : start + size] for start in range(0, len(flat), size))
 
     def _meet(self, given: Tensor, longest: int | None = None) -> Tensor:
-        """Give numbers and wait for those of all, [num_members, longest]. They stay until the meeting after next."""
+        """Give numbers and wait for those of all members, [num_members, longest]. These stay until the meeting after
+        next.
+        """
         buffers = self._buffers[self._round % _SETS]
         buffers[self._member, : len(given)] = given
         self._round += 1

@@ -37,18 +37,18 @@ class CpuGroupBackend(GroupBackend, CpuBackend):
         self._pools = torch.empty(0)
 
     def allocate(self, num_elements: int) -> Tensor:
-        """See `Backend`: the pools of all members."""
+        """The pools of all members, [num_members, num_elements]."""
         self._pools = self.members.allocate(num_elements, self.pool_dtype)
         return self._pools
 
     def copies(self) -> AdapterCopies:
-        """See `Backend`."""
+        """Copies to and from the pools of all members."""
         return CopiesToAll(self._pools)
 
     def runner(
         self, live: LiveWeights, memory: Tensor, layout: PageLayout, config: EngineConfig, rules: TokenRules
     ) -> StepRunner:
-        """See `Backend`."""
+        """A runner that has the members compute each step, too."""
         return GroupRunner(self.decoder, memory, layout, rules, self.members)
 
 
@@ -62,18 +62,19 @@ def choose_group(
 
 
 class CopiesToAll(CopiesAtOnce):
-    """Copies adapters, [num_members, numbers of each], to the same place in `pools`, of which the first is the one that
-    is named."""
+    """Copies adapters, [num_members, numbers of each], to the same place in all `pools`. Callers name the place in the
+    first.
+    """
 
     def __init__(self, pools: Tensor) -> None:
         self._pools = pools
 
     def to_pool(self, numbers: Tensor, target: Tensor) -> Arrival:
-        """See `AdapterCopies`."""
+        """Copy each member's numbers to its pool, to the place that `target` has in the first."""
         return super().to_pool(numbers, self._in_all(target))
 
     def to_host(self, source: Tensor) -> Tensor:
-        """See `AdapterCopies`."""
+        """Copy the pages of all members to the host; `source` names those of the first."""
         return super().to_host(self._in_all(source))
 
     def _in_all(self, part: Tensor) -> Tensor:
@@ -92,7 +93,7 @@ class GroupRunner(CpuRunner):
         self._placed = PlacedAdapters(members.send)
 
     def launch(self, entries: Items[StepEntry]) -> LaunchedStep:
-        """See `StepRunner`."""
+        """Send the step to the members and compute the leader's part."""
         self._placed.place(entries)
         self._members.send(encode_step(entries))
         return super().launch(entries)

@@ -27,14 +27,14 @@ from .members import GroupMembers
 from .messages import CopySlot, JoinCopies
 
 SLOTS = 4
-#: Of one member in one slot: a multiple of what any number takes.
+#: Bytes of one member in one slot: a multiple of the size of any number.
 SLOT_BYTES = 8 << 20
 _LOOK_S = 0.0005
 _WAIT_S = 0.5
 
 
 def slots_bytes(num_members: int) -> int:
-    """Of the memory of all slots."""
+    """Bytes of the memory of all slots."""
     return SLOTS * (num_members - 1) * SLOT_BYTES
 
 
@@ -48,14 +48,15 @@ class Slots:
         self.numbers = numbers.view(SLOTS, num_members - 1, -1)
 
     def pin(self) -> None:
-        """Make copies to a GPU run beside the host. (Where that fails they are right too.)"""
+        """Pin the memory, so that copies to a GPU run beside the host. (They are right without it, too.)"""
         numbers = self.numbers
         torch.cuda.cudart().cudaHostRegister(numbers.data_ptr(), numbers.nbytes, 0)  # type: ignore[no-untyped-call]
 
 
 class CopiesToMembers:
     """Copies adapters, [num_members, numbers of each], to the same place in the pools of all members. `own`: copies to
-    the leader's."""
+    the leader's pool.
+    """
 
     are_aside = True
 
@@ -69,7 +70,7 @@ class CopiesToMembers:
         threading.Thread(target=self._feed, name="adapters-to-members", daemon=True).start()
 
     def to_pool(self, numbers: Tensor, target: Tensor) -> Arrival:
-        """See `AdapterCopies`."""
+        """Begin the copy to the leader's pool; a thread feeds the other members' parts through the slots."""
         arrival = _ToMembers(
             self._own.to_pool(numbers[0], target), numbers[1:], int(target.storage_offset()), self._members
         )
@@ -77,8 +78,9 @@ class CopiesToMembers:
         return arrival
 
     def to_host(self, source: Tensor) -> Tensor:
-        """See `AdapterCopies`. Only of an adapter without numbers: the tier below these pools keeps nothing else, since
-        members would have to send their parts back."""
+        """An empty copy, of an adapter without numbers. The tier below these pools keeps no other, since members would
+        have to send their parts back.
+        """
         assert not source.numel(), "what leaves the pools of a group on devices is read from its files again"
         return torch.empty(1 + self._slots.numbers.shape[1], 0, dtype=source.dtype)
 
@@ -113,7 +115,9 @@ class CopiesToMembers:
 
 
 class _ToMembers:
-    """A copy to the pools of all members in flight. `last_copy`: how many copies members have made when it is done."""
+    """A copy to the pools of all members in flight. `last_copy`: number of copies that every member has made when it is
+    done.
+    """
 
     def __init__(self, own: Arrival, numbers: Tensor, start: int, members: GroupMembers) -> None:
         self._own = own
@@ -125,14 +129,14 @@ class _ToMembers:
         self.error: Exception | None = None
 
     def is_done(self) -> bool:
-        """See `Arrival`."""
+        """Whether all members have the adapter. Raises the error of the thread that sends it."""
         if self.error is not None:
             raise self.error
         is_copied = self.is_sent.is_set() and self._members.collectives.least_copied() >= self.last_copy
         return is_copied and self._own.is_done()
 
     def join(self) -> None:
-        """See `Arrival`."""
+        """Make later steps run after the copy on all members. Waits until all slots of the adapter are sent."""
         self._own.join()
         while not self.is_sent.wait(_WAIT_S):
             self._members.check()
@@ -165,7 +169,7 @@ class CopiesFromLeader:
         self._arriving.append(self._copies.to_pool(self._slots[message.slot, : message.num_elements], target))
 
     def join(self) -> None:
-        """Have steps launched from now on see all that was begun."""
+        """Make steps launched from now on run after all copies that were begun."""
         for arrival in self._arriving:
             arrival.join()
 

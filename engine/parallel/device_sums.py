@@ -4,8 +4,8 @@ kernels run in their interpreter.
 Sums run on the stream of the step, inside of what a CUDA graph captures. Nothing here looks at a number on the host,
 and every shape is known to all members: from the step, and from how wide the head is.
 
-Members find one another by a file in memory that the leader shares with them, without a name, so that nobody else can
-join; gloo and NCCL then open ports on the loopback interface alone.
+Members find one another by a file in memory that the leader shares with them, without a name, so that no other process
+can join; gloo and NCCL then open ports on the loopback interface alone.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from torch.nn.functional import pad
 
 from ..model_config.partition import Partition, group_of
 
-# Members are on one host. Buffers of captured sums are not registered: NCCL takes each for one allocation, which those
-# of torch's expandable segments are not.
+# Members are on one host. Buffers of captured sums are not registered: NCCL takes each for one allocation, which
+# buffers of torch's expandable segments are not.
 _NCCL_SETTINGS = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_GRAPH_REGISTER": "0"}
-# Of one sum, where a timer runs: a supervisor ends an engine whose step takes as long.
+# Limit of one sum, where a timer runs: a supervisor ends an engine whose step takes as long.
 _LONGEST = timedelta(minutes=10)
-# Until the leader knows why a sum has failed.
+# Seconds within which the leader learns why a sum has failed.
 _KNOWN_S = 10.0
 
 
 class DeviceSums:
-    """See `models.decoder.Members`. Nothing may be added up before `connect`. `num_sums`, `num_joins`: calls so far, of
-    what graphs replay those that were captured.
+    """Adds up and joins tensors on the members' devices (`models.decoder.Members`). Nothing may be added up before
+    `connect`. `num_sums`, `num_joins`: calls so far; a graph that is replayed makes none.
     """
 
     def __init__(self, partition: Partition, device: torch.device) -> None:
@@ -74,7 +74,7 @@ class DeviceSums:
             torch.cuda.synchronize(self._device)
 
     def lose(self, error: Exception) -> None:
-        """Have sums that wait for others fail, for good. Any thread may call."""
+        """Make sums that wait for others fail, for good. Any thread may call."""
         self._error = error
         self._is_lost.set()
         if self._group is not None and self._device.type == "cuda":
@@ -82,14 +82,16 @@ class DeviceSums:
                 self._group.abort()  # the kernels of sums in flight end, and what the host waits for with them
 
     def add_up(self, x: Tensor) -> Tensor:
-        """See `Members`."""
+        """The sum of all members' `x`, in `x` itself where that is contiguous."""
         self.num_sums += 1
         x = x.contiguous()
         self._sum_(x)
         return x
 
     def join_logits(self, x: Tensor) -> Tensor:
-        """See `Members`. Parts are filled up to the widest of them on their way."""
+        """The logits of all members side by side on the leader; on other members their own. On their way all parts are
+        as wide as the widest.
+        """
         self.num_joins += 1
         ends = [part.tokens(self.head_outputs) for part in self._group_of]
         widths = [end - start for start, end in ends]

@@ -1,7 +1,7 @@
 """The backend of a group's leader whose members have a GPU each, or run the Triton kernels in their interpreter.
 
-Each has a pool on its own device, which nobody else writes to. See `gpu_runners` for steps, and `device_copies` for how
-adapters come.
+Each member has a pool on its own device, which no other process writes to. `gpu_runners` has the steps, `device_copies`
+the way of adapters to the pools.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from .messages import UseDevicePool
 class GpuGroupBackend(GroupBackend, GpuBackend):
     """The leader of a group whose members have devices of their own."""
 
-    #: What has left the pools is read from its files again: members would have to send their parts back.
+    #: Adapters that have left the pools are read from their files again: members would have to send their parts back.
     host_tier_bytes = 0
     sums: DeviceSums
 
     def start_members(
         self, model_folder: Path, configs: Items[EngineConfig], model: ModelConfig, start: StartProcess
     ) -> None:
-        """See `GroupBackend`."""
+        """Start the processes of the other members, with memory for the slots through which adapters arrive."""
         self._copies: CopiesToMembers | None = None
         self.members = GroupMembers(model_folder, configs, start, pools_bytes=slots_bytes(len(configs)))
 
     def connect(self) -> None:
-        """See `GroupBackend`."""
+        """Connect the members' devices, and learn what memory is free on each."""
         self._free_bytes_of = self.members.connect(self.sums)
 
     def free_bytes(self) -> int:
@@ -50,7 +50,7 @@ class GpuGroupBackend(GroupBackend, GpuBackend):
         return min(super().free_bytes(), *self._free_bytes_of)
 
     def copies(self) -> AdapterCopies:
-        """See `Backend`."""
+        """Copies to the pools of all members, through the slots."""
         slots = Slots(self.members.pools, len(self.partitions), self.pool_dtype)
         self._copies = CopiesToMembers(super().copies(), slots, self.members)
         return self._copies
@@ -58,7 +58,7 @@ class GpuGroupBackend(GroupBackend, GpuBackend):
     def runner(
         self, live: LiveWeights, memory: Tensor, layout: PageLayout, config: EngineConfig, rules: TokenRules
     ) -> StepRunner:
-        """See `Backend`."""
+        """A runner that has the members compute each step, too; sends them the sizes of their pools and steps."""
         self.await_kernels()
         prompts = self.prompt_attention(layout, config)
         runner = LeadingRunner(
@@ -73,7 +73,7 @@ class GpuGroupBackend(GroupBackend, GpuBackend):
         return runner
 
     def close(self) -> None:
-        """See `Backend`."""
+        """End the thread that feeds the slots, and the processes of the other members."""
         if self._copies is not None:
             self._copies.close()
         super().close()

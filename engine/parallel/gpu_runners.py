@@ -37,7 +37,7 @@ class LeadingRunner(GpuRunner):
         self._placed = PlacedAdapters(members.send)
 
     def launch(self, entries: Items[StepEntry]) -> LaunchedStep:
-        """See `StepRunner`."""
+        """Send the step to the members, plan it, send its graphs, and launch the leader's part."""
         self._placed.place(entries)
         self._members.send(encode_step(entries, self._places))
         parts = self._planned(entries)
@@ -66,7 +66,7 @@ class FollowingRunner(GpuRunner):
         self._next: list[PlannedStep] = []
 
     def plan(self, entries: Items[StepEntry], places: dict[int, int]) -> None:
-        """Plan the next step. `places`: where pending tokens of its rows are, by their id()."""
+        """Plan the next step. `places`: places of its rows' pending tokens, by the rows' id()."""
         self._places = places
         self._next = self._planned(entries)
 
@@ -78,7 +78,7 @@ class FollowingRunner(GpuRunner):
             first += len(planned.sampled)
 
     def _choose_tokens(self, logits: Tensor, step: GpuStep, planned: PlannedStep, count: int) -> None:
-        """The leader does."""
+        """Do nothing: the leader chooses."""
 
     def _have_moved(self) -> bool:
         return self._collectives.any_of(super()._have_moved())

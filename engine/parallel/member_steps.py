@@ -1,4 +1,6 @@
-"""How a member computes the steps of its leader: in memory that both have mapped, or on a device of its own."""
+"""The two ways in which a member computes its leader's steps: in memory that both have mapped, or on a device of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,14 @@ class ComputesSteps(Protocol):
         """Whether something is in flight that `settle` counts."""
 
     def settle(self) -> None:
-        """Count what is done."""
+        """Count copies that are done."""
 
     def handle(self, message: ToMember) -> bool:
         """Do what a message asks; False for one that does not concern steps."""
 
 
 class StepsInMemory:
-    """Steps on a CPU: computed when they are told."""
+    """Steps on a CPU, computed when their messages arrive."""
 
     is_busy = False
 
@@ -58,10 +60,10 @@ class StepsInMemory:
         self._steps = StepDecoder(memory)
 
     def settle(self) -> None:
-        """See `ComputesSteps`."""
+        """Do nothing: nothing is in flight between messages."""
 
     def handle(self, message: ToMember) -> bool:
-        """See `ComputesSteps`."""
+        """Place an adapter or compute a step; False for other messages."""
         match message:
             case PlaceAdapter():
                 self._steps.place(message)
@@ -75,7 +77,7 @@ class StepsInMemory:
 
 
 class StepsOnDevice:
-    """Steps on a device: planned when they are told, launched when it is known by which graphs."""
+    """Steps on a device, planned when their messages arrive and launched when the leader has chosen their graphs."""
 
     def __init__(self, runner: FollowingRunner, memory: Tensor, copies: CopiesFromLeader) -> None:
         self._runner = runner
@@ -84,15 +86,15 @@ class StepsOnDevice:
 
     @property
     def is_busy(self) -> bool:
-        """See `ComputesSteps`."""
+        """Whether a copy of an adapter is in flight."""
         return self._copies.is_busy
 
     def settle(self) -> None:
-        """See `ComputesSteps`."""
+        """Count the copies of adapters that are done."""
         self._copies.settle()
 
     def handle(self, message: ToMember) -> bool:
-        """See `ComputesSteps`."""
+        """Place or copy an adapter, plan or launch a step; False for other messages."""
         match message:
             case PlaceAdapter():
                 self._steps.place(message)
@@ -112,7 +114,7 @@ class StepsOnDevice:
 def steps_over(
     message: UsePool | UseDevicePool, start: StartMember, backend: Backend, live: LiveWeights, collectives: Collectives
 ) -> ComputesSteps:
-    """What computes steps over the pool that a message names."""
+    """The object that computes steps over the pool that `message` names."""
     layout = backend.page_layout()
     if isinstance(message, UsePool):
         mapping = mapped(start.pools, message.num_elements * backend.pool_dtype.itemsize, message.first_byte)

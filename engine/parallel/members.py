@@ -40,11 +40,11 @@ from .messages import (
 
 _MODULE = "lorabatch.engine.parallel.member"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-# Of heartbeats, which come twice a second.
+# Seconds without a heartbeat, of which there are two a second, after which a member counts as silent.
 _SILENCE_S = 5.0
-# While members import their libraries and read weights, a file system may hold up all of their threads.
+# The limit while members import libraries and read weights: a file system may hold up all of their threads.
 _START_SILENCE_S = 300.0
-# Until members that have loaded have found one another on their devices.
+# Seconds that members, once they have loaded, may take to find one another on their devices.
 _CONNECT_LIMIT_S = 300.0
 _LOOK_S = 1.0
 _LEAVING_S = 10.0
@@ -72,10 +72,10 @@ StartProcess = Callable[[EngineConfig, Sequence[int]], MemberProcess]
 class GroupMembers:
     """The processes of all members but the leader, which is this one.
 
-    `configs`: of each member, the leader's first. `sum_numbers`: that a step adds up at once in memory. `pools_bytes`:
-    of the memory that `pools` describes, see `StartMember`, where it is known by now.
-    `collectives`: of the leader. Every method raises `MemberLostError` once a member is gone. `close` ends them; so
-    does the end of this process.
+    `configs`: one for each member, the leader's first. `sum_numbers`: numbers that a step adds up at once in memory.
+    `pools_bytes`: bytes of the memory behind `pools` (see `StartMember`), where they are known by now. `collectives`:
+    the leader's. Every method raises `MemberLostError` once a member is gone. `close` ends the members; so does the end
+    of this process.
     """
 
     def __init__(
@@ -113,14 +113,14 @@ class GroupMembers:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the members' processes, in order."""
+        """Process ids of the members, in order."""
         return tuple(process.pid for process in self._processes)
 
     def wait_until_ready(self, silence_s: float = _START_SILENCE_S) -> tuple[int, ...]:
-        """Wait until all parts are loaded. Bytes of the base's weights that each member has read.
+        """Wait until all parts are loaded. Returns the bytes of the base's weights that each member has read.
 
         Raises `EngineError` when loading failed and would fail again, and `MemberLostError` for a member that gives no
-        sign of life for so long: the engine's own heartbeats do not stop before it is loaded.
+        sign of life for `silence_s`: the engine's own heartbeats do not stop before it is loaded.
         """
         replies = self._replies(MemberReady, silence_s)
         return tuple(reply.weight_bytes for reply in replies)
@@ -176,7 +176,7 @@ class GroupMembers:
         return whole[:, :num_elements]
 
     def silent_member(self, silence_s: float = _SILENCE_S) -> int | None:
-        """A member that lives and has given no sign of life for so long; None if there is none."""
+        """A member that lives and has given no sign of life for `silence_s`; None if there is none."""
         now_ns = time.monotonic_ns()
         for member in range(1, len(self._processes) + 1):
             last_ns = max(self.collectives.last_beat_ns(member), self._began_ns)
@@ -231,12 +231,14 @@ class GroupMembers:
 
 
 class _Shared:
-    """What the threads that listen share with the leader's. `inbox`: replies of members; None after a loss."""
+    """State that the threads that listen to members share with the leader's. `inbox`: replies of members; None after a
+    loss.
+    """
 
     def __init__(self, collectives: Collectives, num_members: int) -> None:
         self._collectives = collectives
         self._num_members = num_members
-        #: Of the leader, where members have devices of their own.
+        #: Sums of the leader, where members have devices of their own; else None.
         self.sums: DeviceSums | None = None
         self.inbox: queue.SimpleQueue[tuple[int, FromMember | None]] = queue.SimpleQueue()
         self.lost = threading.Event()
@@ -256,7 +258,7 @@ class _Shared:
         self.lost.set()
 
     def check(self) -> None:
-        """Raise what the loss of a member is reported as."""
+        """Raise the error by which the loss of a member is reported, if one is lost."""
         if self._error is not None:
             raise self._error
 

@@ -13,17 +13,24 @@ from ..server.codec import Codec
 
 @dataclass(frozen=True, slots=True)
 class StartMember:
-    """To a member, first of all: load your part. The descriptors are open in its process: the group's memory with
-    buffers of `buffer_numbers`, the counters, and the memory of the page pools. Where members have devices of their
-    own that memory is of the slots through which adapters come, and `rendezvous` of the file by which they meet."""
+    """To a member, first of all: load your part. The descriptors are open in its process."""
 
+    #: Folder of the base model.
     model: str
+    #: Configuration of this member.
     config: EngineConfig
+    #: Its number; the leader is 0.
     member: int
+    #: Descriptor of the group's shared memory.
     memory: int
+    #: Numbers of each buffer in this memory.
     buffer_numbers: int
+    #: Descriptors of the event counters.
     counters: tuple[int, ...]
+    #: Descriptor of the memory of the page pools; where members have devices of their own, of the slots through which
+    #: adapters arrive.
     pools: int
+    #: Descriptor of the file by which members with devices of their own meet.
     rendezvous: int
 
 
@@ -67,13 +74,17 @@ class JoinCopies:
 
 @dataclass(frozen=True, slots=True)
 class PlaceAdapter:
-    """To a member: an adapter lies in the pool from number `start` on, `num_elements` long. `order`: as steps name it.
-    `gone`: orders of adapters that no step will name again."""
+    """To a member: the place of an adapter in the pool."""
 
+    #: Number by which steps name the adapter.
     order: int
+    #: First number of the adapter in the pool.
     start: int
+    #: Numbers of the adapter.
     num_elements: int
+    #: Places of its matrices among them.
     layout: AdapterLayout
+    #: Orders of adapters that no step will name again.
     gone: tuple[int, ...]
 
 
@@ -122,7 +133,9 @@ class MemberReady:
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """From a member: it has found the others. `free_bytes`: of the memory of its device, 0 for the host's."""
+    """From a member: it has found the others. `free_bytes`: memory that is free on its device; 0 where that is the
+    host.
+    """
 
     free_bytes: int
 

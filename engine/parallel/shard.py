@@ -1,4 +1,4 @@
-"""What leader and members of a group have alike: their parts of the decoder, and how these add up."""
+"""Parts that leader and members of a group have alike: the part of the decoder, and the sums of all parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .device_sums import DeviceSums
 
 
 class SumsInMemory:
-    """See `models.decoder.Members`: in memory that the members share, for parts on a CPU."""
+    """Adds up and joins tensors in memory that the members share, for parts on a CPU (`models.decoder.Members`)."""
 
     def __init__(self, collectives: Collectives, partition: Partition) -> None:
         self._collectives = collectives
@@ -25,17 +25,17 @@ class SumsInMemory:
         self.head_outputs = partition.whole.vocab_size
 
     def add_up(self, x: Tensor) -> Tensor:
-        """See `Collectives`."""
+        """The sum of all members' `x`, by `Collectives`."""
         return self._collectives.add_up(x)
 
     def join_logits(self, x: Tensor) -> Tensor:
-        """All logits on the leader; on others their own."""
+        """The logits of all members on the leader; on other members their own."""
         joined = self._collectives.join_columns(x)
         return x if joined is None else joined
 
 
 def sums_of(config: EngineConfig, collectives: Collectives, partition: Partition) -> Members:
-    """How a member's part adds up with the others."""
+    """The object that adds up a member's part with the others."""
     if uses_device_sums(config):
         return DeviceSums(partition, choose_arithmetic(config).device)
     return SumsInMemory(collectives, partition)

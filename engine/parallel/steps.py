@@ -1,4 +1,4 @@
-"""What the members of a group must know of a step: encoded by the leader, decoded by each member.
+"""The form in which the members of a group get a step: encoded by the leader, decoded by each member.
 
 Pages have the same numbers on all members, so that a member builds the same `StepBatch` from the same few numbers.
 """
@@ -22,28 +22,35 @@ from ..request import Request, SamplingParams
 from ..sequence import Sequence
 from .messages import PlaceAdapter, Step
 
-# Order of an adapter where there is none, and the place of a pending token where none is.
+# The order of no adapter, and the place of no pending token.
 _NONE = -1
-#: Numbers of an entry.
+#: Numbers that encode an entry.
 COLUMNS = 13
 _NO_PLACES: Mapping[int, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class MirroredRow:
-    """A row as what plans a step sees it: what `Sequence` has of the same names. `new_tokens`: those of the step.
-    `scored`: places of its prompt whose log-probabilities are asked. How tokens are chosen is the leader's to know: its
-    own row takes the likeliest.
+    """A row as a member plans it: the part of `Sequence` that planning reads, under the same names. Only the leader
+    knows how tokens are chosen.
     """
 
+    #: Stands for the row's own request: greedy, without options.
     request: ClassVar[Request] = Request("", (0,), None, SamplingParams())
+    #: Empty: only the leader reads log-probabilities.
     asked_tokens: ClassVar[tuple[int, ...]] = ()
 
+    #: Tokens whose keys and values are in the pool.
     num_stored: int
+    #: Tokens of the prompt.
     prompt_tokens: int
+    #: Tokens generated, a pending one included.
     num_generated: int
+    #: Tokens that only the devices know yet: 1 or 0.
     num_pending: int
+    #: Tokens of the step; 0 stands for a pending one.
     new_tokens: list[int]
+    #: Places of the prompt whose log-probabilities are asked.
     scored: range
 
     @property
@@ -55,13 +62,13 @@ class MirroredRow:
         return self.num_stored == self.total_tokens - 1 and self.num_generated > 0
 
     def places_to_score(self, num_tokens: int) -> range:
-        """See `Sequence.places_to_score`."""
+        """Places of the prompt, among the tokens of the step, whose log-probabilities are asked."""
         assert num_tokens == len(self.new_tokens), f"{num_tokens} tokens of {self}"
         return self.scored
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Token ids of the step; of those that follow scored places the leader alone knows the last one, and members
-        need only how many they are.
+        """Token ids of the step. Zeros stand for tokens behind it, such as the one that follows the last scored place:
+        only the leader knows it, and members need only the count.
         """
         known = self.new_tokens[start - self.num_stored : end - self.num_stored]
         return known + [0] * (end - start - len(known))
@@ -102,7 +109,7 @@ def encode_step(entries: Items[StepEntry], places: Mapping[int, int] = _NO_PLACE
 
 
 class PlacedAdapters:
-    """Adapters whose places in the pool the members know. `send`: to all of them."""
+    """Adapters whose places in the pool the members know. `send`: sends a message to all of them."""
 
     def __init__(self, send: Callable[[PlaceAdapter], None]) -> None:
         self._send = send
@@ -110,7 +117,7 @@ class PlacedAdapters:
         self._named: set[int] = set()
 
     def place(self, entries: Items[StepEntry]) -> None:
-        """Say where the adapters of a step lie, unless the members know."""
+        """Send the places of a step's adapters that the members do not know."""
         for entry in entries:
             if entry.adapter is not None:
                 self._place(entry.adapter)
@@ -140,7 +147,7 @@ class StepDecoder:
         self._shares: dict[int, MergedShare] = {}
 
     def place(self, message: PlaceAdapter) -> None:
-        """Learn where an adapter lies."""
+        """Note the place of an adapter, and forget adapters that are gone."""
         for order in message.gone:
             self._residents.pop(order, None)
             self._shares.pop(order, None)
@@ -173,7 +180,9 @@ class StepDecoder:
         return entries, places
 
     def _share(self, order: int) -> MergedShare:
-        """The same object in every step: what is prepared for one step serves the next."""
+        """The share of a merged adapter: the same object in every step, so that what is prepared for one serves the
+        next.
+        """
         if order not in self._shares:
             self._shares[order] = MergedShare.of(self._residents[order])
         return self._shares[order]
