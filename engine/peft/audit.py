@@ -41,33 +41,44 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AdapterAudit:
-    """What became of one adapter.
+    """Findings about one adapter: its verdict, and how merging would change the base."""
 
-    `reasons` say why the verdict is not `exact`; `notes` are remarks that change nothing. `content_sha256`
-    identifies what the adapter computes (None when refused, or when values were not read). `changes` list how
-    merging makes each base parameter it touches; `sites` are the LoRA pairs. Uses: `used`, `irrelevant: why` or
-    `refused: why` for each key and tensor. `vocab_size` is the base's unless the adapter resized it.
-    `tokenizer`: whose tokenizer serves its rows, as a clause; empty for the base's alone.
-    """
-
+    #: Name of the adapter.
     name: str
+    #: Its folder.
     folder: Path
+    #: Whether it is applied exactly.
     verdict: Verdict
+    #: Why the verdict is not `exact`.
     reasons: tuple[str, ...]
+    #: Remarks that change nothing.
     notes: tuple[str, ...]
+    #: Hash of what the adapter computes; None when it is refused, or values were not read.
     content_sha256: str | None
+    #: Its LoRA pairs.
     sites: tuple[LoraSite, ...] = ()
+    #: How merging makes each base parameter that it touches.
     changes: tuple[ParameterChange, ...] = ()
+    #: Key of the configuration -> `used`, `irrelevant: why` or `refused: why`.
     key_uses: Mapping[str, str] = field(default_factory=dict)
+    #: Tensor -> `used`, `irrelevant: why` or `refused: why`.
     tensor_uses: Mapping[str, str] = field(default_factory=dict)
+    #: Largest rank of a pair; 0 without pairs.
     max_rank: int = 0
+    #: Stored bytes of all tensors.
     weight_bytes: int = 0
+    #: Tokens of the vocabulary: the base's unless the adapter resized it.
     vocab_size: int = 0
+    #: Whether it makes embedding and head differ that are one in the base.
     unties_embeddings: bool = False
+    #: Hash of its own tokenizer and chat templates; "" where it ships none.
     tokenizer_sha256: str = ""
+    #: Whose tokenizer serves its rows, as a clause; "" for the base's alone.
     tokenizer: str = ""
+    #: Whether it ships a vocabulary.
     has_own_vocabulary: bool = False
-    #: What stands before an answer in conversations and not at the end of its prompts; "" where nothing is missing.
+    #: Text that stands before an answer in conversations and is missing at the end of its prompts; "" where nothing is
+    #: missing.
     missing_header: str = ""
 
     @property
@@ -151,7 +162,7 @@ def _refusing(ledger: Ledger, folder: Path | None = None) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Read:
-    """What was read of a folder, as far as it can be read; `ledger` says what cannot."""
+    """Content of a folder, as far as it can be read; `ledger` says what cannot."""
 
     ledger: Ledger = field(default_factory=Ledger)
     config: bytes | None = None
@@ -174,7 +185,7 @@ def _read(folder: Path) -> _Read:
 
 @dataclass(slots=True)
 class _Judged:
-    """What configuration and headers say of an adapter. Adapters that have the same ones may share this: it does not
+    """Judgement of an adapter by its configuration and headers. Adapters with equal ones may share it: it does not
     change once it is returned.
     """
 

@@ -21,22 +21,37 @@ Names = str | tuple[str, ...] | None  # a regular expression, a list of names, o
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """What the adapter asks for. Attribute names are PEFT's key names, its defaults are ours."""
+    """Keys of `adapter_config.json` that take part in the computation, under PEFT's names. Defaults are ours."""
 
+    #: Rank of the pairs.
     r: int = 8
+    #: Numerator of the scaling, see `scalings`.
     lora_alpha: float = 8.0
+    #: Whether the scaling is alpha/sqrt(r) instead of alpha/r.
     use_rslora: bool = False
+    #: Whether pairs have DoRA's magnitude vectors.
     use_dora: bool = False
+    #: Whether B has a bias.
     lora_bias: bool = False
+    #: Biases of the base that were trained: `none`, `all`, or `lora_only` (layers with a pair).
     bias: str = "none"
+    #: Pattern of module names -> rank; the first that matches wins over `r`.
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    #: Pattern of module names -> alpha; the first that matches wins over `lora_alpha`.
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    #: Modules with a pair; None: PEFT's default for the family.
     target_modules: Names = None
+    #: Modules without a pair, though targeted.
     exclude_modules: Names = None
+    #: Numbers of the layers with pairs; None: all.
     layers_to_transform: int | tuple[int, ...] | None = None
+    #: Names behind which a module's layer number stands; empty: its first number.
     layers_pattern: tuple[str, ...] = ()
+    #: Modules that are replaced as a whole.
     modules_to_save: tuple[str, ...] = ()
+    #: Tokens whose rows of the embedding are replaced, by module name if it is a mapping; None: no tokens.
     trainable_token_indices: tuple[int, ...] | Mapping[str, tuple[int, ...]] | None = None
+    #: Whether changes of the embedding apply to a tied head, too.
     ensure_weight_tying: bool = False
 
     def ranks(self, modules: Collection[str]) -> dict[str, int]:

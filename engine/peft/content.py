@@ -39,18 +39,24 @@ _FACTS = json.JSONEncoder(sort_keys=True)
 
 @dataclass(frozen=True, slots=True)
 class ParameterChange:
-    """One base parameter, in the order of computing.
+    """The change of one base parameter.
 
-    Start from the base's value, or from tensor `replaced_by`; put row i of `rows_key` in place of row `rows[i]`;
-    add the pair of `site` (for a weight: scaling·B·A, then DoRA; for a bias: scaling times B's bias).
-    `shape` is that of the result. A bias may be new to the base; its value there counts as zeros.
+    Computed in this order: start from the base's value, or from tensor `replaced_by`; put row i of `rows_key` in place
+    of row `rows[i]`; add the pair of `site` (for a weight: scaling·B·A, then DoRA; for a bias: scaling times B's bias).
+    A bias may be new to the base; its value there counts as zeros.
     """
 
+    #: Checkpoint name of the parameter.
     parameter: str
+    #: Shape of the result.
     shape: tuple[int, ...]
+    #: Tensor that stands for the base's value; None: the base's value is kept.
     replaced_by: str | None = None
+    #: Numbers of the rows that are replaced.
     rows: tuple[int, ...] = ()
+    #: Tensor of these rows; None where no rows are replaced.
     rows_key: str | None = None
+    #: Pair that is added; None: none is.
     site: LoraSite | None = None
 
     @property
@@ -124,7 +130,7 @@ def _tied_pairs(contents: Contents, sites: tuple[LoraSite, ...]) -> tuple[Twins,
 
 
 def _judge_sites(contents: Contents, sites: tuple[LoraSite, ...], ledger: Ledger) -> None:
-    """What a pair needs beyond the batched kernels."""
+    """Enter pairs that the batched kernels cannot apply as exact by merge only."""
     for site in sites:
         if site.module not in contents.layout.batched:
             why = "a pair outside the decoder layers, so it runs as its own merged wave"

@@ -43,7 +43,9 @@ def cut_pairs(pairs: Mapping[str, LoraPair], partition: Partition) -> dict[str, 
 
 
 def cut_adapter(weights: AdapterWeights, partition: Partition) -> AdapterWeights:
-    """What a member merges. Its DoRA factors are right only where `needs_norms` does not name the parameter."""
+    """The part of an adapter that a member merges. Its DoRA factors are right only where `needs_norms` does not name
+    the parameter.
+    """
     stored: dict[str, Tensor] = {}
     changes = {}
     for parameter, change in weights.changes.items():
@@ -55,8 +57,9 @@ def cut_adapter(weights: AdapterWeights, partition: Partition) -> AdapterWeights
 
 
 def needs_norms(weights: AdapterWeights, partition: Partition) -> tuple[list[str], list[str]]:
-    """Parameters of a cut adapter whose DoRA norms the member cannot find alone, as it has only a part of what they
-    are of; and those in whose rows of zeros they are zero."""
+    """Two lists of parameters of a cut adapter. For the first the member cannot find DoRA's norms alone, as it has only
+    a part of the rows' features; for the second norms are zero, in rows of zeros that fill it up.
+    """
     partial, padded = [], []
     for parameter, change in weights.changes.items():
         site = change.site

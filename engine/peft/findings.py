@@ -97,7 +97,7 @@ class Ledger:
 
 
 def reason(adapter: str, what: str) -> str:
-    """What is wrong with an adapter, after its name."""
+    """A sentence about what is wrong with an adapter, which begins with its name."""
     return f"adapter {adapter!r}: {printable(what)}"
 
 

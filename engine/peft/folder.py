@@ -20,7 +20,7 @@ MAX_CONFIG_BYTES = 8 << 20
 WEIGHTS_NAME = "adapter_model.safetensors"
 INDEX_NAME = "adapter_model.safetensors.index.json"
 PICKLE_NAMES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
-# What is read of a folder, by the endings of its files.
+# Endings of the files that are read.
 _READ_SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".txt")
 # Safetensors files that trainers leave beside an adapter and that do not take part in generation.
 BYSTANDERS: Mapping[str, str] = {"value_head.safetensors": "a value head for reinforcement learning"}

@@ -52,12 +52,17 @@ LORA_ROLES: frozenset[Role] = frozenset(("lora_a", "lora_b", "lora_b_bias", "emb
 
 @dataclass(frozen=True, slots=True)
 class TensorName:
-    """One parsed name. `module` is as in the trained model; `parameter` is set for whole parameters only."""
+    """The parsed name of one tensor."""
 
+    #: Name in the file.
     key: str
+    #: Module of the trained model.
     module: str
+    #: Part that the tensor plays in the module.
     role: Role
+    #: Name of the adapter within the key; None where there is none.
     adapter: str | None = None
+    #: Parameter of the module, such as `weight`; None unless the tensor is a whole parameter.
     parameter: str | None = None
 
 
@@ -119,18 +124,21 @@ def choose_renaming(modules: Iterable[str], base_modules: Collection[str]) -> Re
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BaseLayout:
-    """Names and shapes of a base. A tied head is listed as a parameter of its own, with the embedding's shape. One base
-    has one layout, which is compared by identity.
+    """Names and shapes of a base. One base has one layout, which is compared by identity."""
 
-    `batched` are the linear layers whose pairs the engine applies unmerged. `says_tied`: see `ModelConfig`.
-    """
-
+    #: Name of the family: `model_type` in `config.json`.
     family: str
+    #: Name of the embedding.
     embedding: str
+    #: Whether the head is the embedding.
     is_tied: bool
+    #: Shape [out_features, in_features] of each linear layer, head included, by name.
     linear: Mapping[str, tuple[int, int]]
+    #: Linear layers whose pairs the engine applies unmerged.
     batched: frozenset[str]
+    #: Shape of every parameter by name; a tied head is listed on its own, with the embedding's shape.
     parameters: Mapping[str, tuple[int, ...]]
+    #: Whether `config.json` ties a head that the checkpoint stores apart, see `ModelConfig`.
     says_tied: bool = False
 
     @property

@@ -1,6 +1,6 @@
 """Makes adapters of random weights for benchmarks: on a device when needed, or as PEFT folders.
 
-Those on a device go with a base of random weights (`load_format="dummy"`), have no folder, and are served like any
+Adapters on a device go with a base of random weights (`load_format="dummy"`), have no folder, and are served like any
 other. Folders need no training and no PEFT.
 """
 
@@ -19,11 +19,11 @@ from . import AdapterAudit, LoraSite, ParameterChange
 from .weights import AdapterWeights, LoraPair
 
 _SCALING = 2.0
-#: Of the audits of random adapters.
+#: Folder that the audits of random adapters name.
 RANDOM_FOLDER = Path(os.devnull)
-# Of A and B; B small enough that a random adapter shifts the answers without drowning the base.
+# Standard deviations of A and B; B is small enough that a random adapter shifts the answers without drowning the base.
 _DEVIATIONS = (0.02, 0.01)
-#: Of A and B alike, for the same sums.
+#: One standard deviation for both A and B that gives sums of the same size.
 RANDOM_DEVIATION = 0.014
 
 

@@ -19,12 +19,17 @@ MAX_NAMES_IN_NOTE = 5
 class Contents:
     """All that is known of an adapter before its values are read."""
 
+    #: Keys of the configuration that take part.
     config: AdapterConfig
+    #: Names and shapes of the base.
     layout: BaseLayout
+    #: How module names differ from the base's.
     renaming: Renaming
+    #: Parsed names of all tensors of a known form.
     names: tuple[TensorName, ...]
+    #: Places of all tensors in the files, by key.
     entries: Mapping[str, TensorEntry]
-    # Shapes of the base's parameters as this adapter changes them (a resized vocabulary).
+    #: Shapes of the base's parameters as this adapter changes them (a resized vocabulary).
     shapes: Mapping[str, tuple[int, ...]]
 
 
@@ -32,20 +37,28 @@ class Contents:
 class LoraSite:
     """One pair: the layer's output gains `scaling * B·A·x`, A [rank, in_features], B [out_features, rank].
 
-    `module` is the base's layer by checkpoint name, keys are tensor names in the adapter's files. For the
-    embedding, in_features is the vocabulary (x is one-hot). `magnitude_key` is DoRA's [out_features] vector,
-    `bias_key` the bias [out_features] of B, which is scaled like B.
+    Keys are tensor names in the adapter's files.
     """
 
+    #: The base's layer, by checkpoint name.
     module: str
+    #: Rows of A.
     rank: int
+    #: Factor of B·A.
     scaling: float
+    #: Tensor of A.
     a_key: str
+    #: Tensor of B.
     b_key: str
+    #: Features of x; for the embedding, the vocabulary (x is one-hot).
     in_features: int
+    #: Features of the output.
     out_features: int
+    #: Tensor of DoRA's magnitudes [out_features]; None without DoRA.
     magnitude_key: str | None = None
+    #: Tensor of B's bias [out_features], which is scaled like B; None without one.
     bias_key: str | None = None
+    #: Whether the layer is the embedding.
     is_embedding: bool = False
 
 

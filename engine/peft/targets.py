@@ -13,7 +13,7 @@ from .patterns import LAYER, PART, WHOLE, first_matches
 
 ALL_LINEAR = "all-linear"
 EMBEDDING_NAMES = ("embed_tokens", "lm_head")
-# What PEFT targets when target_modules is null; it names nothing for other families.
+# Family -> modules that PEFT targets when target_modules is null; it names nothing for other families.
 DEFAULT_TARGETS: Mapping[str, tuple[str, ...]] = dict.fromkeys(
     ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "opt"), ("q_proj", "v_proj")
 )
@@ -40,7 +40,7 @@ def _targets(config: AdapterConfig, modules: tuple[str, ...], head: str, family:
 
 
 def _ends(module: str) -> list[str]:
-    """What follows each dot of the name."""
+    """The parts of a name behind each of its dots."""
     parts = module.split(".")
     return [".".join(parts[start:]) for start in range(1, len(parts))]
 

@@ -30,9 +30,10 @@ MAX_HEADER_BYTES = 32 << 20
 MAX_TENSORS = 120_000
 MAX_NAME_CHARACTERS = 512
 MAX_DIMENSIONS = 8
-#: What is found in headers and configurations of up to this size is remembered. Headers of 80 layers have 200 KB.
+#: Size in bytes up to which findings about a header or a configuration are remembered. Headers of 80 layers have 200
+#: KB.
 MAX_SHARED_BYTES = 512 << 10
-#: For so many of them.
+#: Most headers and configurations that are remembered.
 MAX_SHARED = 32
 # Bytes per element; only the float types of FLOAT_TYPES can hold adapter weights.
 ELEMENT_BYTES: Mapping[str, int] = {
@@ -46,13 +47,19 @@ FLOAT_TYPES = ("F16", "BF16", "F32")
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Place of one tensor: `num_bytes` bytes from absolute position `start` of the file of that name."""
+    """Place of one tensor in a safetensors file."""
 
+    #: Name of the tensor.
     key: str
+    #: Number format, by its name in safetensors.
     dtype: str
+    #: Shape of the tensor.
     shape: tuple[int, ...]
+    #: Name of the file, without its folder.
     file_name: str
+    #: Position of the first byte in the file.
     start: int
+    #: Bytes of the tensor.
     num_bytes: int
 
 

@@ -45,15 +45,17 @@ class LoraPair:
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """One adapter on one device. `stored` holds its tensors as in the file, by their keys there.
+    """One adapter on one device."""
 
-    `norms`: DoRA's row lengths of parameters of which only a part is here, by name.
-    """
-
+    #: Its audit.
     audit: AdapterAudit
+    #: Its tensors as in the file, by their keys there.
     stored: Mapping[str, Tensor] = field(repr=False)
+    #: Its pairs by layer name.
     pairs: Mapping[str, LoraPair] = field(repr=False)
+    #: How merging makes each base parameter, by the parameter's name.
     changes: Mapping[str, ParameterChange] = field(repr=False)
+    #: DoRA's row lengths of parameters of which only a part is here, by name.
     norms: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
     @property
