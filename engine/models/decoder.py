@@ -37,13 +37,13 @@ class Members(Protocol):
 
     @property
     def first_token(self) -> int:
-        """Of this member's part of the vocabulary."""
+        """First token of this member's part of the vocabulary."""
 
     def add_up(self, x: Tensor) -> Tensor:
         """The sum of what all members give, the same numbers on each. `x` may be overwritten."""
 
     def join_logits(self, x: Tensor) -> Tensor:
-        """On the leader the columns of all members side by side; on others what they give."""
+        """The columns of all members side by side on the leader; on other members their own columns."""
 
 
 class Decoder:
@@ -75,7 +75,7 @@ class Decoder:
     ) -> None:
         self.model = model
         self._members = members
-        #: Of computing, and of what is stored in the pool.
+        #: Number format of activations.
         self.dtype = dtype
         source = _Weights(weights, packed or {}, dtype, products)
         embedding = weights[f"{model.names.embedding}.weight"]
@@ -102,7 +102,7 @@ class Decoder:
         self.tensors = {name: plain(w, None if name in tables else dtype) for name, w in weights.items()}
         self._norm_of_kind = norm_of(model, self.tensors)
         self._activation = activation_of(model)
-        #: All but the last layer in one call (or that, too), where that can be; None: each by itself.
+        #: Computes all layers but the last (or that, too) in one call; None: each is computed by itself.
         self.compiled_layers = CompiledLayers.of(model, self.layers, self.tensors)
         self._lora_spans: tuple[AdapterSpan, ...] = ()
         self._lora = PreparedLora([])
@@ -210,7 +210,7 @@ class Decoder:
         return y
 
     def _lora_of(self, spans: tuple[AdapterSpan, ...]) -> PreparedLora:
-        """Prepared when a step's rows are not those of the step before."""
+        """The step's LoRA, prepared anew only when its rows are not those of the step before."""
         if spans is not self._lora_spans:
             if spans != self._lora_spans:
                 self._lora = PreparedLora([LoraSpan(s.start, s.end, s.adapter.all_sites) for s in spans])

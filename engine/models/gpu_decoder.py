@@ -32,8 +32,9 @@ _FUSED_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_tanh": "gelu_
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """What a forward pass uses besides weights: the adapters' table (and through it the pool) and scratch memory.
-    One step runs at a time."""
+    """Memory of a forward pass besides weights: the adapters' table (and through it the pool) and scratch. One step
+    runs at a time.
+    """
 
     table: LoraTable
     heads: HeadLayout

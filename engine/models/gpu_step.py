@@ -39,44 +39,63 @@ _SAMPLED_LISTS: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """Lengths of a step's lists. `withheld`: tokens that one sampled row may have withheld. `sampled_segments`: of the
-    sampled rows, where the last layer goes on with them alone."""
+    """Lengths of a step's lists."""
 
+    #: Rows of the step (T).
     rows: int
+    #: Rows whose logits are asked (S).
     sampled: int
+    #: Tokens that one sampled row may have withheld.
     withheld: int
+    #: Pages of all block tables.
     pages: int
+    #: Limits of the LoRA of all rows.
     segments: SegmentLimits
+    #: Limits of the attention.
     attention: WorkLimits
+    #: Limits of the LoRA of the sampled rows, where the last layer goes on with them alone; else None.
     sampled_segments: SegmentLimits | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GpuStep:
-    """Views of the step's buffer on the device. `token_ids`, `sources`, `positions`, `slots` int32 [T]: where a
-    source is not negative, the token is the one sampled at that place of the step before. `sampled_rows` int32 [S];
-    `withheld` int32 [S, n]: tokens that a row must not choose, filled up with -1. `block_tables`: overlapping rows over
-    the flat list of pages, row i starts at place i, which attention items name. `library`: what computes attention
-    instead of our kernel. `draws`: some row is not greedy. `first_place`: where its tokens are left for the next step.
-    `sampled_segments`: of the sampled rows, with which alone the last layer goes on behind its attention.
-    """
+    """One step on the device: views of its buffer, and facts that decide which kernels run."""
 
+    #: Tokens, int32 [T]; not read where a source is not negative.
     token_ids: Tensor
+    #: Places among the tokens sampled by the step before, int32 [T]: the row's token is there; negative: in
+    #: `token_ids`.
     sources: Tensor
+    #: Positions in their sequences, int32 [T].
     positions: Tensor
+    #: Slots of the pool that take the keys and values, int32 [T].
     slots: Tensor
+    #: Rows whose logits are asked, int32 [S].
     sampled_rows: Tensor
+    #: Overlapping rows over the flat list of pages: row i starts at place i, which attention items name.
     block_tables: Tensor
+    #: LoRA of all rows.
     segments: Segments
+    #: Attention of all rows.
     attention: AttentionWork
+    #: Options by which the sampled rows' tokens are chosen.
     sampling: SamplingRows
+    #: Tokens that a row must not choose, int32 [S, n], filled up with -1.
     withheld: Tensor
+    #: Whether a row has an adapter.
     has_lora: bool
+    #: Whether log-probabilities are asked.
     wants_logprobs: bool
+    #: Whether some row is not greedy.
     draws: bool
+    #: First place at which its tokens are left for the next step.
     first_place: int
+    #: Lengths of the rows' sequences; None unless rotary angles depend on them.
     row_lengths: RowLengths | None
+    #: Attention by a library; None: by our kernel.
     library: StepAttention | None = None
+    #: LoRA of the sampled rows, with which alone the last layer goes on behind its attention; None: it goes on with all
+    #: rows.
     sampled_segments: Segments | None = None
 
 
@@ -114,7 +133,7 @@ class StepBuffer:
     def step(
         self, model: ModelConfig, *, has_lora: bool, wants_logprobs: bool, draws: bool, first_place: int
     ) -> GpuStep:
-        """What the decoder and the sampling read."""
+        """Views of the lists for the decoder and the sampling."""
         lengths = None
         if model.has_length_dependent_rope:
             lengths = RowLengths(self.view("prompt_tokens"), self.view("total_tokens"))

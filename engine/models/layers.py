@@ -96,7 +96,7 @@ class Linear:
         return isinstance(self._packed, StoredWeight)
 
     def __call__(self, x: Tensor, lora: SiteSegments | None = None) -> Tensor:
-        """`lora` is added, where the layer `adds_lora`."""
+        """The layer's output for `x`, with `lora` added where the layer `adds_lora`."""
         if lora is not None:
             assert isinstance(self._packed, StoredWeight), "compiled kernels add LoRA to their own products"
             return self._packed.multiply(x, self.bias, lora)
@@ -106,7 +106,7 @@ class Linear:
 
     @property
     def address(self) -> int:
-        """Where the weight in use lies on a GPU."""
+        """Address of the weight in use, on a GPU."""
         return (self._packed.codes if isinstance(self._packed, Fp8Weight) else self.live).data_ptr()
 
     def quantize(self) -> None:

@@ -20,14 +20,16 @@ from .merge import LiveWeights
 
 @dataclass(frozen=True, slots=True)
 class PartOfModel:
-    """Which part of a model a process has, and those that have the others."""
+    """The part of a model that a process has, and the members that have the other parts."""
 
     partition: Partition
     members: Members
 
 
 class PartWeights(LiveWeights):
-    """Merges a member's part of adapters into its part of the decoder. All members merge the same at the same time."""
+    """Merges a member's part of adapters into its part of the decoder. All members merge the same adapter at the same
+    time.
+    """
 
     def __init__(self, decoder: Decoder, part: PartOfModel) -> None:
         super().__init__(decoder)
@@ -35,25 +37,25 @@ class PartWeights(LiveWeights):
 
     @property
     def takes_packed(self) -> bool:
-        """See `LiveWeights`. Members read what they merge from its files, so that one that is not in the pool needs no
-        way to them."""
+        """False: members read what they merge from the adapter's files, so that it need not be in their pools."""
         return False
 
     def merge(self, adapter_id: str, adapter: AdapterWeights) -> None:
-        """See `LiveWeights`. `adapter`: the whole."""
+        """Merge the member's part of `adapter`, which is whole."""
         if self.merged_adapter_id != adapter_id:
             head = adapter.changes.get(f"{HEAD}.weight")
             super().merge(adapter_id, self._with_norms(cut_adapter(adapter, self._part.partition)))
             self._part.members.head_outputs = self._part.partition.whole.vocab_size if head is None else head.shape[0]
 
     def restore(self) -> None:
-        """See `LiveWeights`. All members do at the same time."""
+        """Make the weights those of the base model, on all members at the same time."""
         super().restore()
         self._part.members.head_outputs = self._part.partition.whole.vocab_size
 
     def _with_norms(self, adapter: AdapterWeights) -> AdapterWeights:
-        """Finds what DoRA divides by where a member has a part of it: their squares add up. Nothing that is found wrong
-        with an adapter later keeps a member from this one meeting."""
+        """The adapter with the norms that DoRA divides by, for parameters of which a member has only a part: the
+        squares of all members are added up. All members meet here, whatever is found wrong with the adapter later.
+        """
         partition = self._part.partition
         split, padded = needs_norms(adapter, partition)
         if not split and not padded:
@@ -76,7 +78,7 @@ class PartWeights(LiveWeights):
         return replace(adapter, norms=norms)
 
     def _places(self) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-        """Where the base's weights are, by parameter."""
+        """Name of each of the base's parameters, and a function that returns its weight."""
         for name, tensor in self._pristine_tensors.items():
             yield name, partial(_same, tensor)
         for members, linear in (*self._packed_linears(), *self._whole_linears()):

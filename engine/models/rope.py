@@ -65,7 +65,7 @@ class Rope:
 
 
 def restart_lengths(ropes: Iterable[RopeConfig | None]) -> frozenset[int]:
-    """Tokens of a row that has just reached so many must be computed anew, because all its angles change."""
+    """Lengths of a row, in tokens, at which all its tokens must be computed anew, because all its angles change."""
     long = (rope for rope in ropes if rope is not None and rope.kind == "longrope")
     return frozenset(rope.scaling["original_max_position_embeddings"] + 1 for rope in long)
 

@@ -36,18 +36,21 @@ class ScoredPlaces:
 
 @dataclass(frozen=True, slots=True)
 class StepEntry:
-    """`num_tokens` next tokens of one sequence, with the adapter it is served by (None: base or merged).
+    """Next tokens of one sequence, which a step computes."""
 
-    `minus`: the merged adapter, where the sequence must not see it (mixture). `shared`: pages of the prefix cache that
-    begin its block table; `run` goes on behind them, and `extensions` behind that.
-    """
-
+    #: The sequence.
     sequence: Sequence
+    #: Number of its tokens that are computed.
     num_tokens: int
+    #: Pages of its own, behind `shared`.
     run: PageRun
+    #: The adapter it is served by; None: base or merged.
     adapter: ResidentAdapter | None
+    #: The merged adapter, where the sequence must not see it (mixture).
     minus: MergedShare | None = None
+    #: Pages of the prefix cache that begin its block table.
     shared: tuple[int, ...] = ()
+    #: Runs of pages behind `run`.
     extensions: tuple[PageRun, ...] = ()
 
     @property
@@ -80,8 +83,8 @@ class AdapterSpan:
 
 @dataclass(frozen=True, slots=True)
 class AskedRows:
-    """Rows of a step with which its last layer goes on once its keys and values are stored: those that logits are asked
-    of. `rows`: in the step; `spans` and `attention` (of the last layer) count among them.
+    """Rows of a step whose logits are asked. Its last layer goes on with them alone once its keys and values are
+    stored. `rows`: their numbers in the step. `spans` and `attention` (of the last layer) count among `rows`.
     """
 
     rows: Tensor
@@ -91,20 +94,28 @@ class AskedRows:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """Tensors and plans of one step. `key_places`: of its T tokens. `row_lengths`: only where angles depend on them.
-    `asked`: None where logits are asked of all rows. `sampled_rows`: of `sampled`, then of the places of `scored`,
-    counted among those of `asked`.
-    """
+    """Tensors and plans of one step."""
 
+    #: Tokens, int64 [T].
     token_ids: Tensor
+    #: Positions in their sequences, int64 [T].
     positions: Tensor
+    #: Places in the pool that take the keys and values of the T tokens.
     key_places: KeyPlaces
+    #: Rows of each adapter.
     spans: tuple[AdapterSpan, ...]
+    #: Attention plan by the layers' sliding window (None: they attend to all).
     attention: dict[int | None, AttentionPlan]
+    #: Rows with which the last layer goes on; None: with all.
     asked: AskedRows | None
+    #: Rows whose logits are asked, int64: of `sampled`, then of the places of `scored`, counted among the rows of
+    #: `asked`.
     sampled_rows: Tensor
+    #: Sequences that get a token.
     sampled: tuple[Sequence, ...]
+    #: Lengths of the rows' sequences; None unless rotary angles depend on them.
     row_lengths: RowLengths | None = None
+    #: Places of prompts whose log-probabilities are asked.
     scored: tuple[ScoredPlaces, ...] = ()
 
 
@@ -217,7 +228,7 @@ def _attention_plan(
     dtype: torch.dtype,
     is_exact: bool,
 ) -> AttentionPlan:
-    """Of layers with this sliding window."""
+    """The attention plan of layers with this sliding window."""
     if can_attend_compiled(model.head_dim, dtype):
         spans = SpanTable.of([_attention_span(c, layout) for c in chunks], model.num_heads // model.num_kv_heads)
         return AttentionPlan(spans=spans, window=window)

@@ -44,7 +44,7 @@ from .load import stored_weights
 
 logger = logging.getLogger(__name__)
 Packed = Mapping[str, PackedWeight]
-# Names another folder, or `off`.
+# Environment variable that names another folder, or `off`.
 _VARIABLE = "LORABATCH_WEIGHT_CACHE"
 _OFF = "off"
 _MAX_BYTES = 16 << 30
@@ -52,9 +52,9 @@ _MAX_BYTES = 16 << 30
 _MIN_BYTES = 32 << 20
 _SUFFIX = ".panels"
 _SCRATCH_PREFIX = ".packing-"
-# What a process that was killed has left is removed after so long.
+# Seconds after which a temporary file is removed: its process was killed.
 _SCRATCH_S = 3600.0
-# Of a cache line: blocks begin at multiples.
+# Bytes of a cache line; blocks begin at multiples of it.
 _LINE_BYTES = 64
 _TAIL_BYTES = 32 + 8
 _MAX_INDEX_BYTES = 64 << 20
@@ -63,15 +63,19 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*PANEL_TYPES, 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """One tensor of a file, or one packed weight of `shape`: `num_items` numbers of `dtype` (its name in torch).
-    `total`: sum of the block's 8-byte words, modulo 2 ** 64.
-    """
+    """One tensor of a file, or one packed weight."""
 
+    #: Checkpoint name of a tensor; `joined_name` of a packed weight.
     name: str
+    #: Shape of the weight.
     shape: tuple[int, ...]
+    #: Whether the numbers are in panels.
     is_packed: bool
+    #: Numbers of the block.
     num_items: int
+    #: Their type, by its name in torch.
     dtype: str
+    #: Sum of the block's 8-byte words, modulo 2 ** 64.
     total: int
 
     @property
@@ -86,7 +90,7 @@ class WeightCache:
     """
 
     def __init__(self, folder: Path | None, max_bytes: int = _MAX_BYTES, min_bytes: int = _MIN_BYTES) -> None:
-        #: Where files are.
+        #: Folder of the files; None: nothing is kept.
         self.folder = folder
         self._max_bytes = max_bytes
         self._min_bytes = min_bytes
@@ -102,8 +106,8 @@ class WeightCache:
     def weights(
         self, model_folder: Path, model: ModelConfig, products: Products, partition: Partition | None = None
     ) -> tuple[dict[str, Weight], Packed] | None:
-        """What a `Decoder` of the model, or of a member's part of it, computes with: plain weights, and those packed
-        for `products` by `joined_name`. They are packed and kept now unless they were before.
+        """The weights of a `Decoder` of the model, or of a member's part of it: plain ones, and those packed for
+        `products` by `joined_name`. They are packed and kept now unless they were before.
 
         None when they cannot be kept. Raises `ModelFilesError` for files that are not the model's.
         """
@@ -173,7 +177,7 @@ def _parts(stored: Mapping[str, Weight], model: ModelConfig, modules: Sequence[s
 
 
 def _others(stored: Mapping[str, Weight], model: ModelConfig) -> Iterator[tuple[str, Weight]]:
-    """What is in no linear layer."""
+    """Names and weights that belong to no linear layer."""
     packed = {f"{name}.weight" for modules in _linears(model) for name in modules}
     return ((name, weight) for name, weight in stored.items() if name not in packed)
 
@@ -197,7 +201,9 @@ def _packed_bytes(stored: Mapping[str, Weight], model: ModelConfig, products: Pr
 
 
 def _key(model_folder: Path, model: ModelConfig, products: Products, partition: Partition | None) -> dict[str, Any]:
-    """What packed weights depend on. Files as `jobs` remembers digests of: ctime cannot be set by a program."""
+    """Facts that packed weights depend on. A file is known by the facts by which `jobs` remembers digests; ctime is one
+    of them, since no program can set it.
+    """
     files = []
     for path in weight_files(model_folder):
         facts = path.stat()

@@ -15,7 +15,7 @@ from torch import Tensor
 from ....kernels.packed_weight import PackedWeight, Products, can_widen_blocks, pack
 from ....kernels.packed_weight.blocks import Blocks, BlockWeight
 
-#: Of a safetensors file whose tensors are in blocks: JSON, name -> kind.
+#: Metadata key of a safetensors file whose tensors are in blocks. Its value is JSON: name -> kind.
 METADATA_KEY = "gguf_kinds"
 # Numbers that are widened at a time: codes and factors take several times their memory.
 _WIDENED = 1 << 22

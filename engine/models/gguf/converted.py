@@ -28,7 +28,7 @@ def resolve_gguf(gguf_path: Path, cache_root: Path | None = None) -> Path:
     """
     root = cache_root or default_cache_root()
     if not any(root.glob(f"models/{glob.escape(gguf_path.stem)}-*")):
-        # What cannot be converted is refused before gigabytes are hashed and torch is loaded.
+        # Refuse a file that cannot be converted before gigabytes are hashed and torch is loaded.
         check_convertible(open_gguf(gguf_path))
     with open_binary(gguf_path) as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()

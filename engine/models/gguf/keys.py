@@ -1,4 +1,4 @@
-"""Every metadata key of GGUF files, and what becomes of it in a model of a supported architecture.
+"""Every metadata key of GGUF files, and its treatment in a model of a supported architecture.
 
 llama.cpp reads what these keys ask for. A key is read, known not to matter, or refused by name unless its value asks
 for nothing. Keys that stand in no list are refused where they begin as the architecture's or the tokenizer's do. Others
@@ -21,7 +21,7 @@ _OF_MODEL, _OF_TOKENIZER = "{arch}.", "tokenizer."
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What becomes of a key. `why`: what it is. `neutral`: values of a refused key that ask for nothing."""
+    """Treatment of a key. `why`: reason for messages. `neutral`: values of a refused key that ask for nothing."""
 
     fate: Literal["read", "ignored", "named", "refused"]
     why: str = ""
@@ -36,7 +36,7 @@ def _refused(why: str, *neutral: Any) -> Key:
     return Key("refused", why, neutral)
 
 
-#: Key, with `{arch}` for the architecture, -> what becomes of it.
+#: Key, with `{arch}` for the architecture, -> its treatment.
 KEYS: Mapping[str, Key] = {
     # the file
     **_keys("general.", "architecture alignment", Key("read")),
@@ -168,7 +168,7 @@ KEYS: Mapping[str, Key] = {
 
 
 def key_of(name: str, architecture: str) -> Key:
-    """What becomes of a key of a file."""
+    """The treatment of a key of a file."""
     pattern = name.replace(f"{architecture}.", _OF_MODEL, 1) if name.startswith(f"{architecture}.") else name
     found = KEYS.get(pattern) or next((KEYS[form] for form in _with_places(pattern) if form in KEYS), None)
     if found is not None:

@@ -32,12 +32,17 @@ _QWEN2_SPLIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _WORDS_AND_S
 
 @dataclass(frozen=True, slots=True)
 class _ByteLevelRules:
-    """How one `pre` name splits text before byte-pair merging. `split=None` is GPT-2's own pattern."""
+    """Rules by which one `pre` name splits text before byte-pair merging."""
 
+    #: Pattern of the pieces; None: GPT-2's own.
     split: str | None = None
+    #: Whether every digit is a piece of its own.
     has_single_digits: bool = False
+    #: Whether text is normalized to NFC first.
     is_nfc: bool = False
+    #: Whether a piece that is a token is not merged from parts.
     has_whole_words: bool = False
+    #: Whether prompts begin with the BOS token, unless the file says otherwise.
     adds_bos: bool = False
 
 
