@@ -39,7 +39,7 @@ def parse_model_config(raw: Mapping[str, Any], generation: Mapping[str, Any]) ->
 
 
 def _refuse_variants(raw: RawConfig) -> None:
-    """What can be said of any family: only plain, dense causal language models."""
+    """Refuse variants that no family supports: only plain, dense causal language models are served."""
     quantization = raw.mapping("quantization_config")
     if quantization:
         method = quantization.get("quant_method", "unknown")

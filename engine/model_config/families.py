@@ -33,34 +33,49 @@ LLAMA_NAMES = ModuleNames(
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One Llama-shaped family. `defaults`: what transformers assumes where `config.json` is silent.
+    """One Llama-shaped family: how it differs from Llama, and how its `config.json` is read."""
 
-    `qkv_bias`, `o_bias`, `mlp_bias`: a truth, or the name of the key that decides. `activation_key`: the key that
-    names the MLP's function. `window_period`: n of the rule `all_but_every_nth`, and `window_period_key` the key
-    that overrides it. `rope_aliases`: older names of rope kinds. `has_ropes_by_layer_type`: windowed layers have a
-    rope of their own. `ignored_keys`: settings that transformers reads but does not apply, hence refused.
-    """
-
+    #: `model_type` in `config.json`.
     name: str
+    #: Values that transformers assumes for keys that `config.json` lacks.
     defaults: Mapping[str, Any]
+    #: Checkpoint names of the model's parts.
     names: ModuleNames = LLAMA_NAMES
+    #: Formula of all norms.
     norm_kind: NormKind = "rms"
+    #: Whether queries, keys and values have a bias, or the name of the key that decides.
     qkv_bias: bool | str = False
+    #: Whether attention's output has a bias, or the name of the key that decides.
     o_bias: bool | str = False
+    #: Whether the MLP's layers have biases, or the name of the key that decides.
     mlp_bias: bool | str = False
+    #: Key that names the MLP's function.
     activation_key: str = "hidden_act"
+    #: Names of functions in `config.json` -> the functions they mean.
     activations: Mapping[str, Activation] = field(default_factory=lambda: ACTIVATIONS)
+    #: Layers that attend to a window of the latest tokens.
     window_rule: WindowRule = "none"
+    #: n of the rule `all_but_every_nth`.
     window_period: int = 0
+    #: Key that overrides `window_period`; None: no key does.
     window_period_key: str | None = None
+    #: Supported kinds of rotary embeddings.
     rope_kinds: tuple[RopeKind, ...] = ALL_ROPES
+    #: Older names of rope kinds -> the kinds.
     rope_aliases: Mapping[str, RopeKind] = field(default_factory=dict)
+    #: Whether windowed layers have a rope of their own.
     has_ropes_by_layer_type: bool = False
+    #: Whether `partial_rotary_factor` may leave features of a head unrotated.
     can_rotate_partially: bool = False
+    #: Whether embeddings are multiplied by the root of the hidden size.
     scales_embeddings: bool = False
+    #: Whether `query_pre_attn_scalar`, instead of the head's size, scales the scores.
     has_query_scalar: bool = False
+    #: Whether `attn_logit_softcapping` is applied.
     has_attention_softcap: bool = False
+    #: Whether `final_logit_softcapping` is applied.
     has_logit_softcap: bool = False
+    #: Settings that transformers reads but does not apply, hence refused.
     ignored_keys: tuple[str, ...] = ()
 
 

@@ -67,7 +67,7 @@ _MAX_HEADER_BYTES = 100 << 20
 
 @dataclass(frozen=True, slots=True)
 class FolderNotes:
-    """What a base folder holds beside what is read. `notes`: sentences for people; `problems`: why it is refused."""
+    """Remarks on a base folder's other files. `notes`: sentences for people; `problems`: why the folder is refused."""
 
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
@@ -149,18 +149,24 @@ def has_tensor(folder: Path, name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor's bytes are. `facts`: of the file, by which a comparison is remembered."""
+    """Place of a tensor's bytes in a weight file."""
 
+    #: The file.
     path: Path
+    #: Inode, size and times of the file, by which a comparison is remembered.
     facts: tuple[int, ...]
+    #: Number format, by its name in safetensors.
     dtype: str
+    #: Shape of the tensor.
     shape: tuple[int, ...]
+    #: Position of its first byte in the file.
     start: int
+    #: Bytes of the tensor.
     num_bytes: int
 
 
 def _places(folder: Path, *names: str) -> dict[str, _Place]:
-    """The places of those of the tensors that the checkpoint has; of a name that two shards have, the last."""
+    """Places of those of the tensors that the checkpoint has. If two shards have a tensor, the last one counts."""
     found: dict[str, _Place] = {}
     for path in weight_files(folder):
         facts = path.stat()

@@ -31,16 +31,17 @@ HEAD = "lm_head"
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding of one kind of layer: the first `rotary_size` features of each head are rotated.
+    """Rotary position embedding of one kind of layer."""
 
-    `attention_factor` multiplies cosine and sine. `scaling` holds the numbers of the kinds other than `default`,
-    all of them filled in.
-    """
-
+    #: Features of each head that are rotated, from the first on.
     rotary_size: int
+    #: Base of the frequencies.
     theta: float = 10_000.0
+    #: How frequencies are scaled for long contexts.
     kind: RopeKind = "default"
+    #: Factor of cosine and sine.
     attention_factor: float = 1.0
+    #: Numbers of the kinds other than `default`, by their keys in `config.json`; all of them are filled in.
     scaling: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
@@ -48,73 +49,105 @@ class RopeConfig:
 class LayerNorms:
     """Norms of a decoder layer by their place, named below the layer; None where a family has none."""
 
+    #: On attention's input.
     before_attention: str | None = "input_layernorm"
+    #: On attention's output, before it is added.
     attention_output: str | None = None
+    #: On the sum behind attention.
     after_attention: str | None = None
+    #: On the MLP's input.
     before_mlp: str | None = "post_attention_layernorm"
+    #: On the MLP's output, before it is added.
     mlp_output: str | None = None
+    #: On the sum behind the MLP.
     after_mlp: str | None = None
+    #: On each query head, before it is rotated.
     query: str | None = None
+    #: On each key head, before it is rotated.
     key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleNames:
-    """Checkpoint names of a model's parts; None where a family has no such part.
+    """Checkpoint names of a model's parts; None where a family has no such part."""
 
-    `sites`: packed site -> its linear layers below `<layers>.N.`, in the order of their outputs.
-    """
-
+    #: Packed site -> its linear layers below `<layers>.N.`, in the order of their outputs.
     sites: Mapping[PackedSite, tuple[str, ...]] = field(hash=False)
+    #: Norms of a decoder layer.
     norms: LayerNorms = LayerNorms()
+    #: Embedding of tokens.
     embedding: str = "model.embed_tokens"
+    #: Decoder layers, which are numbered below it.
     layers: str = "model.layers"
+    #: Norm behind the last layer.
     final_norm: str | None = "model.norm"
+    #: Table of learned positions.
     positions: str | None = None
+    #: Projection from `embedding_size` to `hidden_size`.
     project_in: str | None = None
+    #: Projection from `hidden_size` to `embedding_size`.
     project_out: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One base model. Per-layer tuples have `num_layers` entries.
+    """One base model. Per-layer tuples have `num_layers` entries."""
 
-    `embedding_size` differs from `hidden_size` only with projections between them. `biased_sites`: packed sites
-    whose linear layers have a bias. `has_gate`: the MLP is `down(act(gate) * up)`, else `down(act(up))`.
-    """
-
+    #: Name of the family: `model_type` in `config.json`.
     family: str
+    #: Checkpoint names of its parts.
     names: ModuleNames
+    #: Features of the residual stream.
     hidden_size: int
+    #: Features of an embedding; differs from `hidden_size` only with projections between them.
     embedding_size: int
+    #: Decoder layers.
     num_layers: int
+    #: Query heads.
     num_heads: int
+    #: Key (and value) heads.
     num_kv_heads: int
+    #: Features of a head.
     head_dim: int
+    #: Features inside the MLP.
     intermediate_size: int
+    #: Tokens, as rows of the embedding.
     vocab_size: int
+    #: Longest row, prompt and completion together.
     max_context_tokens: int
+    #: Formula of all norms.
     norm_kind: NormKind
+    #: Number that norms add to the variance or the mean square.
     norm_eps: float
+    #: Whether norms have weights (and biases, in the kind `layer`).
     has_norm_weights: bool
+    #: Function of the MLP.
     activation: Activation
+    #: Whether the MLP is `down(act(gate) * up)`; else `down(act(up))`.
     has_gate: bool
+    #: Whether the head is the embedding.
     is_tied: bool
+    #: Packed sites whose linear layers have a bias.
     biased_sites: frozenset[PackedSite]
-    # None where a layer's queries and keys are not rotated.
+    #: Rotary embedding of each layer; None where queries and keys are not rotated.
     layer_ropes: tuple[RopeConfig | None, ...]
-    # Attend to this many latest tokens; None attends to all.
+    #: Latest tokens that each layer attends to; None: all.
     sliding_windows: tuple[int | None, ...]
+    #: Factor of the embeddings.
     embedding_scale: float
-    # Row of the position table for position 0.
+    #: Row of the position table for position 0.
     position_offset: int
+    #: Factor of the attention scores.
     attention_scale: float
-    # cap * tanh(score / cap), on attention scores and on logits.
+    #: `cap` of `cap * tanh(score / cap)` on attention scores; None: no cap.
     attention_softcap: float | None
+    #: `cap` of `cap * tanh(logit / cap)` on logits; None: no cap.
     logit_softcap: float | None
+    #: Tokens that end a completion.
     eos_token_ids: tuple[int, ...]
+    #: Token that begins a prompt; None if there is none.
     bos_token_id: int | None
-    #: `config.json` ties a head that the checkpoint stores apart, with other numbers than the embedding's.
+    #: Whether `config.json` ties a head that the checkpoint stores apart, with other numbers than the embedding's.
     says_tied: bool = False
 
     @property

@@ -36,8 +36,9 @@ Pieces = tuple[Piece, ...]
 
 @dataclass(frozen=True, slots=True)
 class LinearCut:
-    """A member's part of a linear layer: which outputs, of which inputs (None: all). `has_bias`: whether it adds the
-    layer's bias; of a sum one member does."""
+    """A member's part of a linear layer: these outputs, of these inputs (None: all). `has_bias`: whether it adds the
+    layer's bias; when members' outputs are summed, one member does.
+    """
 
     outputs: Pieces | None = None
     inputs: Pieces | None = None
@@ -57,7 +58,7 @@ class Partition:
 
     @property
     def shard(self) -> ModelConfig:
-        """What the member computes, as a model with fewer heads, features and tokens."""
+        """The member's part as a model with fewer heads, features and tokens."""
         start, end = self.tokens(self.whole.vocab_size)
         return replace(
             self.whole,
@@ -68,8 +69,9 @@ class Partition:
         )
 
     def tokens(self, vocab_size: int) -> tuple[int, int]:
-        """First token, and the one after the last, of the member. Of an adapter with a vocabulary of another size
-        the last member has what is left; what other members have stays where it is."""
+        """First token of the member, and the one after its last. If an adapter has a vocabulary of another size, the
+        last member takes the difference and other members keep their tokens.
+        """
         each = -(-self.whole.vocab_size // self.num_members)
         start = min(self.member * each, vocab_size)
         is_last = self.member == self.num_members - 1
@@ -160,8 +162,9 @@ def _joined(parts: list[Pieces], sizes: tuple[int, ...]) -> Pieces:
 
 
 def partition_problem(model: ModelConfig, num_members: int, *, has_blocks: bool) -> str | None:
-    """Why a model is not split among so many members, as a plain sentence; None when it is. `has_blocks`: it is stored
-    in blocks of few bits."""
+    """Why a model is not split among `num_members`, as a plain sentence; None when it is. `has_blocks`: it is stored in
+    blocks of few bits.
+    """
     if num_members == 1:
         return None
     asked = f"tensor_parallel={num_members}"
