@@ -15,7 +15,7 @@ from .tokenizer import Tokenizer
 
 # Tokens at the end of a prompt on which those of a text behind it may depend.
 _CONTEXT_TOKENS = 12
-# What stands before texts whose prompt cannot be encoded again: no token goes on behind it.
+# Text before texts whose prompt cannot be encoded again: no token goes on behind it.
 _ANCHOR = "\n"
 _MOST_KEPT = 32
 

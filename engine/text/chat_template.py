@@ -37,14 +37,14 @@ MEMORY_BYTES = 1 << 30
 _TASK = "engine.text.chat_template"
 # Names under which a model's thoughts travel in a message; the first is what templates read.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-# One answer of the confined process.
+# Limits of one answer of the confined process: rows, seconds, characters.
 _BATCH_ROWS, _BATCH_S, _BATCH_CHARACTERS = 256, 1.0, 32 << 20
 # Seconds that a template may take for its first prompts together, and for each one more; real ones take 0.0001.
 _FREE_S, _S_PER_PROMPT = 12.0, 0.1
 _MAX_MESSAGE_CHARACTERS = 500
 # Marks the end of a message that is left open: a code point for private use, and a blank that templates may trim.
 _FIRST_MARK, _LAST_MARK = 0x100000, 0x10FFFD
-# What a template gets from the renderer and does not call a variable of its own.
+# Names that the renderer gives to a template, beside the template's own variables.
 _RENDERED = ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now")
 
 

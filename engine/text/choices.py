@@ -88,11 +88,11 @@ class ChoiceTree:
         return tuple(reversed(tokens))
 
     def logprobs(self, found: Mapping[_Place, Mapping[int, float]]) -> tuple[float, ...]:
-        """Of each text. `found`: place -> log-probabilities of the tokens that come next."""
+        """Log-probability of each text. `found`: place -> log-probabilities of the tokens that come next."""
         return tuple(math.fsum(self.token_logprobs(text, found)) for text in self.texts)
 
     def token_logprobs(self, text: Iterable[int], found: Mapping[_Place, Mapping[int, float]]) -> list[float]:
-        """Of each token of a text."""
+        """Log-probability of each token of a text. `found`: as in `logprobs`."""
         logprobs, place = [], _ROOT
         for token in text:
             logprobs.append(found[place][token])
@@ -102,18 +102,25 @@ class ChoiceTree:
 
 @dataclass(slots=True)
 class _Row:
-    """A row whose texts are scored. `answer`: where its answer begins, in rows that may reason. `tokens`: of the
-    answer so far, which lead to `reached`. `result`: of the row, once its answer is complete.
-    """
+    """A row whose texts are scored."""
 
+    #: Tokens of its texts.
     tree: ChoiceTree
+    #: Finds where its answer begins; None in rows that do not reason.
     answer: AnswerTokens | None
+    #: Places of the tree that may still have to be read.
     places: Iterator[_Place]
+    #: Place whose log-probabilities are asked next; None: none are.
     place: _Place | None = None
+    #: Tokens of the answer so far.
     tokens: list[int] = field(default_factory=list)
+    #: Place of the tree to which these tokens lead.
     reached: _Place = _ROOT
+    #: Tokens of the sequence that were taken into account.
     num_seen: int = 0
+    #: Place -> log-probabilities of the tokens that come next there.
     found: dict[_Place, dict[int, float]] = field(default_factory=dict)
+    #: Result of the row, once its answer is complete.
     result: Result | None = None
 
 
@@ -234,7 +241,7 @@ class ChoiceMatcher:
                 self._is_wrong = True
 
     def try_consume_tokens(self, token_ids: Items[int]) -> int:
-        """How many of these tokens, from the first on, may come next. They are behind it then."""
+        """Take the tokens in order until one may not come next. Returns the number of tokens taken."""
         for number, token in enumerate(token_ids):
             if token not in self.allowed_tokens:
                 return number

@@ -148,8 +148,9 @@ class _TextSoFar:
 
 
 def first_stop(text: str, stops: tuple[str, ...], num_known: int) -> int | None:
-    """Where the stop string begins that is complete first among those that end behind the first `num_known`
-    characters, which were searched before. None: there is none."""
+    """The beginning of the stop string that is complete first among those that end behind the first `num_known`
+    characters, which were searched before. None: there is none.
+    """
     ends = []
     for stop in stops:
         start = text.find(stop, max(num_known - len(stop) + 1, 0))

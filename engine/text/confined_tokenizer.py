@@ -90,32 +90,32 @@ class ConfinedTokenizer(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """See `Tokenizer`."""
+        """Tokens, added ones included, as the process has reported them."""
         return int(self._vocab_size)
 
     def encode_batch(self, texts: Sequence[str], *, is_rendered: bool) -> list[list[int]]:
-        """See `Tokenizer`."""
+        """Tokens of many texts. Raises `TokenizerError`."""
         return _all(self.encode_each(texts, is_rendered=is_rendered))
 
     def encode_messages(
         self, prompts: Sequence[RenderedMessages], *, allow_special_tokens: bool = False
     ) -> list[list[int]]:
-        """See `Tokenizer`."""
+        """Tokens of many rendered messages. Raises `TokenizerError`."""
         return _all(self.encode_messages_each(prompts, allow_special_tokens=allow_special_tokens))
 
     def encode_each(self, texts: Sequence[str], *, is_rendered: bool) -> list[list[int] | TokenizerError]:
-        """See `Tokenizer`."""
+        """Tokens of each text, encoded by the process, or the error of the text."""
         return self._asked("encode", list(texts), is_rendered)
 
     def encode_messages_each(
         self, prompts: Sequence[RenderedMessages], *, allow_special_tokens: bool = False
     ) -> list[list[int] | TokenizerError]:
-        """See `Tokenizer`."""
+        """Tokens of each rendered message, encoded by the process, or the error of the message."""
         given = [[prompt.text, dict(prompt.stand_ins)] for prompt in prompts]
         return self._asked("encode_messages", given, allow_special_tokens)
 
     def decode(self, token_ids: Sequence[int], keep: Collection[int] = ()) -> str:
-        """See `Tokenizer`. Raises `TokenizerError`."""
+        """Text of generated tokens, decoded by the process; texts of few tokens are kept. Raises `TokenizerError`."""
         if not token_ids:
             return ""
         kept = tuple(sorted({token for token in token_ids if token in keep})) if keep else ()
@@ -124,22 +124,22 @@ class ConfinedTokenizer(Tokenizer):
         return str(self._decode_few(tuple(token_ids), kept))
 
     def bytes_of(self, token_ids: Sequence[int]) -> list[bytes]:
-        """See `Tokenizer`. Raises `TokenizerError`."""
+        """The bytes that each token adds to a text, from the process. Raises `TokenizerError`."""
         starts = range(0, len(token_ids), _TOKENS_AT_ONCE)
         parts = [list(token_ids[start : start + _TOKENS_AT_ONCE]) for start in starts]
         return [text.encode("latin-1") for texts in _all(self._asked("bytes", parts, None)) for text in texts]
 
     @cached_property
     def for_grammars(self) -> _GrammarVocabulary:
-        """See `Tokenizer`. Raises `TokenizerError`."""
+        """The tokens in llguidance's form, which encodes by the process. Raises `TokenizerError`."""
         return _GrammarVocabulary(self)
 
     def special_token_ids(self, texts: Sequence[str]) -> tuple[int, ...]:
-        """See `Tokenizer`."""
+        """Numbers of the texts that are special tokens."""
         return tuple(self._special_texts[text] for text in texts if text in self._special_texts)
 
     def _asked(self, operation: str, items: list[Any], option: Any) -> list[Any]:
-        """What the process answers for each item, or why there is no answer."""
+        """The process's answer for each item, or the error why there is none."""
         found: list[Any] = []
         batch_rows = _BATCH_ROWS
         while len(found) < len(items):
@@ -195,7 +195,7 @@ class MissingTokenizer(Tokenizer):
     def render_messages(
         self, conversations: Sequence[Conversation], *, allow_special_tokens: bool = False
     ) -> list[RenderedMessages | ChatTemplateError]:
-        """See `Tokenizer`."""
+        """The reason as an error, for each conversation."""
         return [ChatTemplateError(self._reason) for _ in conversations]
 
     def encode_batch(self, texts: Sequence[str], *, is_rendered: bool) -> list[list[int]]:
@@ -217,7 +217,7 @@ class MissingTokenizer(Tokenizer):
         raise TokenizerError(self._reason)
 
     def special_token_ids(self, texts: Sequence[str]) -> tuple[int, ...]:
-        """None."""
+        """No numbers."""
         return ()
 
 

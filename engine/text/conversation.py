@@ -1,4 +1,4 @@
-"""What a chat template is asked to render: messages, and what it is given beside them (tools, variables, how to end).
+"""The input of a chat template: messages, and the options beside them (tools, variables, how to end).
 
 `read_tools` and `read_variables` check what a row or a job gives. Plain data: no jinja2, no tokenizer.
 """
@@ -29,7 +29,7 @@ _TOOL_FORM = '{"type": "function", "function": {"name": …, "parameters": {…}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RenderOptions:
-    """What a template is given beside messages. `tools`: in OpenAI form; None for none. `variables`: by their names.
+    """Input of a template beside messages. `tools`: in OpenAI form; None for none. `variables`: by their names.
 
     `add_generation_prompt`: the prompt ends where an answer begins. `continue_final_message`: it ends where the text of
     the last message does, so that the answer continues it; not both.
@@ -41,7 +41,7 @@ class RenderOptions:
     continue_final_message: bool = False
 
 
-#: A new answer to the messages, without tools.
+#: Options that ask for a new answer to the messages, without tools.
 AS_USUAL = RenderOptions()
 
 
@@ -73,14 +73,14 @@ SPLIT_AND_CONTINUED = (
     "split_answer=True, continue_final_message=True: a last message is taken out of the prompt, or it is continued. "
     "Set one to false."
 )
-#: What may be peculiar about a conversation, and what templates drop by design. Values are words of notes.
+#: Peculiarities of conversations, some of which templates drop by design. The values are words of notes.
 FINAL_ANSWER, REASONING, BLANKS = "final answers", "reasoning of earlier turns", "blanks at the ends of messages"
 NAMES = "names of speakers"
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 def peculiarities(messages: Sequence[Mapping[str, Any]], options: RenderOptions) -> list[str]:
-    """What users should know of conversations like this one."""
+    """The peculiarities of a conversation that users should know of."""
     found = []
     if messages[-1].get("role") == "assistant" and not options.continue_final_message:
         found.append(FINAL_ANSWER)
@@ -95,7 +95,7 @@ def peculiarities(messages: Sequence[Mapping[str, Any]], options: RenderOptions)
 
 
 def header_note(missing_header: str) -> str:
-    """What people should know of a template whose prompts lack this, as a clause."""
+    """A note, as a clause, on a template whose prompts end without the text that stands before answers."""
     return (
         f"the chat template ends prompts without '{shown_name(missing_header)}', which stands before answers: rows are "
         "asked otherwise than conversations are written. Give a template that ends prompts so (--chat-template)"

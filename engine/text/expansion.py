@@ -17,7 +17,7 @@ _MAX_TOKENS_AROUND = 256
 
 
 def expansion_problem(backend: TokenizerFile) -> str | None:
-    """What is wrong with a tokenizer, as a clause; None when it makes little of little."""
+    """Why a tokenizer makes much of little, as a clause; None when it does not."""
     for part, step in (("normalizer", backend.normalizer), ("decoder", backend.decoder)):
         factor = 1 if step is None else _factor(json.loads(step.__getstate__()))
         if factor > _MAX_FACTOR:
@@ -29,7 +29,9 @@ def expansion_problem(backend: TokenizerFile) -> str | None:
 
 
 def long_token_problem(backend: TokenizerFile) -> str | None:
-    """Likewise of the tokens themselves; it looks at all of them, which takes a large tokenizer 0.1 s."""
+    """Why a tokenizer has too long a token, as a clause; None when it has none. Looking at all tokens takes a large
+    tokenizer 0.1 s.
+    """
     longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=0)
     if longest > _MAX_TOKEN_CHARACTERS:
         return f"it has a token of {longest} characters, expected at most {_MAX_TOKEN_CHARACTERS}"
@@ -54,7 +56,9 @@ def _factor(step: Any) -> int:
 
 
 def _longest_replacement(charsmap: str) -> int:
-    """Of SentencePiece's precompiled map: the size of a trie, the trie, texts that end with a zero byte."""
+    """The longest text in SentencePiece's precompiled map, which holds the size of a trie, the trie, and texts that end
+    with a zero byte.
+    """
     data = base64.b64decode(charsmap)
     texts = data[4 + int.from_bytes(data[:4], "little") :]
     return max(len(text.decode("utf-8", "replace")) for text in texts.split(b"\0"))

@@ -32,7 +32,7 @@ from .tokenizer import Tokenizer, Tokenizers
 
 #: Characters of a grammar. Schemas in use have a few thousand.
 MOST_CHARACTERS = 256 * 1024
-# Of the confined process that compiles one first.
+# The confined process that compiles a grammar first: its task, CPU seconds, memory and stack.
 _TASK = "engine.text.grammar"
 _CPU_S, _MEMORY_BYTES, _STACK_BYTES = 5, 1 << 30, 1 << 20
 # JSON as Python writes it, on one line. Free white space is what a model that is lost goes on with for ever.
@@ -86,7 +86,7 @@ def _problem(constraint: str) -> str | None:
 
 
 def _finding(source: str) -> str | None:
-    """What llguidance says against a grammar."""
+    """The first objection of llguidance to a grammar; None when there is none."""
     _, messages = LLMatcher.validate_grammar_with_warnings(source, limits=_LIMITS)
     return messages[0] if messages else None
 

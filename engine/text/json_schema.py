@@ -16,7 +16,7 @@ from urllib.parse import unquote, urljoin
 from ..untrusted import parse_object, shown, shown_name
 from .ecma_pattern import PatternError, rust_pattern
 
-#: What becomes of a keyword.
+#: Treatment of a keyword.
 Fate = Literal["enforced", "ignored", "refused"]
 _ENFORCED: tuple[Fate, str] = ("enforced", "")
 _ANNOTATION: tuple[Fate, str] = ("ignored", "describes the schema, by the standard")
@@ -31,7 +31,7 @@ def _refused(next_step: str) -> tuple[Fate, str]:
 _EACH = "Write the schema of each case as a part of anyOf."
 _NAMED_KEYS = "Name the keys in properties and required, with additionalProperties: false."
 _STATIC = "Write $ref."
-#: Keyword of draft 2020-12, 2019-09, 7 or 4 -> what becomes of it, and why or what to write instead.
+#: Keyword of draft 2020-12, 2019-09, 7 or 4 -> its treatment, and why or what to write instead.
 KEYWORDS: Mapping[str, tuple[Fate, str]] = {
     **dict.fromkeys(
         (
@@ -100,13 +100,13 @@ NUMBER_FORMATS: Mapping[str, Mapping[str, int]] = {
 #: Keys of `x-guidance`: how the JSON is written.
 GUIDANCE = ("whitespace_flexible", "item_separator", "key_separator")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-# Where keywords hold schemas: one, a list, a mapping.
+# Keywords that hold schemas: one, a list, a mapping.
 _ONE = ("items", "additionalItems", "additionalProperties")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _MAPPINGS = ("properties", "patternProperties")
 _DEFINITIONS = ("$defs", "definitions")
 _MOST_NESTED = 100
-# In JSON of ASCII.
+# Characters that are not written, as they stand in JSON of ASCII.
 _UNWRITABLE = re.compile(r"\\u00[01][0-9a-f]|\x7f")
 # Drafts in which $ref stands alone.
 _OLDER_DRAFTS = ("draft-03", "draft-04", "draft-06", "draft-07")
@@ -334,7 +334,9 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
 
 
 def pointed_at(root: Any, reference: str) -> Any:
-    """What a reference within a schema (`#`, `#/$defs/a`) names; None where there is nothing of that name."""
+    """The part of a schema that a reference within it (`#`, `#/$defs/a`) names; None where there is nothing of that
+    name.
+    """
     if reference != "#" and not reference.startswith("#/"):
         return None
     found = root

@@ -1,7 +1,7 @@
-"""Finds what of a conversation does not reach its prompt: texts, parts, tools and calls that a chat template leaves
-out, and roles that it does not know.
+"""Finds the parts of a conversation that do not reach its prompt: texts, parts, tools and calls that a chat template
+leaves out, and roles that it does not know.
 
-Nothing is searched by its name or text. The conversation is rendered again with a mark in each of its pieces. A piece
+No piece is searched by its name or text. The conversation is rendered again with a mark in each of its pieces. A piece
 whose mark is not in that prompt is then changed alone, in several ways: it is left out if no change alters the prompt.
 """
 
@@ -38,7 +38,9 @@ class _Piece:
 
 
 def left_out(render: Render, messages: Messages, options: RenderOptions, prompt: str) -> str | None:
-    """What does not reach `prompt`, which `render` has made of the messages, as a clause; None where all of it does."""
+    """The part of the messages that does not reach `prompt`, which `render` has made of them, as a clause; None where
+    all parts do.
+    """
 
     def attempt(given: Mapping[str, Any]) -> str | None:
         """The prompt of a changed conversation; None where the template refuses it, and so has looked at the change."""

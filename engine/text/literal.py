@@ -55,7 +55,9 @@ class LiteralText:
         conversations: Sequence[Conversation],
         template: Callable[[Sequence[Conversation]], list[str | ChatTemplateError]],
     ) -> list[RenderedMessages | ChatTemplateError]:
-        """What the template writes of each, or an error: also where it writes such texts as escape sequences."""
+        """The prompt that the template writes of each conversation, or an error: also where it writes such texts as
+        escape sequences.
+        """
         texts_beside = {one.options: _option_texts(one.options) for one in conversations}
         stand_ins = [self._stand_ins(one, texts_beside[one.options]) for one in conversations]
         given = [
@@ -88,7 +90,7 @@ class LiteralText:
         return found == written or self._without_unknown(found) == self._without_unknown(written)
 
     def encode(self, prompt: RenderedMessages) -> list[int]:
-        """Its tokens. What lies between two control tokens of the template is encoded as one text."""
+        """The tokens of a prompt. Text between two control tokens of the template is encoded as a whole."""
         assert self._pattern is not None, "no special tokens, hence no stand-ins for them"
         token_ids: list[int] = []
         as_usual = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..request import SamplingParams
 
-#: More than any model has.
+#: More tokens than any model has.
 MAX_TOKENS = 1 << 31
 
 
@@ -15,9 +15,9 @@ def token_problems(sampling: SamplingParams, vocab_size: int) -> list[str]:
 
 
 def problems_with_model(sampling: SamplingParams, vocab_size: int) -> list[str]:
-    """What a model of `vocab_size` tokens cannot do of a sampling, as plain sentences.
+    """Options of a sampling that a model of `vocab_size` tokens cannot serve, as plain sentences.
 
-    Grammars are compiled for it in a process of their own: once for a job, not for each engine that a row comes to.
+    Grammars are compiled for it in a process of their own: once for a job, not for each engine that gets the row.
     """
     problems = token_problems(sampling, vocab_size)
     if sampling.is_constrained:

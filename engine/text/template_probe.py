@@ -27,11 +27,12 @@ _MAX_FILE_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """What is true of all prompts of a template."""
+    """Traits that all prompts of a template have."""
 
-    #: What stands before an answer in a conversation and is not at the end of prompts; "" where nothing is missing.
+    #: Text that stands before an answer in a conversation and is missing at the end of prompts; "" where nothing is
+    #: missing.
     missing_header: str = ""
-    #: What is dropped by design, in words.
+    #: Parts of conversations that the template drops by design, in words.
     drops: tuple[str, ...] = ()
 
 
@@ -51,8 +52,8 @@ def _small_files(folder: Path) -> TokenizerFiles:
 
 
 def template_traits(template: ChatTemplate | None, variables: Mapping[str, Any] | None = None) -> TemplateTraits:
-    """The traits of a template with these variables. What cannot be found out is not claimed: a template that takes no
-    simple conversation has none. Raises `NoProcessError`.
+    """The traits of a template with these variables. Traits that cannot be found out are not claimed: a template that
+    takes no simple conversation has none. Raises `NoProcessError`.
     """
     if template is None:
         return TemplateTraits()
@@ -94,10 +95,10 @@ def run(payload: Any) -> tuple[str, list[str]]:
 
 
 def _missing_header(render: Any, asks: dict[str, Any], answers: dict[str, Any]) -> str:
-    """What prompts lack of that which stands before an answer.
+    """The text that stands before an answer and that prompts lack.
 
-    A prompt is the rendering without generation prompt, and more. That must share its beginning with what stands
-    before an answer: all of it in most templates, the beginning where a model goes on by itself (channels), the
+    A prompt is the rendering without generation prompt, and more. The addition must share its beginning with what
+    stands before an answer: all of it in most templates, the beginning where a model goes on by itself (channels), the
     beginning and more where the template begins reasoning.
     """
     closed, prompt, answered = render([asks]), render([asks], add_generation_prompt=True), render([asks, answers])
@@ -112,13 +113,13 @@ def _missing_header(render: Any, asks: dict[str, Any], answers: dict[str, Any]) 
 
 
 def _num_same(one: str, other: str) -> int:
-    """Characters at the beginning of both."""
+    """Characters that both texts begin with."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
 
 
 def _drops(render: Any, asks: dict[str, Any], answers: dict[str, Any]) -> list[str]:
-    """What is dropped by design, in words."""
+    """Parts of conversations that the template drops by design, in words."""
     drops = []
     inline = {**answers, "content": f"<think>{_THOUGHT}</think>{_ANSWER}"}
     beside = {**answers, "reasoning_content": _THOUGHT, "thinking": _THOUGHT}

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from .grammar import Grammars
 
 _MOST_BAD_WORDS_KEPT = 256
-# Options that rows without them have: penalties, and all of which kinds of rules are known by themselves.
+# Options that are at their defaults in rows without these rules: penalties, and all options whose kinds are known by
+# themselves.
 _PENALTIES: dict[str, Any] = {
     name: SAMPLING_OPTIONS[name].default for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
 }
@@ -46,7 +47,7 @@ _KNOWN_KINDS = _PENALTIES | {name: SAMPLING_OPTIONS[name].default for name in (*
 
 
 class TokenRules:
-    """Which tokens rows may have next. `tokenizers`: what their tokens mean."""
+    """Decides which tokens rows may have next. `tokenizers`: what their tokens mean."""
 
     def __init__(self, tokenizers: Tokenizers) -> None:
         self._tokenizers = tokenizers
@@ -62,9 +63,9 @@ class TokenRules:
         return 0 if self._grammars is None else self._grammars.num_compiled
 
     def apply_(self, logits: Tensor, sequences: Items[Sequence], *, checks_later: bool = False) -> None:
-        """Change `logits` [num_sequences, vocab_size] to what is left of them; minus infinity is impossible.
+        """Apply the rows' rules to `logits` [num_sequences, vocab_size] in place; minus infinity is impossible.
 
-        Where a row's grammar has grown too complex, or its adapter's own tokenizer fails, nothing is left.
+        Where a row's grammar has grown too complex, or its adapter's own tokenizer fails, no token is left.
         `checks_later`: grammars of rows that `refused` can check are left to it.
         """
         kinds = [self._kind(sequence) for sequence in sequences]
@@ -87,9 +88,9 @@ class TokenRules:
                 row.masked_fill_(row < row.max() + sampling.temperature * math.log(sampling.min_p), -torch.inf)
 
     def refused(self, sequences: Items[Sequence], tokens: Items[int], vocab_size: int) -> list[int]:
-        """Of tokens that were chosen after `apply_(checks_later=True)`, the places of those that grammars do not allow.
+        """Places of tokens, chosen after `apply_(checks_later=True)`, that grammars do not allow.
 
-        To check a token costs a tenth of a mask or less, and most tokens are allowed. Rows get those that are.
+        To check a token costs a tenth of a mask or less, and most tokens are allowed. Rows keep allowed ones.
         """
         checkable = [i for i, s in enumerate(sequences) if tokens[i] >= 0 and self._kind(s).is_checkable]
         if not checkable:
@@ -182,7 +183,7 @@ class TokenRules:
 
     @staticmethod
     def _known(token_ids: Iterable[int], logits: Tensor) -> Tensor:
-        """Of these tokens, those that the model has; an adapter's tokenizer may have more."""
+        """The tokens that the model has; an adapter's tokenizer may have more."""
         return _on(np.array([token for token in token_ids if token < len(logits)], np.int64), logits.device)
 
     def _prompt_tokens(self, sequence: Sequence) -> NDArray[np.int64]:
@@ -200,19 +201,21 @@ class TokenRules:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What kinds of rules a row has. `has_least`: a least probability. `has_others`: than these, its grammar,
-    penalties and `min_tokens`.
+    """The kinds of rules that a row has."""
 
-    `is_checkable`: its grammar may be looked at after its token was chosen. A greedy choice that is allowed is the
-    largest of those that are. A draw that is allowed, or else a new one among what is allowed, has the distribution of
-    a draw among what is allowed; not where a cut depends on what is left.
-    """
-
+    #: Tokens before which the row does not end.
     min_tokens: int = 0
+    #: Whether it has a grammar.
     is_constrained: bool = False
+    #: Whether its grammar may be looked at after its token was chosen. A greedy choice that is allowed is the largest
+    #: of the allowed ones. A draw that is allowed, or else a new one among the allowed tokens, has the distribution of
+    #: a draw among these; not where a cut depends on which are left.
     is_checkable: bool = False
+    #: Whether it has rules beside its grammar, penalties, `min_p` and `min_tokens`.
     has_others: bool = False
+    #: Whether it has penalties.
     is_penalised: bool = False
+    #: Whether tokens need a least probability (`min_p`).
     has_least: bool = False
 
     @classmethod
@@ -229,7 +232,7 @@ class _Kind:
         )
 
 
-# Of rows that need no token any more.
+# The kind of rows that need no token any more.
 _NO_RULES = _Kind()
 _NO_TOKENS = np.zeros(0, np.int64)
 

@@ -60,7 +60,7 @@ class Tokenizer:
         self._chat_template = chat_template
         self._tool_template = tool_template or chat_template
         self.eos_token_ids = eos_token_ids
-        #: What people should know of its files, as clauses.
+        #: Remarks on its files for people, as clauses.
         self.notes: tuple[str, ...] = ()
         added = backend.get_added_tokens_decoder()
         self._special_texts = {token.content: i for i, token in added.items() if token.special}
@@ -98,7 +98,7 @@ class Tokenizer:
         now: datetime | None = None,
         chat_template: str | None = None,
     ) -> Tokenizer:
-        """`from_folder`, of files that were read before."""
+        """`from_folder` for files that were read before."""
         model_type, kind = named_by_model(files.folder)
         backend, settings = build(files, base=of_base, model_type=model_type, model_class=kind)
         special = settings.special_tokens
@@ -279,7 +279,7 @@ class Tokenizer:
         return len(whole) - start - len(bare)
 
     def special_token_ids(self, texts: Sequence[str]) -> tuple[int, ...]:
-        """Of these texts, those that are special tokens: `decode` leaves them out."""
+        """Numbers of the texts that are special tokens: `decode` leaves them out."""
         ids = ((self._backend.token_to_id(text), text) for text in texts)
         return tuple(i for i, text in ids if i is not None and text in self._special_texts)
 
@@ -320,7 +320,7 @@ class Tokenizers:
         return asked if sampling.ignore_eos else (*self._eos_token_ids, *tokenizer.eos_token_ids, *asked)
 
     def stop_tokens(self, request: Request) -> tuple[int, ...]:
-        """All that could end a row, and the base's own ends."""
+        """All tokens that could end a row, and the base's own ends."""
         sampling, tokenizer = request.sampling, self.of(request.adapter_id)
         special = tokenizer.special_token_ids(sampling.stop)
         return tuple({*self._eos_token_ids, *tokenizer.eos_token_ids, *sampling.stop_token_ids, *special})
@@ -357,7 +357,7 @@ class Detokenizer:
         return self._text_of_pending().rstrip(_REPLACEMENT) if self._pending else ""
 
     def finish(self) -> str:
-        """What is left when no more tokens come."""
+        """The text that is left when no more tokens come."""
         return self._release(self._text_of_pending())
 
     def _text_of_pending(self) -> str:
@@ -390,7 +390,7 @@ def _no_tokens() -> Iterator[None]:
 def _each(
     items: Sequence[_Item], encode: Callable[[Sequence[_Item]], list[list[int]]]
 ) -> list[list[int] | TokenizerError]:
-    """What `encode` makes of all at once; where one of them has no tokens, of each by itself."""
+    """Tokens of each item: `encode` gets all at once and, if one of them has no tokens, each by itself."""
     try:
         return list(encode(items))
     except TokenizerError as error:
@@ -400,7 +400,9 @@ def _each(
 
 
 def named_by_model(folder: Path) -> tuple[str, str]:
-    """What the model's own configuration says of the tokenizer's class: `model_type` and `tokenizer_class`."""
+    """`model_type` and `tokenizer_class` of the model's own configuration, which name the tokenizer's class; "" for a
+    missing one.
+    """
     path = folder / "config.json"
     config = read_json(path) if path.is_file() else {}
     return str(config.get("model_type") or ""), str(config.get("tokenizer_class") or "")

@@ -88,7 +88,7 @@ REFUSED: Mapping[str, str] = {
 #: Classes of transformers that build a tokenizer from `tokenizer.json` as it is.
 AS_WRITTEN = "TokenizersBackend"
 _AS_WRITTEN_NAMES = (AS_WRITTEN, "PreTrainedTokenizer", "PythonBackend", "BloomTokenizer")
-#: model_type -> the class that transformers has for it, where it has one.
+#: `model_type` -> the class that transformers has for it, where it has one.
 CLASS_OF_TYPE: Mapping[str, str] = {
     "mistral": AS_WRITTEN,
     "qwen2": "Qwen2Tokenizer",
@@ -108,18 +108,25 @@ _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSettings:
-    """What the files beside `tokenizer.json` say. `special_tokens`: name -> text. `tokens`: to be added, in order.
-    `numbers`: text -> the number that a file gives it. `notes`, `problems`: clauses for people.
-    """
+    """Settings from the files beside `tokenizer.json`."""
 
+    #: Name of a special token -> its text.
     special_tokens: Mapping[str, str] = field(default_factory=dict)
+    #: Tokens to be added, in order.
     tokens: tuple[AddedToken, ...] = ()
+    #: Text of an added token -> the number that a file gives it.
     numbers: Mapping[str, int] = field(default_factory=dict)
+    #: Whether texts of special tokens are encoded as ordinary text.
     splits_special_tokens: bool = False
+    #: Whether a blank is put before texts; None where no file says, or the class has none.
     prefix_space: bool | None = None
+    #: Whether decoded text is cleaned up (`clean_up_tokenization_spaces`).
     cleans_up: bool = False
+    #: Class with which transformers reads the tokenizer.
     class_name: str = AS_WRITTEN
+    #: Remarks, as clauses for people.
     notes: tuple[str, ...] = ()
+    #: Reasons to refuse the tokenizer, as clauses for people.
     problems: tuple[str, ...] = ()
 
 
