@@ -215,7 +215,7 @@ def _serve() -> None:
 
 
 def _address_bytes() -> int:
-    """Address space of this process in bytes: its modules, and what earlier tasks have left. 0 where it is not known."""
+    """Address space of this process in bytes: its modules, and what earlier tasks have left. 0 where it is unknown."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:

@@ -62,7 +62,7 @@ def temporary_folder(parent: Path | None = None, prefix: str = "process-") -> It
 
 
 def _held_folder(parent: Path, prefix: str) -> tuple[Path, int]:
-    """A new folder and the descriptor that holds its lock, if locks can be had. The lock says that its process lives."""
+    """A new folder, and a descriptor that holds its lock if locks can be had. The lock says that the process lives."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         # Another process that finds it without its lock removes it.

@@ -123,7 +123,7 @@ class SamplingParams:
     seed: int = _option(
         0, "With the row's identity, the key of its random stream.", "from 0 to 2**63 - 1", lambda s: 0 <= s < 2**63
     )
-    #: Strings.
+    #: Strings; the one that is complete first ends the completion.
     stop: tuple[str, ...] = _option(
         (),
         "A string that ends a completion and is not part of it. Repeatable.",
@@ -132,7 +132,7 @@ class SamplingParams:
     )
     #: Whether the generated tokens' log-probabilities are part of the result.
     logprobs: bool = _option(False, "Add token ids and their log-probabilities to the output.")
-    #: Likeliest tokens per generated token.
+    #: Likeliest tokens that are returned for each generated token; 0 for none.
     top_logprobs: int = _option(
         0,
         "Add, for each token, this many of the likeliest tokens and their log-probabilities to the output.",
@@ -141,7 +141,7 @@ class SamplingParams:
     )
     #: Whether log-probabilities of the prompt's tokens but the first are part of the result.
     prompt_logprobs: bool = _option(False, "Add the prompt's tokens and their log-probabilities to the output.")
-    #: Likeliest tokens per place of the prompt.
+    #: Likeliest tokens that are returned for each place of the prompt; 0 for none.
     prompt_top_logprobs: int = _option(
         0,
         "Add, for each token of the prompt, this many of the likeliest tokens in its place to the output.",
@@ -150,7 +150,7 @@ class SamplingParams:
     )
     #: Not allowed beside a constraint, which ends by itself.
     ignore_eos: bool = _option(False, "Continue after the model's end token, up to max_tokens.")
-    #: Tokens.
+    #: Tokens, beside the end tokens of model and tokenizer.
     stop_token_ids: tuple[int, ...] = _option(
         (), "A token that ends a completion and is not part of its text. Repeatable.", "tokens, 0 or more", _are_tokens
     )
@@ -168,15 +168,15 @@ class SamplingParams:
         "from 0 to 1",
         lambda p: 0.0 <= p <= 1.0,
     )
-    #: In logits.
+    #: In logits; 0 changes nothing.
     presence_penalty: float = _option(
         0.0, "Taken from the logit of every token of the completion so far.", "from -2 to 2", lambda p: -2 <= p <= 2
     )
-    #: In logits, per occurrence.
+    #: In logits per occurrence; 0 changes nothing.
     frequency_penalty: float = _option(
         0.0, "Taken from a token's logit for each time it is in the completion.", "from -2 to 2", lambda p: -2 <= p <= 2
     )
-    #: Factor.
+    #: Factor; 1 changes nothing.
     repetition_penalty: float = _option(
         1.0,
         "Divides the logits, where positive, of tokens in prompt and completion, else multiplies them; 1 is off.",
@@ -194,7 +194,7 @@ class SamplingParams:
             and len({token for token, _ in pairs}) == len(pairs)
         ),
     )
-    #: Texts.
+    #: Texts; empty for none.
     bad_words: tuple[str, ...] = _option(
         (), "A text that is not generated. Repeatable.", "strings that are not empty", _are_texts
     )

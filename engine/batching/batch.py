@@ -118,7 +118,9 @@ class RunningBatch:
         )
 
     def _expected_tokens(self) -> NDArray[np.float64] | None:
-        """Tokens that each waiting row is expected to generate, by the rows that have finished; None when no row waits."""
+        """Tokens that each waiting row is expected to generate, learned from finished rows; None when no row waits, or
+        none has finished.
+        """
         if not self._waiting:
             return None
         rows = self._running.values()

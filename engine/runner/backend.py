@@ -236,7 +236,7 @@ class GpuBackend(Backend):
     decoder: GpuDecoder
 
     def check_exact(self) -> None:
-        """Raises `ExactModeError` where the configuration cannot be served exactly; fixes the interpreter's products."""
+        """Raises `ExactModeError` where the configuration cannot be exact, and fixes the interpreter's products."""
         check_exact_on_gpu(self.config)
         if is_interpreted():
             fix_products()
