@@ -1,1 +1,1 @@
-"""The same Scheduler on simulated replicas."""
+"""Simulation of jobs: the real Scheduler and the real batching on simulated replicas."""

@@ -12,8 +12,10 @@ from ..workload import AdapterInfo, Workload
 
 
 class SimulatedPages:
-    """What rows and adapters take of the pool; `ReplicaSettings` has the parameters. `num_pages`: None is endless.
-    `of_adapter`: by number.
+    """Pages that rows and adapters take of a replica's pool. The parameters are those of `ReplicaSettings`.
+
+    `num_pages`: pages of the pool (None: endless). `of_adapter`: pages of each adapter, by number; empty when adapters
+    take none.
     """
 
     def __init__(
@@ -28,20 +30,24 @@ class SimulatedPages:
 
     def of_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Pages that hold the prompt and all but the last token of each of these rows."""
-        # Not of all rows once: a thousand replicas of ten million rows would hold 80 GB.
+        # Computed for these rows only: an array of ten million rows in each of a thousand replicas would take 80 GB.
         prompt, limit = self._workload.prompt_tokens[rows], self._workload.max_tokens[rows]
         return self.of_tokens(np.maximum(1, prompt.astype(np.int64) + limit - 1))
 
     def of_tokens(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Pages that hold so many tokens."""
+        """Pages that hold `tokens` tokens."""
         return -(-tokens // self._page_tokens)
 
     def rounded(self, pages: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Of rows that need so many, where memory is ample."""
+        """Pages that rows take where memory is ample: `pages`, rounded up to multiples of `run_pages`."""
         return -(-pages // self._run_pages) * self._run_pages
 
     def taken(self, exact: NDArray[np.int64], held: int) -> NDArray[np.int64]:
-        """What rows that need so many take, in this order, beside rows that hold so much."""
+        """Pages that rows take when they enter in this order.
+
+        `exact`: pages that each row needs. `held`: pages that other rows hold. Rows take rounded numbers of pages while
+        the pool has room, else exactly what they need.
+        """
         rounded = self.rounded(exact)
         if self.num_pages is None or held + int(rounded.sum()) <= self.num_pages:
             return rounded
@@ -51,14 +57,16 @@ class SimulatedPages:
         return rounded
 
     def left_for_adapters(self, held: int) -> int | None:
-        """Pages beside the rows; None: endless, or adapters take none."""
+        """Pages that are left beside the `held` pages of rows; None: endless, or adapters take none."""
         return None if self.num_pages is None or not self.of_adapter else self.num_pages - held
 
 
 class SimulatedMemory:
-    """The adapters of a simulated replica. `source`: of those that were not fetched ahead. `slots`: adapters at once,
-    least recently used goes first; None: endless. Adapters that had to leave are loaded from host memory again.
-    `is_beside`: whether loads cost steps nothing.
+    """The adapters of a simulated replica.
+
+    `source`: where adapters that were not fetched ahead are loaded from. `slots`: most adapters at once, the least
+    recently used leaves first (None: endless). `is_beside`: whether loads cost steps nothing. Adapters that had to
+    leave are loaded from host memory again.
     """
 
     def __init__(
@@ -73,42 +81,43 @@ class SimulatedMemory:
         self._is_beside = is_beside
         # Least recently used first.
         self._resident: dict[int, None] = {}
-        # The same by number; the last is the base model, which is always there.
+        # Whether each adapter is resident, by number; the last is the base model, which always is.
         self._is_there = np.append(np.zeros(len(adapters), bool), True)
         self._resident_array: NDArray[np.int32] | None = None
-        # Adapters on their way, or read and not used yet -> when each is there; one after the other.
+        # Adapters that are being read, or are read and not used yet -> seconds at which each is ready. One is read at a
+        # time.
         self._arriving: dict[int, float] = {}
         self._link_free_s = 0.0
         self._left: set[int] = set()
 
     @property
     def resident(self) -> list[int]:
-        """Adapters that are there, least recently used first."""
+        """Resident adapters, least recently used first."""
         return list(self._resident)
 
     @property
     def resident_array(self) -> NDArray[np.int32]:
-        """The same as int32 `[num_resident]`, in no order."""
+        """Resident adapters as int32 `[num_resident]`, in no order."""
         if self._resident_array is None:
             self._resident_array = np.fromiter(self._resident, np.int32, len(self._resident))
         return self._resident_array
 
     @property
     def num_coming(self) -> int:
-        """Adapters on their way, or read and not used yet."""
+        """Adapters that are being read, or are read and not used yet."""
         return len(self._arriving)
 
     @property
     def has_all(self) -> bool:
-        """Whether every adapter is there."""
+        """Whether every adapter is resident."""
         return len(self._resident) == len(self._adapters)
 
     def has(self, adapter: int) -> bool:
-        """Whether rows have used the adapter, so that it lies in the pool; the base model is always there."""
+        """Whether rows have used the adapter, so that it is in the pool; the base model is always there."""
         return adapter < 0 or adapter in self._resident
 
     def absent(self, adapters: NDArray[np.int32], now_s: float) -> frozenset[int]:
-        """Those of these adapters for which rows would have to wait."""
+        """The adapters among these for which rows would have to wait."""
         missing = adapters[~self._is_there[adapters]]
         if not len(missing):
             return frozenset()
@@ -121,13 +130,16 @@ class SimulatedMemory:
             self._arriving[adapter] = self._link_free_s
 
     def clear(self) -> None:
-        """Everything is lost."""
+        """Lose all adapters."""
         self._resident, self._arriving, self._link_free_s, self._left = {}, {}, 0.0, set()
         self._is_there[:-1] = False
         self._resident_array = None
 
     def wait_s(self, needed: Sequence[int], now_s: float) -> float:
-        """Seconds by which these delay a step; afterwards they are there, and others may have gone for them."""
+        """Seconds by which these adapters delay a step.
+
+        Afterwards they are resident, and others may have been evicted for them.
+        """
         seconds = 0.0
         for adapter in needed:
             if adapter in self._resident:

@@ -13,21 +13,25 @@ from ..cost import CostModel, StepLoad, lora_load, prompt_pairs
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Passes:
-    """`number` forward passes of one batch, by row `[num_rows]`: `adapter`; `tokens` that it generates; `stored`, its
-    tokens with keys and values before; `chunk`, how much of its prompt is computed, 0 of a row that decodes.
-    `drawn_tokens`, `scored_tokens`: of all rows.
-    """
+    """Several forward passes of one batch. Arrays are by row, `[num_rows]`."""
 
+    #: Forward passes.
     number: int
+    #: Adapter of each row.
     adapter: NDArray[np.int32]
+    #: Tokens that each row generates.
     tokens: NDArray[np.int64]
+    #: Tokens of each row that had keys and values before.
     stored: NDArray[np.int64]
+    #: Tokens of each row's prompt that are computed; 0 of a row that decodes.
     chunk: NDArray[np.int64]
+    #: Tokens of all rows that are drawn at a temperature.
     drawn_tokens: int = 0
+    #: Prompt tokens of all rows whose log-probabilities are asked.
     scored_tokens: int = 0
 
     def load(self, cost: CostModel, ranks: NDArray[np.float64], merged: int | None) -> StepLoad:
-        """What all passes together do; the cost model is linear, so sums are enough. Adapters count once."""
+        """Work of all passes together, adapters counted once. The cost model is linear, so sums are enough."""
         is_prompt = self.chunk > 0
         after = self.stored + self.chunk
         # The first token of a row comes out of its prompt.
@@ -47,7 +51,7 @@ class Passes:
         )
 
     def seconds(self, load: StepLoad, cost: CostModel) -> float:
-        """Of all passes with this load: each pays for the weights and for the adapters."""
+        """Seconds of all passes with this load: each pays for the weights and for the adapters."""
         seconds = float(cost.step_seconds(load))
         if self.number > 1:
             again = StepLoad(num_adapters=load.num_adapters, rank_sum=load.rank_sum)
@@ -55,7 +59,7 @@ class Passes:
         return seconds
 
     def totals(self, load: StepLoad) -> NDArray[np.float64]:
-        """The fields of `StepTotals`, in order."""
+        """Work of all passes: the fields of `StepTotals` in order, float64 `[13]`."""
         given: Any = load
         has_lora, is_mixed = given.num_adapters > 0, given.prefill_tokens > 0 and given.decode_rows > 0
         of_adapters = (self.number * has_lora, self.number * given.num_adapters, self.number * given.rank_sum)

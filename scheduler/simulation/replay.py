@@ -21,13 +21,15 @@ from ..scheduler import BEGINNING, EVENTS_VERSION, SchedulerSettings
 
 @dataclass(frozen=True, slots=True)
 class ReplayOutcome:
-    """`first_difference`: event number, recorded commands and those given now; None when all agree. `num_passed_over`:
-    schedulers whose events are of another version.
-    """
+    """Outcome of a replay."""
 
+    #: Events whose commands agree.
     num_events: int
+    #: Commands that these events gave.
     num_commands: int
+    #: Schedulers whose events are of another version.
     num_passed_over: int = 0
+    #: (event number, recorded commands, commands given now); None when all agree.
     first_difference: tuple[int, list[dict[str, Any]], list[dict[str, Any]]] | None = None
 
 
@@ -47,7 +49,7 @@ def replay(shards: Sequence[Shard], event_log: Iterable[Mapping[str, Any]]) -> R
         scheduler = make_scheduler(shards, committed=origin["committed"], settings=_settings(origin["settings"]))
         for step in steps:
             given = [command.to_json() for command in scheduler.handle(Event.from_json(step.event))]
-            # Through the same form as the record: tuples have become lists there.
+            # Both are read back from JSON: tuples have become lists in the record.
             if [Command.from_json(command) for command in given] != [Command.from_json(c) for c in step.commands]:
                 return ReplayOutcome(num_events, num_commands, num_passed_over, (num_events, step.commands, given))
             num_events += 1

@@ -41,35 +41,43 @@ _MAX_AHEAD = 4
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
-    """`max_batch_rows`: rows that run at once. `max_step_tokens`: of one step, prompts and decoding rows together.
+    """Limits of a simulated replica, and how closely it is simulated."""
 
-    `kv_tokens`: tokens that the pool holds, in pages of `page_tokens`; a row takes one run of pages, a multiple of
-    `run_pages` where there is room. None: endless. `token_bytes`: keys and values of one token, by which adapters take
-    pages of the pool too; 0: they take none. `rows_grow`: see above. `adapter_slots`: adapters resident at once, least
-    recently used goes first; None: endless. `loads_beside_steps`: loads cost steps nothing; on CPU both take the same
-    cores. `look_ahead`: waiting rows the batcher sees.
-    """
-
+    #: Rows that run at once.
     max_batch_rows: int = 64
+    #: Tokens of one step, prompts and decoding rows together.
     max_step_tokens: int = 2048
+    #: Tokens that the pool holds (None: endless).
     kv_tokens: int | None = None
+    #: Tokens of a page of the pool.
     page_tokens: int = 1
+    #: A row's pages are contiguous and, where there is room, a multiple of this number.
     run_pages: int = 1
+    #: Bytes of the keys and values of one token, by which adapters take pages of the pool too; 0: they take none.
     token_bytes: int = 0
+    #: Whether a row enters with pages for the tokens that it is expected to generate, and takes more as it grows.
     rows_grow: bool = False
+    #: Adapters resident at once, the least recently used leaves first (None: endless).
     adapter_slots: int | None = None
+    #: Source of adapter loads; `host`: the replica's host memory holds every adapter.
     adapter_source: AdapterSource = "host"
+    #: Whether loads cost steps nothing; on CPU both take the same cores.
     loads_beside_steps: bool = True
+    #: Waiting rows that the batcher sees.
     look_ahead: int = 512
+    #: Most forward passes that one step stands for.
     leap_steps: int = 1
+    #: Whether a leap goes on although rows end inside: faster, and time is slightly overstated.
     is_coarse: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutcome:
-    """`end_s`: when the step (or leap) is over. `finished` int64: rows that ended in it."""
+    """Outcome of one step or leap."""
 
+    #: Seconds at which it is over.
     end_s: float
+    #: Rows that ended in it, int64.
     finished: NDArray[np.int64]
 
 
@@ -96,8 +104,8 @@ class SimulatedReplica:
         self.expected: Counter[int] = Counter() if expected is None else expected
         self.waiting: NDArray[np.int64] = np.zeros(0, np.int64)
         self.running: NDArray[np.int64] = np.zeros(0, np.int64)
-        # Of running rows: tokens to generate; tokens so far, prompt and generated; those of them that are to be
-        # computed before it decodes; pages held.
+        # By running row: tokens still to generate; tokens so far, prompt and generated; tokens among these that are to
+        # be computed before the row decodes; pages held.
         self._remaining: NDArray[np.int64] = np.zeros(0, np.int64)
         self._total: NDArray[np.int64] = np.zeros(0, np.int64)
         self._unstored: NDArray[np.int64] = np.zeros(0, np.int64)
@@ -107,7 +115,7 @@ class SimulatedReplica:
         self._cost, self._batcher, self._settings, self._timeline = cost, batcher, settings, timeline
         self._lengths = LengthEstimator() if lengths is None else lengths
         self._by_prompt = LengthsByPrompt()
-        # Tokens that rows on loan had generated elsewhere; they are prefilled again with the prompt.
+        # Row on loan -> tokens that it had generated elsewhere; they are prefilled again with the prompt.
         self._brought: dict[int, int] = {}
         self._merged: int | None = None
         self._has_merged = False
@@ -133,7 +141,7 @@ class SimulatedReplica:
 
     @property
     def totals(self) -> tuple[float, ...]:
-        """What its steps have done, the fields of `StepTotals` in order."""
+        """Work of its steps: the fields of `StepTotals` in order."""
         return tuple(self._totals.tolist())
 
     @property
@@ -153,7 +161,7 @@ class SimulatedReplica:
         return int((self._total - self._workload.prompt_tokens[self.running]).sum())
 
     def add(self, rows: NDArray[np.int64]) -> None:
-        """Rows join the end of the queue."""
+        """Add rows to the end of the queue."""
         self.waiting = np.concatenate([self.waiting, rows])
         prompts = int(self._workload.computed_of(rows).sum())
         self._lengths.asked(int(self._workload.max_tokens[rows].sum()), len(rows), prompts)
@@ -168,7 +176,7 @@ class SimulatedReplica:
     def hand_over(self, rows: NDArray[np.int64], num_rows: int) -> dict[int, int]:
         """Remove the last `num_rows` of `rows` that are here; row -> tokens generated so far.
 
-        This is the rule of a real worker's queue: nobody knows which rows have most left.
+        This is the rule of a real worker's queue, which does not know which rows have most left.
         """
         is_here = np.isin(rows, self.waiting) | np.isin(rows, self.running)
         handed: dict[int, int] = {row: self._brought.pop(row, 0) for row in rows[is_here][-num_rows:].tolist()}
@@ -182,12 +190,12 @@ class SimulatedReplica:
         return handed
 
     def take_over(self, handed: dict[int, int]) -> None:
-        """Rows another replica has begun join the queue with what they have generated."""
+        """Add rows that another replica has begun to the queue, with what they have generated."""
         self._brought |= handed
         self.add(np.fromiter(handed, dtype=np.int64))
 
     def drop(self, row: int) -> None:
-        """A row on loan is not wanted here any more."""
+        """Remove a row on loan that is not wanted here any more."""
         self._brought.pop(row, None)
         self.waiting = self.waiting[self.waiting != row]
         self._keep(self.running != row)
@@ -231,7 +239,7 @@ class SimulatedReplica:
         return self._advance(now_s, overhead_s, is_served, self._num_passes(is_served, may_leap, now_s, until_s))
 
     def _view(self, seen: NDArray[np.int64], now_s: float) -> BatchView:
-        """What the batcher sees."""
+        """State of the replica as its batcher sees it before a step."""
         adapters, memory = self._workload.adapter_index, None
         running, waiting, expected = adapters[self.running], adapters[seen], self._expected_tokens(seen)
         if self._pages.num_pages is not None:
@@ -253,7 +261,7 @@ class SimulatedReplica:
         )
 
     def _expected_tokens(self, waiting: NDArray[np.int64]) -> NDArray[np.float64] | None:
-        """Of rows that wait; None where none does."""
+        """Expected output tokens of waiting rows; None without any, or before any row has finished."""
         if not len(waiting):
             return None
         prompt, limit = self._workload.prompt_tokens, self._workload.max_tokens
@@ -300,7 +308,7 @@ class SimulatedReplica:
         if view.memory is None:
             return admit
         admit = admit[: view.memory.num_fitting(admit, view.waiting_adapter, view.running_adapter)]
-        # As in the engine: where nothing has to make room, rows of equal size lie side by side.
+        # The engine does so too: where nothing has to make room, rows of equal size are side by side.
         rounded = self._pages.rounded(view.memory.row_pages[admit])
         absent = {a for a in set(view.waiting_adapter[admit].tolist()) if not self._memory.has(a)}
         num_pages = int(rounded.sum()) + sum(self._pages.of_adapter.get(a, 0) for a in absent)
@@ -309,7 +317,10 @@ class SimulatedReplica:
         return admit
 
     def _is_ready(self, adapters: NDArray[np.int32], now_s: float) -> NDArray[np.bool_]:
-        """Which rows of these adapters need not wait for them; those of the first if there is none and nothing runs."""
+        """Which rows of these adapters need not wait for them, bool.
+
+        If there is none and nothing runs, the rows of the first adapter are ready.
+        """
         wanted = dict.fromkeys(adapters.tolist())
         missing = self._memory.absent(adapters, now_s)
         if not missing:
@@ -353,8 +364,9 @@ class SimulatedReplica:
     def _join(
         self, serve: NDArray[np.bool_], positions: NDArray[np.int64], pages: NDArray[np.int64] | None, now_s: float
     ) -> NDArray[np.bool_]:
-        """Waiting rows at these positions become the last running ones, each with its `pages` (None: endless memory).
-        Returns who takes part, `[num_running]`.
+        """Move waiting rows at these positions to the end of the running ones; return which rows take part.
+
+        `pages`: pages of each of these rows (None: endless memory). The result is bool `[num_running]`.
         """
         if len(positions) == 0:
             return serve
@@ -364,7 +376,7 @@ class SimulatedReplica:
         self.waiting = self.waiting[stays]
         brought = np.array([self._brought.pop(int(row), 0) for row in admitted] if self._brought else 0)
         total = self._workload.prompt_tokens[admitted] + brought
-        # Rows on loan compute all that they bring.
+        # Rows on loan compute all tokens that they come with.
         unstored = np.maximum(1, np.where(brought > 0, total, self._workload.computed_of(admitted)))
         self.running = np.concatenate([self.running, admitted])
         self._remaining = np.concatenate([self._remaining, np.maximum(1, self._output[admitted] - brought)])
@@ -381,7 +393,7 @@ class SimulatedReplica:
         return np.concatenate([serve, np.ones(len(admitted), bool)])
 
     def _keep(self, stays: NDArray[np.bool_]) -> None:
-        """Running rows that stay."""
+        """Keep only the running rows that `stays` marks."""
         if stays.all():
             return
         self.running, self._remaining, self._total, self._unstored, self._held = (
@@ -390,13 +402,13 @@ class SimulatedReplica:
         self._pin()
 
     def _pin(self) -> set[int]:
-        """Adapters of running rows, which cannot leave."""
+        """Count the pages of the adapters of running rows, which cannot leave, and return these adapters."""
         pinned = set(self._workload.adapter_index[self.running].tolist())
         self._pinned_pages = sum(self._pages.of_adapter.get(a, 0) for a in pinned) if self._pages.of_adapter else 0
         return pinned
 
     def _num_passes(self, is_served: NDArray[np.bool_], may_leap: bool, now_s: float, until_s: float) -> int:
-        """Forward passes this step stands for."""
+        """Forward passes that this step stands for."""
         limit = self._settings.leap_steps
         if limit == 1:
             return 1
@@ -415,8 +427,9 @@ class SimulatedReplica:
         return passes
 
     def _prompt_budget(self, is_served: NDArray[np.bool_]) -> int:
-        """Prompt tokens of one pass: what decoding rows leave, and one at least. Where all prompts are scored, no more
-        than an engine scores in a step.
+        """Prompt tokens of one pass: what decoding rows leave, and one at least.
+
+        Where all prompts are scored, they are no more than an engine scores in a step.
         """
         num_decoding = int((self._unstored[is_served] == 0).sum())
         limit = self._settings.max_step_tokens if self._settings.is_coarse else self._budget.tokens
@@ -428,7 +441,8 @@ class SimulatedReplica:
         return min(budget, MOST_SCORED_PLACES) if is_bounded else budget
 
     def _cut(self, served: NDArray[np.int64], num_passes: int, budget: int) -> tuple[NDArray[np.int64], ...]:
-        """Of served rows: prompt tokens computed, tokens generated, and the pass in which the prompt ends (0: before).
+        """Work of the served rows: prompt tokens computed, tokens generated, and the pass in which the prompt ends (0:
+        before).
 
         Decoding rows get a token in each pass; prompts are computed in order, and the last chunk gives a token too.
         """
@@ -466,7 +480,7 @@ class SimulatedReplica:
         self._remaining[served] -= tokens
         self._total[served] += tokens
         left = unstored - chunk
-        # all but the last token of a row that had begun before: from here on it decodes
+        # all but the last token of a row that had begun before are stored: from here on it decodes
         left[(left == 1) & (self._total[served] > self._workload.prompt_tokens[rows])] = 0
         self._unstored[served] = left
         # Linear in between: exact when all rows of the leap last to its end.

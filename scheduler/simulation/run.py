@@ -24,7 +24,7 @@ MakeBatcher = Callable[[ReplicaFacts], Batcher]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyRun:
-    """What a policy achieved on a job, and when every row ran."""
+    """Outcome of a policy on a job, and the times of every row."""
 
     policy: str
     metrics: JobMetrics
@@ -41,10 +41,10 @@ def run_planned(
     scheduling: SchedulerSettings,
     slowness: Sequence[float] | None = None,
 ) -> PolicyRun:
-    """A plan, played by the real Scheduler on replicas that are all there from the start.
+    """Play a plan with the real Scheduler on replicas that are all there from the start.
 
-    `make_batcher`: of each replica, as an engine makes its own. Reports come once a second, as from real workers.
-    `slowness`: seconds of each replica over those of the cost model (None: as the model says).
+    `make_batcher`: makes the batcher of each replica, as an engine makes its own. Reports come once a second, as from
+    real workers. `slowness`: seconds of each replica over those of the cost model (None: as the model says).
     """
     timeline = Timeline.empty(workload.num_rows, num_replicas)
     ranks = np.array([adapter.rank for adapter in workload.adapters], dtype=np.float64)

@@ -35,7 +35,7 @@ def top_five_popularity(num_adapters: int, share: float = 0.7) -> NDArray[np.flo
 
 
 def draw_adapters(generator: np.random.Generator, num_rows: int, popularity: NDArray[np.float64]) -> NDArray[np.int32]:
-    """int32 `[num_rows]`, independent draws."""
+    """Adapter of each row, int32 `[num_rows]`, by independent draws."""
     return np.asarray(generator.choice(len(popularity), num_rows, p=popularity), dtype=np.int32)
 
 
@@ -52,7 +52,7 @@ def draw_shifting(
 def draw_lengths(
     generator: np.random.Generator, num_rows: int, median: float, sigma: float, most: int
 ) -> NDArray[np.int32]:
-    """Log-normal, at least 1 and at most `most`: int32 `[num_rows]`."""
+    """Log-normal lengths, at least 1 and at most `most`, int32 `[num_rows]`."""
     drawn = generator.lognormal(np.log(median), sigma, num_rows)
     return np.clip(np.rint(drawn), 1, most).astype(np.int32)
 

@@ -16,34 +16,42 @@ from ..workload import Workload
 
 @dataclass(slots=True, eq=False)
 class Timeline:
-    """`admit_s`: joined a batch; `first_token_s`; `finish_s`: float64 seconds since the start. `replica`: int32, the
-    last one it ran on. `paused_steps` int64: steps in which it held memory and sat out. `busy_s`, `switch_s`, `load_s`
-    float64 `[num_replicas]`: time in steps (all included), of which changing the merged adapter, and loading adapters.
-    `num_steps` int64, `row_steps` int64, `prompt_tokens` int64 (computed), `merged_steps` int64, `mixed_steps` int64
-    `[num_replicas]`: the latter with prompts and decoding rows. `preempted` int64 `[num_replicas]`: times that a row
-    lost its memory to others.
-    `peak_adapters` int64 `[num_replicas]`: most adapters resident at once.
-    """
+    """Times of every row and counts of every replica in one simulation."""
 
+    #: Seconds at which each row joined a batch, `[num_rows]`.
     admit_s: NDArray[np.float64]
+    #: Seconds at which each row got its first token, `[num_rows]`.
     first_token_s: NDArray[np.float64]
+    #: Seconds at which each row ended, `[num_rows]`.
     finish_s: NDArray[np.float64]
+    #: Replica that each row ran on last, `[num_rows]`; -1 before.
     replica: NDArray[np.int32]
+    #: Steps in which each row held memory and sat out, `[num_rows]`.
     paused_steps: NDArray[np.int64]
+    #: Seconds in steps, merges and waits for adapters included, `[num_replicas]`.
     busy_s: NDArray[np.float64]
+    #: Seconds of `busy_s` that changing the merged adapter took, `[num_replicas]`.
     switch_s: NDArray[np.float64]
+    #: Seconds of `busy_s` that steps waited for adapters, `[num_replicas]`.
     load_s: NDArray[np.float64]
+    #: Forward passes, `[num_replicas]`.
     num_steps: NDArray[np.int64]
+    #: Tokens generated, that is rows of all passes that got a token, `[num_replicas]`.
     row_steps: NDArray[np.int64]
+    #: Prompt tokens computed, `[num_replicas]`.
     prompt_tokens: NDArray[np.int64]
+    #: Forward passes with a merged adapter, `[num_replicas]`.
     merged_steps: NDArray[np.int64]
+    #: Forward passes with prompts and decoding rows, `[num_replicas]`.
     mixed_steps: NDArray[np.int64]
+    #: Times that a row lost its memory to others, `[num_replicas]`.
     preempted: NDArray[np.int64]
+    #: Most adapters resident at once, `[num_replicas]`.
     peak_adapters: NDArray[np.int64]
 
     @classmethod
     def empty(cls, num_rows: int, num_replicas: int) -> Timeline:
-        """Nothing has happened yet."""
+        """A timeline in which nothing has happened yet."""
         return cls(
             admit_s=np.full(num_rows, np.nan),
             first_token_s=np.full(num_rows, np.nan),
@@ -67,7 +75,7 @@ class Timeline:
         return float(self.busy_s[replica] - self.switch_s[replica] - self.load_s[replica])
 
     def forget(self, rows: NDArray[np.int64]) -> None:
-        """What these rows had done is lost; they start again."""
+        """Erase the times of rows whose work is lost, so that they start again."""
         for array in (self.admit_s, self.first_token_s, self.finish_s):
             array[rows] = np.nan
         self.replica[rows] = -1
@@ -76,21 +84,22 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class ServingMetrics:
-    """`latency_per_token_s`: dLoRA's average latency, end-to-end seconds over output tokens, both summed.
+    """Metrics of requests that arrived over time."""
 
-    `queueing_s`: mean time from release to admission. `ttft_p95_s`: time to the first token. `output_tokens_per_s`:
-    from the first release to the last finish.
-    """
-
+    #: dLoRA's average latency: end-to-end seconds over output tokens, both summed.
     latency_per_token_s: float
+    #: End-to-end seconds, 90th percentile over requests.
     latency_p90_s: float
+    #: Mean seconds from release to admission.
     queueing_s: float
+    #: Seconds from release to the first token, 95th percentile over requests.
     ttft_p95_s: float
+    #: Output tokens per second, from the first release to the last finish.
     output_tokens_per_s: float
 
 
 def serving_metrics(workload: Workload, timeline: Timeline) -> ServingMetrics:
-    """Over all rows. Needs release times and true lengths."""
+    """Metrics over all rows. Needs release times and true lengths."""
     assert workload.release_s is not None, "requests need release times"
     assert workload.output_tokens is not None, "a simulation knows the true lengths"
     released, tokens = workload.release_s, np.maximum(1, workload.output_tokens)
@@ -108,24 +117,30 @@ def serving_metrics(workload: Workload, timeline: Timeline) -> ServingMetrics:
 
 @dataclass(frozen=True, slots=True)
 class JobMetrics:
-    """`utilisation`: busy time over makespan, all replicas. `batch_rows`: mean rows per pass. `switch_share`,
-    `load_share`: of busy time. `merged_share`, `mixed_share`: of passes, those with a merged adapter and those with
-    prompts and decoding rows. `num_preempted`: times that a row lost its memory.
-    """
+    """Metrics of an offline job over all replicas."""
 
+    #: Seconds until the last part.
     makespan_s: float
+    #: Output tokens of all rows per second of the makespan.
     output_tokens_per_s: float
+    #: Busy time over makespan, mean of the replicas.
     utilisation: float
+    #: Mean rows per forward pass.
     batch_rows: float
+    #: Share of busy time that changing the merged adapter took.
     switch_share: float
+    #: Share of busy time that steps waited for adapters.
     load_share: float
+    #: Share of passes with a merged adapter.
     merged_share: float
+    #: Share of passes with prompts and decoding rows.
     mixed_share: float
+    #: Times that a row lost its memory to others.
     num_preempted: int
 
 
 def job_metrics(workload: Workload, timeline: Timeline, makespan_s: float) -> JobMetrics:
-    """Of an offline job."""
+    """Metrics of an offline job. Needs true lengths."""
     assert workload.output_tokens is not None
     busy, passes = float(timeline.busy_s.sum()), int(timeline.num_steps.sum())
     return JobMetrics(
@@ -146,5 +161,5 @@ def _or_infinite(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _quantile(values: NDArray[np.float64], share: float) -> float:
-    """The value below which `share` of them lie; never interpolates, so that infinities stay what they are."""
+    """The value below which `share` of them are; never interpolates, so that infinities stay what they are."""
     return float(np.sort(values)[min(len(values) - 1, int(share * len(values)))]) if len(values) else 0.0
