@@ -21,10 +21,10 @@ from ..workload import BASE_MODEL
 
 @dataclass(frozen=True, slots=True)
 class UnmergedBatcher:
-    """Everybody in order of arrival, unmerged (S-LoRA)."""
+    """All rows in order of arrival, unmerged (S-LoRA)."""
 
     def next_step(self, view: BatchView) -> StepPlan:
-        """See `Batcher.next_step`."""
+        """Serve all running rows, then waiting rows in order of arrival while there is room."""
         return _in_turn(view, np.arange(len(view.waiting_adapter)))
 
 
@@ -38,7 +38,7 @@ class FcfsBatcher:
     max_resident: int
 
     def next_step(self, view: BatchView) -> StepPlan:
-        """See `Batcher.next_step`."""
+        """Serve all running rows, then waiting rows in order of arrival whose adapter is within the limit."""
         present = set(view.running_adapter.tolist()) - {BASE_MODEL}
         free = max(0, view.max_batch_rows - len(view.running_adapter))
         allowed: list[int] = []
@@ -53,18 +53,16 @@ class FcfsBatcher:
 
 @dataclass(slots=True)
 class MergedBatcher:
-    """Always merged; the base model counts as an adapter of its own. The next one is the oldest waiting
-    row's.
+    """Always merged; the base model counts as an adapter of its own. The next adapter is that of the oldest other row.
 
-    Rows of the merged adapter that arrive meanwhile join, until other rows have been passed over for
-    `patience` steps.
+    Rows of the merged adapter that arrive meanwhile join, until other rows have been passed over for `patience` steps.
     """
 
     patience: int = 256
     _steps: int = 0
 
     def next_step(self, view: BatchView) -> StepPlan:
-        """See `Batcher.next_step`."""
+        """Serve the merged adapter's rows; switch first if none is left or others have waited long enough."""
         types = np.concatenate([view.running_adapter, view.waiting_adapter])
         current = BASE_MODEL if view.merged_adapter is None else view.merged_adapter
         if len(types) and (current not in types or self._steps >= self.patience):
@@ -78,12 +76,10 @@ class MergedBatcher:
 
 @dataclass(frozen=True, slots=True)
 class OneAtATimeBatcher:
-    """A closed batch of one adapter, merged; the next is formed when the last row of this one is done
-    (PEFT).
-    """
+    """A closed batch of one adapter, merged; the next is formed when the last row of this one is done (PEFT)."""
 
     def next_step(self, view: BatchView) -> StepPlan:
-        """See `Batcher.next_step`."""
+        """Serve the rows of the closed batch; without any, form a batch of the oldest waiting row's adapter."""
         waiting = view.waiting_adapter
         if len(view.running_adapter):
             admit = np.zeros(0, np.int64)
@@ -122,6 +118,6 @@ def peft_like(facts: ReplicaFacts) -> Batcher:
 
 
 def _in_turn(view: BatchView, allowed: NDArray[np.int64]) -> StepPlan:
-    """Everybody running, then the allowed waiting rows while there is room; unmerged."""
+    """Plan an unmerged step of all running rows, then of the allowed waiting rows while there is room."""
     free = max(0, view.max_batch_rows - len(view.running_adapter))
     return StepPlan("unmerged", None, np.ones(len(view.running_adapter), bool), allowed[:free])

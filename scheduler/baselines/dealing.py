@@ -65,7 +65,10 @@ def _with_work(rows: RowsToDeal) -> NDArray[np.int64]:
 
 
 def _dealt_by(dispatcher: Dispatcher, rows: RowsToDeal) -> NDArray[np.int64]:
-    """As if every row arrived at 0, one after the other. Adapters are in storage at first."""
+    """Replica that a dispatcher chooses for each row, int64 `[num_rows]`.
+
+    All rows arrive at 0, one after the other in input order. Adapters are in storage at first.
+    """
     workload, num_replicas = rows.workload, rows.num_replicas
     view = ClusterView(
         queue_s=np.zeros(num_replicas),

@@ -25,7 +25,7 @@ _CREDIT_BATCHES = 200.0
 
 
 class DloraBatcher:
-    """`DynamicBatcher`; iteration times from the cost model, an account for every adapter as it becomes known."""
+    """`DynamicBatcher` with iteration times of the cost model, and an account for every adapter as it becomes known."""
 
     def __init__(self, cost: CostModel, ranks: Ranks, max_batch_rows: int, mean_context: float = 512.0) -> None:
         initial = _CREDIT_BATCHES * max_batch_rows
@@ -35,7 +35,7 @@ class DloraBatcher:
         self.inner = DynamicBatcher(self._iteration_s, credits, Tuning(switch_s=cost.merge_s), thresholds)
 
     def next_step(self, view: BatchView) -> StepPlan:
-        """See `Batcher.next_step`."""
+        """Open accounts for new adapters, then plan the step by the `DynamicBatcher`."""
         self.inner.credits.extend(len(self._ranks()))
         return self.inner.next_step(view)
 
@@ -46,13 +46,13 @@ class DloraBatcher:
 
 
 def with_credits(facts: ReplicaFacts) -> Batcher:
-    """The policy of an engine: adapters that are exact only when merged have waves of their own."""
+    """Make the batcher of an engine: adapters that are exact only when merged have waves of their own."""
     inner = DloraBatcher(facts.cost, facts.ranks, facts.max_batch_rows)
     return MergeWaveBatcher(inner, facts.must_merge, None)
 
 
 def dlora_batcher(ranks: NDArray[np.float64], cost: CostModel, max_batch_rows: int) -> DloraBatcher:
-    """The same for adapters that are known from the start. `ranks` `[num_adapters]`."""
+    """Make a `DloraBatcher` for adapters that are known from the start. `ranks` `[num_adapters]`."""
     return DloraBatcher(cost, lambda: ranks, max_batch_rows, mean_context=500.0)
 
 
@@ -80,18 +80,17 @@ class Credits:
             self._is_starving = np.insert(self._is_starving, -1, np.zeros(num_new, dtype=bool))
 
     def starving(self) -> NDArray[np.bool_]:
-        """`[num_adapters + 1]`: who must be served first; updates the two states (lines 6-11)."""
+        """Which adapters must be served first, bool `[num_adapters + 1]`; updates the two states (lines 6-11)."""
         has_recovered = self._is_starving & (self.balance < self._normal_below)
         is_poorly_served = ~self._is_starving & (self.balance > self._starve_above)
         self._is_starving = (self._is_starving & ~has_recovered) | is_poorly_served
         return self._is_starving
 
     def transfer(self, served: NDArray[np.int64], fcfs: NDArray[np.int64], types: NDArray[np.int32]) -> None:
-        """Rows of `served` that jumped the queue pay the rows of `fcfs` that were passed over (lines 14,
-        20).
+        """Rows of `served` that jumped the queue pay the rows of `fcfs` that were passed over (lines 14, 20).
 
-        `served`, `fcfs`: row positions; `types` `[num_rows]`: adapter of each. When the served rows were all
-        in turn and only fewer than could be, all of them share the bill.
+        `served`, `fcfs`: row positions; `types` `[num_rows]`: adapter of each. When the served rows were all in turn
+        and only fewer than could be, all of them share the bill.
         """
         passed = types[np.setdiff1d(fcfs, served)]
         jumped = types[np.setdiff1d(served, fcfs)]
@@ -102,7 +101,7 @@ class Credits:
         np.add.at(self.balance, passed, 1.0)
 
     def eligible(self, fcfs: NDArray[np.int64], types: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """`[num_adapters + 1]`: who could pay for being served alone instead of `fcfs` (line 17)."""
+        """Which adapters could pay for being served alone instead of `fcfs`, bool `[num_adapters + 1]` (line 17)."""
         in_turn = np.bincount(types[fcfs] % len(self.balance), minlength=len(self.balance))
         price = len(fcfs) - in_turn
         return np.asarray(self.balance >= price)
@@ -113,7 +112,7 @@ class Credits:
         assert abs(total - expected_sum) <= 1e-6 * max(1.0, abs(expected_sum)), f"{total} != {expected_sum}"
 
 
-# Seconds of one iteration over these adapters with that adapter merged (None: none).
+# (adapter of each row, merged adapter or None) -> seconds of one iteration over these rows.
 IterationTime = Callable[[NDArray[np.int32], int | None], float]
 
 
@@ -163,24 +162,35 @@ def merge_candidate(types: NDArray[np.int32], is_legal: NDArray[np.bool_]) -> in
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Algorithm 2's constants. `switch_s`: t_M. `period`: iterations after which a break point comes anyway."""
+    """Constants of Algorithm 2."""
 
+    #: Seconds of a switch: t_M.
     switch_s: float
+    #: Number by which alpha falls, or beta rises, when the other choice would have been faster.
     decrement: float = 0.05
+    #: Factor by which alpha rises, or beta falls, when it would not.
     multiplier: float = 1.1
+    #: Iterations after which a break point comes anyway.
     period: int = 32
+    #: Least value of alpha and beta.
     least: float = 0.05
+    #: Largest value of alpha and beta.
     most: float = 4.0
 
 
 @dataclass(slots=True)
 class Period:
-    """What both choices would have achieved since the last break point."""
+    """Rows and seconds that either choice would have had since the last break point."""
 
+    #: Iterations since the last break point.
     num_iterations: int = 0
+    #: Rows of the merged batches B_i.
     merged_rows: int = 0
+    #: Seconds of these batches, merged.
     merged_s: float = 0.0
+    #: Rows of the FCFS batches B'_i.
     fcfs_rows: int = 0
+    #: Seconds of these batches, unmerged.
     fcfs_s: float = 0.0
 
     def add(self, merged_rows: int, merged_s: float, fcfs_rows: int, fcfs_s: float) -> None:
@@ -201,7 +211,7 @@ def tune_alpha(alpha: float, period: Period, tuning: Tuning) -> float:
 
 
 def tune_beta(beta: float, period: Period, tuning: Tuning) -> float:
-    """The same after a merged period: raise beta if unmerging at its start would have been faster."""
+    """Algorithm 2 after a merged period: raise beta if unmerging at its start would have been faster."""
     merged = period.merged_rows / period.merged_s
     unmerged = period.fcfs_rows / (period.fcfs_s + tuning.switch_s)
     tuned = beta + tuning.decrement if unmerged > merged else beta / tuning.multiplier
@@ -215,16 +225,23 @@ class DynamicBatcher:
     Fairness needs memory for rows that pause: the batcher assumes paused rows keep theirs.
     """
 
+    #: Predicts the seconds of an iteration.
     iteration_s: IterationTime
+    #: Accounts of the adapters.
     credits: Credits
+    #: Constants by which the thresholds are tuned.
     tuning: Tuning
+    #: Thresholds of Algorithm 1; Algorithm 2 changes them.
     thresholds: Thresholds = field(default_factory=Thresholds)
+    #: Adapter that was merged before this step (None: unmerged).
     _merged: int | None = None
+    #: Adapter of the merged batches in `_period` (None: no adapter).
     _candidate: int | None = None
+    #: Outcome of both choices since the last break point.
     _period: Period = field(default_factory=Period)
 
     def next_step(self, view: BatchView) -> StepPlan:
-        """See `Batcher.next_step`. Algorithm 3 around Algorithm 1, then Algorithm 2 at a break point."""
+        """Plan the next step: Algorithm 3 around Algorithm 1, then Algorithm 2 at a break point."""
         types = np.concatenate([view.running_adapter, view.waiting_adapter])
         if len(types) == 0:
             return as_step_plan(view, np.zeros(0, np.int64), view.merged_adapter)

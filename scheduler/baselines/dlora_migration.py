@@ -129,34 +129,40 @@ class CoMigrationModel:
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Movable rows of one adapter on one replica. `row_s`: L_i. `row_bytes`: M_i, of one row's KV."""
+    """Movable rows of one adapter on one replica."""
 
+    #: Name of the adapter.
     adapter: str
+    #: Rows that may move.
     num_rows: int
+    #: Seconds of one row: L_i.
     row_s: float
+    #: Bytes of one row's KV: M_i.
     row_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """One replica as the planner of migrations sees it. `resident`: adapters in its memory.
+    """One replica as the planner of migrations sees it."""
 
-    `fixed_s`: work that cannot move. `memory_bytes`: for KV and adapters together (infinite: never swaps).
-    """
-
+    #: Id of the replica.
     replica_id: str
+    #: Rows that may move, by adapter.
     groups: tuple[RowGroup, ...]
+    #: Adapters in its memory.
     resident: frozenset[str] = frozenset()
+    #: Seconds of work that cannot move.
     fixed_s: float = 0.0
+    #: Bytes for KV and adapters together (infinite: never swaps).
     memory_bytes: float = float("inf")
 
     @property
     def pending_s(self) -> float:
-        """Time until it is done with everything it has."""
+        """Seconds until it is done with everything it has."""
         return self.fixed_s + sum(group.num_rows * group.row_s for group in self.groups)
 
     def held_bytes(self, adapter_bytes: Mapping[str, float]) -> float:
-        """What its rows and adapters take."""
+        """Bytes that its rows and adapters take."""
         rows = sum(group.num_rows * group.row_bytes for group in self.groups)
         return rows + sum(adapter_bytes.get(name, 0.0) for name in self.resident)
 
@@ -173,20 +179,23 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class MigrationSettings:
-    """`gamma`: a moved row costs this much more (its hop and second prefill). `eta_s`: price of an adapter copy.
+    """Prices and limits by which migrations are planned."""
 
-    `top_k`: replicas considered on each side. `trigger`: only when the fullest replica has this many times the mean
-    pending time, or when one has more than `memory_trigger` of its memory in use. `least_gain`: share of the longest
-    pending time that must be won.
-    """
-
+    #: Factor by which a moved row costs more: its hop and second prefill.
     gamma: float = 1.1
+    #: Price of an adapter copy, in seconds.
     eta_s: float = 0.01
+    #: Replicas considered on each side.
     top_k: int = 8
+    #: Rows may move when the fullest replica has more than this many times the mean pending time.
     trigger: float = 1.2
+    #: Rows may also move when a replica has more than this share of its memory in use.
     memory_trigger: float = 0.9
+    #: Share of the longest pending time that a migration must win.
     least_gain: float = 0.03
+    #: Bytes per second at which a replica swaps what exceeds its memory.
     swap_bytes_per_s: float = 1.2e10
+    #: Most branch-and-bound nodes of the integer program.
     max_nodes: int = 20
 
 

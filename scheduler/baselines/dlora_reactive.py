@@ -21,7 +21,7 @@ _PERIOD_S = 2.0
 
 
 class CoMigration:
-    """Every two seconds the loads that replicas have reported are looked at, and rows move as planned.
+    """Looks at the loads that replicas have reported every two seconds, and moves rows as `plan_migration` says.
 
     A row's seconds are the cost model's share of a full batch, for the lengths of finished rows. Rows hold memory while
     they run, at most a batch of them. How many rows of each adapter a shard has left is estimated from how many it had.
@@ -42,29 +42,29 @@ class CoMigration:
         self._looked_s = 0.0
 
     def reported(self, replica: ReplicaState, report: Progress) -> None:
-        """See `MigrationRule.reported`."""
+        """Keep a report, and take in the lengths of the rows that have finished."""
         self._reports[replica.replica_id] = report
         for adapter, num_rows, output_tokens in report.finished:
             self._lengths.finished(output_tokens, num_rows, adapter)
 
     def removed(self, replica_id: str) -> None:
-        """See `MigrationRule.removed`."""
+        """Drop a replica."""
         self._reports.pop(replica_id, None)
 
     def rows_at_work(self, replica: ReplicaState) -> int:
-        """See `MigrationRule.rows_at_work`."""
+        """Unfinished rows of the replica's own shards."""
         return replica.open_rows
 
     def relieve(
         self, owner: str, num_rows: int, time_s: float, replicas: Mapping[str, ReplicaState], open_shards: OpenShards
     ) -> Sequence[MigrateRows]:
-        """Nothing: rows are dealt out, not shared by pace."""
+        """No moves: rows are dealt out, not shared by pace."""
         return ()
 
     def share(
         self, replica_id: str, time_s: float, replicas: Mapping[str, ReplicaState], open_shards: OpenShards
     ) -> Sequence[MigrateRows]:
-        """See `MigrationRule.share`."""
+        """Moves of a new plan, every two seconds once every replica has reported since rows moved last."""
         if time_s - self._looked_s < _PERIOD_S or replicas.keys() - self._reports.keys():
             return ()
         self._looked_s = time_s
@@ -96,7 +96,7 @@ class CoMigration:
             tokens[adapter] += round(rows * shard.prompt_tokens / shard.num_rows)
         total = num_rows.total()
         mean_output = self._lengths.mean()
-        # Of running rows a part is done.
+        # A part of the running rows' work is done.
         undone = 1 - min(0.9, report.running_tokens / (mean_output * max(1, total + report.incoming_rows)))
         running = min(1.0, replica.batch_rows / max(1, total))
         groups = []
@@ -126,7 +126,7 @@ def _shares(shard: Shard, num_left: int) -> list[int]:
 
 
 def _commands(move: Move, rows_left: dict[tuple[Shard, str], int]) -> list[MigrateRows]:
-    """The rows of the shards that were opened last, which have most of their way to go."""
+    """Commands for a move: they take rows of the shards that were opened last, which have most of their way to go."""
     commands, wanted = [], move.num_rows
     for (shard, adapter), there in reversed(rows_left.items()):
         num_rows = min(wanted, there)

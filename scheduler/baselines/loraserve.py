@@ -22,8 +22,9 @@ _LEVEL_ROUNDS = 30
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
-    """Where the requests of each adapter go. `fraction` `[num_adapters, num_servers]`, each row sums to 1."""
+    """Share of each adapter's requests that goes to each server."""
 
+    #: Shares, float64 `[num_adapters, num_servers]`; each row sums to 1.
     fraction: NDArray[np.float64]
 
     def check_integrity(self) -> None:
@@ -138,17 +139,17 @@ def _pour(
 class _Leftovers:
     """Step 4: what is left, by falling rank, to servers whose maximum rank is highest, least utilised first.
 
-    A server that already runs this rank or a higher one is not slowed by it; only when none of those has room do others
-    come, again the highest first. A server's load is counted at the rank it runs at, its maximum (section III-A5: small
-    ranks pay for large ones), so a mixed server is full sooner; the level to which servers are filled is the lowest at
-    which everything has a place.
+    A server that already runs this rank or a higher one is not slowed by it. Other servers follow only when no such
+    server has room, again the highest first. A server's load is counted at the rank it runs at, its maximum (section
+    III-A5: small ranks pay for large ones), so a mixed server is full sooner; the level to which servers are filled is
+    the lowest at which everything has a place.
     """
 
     def __init__(self, ranks: NDArray[np.int64], demand: NDArray[np.float64], points: Mapping[int, float]) -> None:
         self._ranks, self._demand, self._points = ranks, demand, points
 
     def place(self, packed: NDArray[np.float64], target: float) -> NDArray[np.float64]:
-        """Fractions with everything placed. `packed`: those of step 3, filled to `target`."""
+        """Fractions with everything placed. `packed`: fractions of step 3, filled to `target`."""
         highest = self._points[int(self._ranks.max(initial=0))] if len(self._ranks) else 1.0
         low, high = target, max(target, float(self._demand.sum()) / highest / packed.shape[1]) * (1 + 1e-9)
         found = self._fill(packed, low)
@@ -179,14 +180,14 @@ class _Leftovers:
         return fraction
 
     def _rest_anywhere(self, fraction: NDArray[np.float64]) -> NDArray[np.float64]:
-        """What rounding has left to the server with the least demand."""
+        """Give what rounding has left to the server with the least demand."""
         for adapter in np.flatnonzero(fraction.sum(axis=1) <= 1 - 1e-9).tolist():
             fraction[adapter, int(np.argmin(self._demand @ fraction))] += 1.0 - fraction[adapter].sum()
         return fraction
 
 
 def permute_assignment(routing: Routing, previous: Routing, weight_bytes: NDArray[np.float64]) -> Routing:
-    """Step 5: rename the servers so that as many bytes as possible already lie where they are wanted."""
+    """Step 5: rename the servers so that as many bytes as possible are already where they are wanted."""
     wanted = routing.fraction > 0
     there = previous.fraction > 0
     kept = (wanted * weight_bytes[:, None]).T @ there.astype(np.float64)
@@ -198,8 +199,7 @@ def permute_assignment(routing: Routing, previous: Routing, weight_bytes: NDArra
 def cheapest_assignment(cost: NDArray[np.float64]) -> NDArray[np.int64]:
     """Column of each row, so that no column is taken twice and the sum of costs is least.
 
-    `cost` `[n, n]`, finite. Cubic in `n`; the inner loop over columns is vectorised. Deterministic under
-    ties.
+    `cost` `[n, n]`, finite. Cubic in `n`; the inner loop over columns is vectorised. Deterministic under ties.
     """
     n = len(cost)
     assert cost.shape == (n, n), f"cost is {cost.shape}, expected a square"

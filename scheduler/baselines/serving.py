@@ -25,14 +25,15 @@ from .loraserve import Routing
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClusterView:
-    """`queue_s`, `queue_tokens` float64 `[num_replicas]`: predicted seconds and tokens of the work each has.
-    `is_resident` bool `[num_adapters, num_replicas]`: whose memory holds what. `load_s` float64 `[num_adapters]`: to
-    fetch one.
-    """
+    """State of the replicas as dispatchers see it."""
 
+    #: Predicted seconds of the work that each replica has, float64 `[num_replicas]`.
     queue_s: NDArray[np.float64]
+    #: Predicted tokens of this work, float64 `[num_replicas]`.
     queue_tokens: NDArray[np.float64]
+    #: Which adapters are in which replica's memory, bool `[num_adapters, num_replicas]`.
     is_resident: NDArray[np.bool_]
+    #: Seconds to load each adapter, float64 `[num_adapters]`.
     load_s: NDArray[np.float64]
 
 
@@ -44,7 +45,7 @@ class Dispatcher(Protocol):
 
 
 def pending_seconds(adapter: int, view: ClusterView) -> NDArray[np.float64]:
-    """`[num_replicas]`: queueing time plus loading the adapter where it is absent (dLoRA section 5.1)."""
+    """Queueing time plus loading the adapter where it is absent, float64 `[num_replicas]` (dLoRA section 5.1)."""
     if adapter < 0:
         return view.queue_s
     return view.queue_s + np.where(view.is_resident[adapter], 0.0, view.load_s[adapter])
@@ -52,10 +53,10 @@ def pending_seconds(adapter: int, view: ClusterView) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True)
 class ProactiveDispatcher:
-    """dLoRA: the shortest estimated pending time."""
+    """dLoRA's rule: the shortest estimated pending time."""
 
     def choose(self, adapter: int, row_s: float, view: ClusterView) -> int:
-        """See `Dispatcher.choose`."""
+        """The replica with the least `pending_seconds`."""
         return int(np.argmin(pending_seconds(adapter, view)))
 
 
@@ -64,17 +65,18 @@ class LeastLoadDispatcher:
     """The replica where predicted seconds are least, ranks known; every adapter is thought to be everywhere."""
 
     def choose(self, adapter: int, row_s: float, view: ClusterView) -> int:
-        """See `Dispatcher.choose`."""
+        """The replica with the fewest predicted seconds of work."""
         return int(np.argmin(view.queue_s + row_s))
 
 
 @dataclass(frozen=True, slots=True)
 class FewestTokensDispatcher:
     """Toppings as LoRAServe describes it (section V-D, V-F): by what each server is serving and has queued, blind to
-    ranks."""
+    ranks.
+    """
 
     def choose(self, adapter: int, row_s: float, view: ClusterView) -> int:
-        """See `Dispatcher.choose`."""
+        """The replica with the fewest predicted tokens of work."""
         return int(np.argmin(view.queue_tokens))
 
 
@@ -86,7 +88,7 @@ class RoundRobinDispatcher:
     _next: int = 0
 
     def choose(self, adapter: int, row_s: float, view: ClusterView) -> int:
-        """See `Dispatcher.choose`."""
+        """The next replica in turn among those with the adapter; among all for the base model."""
         allowed = np.arange(len(view.queue_s)) if adapter < 0 else np.flatnonzero(self.placed[adapter])
         chosen = allowed[self._next % len(allowed)]
         self._next += 1
@@ -106,7 +108,7 @@ class RoutedDispatcher:
     _sent: NDArray[np.float64] | None = None
 
     def choose(self, adapter: int, row_s: float, view: ClusterView) -> int:
-        """See `Dispatcher.choose`."""
+        """The replica furthest behind its share of the adapter; for the base model, the least busy one."""
         if adapter < 0:
             return int(np.argmin(view.queue_s))
         if self._sent is None:
@@ -118,21 +120,23 @@ class RoutedDispatcher:
         return chosen
 
 
-# Tokens per second of each adapter, `[num_steps, num_adapters]`, oldest first -> where requests go from now on.
+# (tokens per second of each adapter, `[num_steps, num_adapters]`, oldest first) -> dispatcher from now on.
 Replan = Callable[[NDArray[np.float64]], Dispatcher]
 
 
 @dataclass(frozen=True, slots=True)
 class ServingSettings:
-    """`migrate_every_s`: dLoRA's reactive mechanism (None: off). `replan_every_s`: a new placement (None: never).
+    """Settings of a `ServingSimulation`."""
 
-    `give_up_s`: a run is cut off there; rows not done by then stay NaN in the timeline.
-    """
-
+    #: Rows of a full batch, by which a row's seconds are predicted.
     batch_rows: int
+    #: Seconds between two runs of dLoRA's reactive mechanism (None: it is off).
     migrate_every_s: float | None = None
+    #: Settings of this mechanism.
     migration: MigrationSettings = field(default_factory=MigrationSettings)
+    #: Seconds between two placements (None: the first one stays).
     replan_every_s: float | None = None
+    #: Seconds at which a run is cut off; rows not done by then stay NaN in the timeline.
     give_up_s: float = float("inf")
 
 
