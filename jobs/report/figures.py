@@ -1,7 +1,7 @@
-"""Draws a run's timeline with Bokeh: phases, workers, their shards and what they did, over its throughput.
+"""Draws a run's throughput and timeline with Bokeh: phases, workers, their shards and their activities.
 
-However long a run, a drawing holds a bounded number of shapes: of shards, activities and moves that begin in the same
-`_COLUMNS`th of the time, one is drawn, and of throughput the mean.
+A drawing has a bounded number of shapes, however long the run. Time is cut into `_COLUMNS` equal columns; one shard,
+activity or move is drawn of all that begin in the same column, and throughput is averaged within a column.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bokeh.plotting import figure
 
 from .timeline import IDLE, MODES, Move, RunTimeline, ShardSpan, WorkerTrack
 
-# Kind of bar -> colour, hatch pattern. Kinds differ by pattern where they may stand side by side.
+# Kind of bar -> colour, hatch pattern. Kinds that may be side by side differ in pattern.
 _LOOKS = {
     "part written": ("#9cc5a1", " "),
     "failed or lost": ("#d64545", "diagonal_cross"),
@@ -53,10 +53,10 @@ _ENDS = {
 _PHASES = ("#dbe6fb", "#bcd0f5")
 _COLUMNS = 400
 _LEGEND_COLUMNS = 4
-# Room for labels of so many characters, so that both figures' seconds are below one another.
+# Left margin of both figures, wide enough for names of workers, so that their axes of seconds are aligned.
 _LEFT_BORDER_PX = 176
 _LANE_PX, _LEAST_LANE_PX, _MOST_PX = 60, 16, 24_000
-# Shares of a lane's height, from its top: shards, then activities.
+# Top and bottom of shards and of activities, as shares of a lane's height from its top.
 _SHARDS, _ACTIVITY = (0.06, 0.44), (0.50, 0.94)
 _SHARD_ROWS = 8
 _IDLE_HEIGHT = 0.14
@@ -69,12 +69,14 @@ _Bars = defaultdict[str, defaultdict[str, list[Any]]]
 
 
 def worker_names(run: RunTimeline) -> dict[str, str]:
-    """Address -> name, as everywhere."""
+    """Address -> name of each worker of a run."""
     return {track.worker: run.names.name(track.worker) for track in run.tracks}
 
 
 def run_figures(run: RunTimeline, adapters: Mapping[int, Sequence[str]]) -> Column:
-    """A run's throughput above its timeline, with one axis of seconds. `adapters`: of each shard, where known."""
+    """A run's throughput above its timeline, with one axis of seconds. `adapters`: shard id -> names of its adapters,
+    for the shards whose adapters are known.
+    """
     seconds = Range1d(0.0, run.end_s or 1.0, bounds=(0.0, run.end_s or 1.0))
     return column(_throughput(run, seconds), _timeline(run, seconds, adapters), sizing_mode="stretch_width")
 
@@ -256,7 +258,7 @@ def _one_per_column(
     place_of: Callable[[ItemT], tuple[float, int]],
     size_of: Callable[[ItemT], float],
 ) -> list[ItemT]:
-    """Of the items that begin in one `_COLUMNS`th of the time and in one row, the largest. `place_of`: second, row."""
+    """The largest item of each column of time and row. `place_of`: second at which an item begins, and its row."""
     largest: dict[tuple[int, int], ItemT] = {}
     for item in items:
         start_s, row = place_of(item)
@@ -267,7 +269,7 @@ def _one_per_column(
 
 
 def _without_overlap(spans: Sequence[ShardSpan]) -> list[int]:
-    """A row for each span, in order of their begins, so that no two in a row overlap; the last row takes the rest."""
+    """Rows for spans sorted by their begin, so that no two in a row overlap; the last row takes all that do not fit."""
     ends: list[float] = []
     rows = []
     for span in spans:

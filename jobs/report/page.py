@@ -36,11 +36,15 @@ Fact = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class ErrorRow:
-    """One error row. `place`: its part and its number in it, from 1."""
+    """One error row, as the report shows it."""
 
+    #: Id of the row.
     id: str
+    #: Name of its adapter; "" for the base model.
     adapter: str
+    #: Its part, and its number in the part, from 1.
     place: str
+    #: The error.
     reason: str
 
 
@@ -48,8 +52,8 @@ class ErrorRow:
 def write_report(store: JobStore, gpu_hour_price: float | None = None) -> str:
     """The report of the job in `store`, as HTML. Everything that came from outside is escaped.
 
-    `gpu_hour_price`: of one worker; None leaves money out. Raises `JobRequestError` when the output holds no job,
-    `StorageError` when it cannot be read.
+    `gpu_hour_price`: price of one worker's hour; None leaves costs out. Raises `JobRequestError` when the output holds
+    no job, `StorageError` when it cannot be read.
     """
     status = read_status(store)
     is_ended = status.state is not None and status.state.is_final
@@ -91,13 +95,13 @@ def write_report(store: JobStore, gpu_hour_price: float | None = None) -> str:
 
 
 def _is_shown(name: str, value: Any) -> bool:
-    """Whether an option is among the job's settings; those that few jobs have are where they are asked for."""
+    """Whether the report shows an option: a set value, and for a rarely used option one that is not the default."""
     is_rare = name in SAMPLING_OPTIONS and name not in FIRST_OPTIONS
     return value not in (None, "", [], {}) and not (is_rare and value == SAMPLING_OPTIONS[name].default)
 
 
 def save_report(page: str, path: Path) -> None:
-    """Write the page where the user wants it. Raises `JobRequestError` when that cannot be."""
+    """Write the page to `path`. Raises `JobRequestError` when it cannot be written."""
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:
@@ -108,7 +112,7 @@ def save_report(page: str, path: Path) -> None:
 
 
 def _library() -> str:
-    """Bokeh's scripts, whole."""
+    """Bokeh's scripts as inline HTML, so that the report needs no network."""
     return str(Resources(mode="inline", components=["bokeh", "bokeh-widgets", "bokeh-tables"]).render())
 
 
@@ -176,7 +180,7 @@ _Table = tuple[list[TableField], list[list[Any]]]
 
 
 def _workers(run: RunTimeline) -> _Table:
-    """Every worker of a run: where its seconds went."""
+    """The table of a run's workers, with the seconds that each spent computing or idle."""
     seconds = [track.seconds_by_kind() for track in run.tracks]
     idle = [kind for kind in IDLE if any(kind in of_track for of_track in seconds)]
     fields = [
@@ -202,7 +206,7 @@ def _workers(run: RunTimeline) -> _Table:
 
 
 def _adapters(summary: Mapping[str, Any], cost: float | None) -> _Table:
-    """What each adapter had and costs, the most tokens first."""
+    """The table of adapters: rows, errors, tokens and cost of each, the most tokens first."""
     fields = [TableField("adapter", width=220), TableField("rows", "0,0"), TableField("errors", "0,0")]
     fields += [TableField("generated tokens", "0,0", 120), TableField("share", "0.0%")]
     fields += [] if cost is None else [TableField("cost", "0,0.0000")]
@@ -217,7 +221,7 @@ def _adapters(summary: Mapping[str, Any], cost: float | None) -> _Table:
 
 
 def _kinds(summary: Mapping[str, Any], error_rows: Sequence[ErrorRow]) -> list[dict[str, Any]]:
-    """Kinds of errors; `anchor`: the number of the first row that says the same, None when it is not shown."""
+    """Kinds of errors, each with an `anchor`: number of the first shown row with this error, None without one."""
     first: dict[str, int] = {}
     for i, row in enumerate(error_rows):
         first.setdefault(row.reason, i)
@@ -225,7 +229,7 @@ def _kinds(summary: Mapping[str, Any], error_rows: Sequence[ErrorRow]) -> list[d
 
 
 def _error_rows(store: JobStore, record: JobRecord, plan: Mapping[str, Any]) -> list[ErrorRow]:
-    """The first error rows in the parts that are there."""
+    """The first error rows in the committed parts."""
     # Shards without engine work hold error rows only.
     without_work = {shard["shard_id"] for shard in plan.get("shards", ()) if shard["mode"] == "none"}
     parts = sorted(store.committed_parts(), key=lambda shard_id: (shard_id not in without_work, shard_id))

@@ -1,4 +1,4 @@
-"""A table with a search field, which sorts by the column whose head is clicked."""
+"""`search_table`: a table with a search field, which sorts by the column whose head is clicked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bokeh.models import (
 )
 
 _ROW_PX, _MOST_PX = 25, 430
-# Rows in which each of the words stands somewhere.
+# Shows the rows in which each word of the search field occurs.
 _SEARCH = """
 const words = field.value_input.toLowerCase().split(/\\s+/)
 const columns = Object.values(source.data)
@@ -33,10 +33,13 @@ shown.indices = rows.filter(i => words.every(
 
 @dataclass(frozen=True, slots=True)
 class TableField:
-    """One column. `number`: how its numbers are written (numbro's formats), "" for text. `width`: beside others."""
+    """One column of a table."""
 
+    #: Its head.
     title: str
+    #: Format of its numbers, as in numbro; "" for text.
     number: str = ""
+    #: Width in pixels, scaled with the other columns' to the width of the table.
     width: int = 90
 
 
@@ -51,8 +54,8 @@ def search_table(fields: Sequence[TableField], rows: Sequence[Sequence[Any]], na
         columns=table_columns(fields),
         view=CDSView(filter=shown),
         index_position=None,
-        autosize_mode="force_fit",  # the others fail: SlickGrid names a variable that is not there
-        reorderable=False,  # else jQuery UI is asked for
+        autosize_mode="force_fit",  # other modes fail: SlickGrid uses an undefined variable
+        reorderable=False,  # reordering needs jQuery UI
         sizing_mode="stretch_width",
         height=min(_MOST_PX, _ROW_PX * (len(rows) + 1) + 12),
         name=name,
@@ -61,7 +64,7 @@ def search_table(fields: Sequence[TableField], rows: Sequence[Sequence[Any]], na
 
 
 def table_columns(fields: Sequence[TableField]) -> list[TableColumn]:
-    """The columns of a table."""
+    """Bokeh's columns for the fields of a table."""
     return [
         TableColumn(
             field=field.title,
@@ -74,7 +77,7 @@ def table_columns(fields: Sequence[TableField]) -> list[TableColumn]:
 
 
 def as_csv(fields: Sequence[TableField], rows: Sequence[Sequence[Any]]) -> str:
-    """The same as CSV."""
+    """The table as CSV, with a line of titles first."""
     import csv
     import io
 

@@ -1,8 +1,7 @@
-"""Reads `events.jsonl` into timelines: phases of a run, and per worker what it did, which shards it had open, when it
-was lost.
+"""Reads `events.jsonl` into timelines: phases of a run; and the activities, open shards and losses of each worker.
 
 Pure: events and commands in, records out. A journal may hold several runs of one job (each `resume` is one), and a run
-several coordinators. All times are seconds since the run began.
+may have several coordinators. All times are seconds since the run began.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ SpanEnd = Literal["committed", "failed", "recalled", "lost", "open"]
 MODES = ("base", "unmerged", "merged", "mixture")
 STARTING, OPENING, WAITING = "engine starting", "opening a shard", "waiting for a shard"
 LENT, NONE_LEFT, SILENT = "its rows lent", "no shard left", "no report"
-#: Why a worker computed nothing -> the same in a word or two.
+#: Activity in which a worker computes nothing -> its short name.
 IDLE = {
     STARTING: "starting",
     OPENING: "opening",
@@ -31,67 +30,87 @@ IDLE = {
     NONE_LEFT: "none left",
     SILENT: "silent",
 }
-# Reports come once a second; after so long without one nothing is known of a worker.
+# Seconds without a report after which a worker counts as silent; reports come once a second.
 _SILENT_S = 5.0
-# Reports with so equal a share of the batch are one activity.
+# Levels of the share of the batch in use: successive reports of one level are one activity.
 _LEVELS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a worker did for some time: a mode, or one of `IDLE`. `running_rows`: the mean."""
+    """One activity of a worker: computing in one mode, or being idle for one reason."""
 
+    #: Mode of the steps, or one of `IDLE`.
     kind: str
+    #: Begin, in seconds since the run began.
     start_s: float
+    #: End, in seconds since the run began.
     end_s: float
+    #: Mean number of rows in the batch.
     running_rows: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Duration of the activity."""
         return self.end_s - self.start_s
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSpan:
-    """One attempt at a shard on a worker, from `start_s` to `end_s`."""
+    """One attempt at a shard on a worker."""
 
+    #: The shard.
     shard_id: int
+    #: Number of the attempt.
     attempt: int
+    #: Begin, in seconds since the run began.
     start_s: float
+    #: End, in seconds since the run began.
     end_s: float
+    #: How the attempt ended.
     ended: SpanEnd
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Rows of a shard lent by one worker to another. `adapter`: "" is the base model."""
+    """One migration: rows of a shard lent by one worker to another."""
 
+    #: Time, in seconds since the run began.
     time_s: float
+    #: Shard of the rows.
     shard_id: int
+    #: Address of the worker that lends the rows.
     from_worker: str
+    #: Address of the worker that takes the rows.
     to_worker: str
+    #: Adapter of the rows, when the shard has one only; "" otherwise, and for the base model.
     adapter: str
+    #: Rows that move.
     num_rows: int
 
 
 @dataclass(slots=True)
 class WorkerTrack:
-    """One worker of a run. `activities` cover the time in which the cluster had it. `losses`: (time, reason)."""
+    """One worker of a run."""
 
+    #: Its Dask address.
     worker: str
+    #: Most rows of its engine's batch; 0 before its engine was ready.
     batch_rows: int = 0
+    #: Its activities in order; they cover the time in which the cluster had the worker.
     activities: list[Activity] = field(default_factory=list)
+    #: Its attempts at shards, by their end.
     spans: list[ShardSpan] = field(default_factory=list)
+    #: (time, reason) of each loss of the worker or its engine.
     losses: list[tuple[float, str]] = field(default_factory=list)
 
     @property
     def worker_s(self) -> float:
-        """Seconds for which it was there."""
+        """Seconds for which the cluster had the worker."""
         return sum(activity.seconds for activity in self.activities)
 
     def seconds_by_kind(self) -> dict[str, float]:
-        """Activity -> its seconds."""
+        """Kind of activity -> seconds."""
         total: dict[str, float] = {}
         for activity in self.activities:
             total[activity.kind] = total.get(activity.kind, 0.0) + activity.seconds
@@ -100,18 +119,21 @@ class WorkerTrack:
 
 @dataclass(slots=True)
 class RunTimeline:
-    """One run: every worker that any of its coordinators saw, what moved between them, and its phases.
+    """One run of a job: its phases, its workers, and the rows that moved between them."""
 
-    `phases`: (name, seconds at which it began), in order; the last lasts until `end_s`. `coordinators`: (when it
-    started, its worker). `rates`: (time, tokens per second of all workers). `names`: of its workers.
-    """
-
+    #: Every worker that any coordinator of the run saw.
     tracks: list[WorkerTrack] = field(default_factory=list)
+    #: Migrations, in order of time.
     moves: list[Move] = field(default_factory=list)
+    #: (name, begin in seconds) of each phase, in order; the last one lasts until `end_s`.
     phases: list[tuple[str, float]] = field(default_factory=list)
+    #: (start in seconds, address of its worker) of each coordinator.
     coordinators: list[tuple[float, str]] = field(default_factory=list)
+    #: (time in seconds, tokens per second of all workers together) at each change.
     rates: list[tuple[float, float]] = field(default_factory=list)
+    #: End, in seconds since the run began.
     end_s: float = 0.0
+    #: Names of its workers.
     names: WorkerNames = field(default_factory=WorkerNames)
 
     @property
@@ -127,13 +149,13 @@ class RunTimeline:
         return sum(activity.running_rows * activity.seconds for _, activity in ready) / offered if offered else 0.0
 
     def phase_spans(self) -> list[tuple[str, float, float]]:
-        """Name, begin and end of each phase."""
+        """(name, begin, end) of each phase, in seconds."""
         bounds = pairwise([*self.phases, ("", self.end_s)])
         return [(name, start_s, end_s) for (name, start_s), (_, end_s) in bounds]
 
 
 def read_timelines(records: Iterable[Mapping[str, Any]], ended_at_s: float | None = None) -> list[RunTimeline]:
-    """The runs that a journal of events and commands tells of, in order; kinds not known here are passed over.
+    """The runs in a journal of events and commands, in order; unknown kinds of records are ignored.
 
     `ended_at_s`: when the last run ended, in seconds since the epoch; None when it has not, or that is not known.
     """
@@ -142,7 +164,7 @@ def read_timelines(records: Iterable[Mapping[str, Any]], ended_at_s: float | Non
         is_beginning = record.get("kind") == BEGINNING
         if not runs or (is_beginning and record.get("run_id", "") != runs[-1].run_id):
             runs.append(_RunReader(record.get("run_id")))
-        # A line that says something else than ours is passed over, as a torn one is.
+        # Ignores a record of another shape than ours.
         with suppress(*MALFORMED):
             runs[-1].read(record)
     closed = [run.closed(ended_at_s if run is runs[-1] else None) for run in runs]
@@ -151,15 +173,19 @@ def read_timelines(records: Iterable[Mapping[str, Any]], ended_at_s: float | Non
 
 @dataclass(slots=True)
 class _Current:
-    """What a worker does now. `level`: its share of the batch, roughly. `seen_s`: of its last report; `row_s`: running
-    rows times seconds until then.
-    """
+    """The present activity of a worker, while a journal is read."""
 
+    #: Mode of the steps, or one of `IDLE`.
     kind: str
+    #: Share of the batch in use, in `_LEVELS` levels.
     level: int
+    #: Begin, in seconds since the run began.
     start_s: float
+    #: Time of the worker's latest report.
     seen_s: float
+    #: Rows in the batch at the latest report.
     running_rows: int = 0
+    #: Running rows times seconds, from `start_s` to `seen_s`.
     row_s: float = 0.0
 
 
@@ -169,21 +195,22 @@ class _RunReader:
     def __init__(self, run_id: str | None) -> None:
         self.run_id = run_id
         self.timeline = RunTimeline()
-        # Seconds since the epoch at 0; seconds at which the clock of the coordinator began.
+        # Begin of the run in seconds since the epoch; None before its first coordinator.
         self._origin_s: float | None = None
+        # Start of the latest coordinator, whose events count time from 0, in seconds since the run began.
         self._offset_s = 0.0
         self._tracks: dict[str, WorkerTrack] = {}
-        # Of workers that are there.
+        # Address -> activity of each worker that the cluster has.
         self._current: dict[str, _Current] = {}
         self._rates: dict[str, float] = {}
         # (shard id, worker) -> attempt, start
         self._open: dict[tuple[int, str], tuple[int, float]] = {}
         self._last_opened_s = 0.0
-        # The cluster's workers; None before they were looked for.
+        # The cluster's workers at the latest look; None before the first one.
         self._seen: set[str] | None = None
 
     def read(self, record: Mapping[str, Any]) -> None:
-        """Take in one line."""
+        """Take in one event or command."""
         now_s = self.timeline.end_s = max(self.timeline.end_s, self._offset_s + record.get("time_s", 0.0))
         match record:
             case {"kind": kind} if kind == BEGINNING:
@@ -219,7 +246,7 @@ class _RunReader:
                 self.timeline.phases.append(("finishing", now_s))
 
     def closed(self, ended_at_s: float | None) -> RunTimeline:
-        """The run; what is still open ends with it."""
+        """The run's timeline; attempts and activities that are still open end with the run."""
         timeline = self.timeline
         if ended_at_s is not None and self._origin_s is not None:
             timeline.end_s = max(timeline.end_s, ended_at_s - self._origin_s)
@@ -231,7 +258,7 @@ class _RunReader:
         return timeline
 
     def _named(self, activity: Activity) -> list[Activity]:
-        """An activity; one that waited beyond the last shard in two."""
+        """The activity, or the two parts of a wait: before the last shard was opened, and after it."""
         last_s = max(activity.start_s, self._last_opened_s)
         if activity.kind != WAITING or last_s >= activity.end_s:
             return [activity]
@@ -239,7 +266,7 @@ class _RunReader:
         return [waiting] * (waiting.seconds > 0) + [Activity(NONE_LEFT, last_s, activity.end_s)]
 
     def _begin(self, record: Mapping[str, Any]) -> None:
-        """A coordinator starts. What the one before it had open is open until the new one has looked."""
+        """A coordinator starts. Its predecessor's shards stay open until the new coordinator has looked."""
         timeline = self.timeline
         timeline.names.see(record.get("workers", ()))
         before_s = timeline.end_s
@@ -256,7 +283,7 @@ class _RunReader:
             self._end_spans(timeline.end_s, "committed", int(shard_id))
 
     def _see(self, workers: Iterable[str], now_s: float) -> None:
-        # The scheduler removes replicas that it knows; those of a coordinator before it, it never met.
+        # The scheduler removes only replicas that it knows, not those of an earlier coordinator.
         workers = list(workers)
         self._seen = set(workers)
         for worker in self._current.keys() - self._seen:
@@ -265,14 +292,14 @@ class _RunReader:
         is_first = not self._tracks
         for worker in workers:
             if worker not in self._tracks:
-                # Those of the first look have been there while rows were indexed.
+                # Workers of the first look were in the cluster while rows were indexed.
                 self._enter(worker, 0.0 if is_first else now_s, STARTING)
 
     def _find(self, found: Iterable[Any], now_s: float) -> None:
         still_open = set()
         for worker, batch_rows, open_shards, *_ in found:
             if self._seen is not None and worker not in self._seen:
-                continue  # its last report is there, and it is not
+                continue  # its last report is found, but the worker is gone
             self._join(worker, batch_rows, now_s)
             still_open |= {(shard_id, worker) for shard_id, _ in open_shards}
         for shard_id, worker in self._open.keys() - still_open:
@@ -287,7 +314,7 @@ class _RunReader:
             phases.append(("running", now_s))
 
     def _enter(self, worker: str, now_s: float, kind: str, running_rows: int = 0) -> None:
-        """A worker does something from now on, or is reported to do it still."""
+        """Begin an activity of a worker, or extend the present one when kind and level are the same."""
         if worker not in self._tracks:
             self._tracks[worker] = WorkerTrack(worker)
             self.timeline.tracks.append(self._tracks[worker])
@@ -303,7 +330,7 @@ class _RunReader:
         self._current[worker] = _Current(kind, level, now_s, now_s, running_rows)
 
     def _leave(self, worker: str, now_s: float) -> None:
-        """End what a worker does."""
+        """End the present activity of a worker; time without reports becomes an activity of its own."""
         current, activities = self._current.pop(worker), self._tracks[worker].activities
         is_silent = now_s - current.seen_s > _SILENT_S and current.kind != STARTING
         until_s = current.seen_s if is_silent else now_s
@@ -333,7 +360,7 @@ class _RunReader:
 
 
 def _activity(record: Mapping[str, Any]) -> str:
-    """What a worker that reports this does."""
+    """The activity of a worker with this report: its mode, or why it computes nothing."""
     if record["running_rows"] and record.get("mode"):
         return str(record["mode"])
     open_rows = record["open_rows"]
