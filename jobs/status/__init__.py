@@ -1,1 +1,1 @@
-"""Where a job stands and what it went through, from its output alone."""
+"""Reads a job's status, logs and notes from its output alone, without a cluster."""

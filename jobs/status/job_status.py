@@ -1,4 +1,4 @@
-"""`JobStatus`: what is known of a job from its output alone, without any cluster; and waiting for its end."""
+"""`JobStatus`: the status of a job, read from its output alone, without any cluster; and waiting for its end."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from ..record import BEGINNING_PHASES, JobRecord, JobState
 from ..storage.redaction import redacted_url
 from ..store import JobStore
 
-# A running job rewrites its state about once a second; one that has not for so long has lost its runner.
+# Seconds without a new state after which a running job has lost its runner; states come about once a second.
 STALE_AFTER_S = 30.0
 _FOLLOW_INTERVAL_S = 1.0
-# Looks at an object store cost money, and requests are limited.
+# Seconds between looks at an object store, whose requests cost money and are limited.
 _REMOTE_WAIT_INTERVAL_S = 5.0
-# Another coordinator takes over from one that hangs, and says so, within less than this.
+# Seconds without a new state after which a run is lost. Another coordinator takes over from one that hangs, and writes
+# a state, in less time.
 _SILENCE_LIMIT_S = 120.0
 
-#: Where a job stands, in one word. "waiting": no run of it has begun. "stopped": cancelled or interrupted; it can be
-#: resumed. "unknown": its state says that it runs, but is old.
+#: Status of a job in one word. "waiting": no run of it has begun. "stopped": cancelled or interrupted; it can be
+#: resumed. "unknown": its last state is of a running job, but old.
 Outcome = Literal["done", "failed", "stopped", "waiting", "running", "unknown"]
 #: Exit codes of `lorabatch wait` and `lorabatch status --json`; 2 is a wrong request, as everywhere.
 EXIT_CODES: Mapping[Outcome, int] = {
@@ -34,23 +35,32 @@ EXIT_CODES: Mapping[Outcome, int] = {
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """One moment of a job. `is_stale`: its state says that it runs, but is `silent_s` old."""
+    """One moment of a job, as its output shows it."""
 
+    #: URL of the output, without passwords and signatures.
     output: str
+    #: The frozen job.
     record: JobRecord
+    #: Latest state of its run; None before its first run.
     state: JobState | None
+    #: Content of `summary.json`; None while the job has not ended.
     summary: Mapping[str, Any] | None
+    #: Parts in the output.
     num_parts: int
+    #: Whether the job is done and all its parts are unchanged.
     is_finished: bool
+    #: Whether the job was asked to stop.
     is_cancel_requested: bool
+    #: Whether its state is of a running job, but old.
     is_stale: bool
+    #: Age of a stale state in seconds; else 0.
     silent_s: float = 0.0
-    #: Parts that are not as they were when the job was done, each with a clause that says why.
+    #: Shard id -> why its part is not as it was when the job was done, as a clause.
     changed_parts: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def headline(self) -> str:
-        """One word or two for where the job stands."""
+        """The status of the job in a few words."""
         if self.is_finished:
             return "done"
         if self.changed_parts:
@@ -65,7 +75,7 @@ class JobStatus:
 
     @property
     def outcome(self) -> Outcome:
-        """One word for programs."""
+        """The status of the job in one word, for programs."""
         if self.is_finished:
             return "done"
         if self.changed_parts:
@@ -80,12 +90,12 @@ class JobStatus:
 
     @property
     def exit_code(self) -> int:
-        """See `EXIT_CODES`."""
+        """Exit code of commands for this outcome."""
         return EXIT_CODES[self.outcome]
 
     @property
     def totals(self) -> RowTotals | None:
-        """Its rows; None before its first run."""
+        """The job's rows by outcome; None before its first run."""
         if self.summary and (self.is_finished or self.state is None):
             with naming_damage("summary.json"):
                 return RowTotals.of_summary(self.summary)
@@ -93,17 +103,17 @@ class JobStatus:
 
     @property
     def is_over(self) -> bool:
-        """Whether its last run has ended, well or not. One that has gone silent may still run."""
+        """Whether its last run has ended, well or not. A silent run counts as running."""
         return self.is_finished or (self.state is not None and self.state.is_final)
 
     @property
     def has_ended(self) -> bool:
-        """Whether its last run has ended, or has been silent for so long that it is taken for lost."""
+        """Whether its last run has ended, or has been silent for more than `_SILENCE_LIMIT_S`."""
         return self.is_over or self.silent_s > _SILENCE_LIMIT_S
 
     @property
     def error(self) -> JobError | None:
-        """What ended its last run, as the exception that was raised then; None when nothing did."""
+        """The exception that ended its last run, or one for changed parts or a lost run; None without such a reason."""
         if self.changed_parts:
             return JobFailedError(
                 f"output={self.output!r}: {in_words(self.changed_parts)}; the job was done before. Go on with "
@@ -117,7 +127,7 @@ class JobStatus:
 
     @property
     def message(self) -> str:
-        """One sentence that says why the job stopped, or what has become of its parts, and what to do."""
+        """Why the job stopped, or how its parts have changed, and what to do; "" without such a reason."""
         if self.changed_parts:
             return str(self.error)
         return self.state.message if self.state else ""
@@ -145,17 +155,17 @@ class JobStatus:
 
     @property
     def time_left(self) -> str:
-        """In words; "" where it is not known, or nothing is being done."""
+        """The time left in words; "" when it is not known, or the job is not running."""
         return "" if self.state is None or self.is_resting else self.state.time_left
 
     @property
     def is_resting(self) -> bool:
-        """Whether nothing is being done, for all that is known."""
+        """Whether no run is at work: the job is finished, not started, ended, or its state is stale."""
         return self.is_finished or self.state is None or self.state.is_final or self.is_stale
 
     @property
     def next_step(self) -> str | None:
-        """The command that goes on with the job, where there is one; else the state's message says what to do."""
+        """The command that goes on with the job; None when there is none, and the state's message says what to do."""
         can_resume = self.state is None or self.state.can_resume
         return f"lorabatch resume {self.output}" if self.is_resting and can_resume and not self.is_finished else None
 
@@ -171,7 +181,8 @@ def read_status(store: JobStore, now_s: float | None = None) -> JobStatus:
         raise JobRequestError(
             f"output={redacted_url(store.url)!r}: no job there. Check the URL; it must be the --output of a job."
         ) from None
-    # In this order: of a job that ends meanwhile `_SUCCESS` is seen, which is older than the state "done".
+    # The state is read before the listing: `_SUCCESS` is written before the state "done", so a job that ends meanwhile
+    # is seen as finished.
     state = store.read_state()
     contents = store.contents()
     age_s = 0.0 if state is None else (time.time() if now_s is None else now_s) - state.updated_at_s
@@ -199,8 +210,8 @@ def read_status(store: JobStore, now_s: float | None = None) -> JobStatus:
 
 
 def is_silent(state: JobState, now_s: float) -> bool:
-    """Whether a state says that a run is at work, and is so old that the run is taken for lost. A job in the queue of
-    a cluster has nothing that could write.
+    """Whether the state of a run at work is older than `STALE_AFTER_S`, so that the run is taken for lost. A queued job
+    is never silent: no process of it could write.
     """
     return not state.is_final and state.phase != "queued" and now_s - state.updated_at_s > STALE_AFTER_S
 
@@ -208,7 +219,7 @@ def is_silent(state: JobState, now_s: float) -> bool:
 def wait_for_end(
     store: JobStore, timeout_s: float | None = None, show: Callable[[JobState], None] = lambda state: None
 ) -> JobStatus:
-    """The status of a job when it `has_ended`, or `timeout_s` have passed. `show` is called with the states meanwhile.
+    """Waits until a job `has_ended` or `timeout_s` have passed; returns its status. `show` gets each state meanwhile.
 
     Raises what `read_status` raises.
     """

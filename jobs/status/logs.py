@@ -1,7 +1,7 @@
-"""What a job's logs say, in order of time: its events in words, and the lines of client, workers and engines.
+"""Reads a job's log, in order of time: its events in words, and the lines of client, workers and engines.
 
-Derived from the output alone, so that it is the same for any cluster. `EventStory` tells `events.jsonl`; what workers
-are called is what the coordinator calls them.
+The log comes from the output alone, so that it does not depend on the cluster. `EventStory` puts `events.jsonl` into
+words; workers have the names that the coordinator gives them.
 """
 
 from __future__ import annotations
@@ -26,24 +26,27 @@ from .worker_names import WorkerNames, file_tag
 _FOLLOW_INTERVAL_S = 1.0
 _REMOTE_INTERVAL_S = 5.0
 _SOURCE_CHARS = 22
-# As Python's logging writes it, by the formats of Dask and of this package.
+# Time at the head of a line of Python's logging, in the formats of Dask and of this package.
 _STAMP = re.compile(
     r"(?P<day>\d{4}-\d\d-\d\d) (?P<time>\d\d:\d\d:\d\d)[,.](?P<ms>\d{3})(?: -)? (?P<text>.*)", re.DOTALL
 )
-# Of shards that are done, so often.
+# Number of lines about written parts in a whole job's log, at equal steps.
 _MILESTONES = 10
 
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """One line. `time_s`: seconds since the epoch. `source`: who says it."""
+    """One line of a job's log."""
 
+    #: Seconds since the epoch.
     time_s: float
+    #: "job", the name of a worker, or the name of a log.
     source: str
+    #: The message.
     text: str
 
     def to_text(self) -> str:
-        """As printed, in the local time of who reads it."""
+        """The line as printed, with the reader's local time."""
         at = datetime.fromtimestamp(self.time_s).strftime("%Y-%m-%d %H:%M:%S")
         return f"{at}  {self.source:<{_SOURCE_CHARS}} | {self.text}"
 
@@ -56,7 +59,7 @@ def log_lines(store: JobStore, *, follow: bool = False) -> Iterator[str]:
     reader = _LogReader(store)
     interval_s = _FOLLOW_INTERVAL_S if store.location.is_local else _REMOTE_INTERVAL_S
     while True:
-        # Asked before the logs are read: what is said last is seen.
+        # The status is read before the logs, so that the last lines of a job that ends are seen.
         status = read_status(store)
         is_last = status.is_resting or not follow
         with naming_damage("the job's records"):
@@ -69,28 +72,33 @@ def log_lines(store: JobStore, *, follow: bool = False) -> Iterator[str]:
 
 @dataclass(slots=True)
 class _LogReader:
-    """Reads what is new in a job's output."""
+    """Reads the new lines of a job's log, each time it is asked."""
 
+    #: The job's output.
     store: JobStore
+    #: The events read so far, from which their words follow.
     _story: EventStory = field(init=False)
+    #: Bytes of `events.jsonl` read so far.
     _num_event_bytes: int = 0
-    # Log -> characters read, time of the last line that had one.
+    #: Log -> characters read so far.
     _read: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    #: Log -> time of its last line with a time, in seconds since the epoch.
     _times: dict[str, float] = field(default_factory=dict)
+    #: Whether the first line, about the frozen job, was given.
     _has_begun: bool = False
 
     def __post_init__(self) -> None:
         self._story = EventStory()
 
     def new_lines(self, status: JobStatus, *, is_last: bool) -> list[LogLine]:
-        """In order of time. `is_last`: the job's state is told at the end."""
+        """The new lines, in order of time. `is_last`: lines about the job's status follow at the end."""
         lines = [] if self._has_begun else list(_frozen(status))
         self._has_begun = True
         records, self._num_event_bytes = self.store.read_new_events(self._num_event_bytes)
         if self.store.has_plan_facts() and self._story.plan is None:
             self._story.plan = self.store.read_plan_facts()
         for record in records:
-            # A line that says something else than ours is passed over, as a torn one is.
+            # Ignores a record of another shape than ours.
             with suppress(*MALFORMED):
                 lines += self._story.read(record)
         for name, text in self.store.read_logs().items():
@@ -119,7 +127,7 @@ def _frozen(status: JobStatus) -> Iterator[LogLine]:
 
 
 def _standing(status: JobStatus) -> Iterator[LogLine]:
-    """Where the job stands now, or how it ended."""
+    """Lines about the job's present status: its notes, rows, message and next step."""
     state = status.state
     if state is None:
         yield LogLine(time.time(), "job", "no run of it has begun")
@@ -135,26 +143,26 @@ def _standing(status: JobStatus) -> Iterator[LogLine]:
 
 
 class EventStory:
-    """Tells events and commands in words. A journal may hold several runs, and a run several coordinators.
+    """Puts events and commands into words. A journal may hold several runs, and a run may have several coordinators.
 
-    `plan`: `plan.json`, once it is there.
+    `plan`: content of `plan.json`; None before it is written.
     """
 
     def __init__(self) -> None:
         self.plan: Mapping[str, Any] | None = None
         self._names = WorkerNames()
         self._run_id: str | None = None
-        # When the coordinator began, in seconds since the epoch; of its latest event.
+        # Start of the coordinator, and time of its latest event, in seconds since the epoch.
         self._began_s = self._now_s = 0.0
         self._in_cluster: set[str] = set()
         self._attempts: dict[int, int] = {}
         self._done: set[int] = set()
         self._milestone = 0
-        # Of all runs: logs of workers that were there before stay.
+        # Tag in the name of a log -> name of the worker, of all runs: logs of earlier workers stay.
         self._name_of_tag: dict[str, str] = {}
 
     def source(self, log: str) -> str:
-        """Who writes a log: `worker-127-0-0-1-4000` is that of a worker."""
+        """The source shown for a log: a worker's name for `worker-127-0-0-1-4000`, else the name of the log."""
         kind, _, tag = log.partition("-")
         name = self._name_of_tag.get(tag)
         return log if name is None else name if kind == "worker" else f"{name} {kind}"
@@ -164,7 +172,7 @@ class EventStory:
         return self._names.in_text(text)
 
     def read(self, record: Mapping[str, Any]) -> Iterator[LogLine]:
-        """Lines for one record; none for most. A command happens at the time of the event before it."""
+        """Lines for one event or command; most have none. A command has the time of the event before it."""
         if record.get("kind") == BEGINNING:
             yield from self._begin(record)
             return
@@ -228,7 +236,7 @@ class EventStory:
         return self._names.name(record["from_replica_id"]), f"{rows} of shard {record['shard_id']} move to {to}"
 
     def _begin(self, record: Mapping[str, Any]) -> Iterator[LogLine]:
-        """A coordinator begins, of a new run or in place of another one."""
+        """Lines for the start of a coordinator, of a new run or in place of another coordinator."""
         self._began_s = self._now_s = record.get("at_s", self._now_s)
         is_new = self._run_id != record.get("run_id", "")
         self._done |= set(map(int, record.get("committed", ())))

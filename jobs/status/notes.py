@@ -1,4 +1,4 @@
-"""What a user should know of a job and did not ask: about its adapters, its files, and rows that name no adapter."""
+"""Words notes that users should see without asking: on a job's adapters, files, and rows that name no adapter."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _NAMES_SHOWN = 8
 
 
 def job_notes(record: JobRecord) -> list[str]:
-    """What is known before a row is read: how many adapters have which verdict, which are refused and why, which have
-    a tokenizer or chat template of their own, which files are left unread, and which columns are settings.
+    """Notes on a job before a row is read: number of adapters by verdict, refused adapters and why, adapters with a
+    tokenizer or chat template of their own, the base model, unread files, and columns that are settings.
     """
     adapters = record.adapters
     notes = []
@@ -40,7 +40,7 @@ def job_notes(record: JobRecord) -> list[str]:
 
 
 def _input_notes(record: JobRecord) -> list[str]:
-    """What is read of the input and what is not: files, columns of folder names, settings, metadata."""
+    """Notes on what the job reads of its input and what not: files, columns of folder names, settings, metadata."""
     # Other commands import this module and read no schemas.
     from ..input.columns import seeming_settings, settings_in
     from ..input.files import DELTA_LOG, unpack_schema
@@ -81,7 +81,7 @@ def _input_notes(record: JobRecord) -> list[str]:
 
 
 def _header_notes(record: JobRecord) -> list[str]:
-    """Chat templates whose prompts end without what stands before answers, by the adapters that they serve."""
+    """Notes on chat templates whose prompts lack the header of an answer, with the adapters that they serve."""
     spec = record.spec
     if "messages" not in record.input.roles or spec.get("continue_final_message"):
         return []
@@ -100,8 +100,8 @@ def _header_notes(record: JobRecord) -> list[str]:
 
 
 def messages_note(record: JobRecord) -> tuple[str, ...]:
-    """Which chat template renders messages, if not the model's, and what becomes of special tokens inside of them; for
-    a job that has messages.
+    """Notes on a job with messages: the chat template, if it is not the model's, and how special tokens inside of
+    messages are read. Empty for other jobs.
     """
     if "messages" not in record.input.roles:
         return ()
@@ -122,10 +122,11 @@ def messages_note(record: JobRecord) -> tuple[str, ...]:
 def row_notes(
     record: JobRecord, rows_per_adapter: Mapping[str, int], peculiar_rows: Mapping[str, int] | None = None
 ) -> tuple[str, ...]:
-    """What the index has found: that no row names an adapter, or which adapters no row names; conversations that end
-    with an answer; and what the chat template drops of conversations that have it.
+    """Notes from the index: no row names an adapter, or which adapters no row names; conversations that end with an
+    answer; and parts of conversations that the chat template drops.
 
-    `rows_per_adapter`: as the rows name them; "" counts those that name none. `peculiar_rows`: see `peculiarities`.
+    `rows_per_adapter`: adapter, as rows name it ("": none) -> rows. `peculiar_rows`: peculiarity -> rows; see
+    `peculiarities`.
     """
     return (*_adapter_notes(record, rows_per_adapter), *_conversation_notes(record, peculiar_rows or {}))
 

@@ -1,7 +1,7 @@
-"""`WorkerNames`: what workers of a run are called: `w0 10.0.0.5`, `w1 gpu-7`, in the order in which they were seen.
+"""`WorkerNames`: names of a run's workers, `w0 10.0.0.5`, `w1 gpu-7`, …, in the order in which they were seen.
 
-The coordinator sees them first, and `state.json` keeps their addresses in that order. Whatever shows a worker names it
-by this order, so that its names are the same everywhere and stay the same when another coordinator takes over.
+The coordinator sees workers first, and `state.json` keeps their addresses in this order. All code that shows a worker
+names it by this order, so its name is the same everywhere and stays the same when another coordinator takes over.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _HOST_CHARS = 20
 
 
 class WorkerNames:
-    """Names by Dask address. `addresses`: of workers seen before."""
+    """Names of workers by their Dask addresses. `addresses`: workers seen before, in order."""
 
     def __init__(self, addresses: Iterable[str] = ()) -> None:
         self._names: dict[str, str] = {}
@@ -22,18 +22,18 @@ class WorkerNames:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Of every worker seen, `w0` first."""
+        """Address of every worker seen, `w0` first."""
         return tuple(self._names)
 
     def see(self, addresses: Iterable[str]) -> list[str]:
-        """Name workers that were not seen before; their addresses."""
+        """Name the workers that were not seen before. Returns their addresses."""
         new = [address for address in addresses if address not in self._names]
         for address in new:
             self._names[address] = f"w{len(self._names)} {host_of(address)}"
         return new
 
     def name(self, address: str) -> str:
-        """The name of a worker; of one that was never seen its address without the protocol."""
+        """The name of a worker; its address without the protocol when it was never seen."""
         return self._names.get(address) or address.rpartition("://")[2]
 
     def in_text(self, text: str) -> str:
