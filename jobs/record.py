@@ -87,13 +87,13 @@ class AdapterRecord(_Frozen):
     url: str
     #: Result of the audit.
     verdict: AdapterVerdict
-    #: Reasons for the verdict, one sentence each.
+    #: Reasons against the verdict `exact`, one sentence each.
     reasons: tuple[str, ...] = ()
     #: Content hash, its identity; "" for a folder that could not be read.
     sha256: str = ""
     #: Largest LoRA rank of its matrices.
     rank: int = 0
-    #: Size of its weights in memory.
+    #: Stored bytes of its tensors.
     weight_bytes: int = 0
     #: Header of an answer that prompts of its chat template lack; see `TemplateTraits`.
     missing_header: str = ""
