@@ -1,1 +1,1 @@
-"""One device, one base model, many adapters. Light modules (config, request, peft audit) load no torch."""
+"""Runs one base model with many adapters on one device. Light modules (config, request, peft audit) load no torch."""

@@ -110,7 +110,7 @@ def pool_format(kind: DeviceKind, dtype: str, base_quantization: BaseQuantizatio
 
 
 def products_format(kind: DeviceKind, dtype: str, base_quantization: BaseQuantization) -> str:
-    """Number format in which an engine multiplies, by which step costs are told apart."""
+    """Number format in which an engine multiplies. Step costs are kept apart by it."""
     return dtype_on(kind, dtype) if base_quantization == "none" else base_quantization
 
 

@@ -5,7 +5,7 @@ that it may crash: adapter folders, regular expressions that backtrack, chat tem
 crashes, is replaced.
 
 A task is a function `run(payload)` of a module of lorabatch; payload and answer are JSON. CPU time is limited, not time
-on the clock, so that a busy machine refuses nobody. The child ends when its standard input closes.
+on the clock, so that a busy machine refuses no data. The child ends when its standard input closes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .untrusted import printable, shortened
 
 MEMORY_BYTES = 3 << 30
 _PACKAGE = __package__.rpartition(".")[0]
-# One thread, and one arena: address space is what is limited.
+# One thread and one arena, since address space is limited.
 _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"} | dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
 )
@@ -139,7 +139,7 @@ class ConfinedProcess:
         process, self._process = self._process, None
         if process is None:
             return 0
-        # It leaves by itself when its input closes, unless it is busy.
+        # The child ends by itself when its input closes, unless it is busy.
         with suppress(OSError):
             process.stdin.close()  # type: ignore[union-attr]
         try:

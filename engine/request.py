@@ -148,7 +148,7 @@ class SamplingParams:
         f"from 0 to {MOST_TOP_LOGPROBS}",
         lambda k: 0 <= k <= MOST_TOP_LOGPROBS,
     )
-    #: Not allowed beside a constraint, which ends by itself.
+    #: False beside a constraint, whose grammar ends the completion.
     ignore_eos: bool = _option(False, "Continue after the model's end token, up to max_tokens.")
     #: Tokens, beside the end tokens of model and tokenizer.
     stop_token_ids: tuple[int, ...] = _option(
@@ -168,11 +168,11 @@ class SamplingParams:
         "from 0 to 1",
         lambda p: 0.0 <= p <= 1.0,
     )
-    #: In logits; 0 changes nothing.
+    #: Logits to subtract; 0 changes nothing.
     presence_penalty: float = _option(
         0.0, "Taken from the logit of every token of the completion so far.", "from -2 to 2", lambda p: -2 <= p <= 2
     )
-    #: In logits per occurrence; 0 changes nothing.
+    #: Logits to subtract per occurrence; 0 changes nothing.
     frequency_penalty: float = _option(
         0.0, "Taken from a token's logit for each time it is in the completion.", "from -2 to 2", lambda p: -2 <= p <= 2
     )

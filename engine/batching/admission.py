@@ -405,8 +405,9 @@ class WaitingRows:
     def next_uses(
         self, running_ids: Collection[str | None], resident_ids: Collection[str], code_of: Mapping[str | None, int]
     ) -> dict[str, float]:
-        """For each adapter, how many rows enter before its first, soonest first: the order of
-        `scheduler.batching.clustered_order`, as if all rows were about as long."""
+        """Rows that enter before the first of each adapter, by adapter, soonest first: the order of
+        `scheduler.batching.clustered_order`, as if all rows were about as long.
+        """
 
         def place(adapter_id: str) -> tuple[int, int, int]:
             distance = 0 if adapter_id in running_ids else 1 if adapter_id in resident_ids else 2

@@ -164,8 +164,8 @@ class RunningBatch:
     def problem_with(
         self, row: ExportedRow, max_context_tokens: int, spare_tokens: Callable[[Request], int]
     ) -> str | None:
-        """Why a row cannot be served, as a plain sentence; None for a row that can be. `spare_tokens`: that a row may
-        store beyond its prompt and `max_tokens`.
+        """Why a row cannot be served, as a plain sentence; None for a row that can be. `spare_tokens`: function that
+        returns the tokens that a row may store beyond its prompt and `max_tokens`.
         """
         request = row.request
         if request.adapter_id is not None and request.adapter_id not in self._registry:

@@ -63,7 +63,7 @@ class _Here:
         return True
 
     def join(self) -> None:
-        """Nothing is on its way."""
+        """Do nothing: no copy is on its way."""
 
 
 class CopyStream:

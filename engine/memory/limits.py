@@ -99,26 +99,25 @@ def engine_limits(config: EngineConfig, model: ModelConfig, kind: DeviceKind, me
 
 @dataclass(frozen=True, slots=True)
 class CpuMemory:
-    """Memory that an engine on a CPU takes at most, in bytes, all processes of a group together.
+    """Memory that an engine on a CPU takes at most, in bytes, all processes of a group together."""
 
-    `weights`: of the base model, which the engines of a machine share where the cache of packed weights has them.
-    `pool`: keys, values and adapters, once it is full. `working`: the processes by themselves and their largest step.
-    `merged`: more, once an adapter has been merged into all linear layers.
-    """
-
+    #: Weights of the base model, which the engines of a machine share where the cache of packed weights has them.
     weights: int
+    #: Keys, values and adapters, once the pool is full.
     pool: int
+    #: The processes by themselves, and their largest step.
     working: int
+    #: Additional memory once an adapter has been merged into all linear layers.
     merged: int
 
     @property
     def unmerged(self) -> int:
-        """All of it while no adapter is merged."""
+        """Memory of the engine while no adapter is merged."""
         return self.weights + self.pool + self.working
 
 
 def cpu_memory(config: EngineConfig, model: ModelConfig, limits: EngineLimits, file_bytes: int) -> CpuMemory:
-    """Planned memory of an engine on a CPU. `file_bytes`: of the model's weights in its files.
+    """Planned memory of an engine on a CPU. `file_bytes`: bytes of the model's weights in its files.
 
     Linear layers multiply in the files' own format, unless the job rounds them; a tied head is packed beside the
     embeddings. A merged adapter takes two copies of the layers in fp32: the base's and the merged one.

@@ -146,7 +146,9 @@ def pack_for_group(
     in_panels: bool,
     device: torch.device,
 ) -> PackedAdapter:
-    """`pack_adapter` for each member of a group. `device`: of the leader's memory, and likewise of the others'."""
+    """`pack_adapter` for each member of a group. `device`: device of the leader's pool; the other members' are of the
+    same kind.
+    """
     cut = [cut_pairs(weights.lora, partition) for partition in partitions]
     layout = _layout_of(cut[0], partitions[0].shard, in_panels)
     numbers = empty_pinned(len(cut) * layout.num_elements, dtype, device).view(len(cut), layout.num_elements)
@@ -160,7 +162,7 @@ def pack_adapter(
 ) -> PackedAdapter:
     """Stack what packed layers multiply together: per layer and site one A for all members, then each member's B.
 
-    `in_panels`: see `AdapterLayout`. `dtype` and `device`: of the memory where they are to go. Raises
+    `in_panels`: see `AdapterLayout`. `dtype` and `device`: those of the pool that the numbers are for. Raises
     `AdapterRefusedError` for an adapter that is exact by merge only.
     """
     pairs = weights.lora
@@ -238,7 +240,9 @@ def _write(numbers: Tensor, layout: AdapterLayout, pairs: Mapping[str, LoraPair]
 
 @lru_cache(maxsize=_MAX_LAYOUTS)
 def _lay_out(shapes: frozenset[tuple[str, int, int, int, float]], model: ModelConfig, in_panels: bool) -> AdapterLayout:
-    """`shapes`: module, rank, inputs, outputs and scaling of each pair. Adapters of the same ones have one layout."""
+    """The layout of an adapter. `shapes`: module, rank, inputs, outputs and scaling of each pair. Adapters of equal
+    shapes share one layout.
+    """
     pairs = {module: (rank, inputs, outputs, scaling) for module, rank, inputs, outputs, scaling in shapes}
     layers: list[dict[str, SiteLayout]] = []
     cursor = 0

@@ -61,11 +61,11 @@ class PrefixCache:
         return tuple(path)
 
     def expect(self, path: Sequence[bytes]) -> None:
-        """One more row will read these pages, or compute them if they are not there."""
+        """Count one more row that will read these pages, or compute them if they are not there."""
         self._readers.update(path)
 
     def release(self, path: Sequence[bytes]) -> None:
-        """One row less will read these pages: it has them, or it is gone."""
+        """Count one row less that will read these pages: it has them, or it is gone."""
         for key in path:
             self._readers[key] -= 1
             if not self._readers[key]:
@@ -104,19 +104,19 @@ class PrefixCache:
         return run
 
     def use(self, key: bytes) -> None:
-        """One more row names a cached page, and all before it, in its block table."""
+        """Count one more row whose block table names a cached page and all before it."""
         assert key in self._pages, f"prefix page {key.hex()} is not there"
         self.users[key] += 1
 
     def leave(self, path: Sequence[bytes]) -> None:
-        """One row less uses these pages."""
+        """Count one row less that uses these pages."""
         for key in path:
             self.users[key] -= 1
             if not self.users[key]:
                 del self.users[key]
 
     def owners(self) -> list[tuple[str, bytes]]:
-        """Under which the pages that no row uses are held in the pool."""
+        """Owners, in the pool, of the pages that no row uses."""
         return [_owner(key) for key in self._pages if key not in self.users]
 
     def make_room(self, has_room: Callable[[], bool], *, spare_awaited: bool) -> bool:

@@ -114,11 +114,11 @@ class AdapterResidency:
             self._arriving[adapter_id].join()
 
     def pin(self, adapter_id: str) -> None:
-        """One more running sequence uses the adapter."""
+        """Count one more running sequence that uses the adapter."""
         self._pins[adapter_id] = self._pins.get(adapter_id, 0) + 1
 
     def unpin(self, adapter_id: str) -> None:
-        """One running sequence less uses the adapter."""
+        """Count one running sequence less that uses the adapter."""
         self._pins[adapter_id] -= 1
         if not self._pins[adapter_id]:
             del self._pins[adapter_id]

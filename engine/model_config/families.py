@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from .model import Activation, LayerNorms, ModuleNames, NormKind, RopeKind
 
-# Which layers attend to a window of latest tokens only:
-# none; every layer; those after max_window_layers where use_sliding_window allows; all but every n-th.
+# Layers that attend to a window of the latest tokens only: none; every layer; those after max_window_layers where
+# use_sliding_window allows; all but every n-th.
 WindowRule = Literal["none", "every_layer", "last_layers", "all_but_every_nth"]
 ALL_ROPES: tuple[RopeKind, ...] = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 # Spellings of `hidden_act` and its like, and the function they mean.

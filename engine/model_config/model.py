@@ -49,21 +49,21 @@ class RopeConfig:
 class LayerNorms:
     """Norms of a decoder layer by their place, named below the layer; None where a family has none."""
 
-    #: On attention's input.
+    #: Norm of attention's input.
     before_attention: str | None = "input_layernorm"
-    #: On attention's output, before it is added.
+    #: Norm of attention's output, before it is added.
     attention_output: str | None = None
-    #: On the sum behind attention.
+    #: Norm of the sum behind attention.
     after_attention: str | None = None
-    #: On the MLP's input.
+    #: Norm of the MLP's input.
     before_mlp: str | None = "post_attention_layernorm"
-    #: On the MLP's output, before it is added.
+    #: Norm of the MLP's output, before it is added.
     mlp_output: str | None = None
-    #: On the sum behind the MLP.
+    #: Norm of the sum behind the MLP.
     after_mlp: str | None = None
-    #: On each query head, before it is rotated.
+    #: Norm of each query head, before it is rotated.
     query: str | None = None
-    #: On each key head, before it is rotated.
+    #: Norm of each key head, before it is rotated.
     key: str | None = None
 
 

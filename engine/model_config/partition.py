@@ -18,7 +18,7 @@ from itertools import accumulate
 
 from .model import HEAD, ModelConfig, PackedSite
 
-# Each waits for every other: their number is squared.
+# Every member waits for every other: event counters grow with the square of the number of members.
 _MOST_MEMBERS = 16
 
 

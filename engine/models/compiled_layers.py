@@ -28,8 +28,9 @@ class CompiledLayers:
 
     @classmethod
     def of(cls, model: ModelConfig, layers: Sequence[DecoderLayer], tensors: Mapping[str, Tensor]) -> Self | None:
-        """None where compiled kernels do not know layers of this family. `tensors`: by checkpoint name; they may be
-        replaced between two steps, as may the layers' weights."""
+        """The layers, or None where compiled kernels do not know layers of this family. `tensors`: by checkpoint name;
+        they may be replaced between two steps, as may the layers' weights.
+        """
         norms = model.names.norms
         is_known = (
             model.norm_kind == "rms"
@@ -74,7 +75,7 @@ class CompiledLayers:
         return self._compiled
 
     def _made(self) -> DecoderLayers | None:
-        """None where a weight is not one that compiled kernels read."""
+        """The layers with their live weights; None where compiled kernels cannot read one of these."""
         model = self._model
         layers = []
         for layer in self._layers:

@@ -52,10 +52,11 @@ class Decoder:
     `linears` holds the head and projections by checkpoint name, `tensors` what is no linear layer. Both, and the
     layers' linears, may be replaced between two steps.
 
-    `weights`: by checkpoint name, taken out one by one; in `dtype` or, where linear layers are packed, as they are
-    stored. `dtype`: number format of computing. `packed`: linear layers that were packed before, by `joined_name`;
-    their plain weights need not be in `weights`. `products`: all others are packed now for such (None: none is).
-    `members`: of the group, where the decoder is a part of one; `model` and `weights` are those of the part then.
+    `weights`: weights by checkpoint name, taken out one by one; in `dtype` or, where linear layers are packed, as they
+    are stored. `dtype`: number format of activations. `packed`: linear layers that were packed before, by
+    `joined_name`; their plain weights need not be in `weights`. `products`: products for which all other linear layers
+    are packed now (None: they are not). `members`: the group, where the decoder is a part of one; `model` and `weights`
+    are then those of the part.
     """
 
     #: Steps are built so that what a row computes depends on that row alone.

@@ -78,7 +78,7 @@ def is_arithmetic_fixed(model: ModelConfig) -> bool:
 
 
 def check_exact_on_gpu(config: EngineConfig) -> None:
-    """For an engine of GPU kernels in mode `exact`: raises `ExactModeError` where nothing would be promised."""
+    """Raises `ExactModeError` where an engine of GPU kernels in mode `exact` could promise nothing."""
     if config.base_quantization != "none":
         raise ExactModeError(
             f"mode='exact', base_quantization={config.base_quantization!r}: must be 'none', since a library multiplies "
@@ -93,8 +93,9 @@ def check_exact_on_gpu(config: EngineConfig) -> None:
 
 
 def check_exact_on_cpu(model: ModelConfig) -> None:
-    """For an engine of CPU kernels in mode `exact`: raises `ExactModeError` where nothing would be promised, and logs
-    where less is promised than equal bytes whatever the threads."""
+    """Raises `ExactModeError` where an engine of CPU kernels in mode `exact` could promise nothing, and logs where it
+    promises less than equal bytes whatever the threads.
+    """
     if not can_multiply("float32"):
         raise ExactModeError(
             "mode='exact': there are no compiled CPU kernels here, and this torch has no oneDNN to stand in for them. "

@@ -170,9 +170,8 @@ class DecoderLayer:
 
 
 def activation_of(model: ModelConfig) -> Activate:
-    """From the packed output of the first layer, gate beside up [T, 2 * inner], to [T, inner].
-
-    Without a gate the input is [T, inner] already.
+    """The function from the packed output of the first layer, gate beside up [T, 2 * inner], to [T, inner]. Without a
+    gate the input is [T, inner] already.
     """
     function = _FUNCTIONS[model.activation]
     if not model.has_gate:

@@ -60,7 +60,8 @@ class LiveWeights:
     def merge_packed(self, adapter_id: str, name: str, numbers: Tensor, layout: AdapterLayout) -> None:
         """`merge` for an adapter that changes layers by pairs alone, from its packed `numbers` on the device.
 
-        The weights may be computed with at once; whether they are finite, `confirm` tells. `name`: for its message.
+        The weights may be computed with at once; `confirm` finds whether they are finite. `name`: name of the adapter
+        in its message.
         """
         self._switch(adapter_id, partial(self._merge_packed, name, layout.sites(numbers)))
 
@@ -197,7 +198,7 @@ def has_plain_pairs(adapter: AdapterWeights, members: Sequence[PackedMember]) ->
 
 
 def merge_jobs(adapter: AdapterWeights, members: Sequence[PackedMember], linear: Linear) -> list[MergeJob]:
-    """One job per member; a member that the adapter leaves alone is copied."""
+    """Jobs of a linear layer, one for each member; a member that the adapter leaves alone is copied."""
     live = linear.live_buffer()
     jobs = []
     for member in members:

@@ -18,7 +18,7 @@ from ..model_config.model import RopeConfig, RopeKind
 
 @dataclass(frozen=True, slots=True)
 class RowLengths:
-    """For each token of the step [T]: tokens of its row's prompt, and tokens of its row known by now."""
+    """Lengths of the row of each token of a step, [T]: tokens of its prompt, and tokens known by now."""
 
     prompt: Tensor
     known: Tensor

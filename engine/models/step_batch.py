@@ -136,7 +136,7 @@ class _Chunk:
 def build_step(
     entries: Items[StepEntry], model: ModelConfig, layout: PageLayout, dtype: torch.dtype, *, is_exact: bool = False
 ) -> StepBatch:
-    """Prepare one step. `entries` must not be empty. `is_exact`: what a row computes depends on that row alone."""
+    """Prepare one step. `entries` must not be empty. `is_exact`: each row's numbers depend on that row alone."""
     ordered = sorted(entries, key=lambda e: (e.minus is not None, e.adapter.order if e.adapter else -1))
     chunks = _chunks(ordered, [e.num_tokens for e in ordered])
     positions = torch.cat([torch.arange(c.num_past, c.num_past + c.num_tokens) for c in chunks])

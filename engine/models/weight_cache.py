@@ -249,7 +249,7 @@ def _write(path: Path, key: Mapping[str, Any], tensors: Iterator[tuple[str, tupl
 
 
 def _mapped(path: Path, key: Mapping[str, Any], products: Products) -> tuple[dict[str, Weight], Packed] | None:
-    """The weights in a file; None where there is none, or one that is damaged, someone else's or of other weights."""
+    """The weights in a file; None where there is none, or one that is damaged, another user's or of other weights."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:

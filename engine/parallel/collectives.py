@@ -71,7 +71,7 @@ class Counters:
         return cls([os.eventfd(0, flags) for _ in range(num_members * num_members)])
 
     def of(self, giver: int, taker: int, num_members: int) -> int:
-        """The counter by which `giver` signals to `taker` that it has come to a meeting."""
+        """The counter by which `giver` signals to `taker` that it has reached a meeting."""
         return self.descriptors[giver * num_members + taker]
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class Collectives:
         self._head[self._member * _LINE_NUMBERS + _BEAT] = now_ns
 
     def last_beat_ns(self, member: int) -> int:
-        """When a member last gave a sign of life, 0 for never."""
+        """Time of a member's last sign of life; 0 for none yet."""
         return self._head[member * _LINE_NUMBERS + _BEAT]
 
     def note_copied(self, num_copies: int) -> None:

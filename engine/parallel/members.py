@@ -311,7 +311,7 @@ def _end(processes: Sequence[MemberProcess], shared: _Shared, descriptors: Seque
         with contextlib.suppress(OSError):
             assert process.stdin is not None
             process.stdin.close()
-    # only now nobody writes to the descriptors, whose numbers others get
+    # only now no thread writes to the descriptors, whose numbers other files get
     shared.lost.wait(_LEAVING_S)
     for descriptor in descriptors:
         with contextlib.suppress(OSError):

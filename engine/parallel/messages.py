@@ -126,7 +126,7 @@ class RestoreBase:
 
 @dataclass(frozen=True, slots=True)
 class MemberReady:
-    """From a member: its part is loaded. `weight_bytes`: of the tensors that it read."""
+    """From a member: its part is loaded. `weight_bytes`: bytes of the base's tensors that it read."""
 
     weight_bytes: int
 
@@ -151,7 +151,7 @@ class Merged:
 
 @dataclass(frozen=True, slots=True)
 class MemberFailed:
-    """From a member, last of all: why it ends. `is_permanent`: another process would fail likewise."""
+    """From a member, last of all: why it ends. `is_permanent`: another process would fail, too."""
 
     error: str
     is_permanent: bool

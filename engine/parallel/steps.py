@@ -75,11 +75,11 @@ class MirroredRow:
 
 
 def encode_step(entries: Items[StepEntry], places: Mapping[int, int] = _NO_PLACES) -> Step:
-    """A step's message. `places`: for sequences (by their id()) with a pending token, where the step before left it on
-    the devices.
+    """A step's message. `places`: places where the step before left pending tokens on the devices, by the id() of their
+    sequences.
 
-    Pages of an entry's block table beside its run: those of the prefix cache, then start and length of what the run
-    was extended by.
+    Pages of an entry's block table beside its run: those of the prefix cache, then start and length of each run by
+    which its run was extended.
     """
     rows, token_ids, pages = [], [], []
     for entry in entries:

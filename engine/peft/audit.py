@@ -154,7 +154,7 @@ def _refusing(ledger: Ledger, folder: Path | None = None) -> Iterator[None]:
     except STOPS:
         raise
     except BaseException as error:
-        # Also what no rule above has foreseen is this folder's own, and costs no other adapter anything.
+        # An error that no rule above has foreseen is this folder's own, too, and costs no other adapter anything.
         logger.debug("audit of %s", folder or "an adapter", exc_info=True)
         what = f"cannot be audited ({type(error).__name__}: {shown_name(str(error))}). Save the adapter again"
         ledger.refuse(what)
@@ -216,7 +216,9 @@ def _in_order(content: bytes) -> bytes:
 def _judgement(
     content: bytes | None, headers: tuple[Header, ...], notes: tuple[str, ...], layout: BaseLayout
 ) -> _Judged:
-    """`content`: of the configuration; None if there is none. `headers`: none where the files cannot be read."""
+    """The judgement of one adapter. `content`: its configuration; None if there is none. `headers`: empty where the
+    files cannot be read.
+    """
     judged = _Judged(layout.vocab_size)
     ledger = judged.ledger
     with _refusing(ledger):
@@ -304,7 +306,7 @@ def _parse_names(entries: Mapping[str, TensorEntry], ledger: Ledger) -> tuple[Te
 
 
 def _check_one_to_one(names: tuple[TensorName, ...], renaming: Renaming, ledger: Ledger) -> None:
-    """Two modules of the file must not stand for one module of the base: one of them would be lost."""
+    """Refuse two modules of the file that stand for one module of the base: one of them would be lost."""
     trained_of: dict[str, str] = {}
     for name in names:
         first = trained_of.setdefault(renaming.to_base(name.module), name.module)

@@ -310,7 +310,9 @@ def _judge_task(value: Any, ledger: Ledger) -> None:
 
 
 def _judge_start(value: Any, ledger: Ledger) -> None:
-    """Some starts move part of the base's weights into the adapter: on the plain base it would be wrong."""
+    """Judge how training started: some starts move part of the base's weights into the adapter, which would be wrong on
+    the plain base.
+    """
     key = "init_lora_weights"
     name = value.lower() if isinstance(value, str) else value
     if name is None or isinstance(name, bool) or name in _HARMLESS_STARTS:

@@ -119,7 +119,7 @@ def find_changes(contents: Contents, sites: tuple[LoraSite, ...], ledger: Ledger
 
 
 def _tied_pairs(contents: Contents, sites: tuple[LoraSite, ...]) -> tuple[Twins, ...]:
-    """With ensure_weight_tying the head's pair is the embedding's, transposed."""
+    """Twins of a tied head: with ensure_weight_tying its pair is the embedding's, transposed."""
     if not (contents.layout.is_tied and ties_targets(contents.config)):
         return ()
     by_module = {site.module: site for site in sites}

@@ -20,7 +20,7 @@ DEFAULT_TARGETS: Mapping[str, tuple[str, ...]] = dict.fromkeys(
 
 
 def targeted(config: AdapterConfig, modules: Iterable[str], head: str, family: str) -> set[str]:
-    """Those of `modules` that the configuration targets. `head` is the output layer, which all-linear leaves out.
+    """The modules that the configuration targets. `head` is the output layer, which all-linear leaves out.
 
     Raises `AdapterRefusedError` for a pattern that takes too long.
     """

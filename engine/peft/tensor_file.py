@@ -100,7 +100,7 @@ def _shared(file_name: str, text: bytes, file_bytes: int) -> Header:
 
 
 def _tensors(file_name: str, text: bytes, file_bytes: int) -> Mapping[str, TensorEntry]:
-    """The tensors that a header describes. `file_bytes`: of its file."""
+    """The tensors that a header describes. `file_bytes`: size of its file."""
     # Seen before the parser makes objects of them.
     _check_count(file_name, text.count(b'"dtype"'))
     try:
@@ -171,8 +171,8 @@ class TensorReader:
         return data
 
     def read_all(self, entries: Iterable[TensorEntry]) -> dict[str, npt.NDArray[np.uint8]]:
-        """The bytes of tensors by key. Those that lie side by side are read at once and share their memory, where each
-        is aligned for its numbers. Raises what `read` raises.
+        """The bytes of tensors by key. Tensors side by side in a file are read at once and share their memory, where
+        each is aligned for its numbers. Raises what `read` raises.
         """
         found: dict[str, npt.NDArray[np.uint8]] = {}
         for run in _runs(entries):
@@ -187,7 +187,7 @@ class TensorReader:
     def _fill(self, data: npt.NDArray[np.uint8], file_name: str, start: int, entries: Sequence[TensorEntry]) -> None:
         """Read as many bytes as `data` has from a position of a file. `entries`: which tensors these are, in order."""
         if file_name not in self._files:
-            # Tensors are read as they lie: a buffer would only be filled and thrown away.
+            # Tensors are read straight from the file: a buffer would only be filled and thrown away.
             self._files[file_name] = (self._folder / file_name).open("rb", buffering=0)
         file, found_bytes = self._files[file_name], 0
         while found_bytes < len(data):
@@ -208,7 +208,7 @@ class TensorReader:
 
 
 def _runs(entries: Iterable[TensorEntry]) -> list[list[TensorEntry]]:
-    """Tensors that lie side by side in one file, in order."""
+    """Runs of tensors that stand side by side in one file, in order."""
     runs: list[list[TensorEntry]] = []
     for entry in sorted(entries, key=lambda e: (e.file_name, e.start, e.num_bytes)):
         if runs and _goes_on(runs[-1], entry):

@@ -69,8 +69,8 @@ class KernelTraits:
 
 
 class Backend(ABC):
-    """A decoder on its device, and what steps over it need. `model`: what it computes. `part`: of which group the
-    decoder is a member's part; None for a whole model.
+    """A decoder on its device, and what steps over it need. `model`: the model that it computes. `part`: the member's
+    part of a group's model; None where `model` is whole.
 
     Constructing one loads the weights, so that free memory afterwards means what is left for the pool. Raises
     `ModelFilesError`, and `ExactModeError` where mode `exact` could promise nothing.

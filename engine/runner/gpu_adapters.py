@@ -93,7 +93,7 @@ def _rows_of(layout: AdapterLayout, begin: int) -> AdapterRows:
 
 @lru_cache(maxsize=_MAX_LAYOUTS)
 def _rows_from_zero(layout: AdapterLayout) -> AdapterRows:
-    """Rows of the table for any adapter of this layout: chunks as offsets into it, matrices lie rank by rank."""
+    """Rows of the table for any adapter of this layout: chunks as offsets into it, matrices rank by rank."""
     assert not layout.in_panels, "device kernels read A by rank"
     places, members, scalings = [], [], []
     for layer, of_layer in enumerate(layout.layers):

@@ -78,7 +78,7 @@ class EagerExecutor:
         work()
 
     def forget(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no addresses are kept."""
 
 
 class GraphChoice:

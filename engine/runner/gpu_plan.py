@@ -141,7 +141,7 @@ class PlannedStep:
 
     @property
     def num_attention_items(self) -> int:
-        """Most attention items: one for every query token and for every piece of a long context."""
+        """Upper bound of the attention items: one for every query token and for every piece of a long context."""
         pieces = self._context // self.split_keys if self.split_keys else 0
         return int((self._num_tokens + pieces).sum())
 
@@ -183,8 +183,9 @@ class PlannedStep:
         )
 
     def write(self, host: StepBuffer, places: dict[int, int]) -> None:
-        """Fill a buffer on the host. `places`: for sequences (by their id()) with a pending token, where the step
-        before left it."""
+        """Fill a buffer on the host. `places`: places where the step before left pending tokens, by the id() of their
+        sequences.
+        """
         num_rows, geometry = self.num_rows, self._geometry
         row_starts = np.cumsum(self._num_tokens) - self._num_tokens
         entry_of_row = np.repeat(np.arange(len(self.entries)), self._num_tokens)

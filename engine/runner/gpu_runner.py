@@ -190,8 +190,9 @@ class GpuRunner:
         return parts
 
     def _graphs_for(self, parts: Items[PlannedStep]) -> list[GraphKey | None]:
-        """By which graph each part is run: the first one only may have one, since graphs put their tokens at the
-        beginning."""
+        """The graph by which each part is run; None: kernel by kernel. Only the first part may have one, since graphs
+        put their tokens at the beginning.
+        """
         planned = parts[0]
         bucket = self._bucket(planned)
         others = [None] * (len(parts) - 1)
@@ -309,7 +310,9 @@ class GpuRunner:
         return log_sum_exp(logits) if self._is_exact else logits.float().logsumexp(-1)
 
     def _largest(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Each row's largest logits and their tokens. Of equal ones torch takes any: in mode `exact` the first are."""
+        """Each row's largest logits and their tokens. If logits are equal, torch takes any; in mode `exact` the first
+        are taken.
+        """
         count = min(count, logits.shape[1])
         if not self._is_exact:
             largest = logits.float().topk(count)

@@ -93,14 +93,14 @@ def _decoded(kind: Any, name: str, decode: _Convert, value: Any) -> Any:
 
 @cache
 def _dataclass_converters(kind: Any) -> tuple[dict[str, _Convert], dict[str, _Convert]]:
-    """How each field of a dataclass is encoded and decoded."""
+    """Functions that encode and decode each field of a dataclass, by name."""
     hints = get_type_hints(kind, localns=_NOT_IMPORTED)
     converters = {field.name: _converters(hints[field.name], f"{kind.__name__}.{field.name}") for field in fields(kind)}
     return {name: pair[0] for name, pair in converters.items()}, {name: pair[1] for name, pair in converters.items()}
 
 
 def _converters(hint: Any, place: str) -> tuple[_Convert, _Convert]:
-    """How a value with this annotation is encoded and decoded. `place`: of the annotation."""
+    """Functions that encode and decode a value with this annotation. `place`: field of the annotation, for messages."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint in _PLAIN or origin is Literal:
         return _same, _same

@@ -126,7 +126,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Fatal:
-    """From the process, last of all: why it ends. `is_permanent`: another process would fail likewise."""
+    """From the process, last of all: why it ends. `is_permanent`: another process would fail, too."""
 
     error: str
     is_permanent: bool = False
@@ -140,7 +140,7 @@ FROM_ENGINE: Codec[FromEngine] = Codec(Ready, Results, Exported, Heartbeat, Prog
 
 
 def encode_frame(codec: Codec[MessageT], message: MessageT) -> bytes:
-    """One message as it is written. Raises `MessageError` for one of another codec."""
+    """The bytes of one message's frame. Raises `MessageError` for a message of another codec."""
     body: bytes = msgpack.packb(codec.encode(message), use_bin_type=True)
     return _LENGTH.pack(len(body)) + body
 

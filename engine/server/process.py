@@ -111,7 +111,7 @@ class EngineProcess:
         self._write_lock = threading.Lock()
         self._refused_adapters: dict[str, str] = {}
         self._last_progress_s = self._busy_s = 0.0
-        # When the step that runs now began; None between steps.
+        # Time at which the current step began; None between steps.
         self._step_began_s: float | None = None
         self._engine: RunsRequests | None = None
 

@@ -33,7 +33,7 @@ class TextsBehind:
 def texts_behind(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], texts: tuple[str, ...]) -> TextsBehind:
     """Tokens of each text in its place behind a prompt of tokens."""
     tail = tuple(prompt_token_ids[-_CONTEXT_TOKENS:])
-    # Nothing before a special token has a part in what stands behind it: prompts of a chat template end alike.
+    # Text before a special token does not change the tokens behind it: prompts of a chat template end alike.
     start = max((place for place, token in enumerate(tail) if token in tokenizer.special_ids), default=0)
     return _texts_behind(tokenizer, tail[start:], texts)
 

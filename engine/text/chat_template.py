@@ -176,7 +176,9 @@ def run(payload: Any) -> tuple[list[tuple[bool, str]], float]:
 
 
 def render_here(given: Sequence[Any], messages: Messages, options: RenderOptions) -> str:
-    """The prompt, rendered in this process, which is confined. `given`: of the template. Raises `ChatTemplateError`."""
+    """The prompt, rendered in this process, which is confined. `given`: source, special tokens and time of the
+    template. Raises `ChatTemplateError`.
+    """
     source, special_tokens, now = given
     template = _compiled(source, None if now is None else datetime.fromisoformat(now))
     # Variables of a job that this template does not have are named elsewhere.

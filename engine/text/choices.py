@@ -214,8 +214,8 @@ class ChoiceScores:
 
 
 class ChoiceMatcher:
-    """Which tokens an answer may have next: those of its texts in their place, and an end behind a whole text. It is
-    used as a grammar's matcher is. `ends`: tokens that end a row.
+    """Finds the tokens that an answer may have next: those of its texts in their place, and an end behind a whole text.
+    It is used as a grammar's matcher is. `ends`: tokens that end a row.
     """
 
     def __init__(self, tree: ChoiceTree, ends: tuple[int, ...], place: _Place = _ROOT) -> None:
@@ -261,7 +261,7 @@ class ChoiceMatcher:
         return self._is_wrong
 
     def compute_ff_bytes(self) -> bytes:
-        """Not empty where the answer can go on in one way only."""
+        """Bytes that are not empty where the answer can go on in one way only."""
         return b"." if len(self.allowed_tokens) == 1 else b""
 
     @property

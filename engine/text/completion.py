@@ -70,7 +70,7 @@ class Completion:
         self._rules.forget(sequence)
 
     def _result(self, sequence: Sequence, token_ids: Items[int], text: str, reason: FinishReason) -> Result:
-        """The outcome. `text`: of `token_ids`, or its beginning up to a stop string."""
+        """The outcome. `text`: text of `token_ids`, or its beginning up to a stop string."""
         sampling = sequence.request.sampling
         parser, markers = sampling.tool_call_parser, sampling.reasoning
         if not parser and markers is None:
@@ -84,7 +84,8 @@ class Completion:
             whole = text
             reasoning, text = split_reasoning(self._with_markers(sequence, token_ids, whole, markers), markers)
             if sampling.is_constrained and reasoning is not None:
-                # All of it is the grammar's: blanks at its beginning, and nothing of the token that ends the reasoning.
+                # The whole answer is the grammar's: blanks at its beginning, and nothing of the token that ends the
+                # reasoning.
                 tokenizer = self._tokenizer(sequence)
                 answer = tokenizer.decode(AnswerTokens(tokenizer, markers).add(token_ids))
                 text = answer.removesuffix(tokenizer.decode(token_ids)[len(whole) :])

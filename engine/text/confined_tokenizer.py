@@ -26,10 +26,10 @@ from .tokenizer import DEFAULT_TEMPLATE, Tokenizer, named_by_model, templates_of
 CPU_S = 3
 MEMORY_BYTES = 2 << 30
 _TASK = "engine.text.confined_tokenizer"
-# Reading a tokenizer's file, which each new process does once.
+# Bytes of a tokenizer's file that are read in a second; each new process reads it once.
 _BYTES_PER_CPU_S = 8 << 20
-# One answer of the confined process, and what one item may become: real tokenizers make a token of a character, and
-# 500 blanks of a token.
+# Limits of one answer of the confined process, and of what one item may become: real tokenizers make a token of a
+# character, and 500 blanks of a token.
 _BATCH_ROWS, _BATCH_S, _BATCH_SIZE = 256, 1.0, 8 << 20
 _MOST_TOKENS, _CHARACTERS_PER_TOKEN, _SPARE_CHARACTERS = 4 << 20, 1024, 64 << 10
 # Seconds that a tokenizer may take for its first texts together, for each text more that it encodes, and for what it is
@@ -46,8 +46,8 @@ _MOST_KEPT_BYTES = 128 << 20
 def adapter_tokenizer(
     folder: Path, base: Path, sha256: str, *, now: datetime | None = None, chat_template: str | None = None
 ) -> Tokenizer:
-    """The tokenizer of an adapter's rows: its own, or the base's with the adapter's chat template. `sha256`: of the
-    files that were audited.
+    """The tokenizer of an adapter's rows: its own, or the base's with the adapter's chat template. `sha256`: hash of
+    the files that were audited.
 
     Raises `ModelFilesError` when the folder holds others by now, and `NoProcessError`.
     """

@@ -72,7 +72,7 @@ def _parts(pattern: str) -> Iterator[str]:
 
 
 def _escape(pattern: str, place: int, *, is_in_class: bool) -> tuple[str, int]:
-    """One escape in Rust's syntax, and where it ends."""
+    """An escape in Rust's syntax, and the place behind it."""
     found = _ESCAPE.match(pattern, place)
     if found is None:
         raise PatternError("\\ at its end escapes nothing")

@@ -191,8 +191,9 @@ class _Running:
 
 
 class Grammars:
-    """Finds the tokens that rows with grammars may have next. `tokenizers`: what their tokens mean. `num_threads`: that
-    find masks, of rows with different grammars."""
+    """Finds the tokens that rows with grammars may have next. `tokenizers`: what their tokens mean. `num_threads`:
+    threads that find masks, of rows with different grammars.
+    """
 
     def __init__(self, tokenizers: Tokenizers, num_threads: int = 1) -> None:
         self._tokenizers = tokenizers
@@ -206,10 +207,11 @@ class Grammars:
         self.num_compiled = 0
 
     def allowed(self, sequences: Items[Sequence], vocab_size: int) -> NDArray[np.int32]:
-        """Which tokens each row may have next, a bit each, at least `vocab_size` of them: [num_sequences, num_words].
+        """Masks of the tokens that rows may have next, a bit for each token, at least `vocab_size` of them:
+        [num_sequences, num_words].
 
-        None of them where its tokens do not fit its grammar, or the grammar has grown too complex. A row that reasons
-        may have all but its ends.
+        A mask is empty where the row's tokens do not fit its grammar, or the grammar has grown too complex. A row that
+        reasons may have all tokens but its ends.
         """
         rows = [self._caught_up(sequence, vocab_size) for sequence in sequences]
         vocab_size = max(row.width for row in rows)

@@ -1,8 +1,8 @@
 """Texts of special tokens inside of messages, which are text there: only the chat template writes control tokens. The
 same holds for tools and for the values of a template's variables.
 
-Before they are rendered, each such text is replaced by one character that occurs nowhere in them. What the template
-writes is then told apart from what it was given, however the template moves, trims or repeats that.
+Before they are rendered, each such text is replaced by one character that occurs nowhere in them. Texts that the
+template writes differ then from texts that it was given, however the template moves, trims or repeats these.
 
 Other texts become such a text only in the tokenizer, which may fold letters or blanks. They are known by their tokens:
 a control token that stands for another text than its own is none of the template's.
@@ -125,7 +125,7 @@ class LiteralText:
         if not text:
             return []
         encoding = self._text_backend.encode(text, add_special_tokens=False)
-        # Its vocabulary may have such a text as a word, too: taken apart it is none.
+        # The vocabulary may have such a text as a word, too: in pieces it is none.
         words = [
             (start, stop) if start < stop else (0, len(text))
             for i, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
@@ -143,7 +143,7 @@ class LiteralText:
         return token_ids + self._as_text(text[end:])
 
     def _without_unknown(self, token_ids: Sequence[int]) -> list[int]:
-        """Without those of what the vocabulary lacks, which are special in many tokenizers."""
+        """The tokens without the one for what the vocabulary lacks, which is special in many tokenizers."""
         return [i for i in token_ids if i != self._unknown]
 
     @property

@@ -9,7 +9,7 @@ MAX_TOKENS = 1 << 31
 
 
 def token_problems(sampling: SamplingParams, vocab_size: int) -> list[str]:
-    """Which tokens of a sampling a model of `vocab_size` tokens does not have, as a plain sentence."""
+    """Tokens of a sampling that a model of `vocab_size` tokens does not have, as a plain sentence."""
     beyond = sorted({token for token in sampling.token_ids if token >= vocab_size})
     return [f"token {beyond[0]} of the sampling options: expected tokens up to {vocab_size - 1}"] if beyond else []
 

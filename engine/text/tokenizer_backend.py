@@ -30,7 +30,7 @@ _NAMES_SHOWN = 4
 def build(
     files: TokenizerFiles, *, base: TokenizerFiles | None = None, model_type: str = "", model_class: str = ""
 ) -> tuple[TokenizerFile, TokenizerSettings]:
-    """The tokenizer of a folder, with its settings applied. `base`: of an adapter's folder, the files of its base.
+    """The tokenizer of a folder, with its settings applied. `base`: files of the base, for an adapter's folder.
     `model_type`, `model_class`: what the model's own configuration says of the class.
 
     Raises `ModelFilesError` for files that are missing, damaged, or cannot be read as transformers reads them.

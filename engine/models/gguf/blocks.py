@@ -23,7 +23,7 @@ _WIDENED = 1 << 22
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GgufWeight:
-    """`raw`: uint8, [out_features, bytes of a row]. `kind`: of `KINDS`."""
+    """A weight of `KINDS`, as a file has it. `raw`: uint8, [out_features, bytes of a row]. `kind`: name in `KINDS`."""
 
     raw: Tensor
     kind: str
@@ -42,7 +42,7 @@ class GgufWeight:
         return self.raw.shape[0], self.raw.shape[1] // group_bytes * group
 
     def __getitem__(self, rows: slice) -> GgufWeight:
-        """Some rows."""
+        """The weight's rows of a slice."""
         return GgufWeight(self.raw[rows], self.kind)
 
     def blocks(self) -> Blocks:

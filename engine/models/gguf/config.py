@@ -100,10 +100,10 @@ def _rope_parameters(gguf: GgufFile) -> dict[str, Any]:
 
 
 def _linear_factor(gguf: GgufFile) -> float:
-    """By what positions are divided; 1 for none.
+    """Factor by which positions are divided; 1 for none.
 
-    As in llama.cpp's `load_hparams`: without a type it is linear, `rope.scale_linear` is the older name of the factor,
-    and a factor of 0 is none.
+    llama.cpp's `load_hparams` has the same rules: without a type it is linear, `rope.scale_linear` is the older name of
+    the factor, and a factor of 0 is none.
     """
     kind = str(gguf.optional("rope.scaling.type", "linear"))
     if kind not in ("none", "linear"):

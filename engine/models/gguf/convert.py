@@ -105,7 +105,7 @@ def _write_weights(
     shard_bytes: int,
     work: LongWork,
 ) -> None:
-    """One `model.safetensors`, or numbered shards with an index when the model is larger than a shard."""
+    """Write one `model.safetensors`, or numbered shards with an index when the model is larger than a shard."""
     shards = _shards(gguf, names, getattr(torch, dtype).itemsize, shard_bytes)
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
@@ -140,7 +140,8 @@ def _shards(gguf: GgufFile, names: Mapping[str, str], bytes_per_value: int, shar
 
 
 def _weight(gguf: GgufFile, name: str, dtype: torch.dtype, kind: str | None) -> torch.Tensor:
-    """One tensor as the checkpoint holds it, of some `kind` the bytes of its blocks.
+    """One tensor as the checkpoint holds it. `kind`: kind of a weight that is kept in blocks; None: it is stored in
+    `dtype`.
 
     Raises `ModelFilesError` for a value that does not fit.
     """

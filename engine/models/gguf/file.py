@@ -50,7 +50,7 @@ KINDS_NOT_READ: Mapping[int, str] = {
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
     """A tensor's place in its file. `kind`: number of its quantisation. `shape`: [out_features, in_features] or
-    [features]. `offset`: of its first byte in the file.
+    [features]. `offset`: position of its first byte in the file.
     """
 
     kind: int
@@ -59,7 +59,7 @@ class GgufTensor:
 
     @property
     def kind_name(self) -> str:
-        """Such as `Q4_K`."""
+        """Name of its quantisation, such as `Q4_K`."""
         return KINDS_READ[self.kind][0]
 
     @property

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # `tokenizer.ggml.token_type` values (GGUF specification).
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
-# Each is cut at every place.
+# Most characters of a piece of the vocabulary: each piece is cut at every place.
 _MAX_PIECE_CHARACTERS = 1024
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS_AND_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
