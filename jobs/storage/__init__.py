@@ -1,1 +1,1 @@
-"""Files on any fsspec URL, local copies of folders, and redaction of credentials in messages."""
+"""Files at any fsspec URL, local copies of folders, and redaction of credentials in messages."""

@@ -1,8 +1,8 @@
 """`Operation`: bounds one operation on a store by seconds without progress, and says how long it has waited.
 
-The libraries that speak to stores retry by counts, one inside of another: s3fs sends an upload that is cut for good 25
-times. Here an operation decides about all repetitions: it fails when `LIMIT_S` seconds have passed since the last
-progress before its first failed attempt. Transfers that move take as long as they take.
+The clients of stores retry by counts, one inside of another: s3fs sends an upload that is cut for good 25 times. Here
+an operation decides about all repetitions: it fails when `LIMIT_S` seconds have passed since the last progress before
+its first failed attempt. Transfers that make progress have no limit.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ T = TypeVar("T")
 
 #: Seconds without progress after which an operation has failed.
 LIMIT_S = 30.0
-#: The same where the last operation that read, or changed, something in the store has failed so: what a job does at its
-#: end asks a store that is away several times.
+#: Limit, in seconds, of an operation whose predecessor of its kind (reading, or changing) on the store failed without
+#: an answer: at its end, a job asks a store that is away several times.
 AGAIN_LIMIT_S = 4.0
 #: Name of the user's limit among storage options.
 LIMIT_OPTION = "limit_s"
@@ -39,7 +39,7 @@ _TRANSIENT_STATUS = frozenset((408, 425, 429, 500, 502, 503, 504))
 _TRANSIENT_ERRNO = frozenset(
     (errno.EAGAIN, errno.ESTALE, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EHOSTDOWN)
 )
-# Errors by package and class: the packages are not imported here.
+# Errors by package and class, since the packages are not imported here.
 _PERMANENT = frozenset(
     ("botocore.SSLError", "aiohttp.ClientSSLError", "paramiko.AuthenticationException", "paramiko.BadHostKeyException")
 )
@@ -53,13 +53,13 @@ _TRANSIENT = frozenset(
 _current: ContextVar[Operation | None] = ContextVar("operation", default=None)
 _lock = threading.Lock()
 _running: set[Operation] = set()
-# Kinds of operations whose last one has failed for want of an answer: whether they read, and the store.
+# Kinds of operations, (whether they read, store), whose last one failed without an answer.
 _unanswered: set[tuple[bool, str]] = set()
 _READING = frozenset(("connect to", "list", "look for", "read"))
 
 
 def expect_away(url: str) -> None:
-    """Wait for this store for a short time only, until it answers: another process says that it is away."""
+    """Limit operations on this store to `AGAIN_LIMIT_S` until it answers: another process has found it away."""
     _unanswered.update((reads, _store_of(url)) for reads in (True, False))
 
 
@@ -68,9 +68,9 @@ def _store_of(where: str) -> str:
 
 
 class Operation:
-    """One operation on a store: how often it has failed, and since when it makes no progress.
+    """One operation on a store: counts its failed attempts, and measures the time without progress.
 
-    `doing`, `where`: for messages, as in "cannot read s3://bucket/file". `options`: those for this URL.
+    `doing`, `where`: for messages, as in "cannot read s3://bucket/file". `options`: storage options for this URL.
     """
 
     def __init__(self, doing: str, where: str, options: Mapping[str, Any]) -> None:
@@ -78,18 +78,18 @@ class Operation:
         self._kind = (doing in _READING, _store_of(where))
         given = float(options.get(LIMIT_OPTION, LIMIT_S))
         self._limit_s = min(given, AGAIN_LIMIT_S) if self._kind in _unanswered else given
-        # A user who sets repetitions of requests has no others.
+        # Whether failed attempts are repeated; not when the user sets the client's own repetitions of requests.
         self._is_repeated = "retries" not in (options.get("config_kwargs") or {})
         self._began_s = self._moved_s = time.monotonic()
-        # When progress ended that later attempts have not brought back.
+        # Time of the last progress before the first failed attempt; None without one, or when an attempt came further.
         self._stuck_s: float | None = None
         self._num_failed, self._last = 0, ""
-        # Requests of this attempt, and most of any.
+        # Requests done in this attempt, and the most in any attempt.
         self._num_done = self._most_done = 0
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Within the block, what waits in this process is this operation, too."""
+        """Within the block, this is the current operation, and one of those that `waits_said` watches."""
         token = _current.set(self)
         with _lock:
             _running.add(self)
@@ -101,8 +101,8 @@ class Operation:
             _current.reset(token)
 
     def tried(self, call: Callable[[], T]) -> T:
-        """What `call` returns, called again while it fails for a moment only. Raises `UnansweredError` at the limit,
-        and other errors of the call at once.
+        """Calls `call` until it succeeds, again after transient errors; returns its result. Raises `UnansweredError` at
+        the limit, and other errors of the call at once.
         """
         while True:
             began_s, self._num_done = time.monotonic(), 0
@@ -116,8 +116,9 @@ class Operation:
             time.sleep(pause_s)
 
     async def requested(self, send: Callable[[], Awaitable[T]], *, moves: bool, is_long: bool = False) -> T:
-        """The reply to one request of the operation, likewise. `moves`: it is an upload that says when bytes go.
-        `is_long`: the store may work on it for long, and keeps the connection alive.
+        """Sends one request of the operation until it succeeds, as `tried` does; returns the reply. `moves`: it is an
+        upload that calls `moved` as bytes go. `is_long`: the store may work on it for long, and keeps the connection
+        alive.
         """
         import asyncio  # commands on local disks need none of it
 
@@ -132,7 +133,7 @@ class Operation:
             await asyncio.sleep(pause_s)
 
     async def _moving(self, sent: Awaitable[T]) -> T:
-        """The reply to a request. Raises TimeoutError when no byte of it moves for a time."""
+        """Waits for the reply to a request. Raises TimeoutError when no byte has moved for `attempt_s`."""
         import asyncio
 
         task = asyncio.ensure_future(sent)
@@ -147,24 +148,24 @@ class Operation:
             task.cancel()
 
     def moved(self) -> None:
-        """Note that bytes have moved: an attempt goes on."""
+        """Note that bytes have moved, so that the attempt goes on."""
         self._moved_s = time.monotonic()
 
     def progressed(self) -> None:
-        """Note that a request is done. It is progress unless an earlier attempt has come as far."""
+        """Note that a request is done, which is progress unless an earlier attempt has come as far."""
         self._moved_s = time.monotonic()
         self._num_done += 1
         if self._num_done > self._most_done:
             self._most_done, self._stuck_s, self._num_failed = self._num_done, None, 0
 
     def attempt_s(self) -> float:
-        """Seconds that an attempt may wait for a reply: its connection may have been lost unseen."""
+        """Seconds that an attempt may wait for a reply, since a lost connection may go unnoticed."""
         waited_s = 0.0 if self._stuck_s is None else time.monotonic() - self._stuck_s
         silent_s = float((self._options.get("config_kwargs") or {}).get("read_timeout", SILENT_S))
         return max(_LEAST_S, min(self._limit_s - waited_s, silent_s))
 
     def _pause_s(self, error: Exception, began_s: float) -> float:
-        """Seconds until the next attempt. Raises the error, or `UnansweredError`, where there is none."""
+        """Seconds until the next attempt. Raises the error, or `UnansweredError`, when there is no next attempt."""
         if isinstance(error, UnansweredError) or not is_transient(error):
             raise error
         now_s = time.monotonic()
@@ -193,7 +194,7 @@ class Operation:
         return "1 attempt" if self._num_failed == 1 else f"{self._num_failed} attempts"
 
     def word(self, now_s: float) -> tuple[float, str] | None:
-        """Seconds that it has waited, and a sentence about it; None where that is no matter yet."""
+        """Seconds that the operation has waited, and a sentence about it; None for less than `_WORD_AFTER_S`."""
         waited_s = now_s - (self._moved_s if self._stuck_s is None else self._stuck_s)
         if waited_s < _WORD_AFTER_S:
             return None
@@ -220,15 +221,17 @@ def note_moved() -> None:
 
 @contextmanager
 def noted(doing: str, where: str) -> Iterator[None]:
-    """Have the block named among what waits: an operation that cannot be limited, as on a disk of another machine."""
+    """Within the block, let `waits_said` name an operation that cannot be limited, as on a disk of another machine."""
     with Operation(doing, where, {}).entered():
         yield
 
 
 @contextmanager
 def waits_said(say: Callable[[str], None], when_over: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Within the block, name the operation of this process that waits the longest, if any does: after 10 s and then
-    every 30 s. `when_over`: called when none waits any more. Both are called in a thread of their own.
+    """Within the block, names the operation of this process that waits the longest: after 10 s and then every 30 s.
+
+    `say`: called with a sentence. `when_over`: called when no operation waits any more. Both are called in a thread of
+    their own.
     """
     is_over = threading.Event()
 
@@ -268,14 +271,14 @@ def is_transient(error: BaseException) -> bool:
         return True
     if (status := http_status(error)) is not None:
         return status in _TRANSIENT_STATUS
-    # paramiko has no number for it
+    # paramiko gives this error no number
     if isinstance(error, OSError) and (error.errno in _TRANSIENT_ERRNO or str(error) == "Socket is closed"):
         return True
     return error.__cause__ is not None and is_transient(error.__cause__)
 
 
 def http_status(error: BaseException) -> int | None:
-    """The status of a store's reply, as far as its filesystem package says: codes and messages are the store's own."""
+    """HTTP status of the reply behind an error; None when its filesystem package gives none."""
     for one in (error, error.__cause__):
         response = getattr(one, "response", None)
         if isinstance(response, Mapping):

@@ -1,4 +1,4 @@
-"""Makes model and adapter URLs local folders, fetched once per host; and hashes a base model's content.
+"""Turns model and adapter URLs into local folders, fetched once per host; hashes a base model's content.
 
 | given | becomes |
 |---|---|
@@ -38,25 +38,25 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # so that messages can say what the folder holds.
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack")
 _VERSION_KEYS = ("ETag", "etag", "LastModified", "mtime", "created", "md5Hash", "content_md5")
-# Copies that are made sooner say nothing: most adapters.
+# Seconds before a copy reports its progress; most adapters take less and report nothing.
 _QUIET_S = 1.0
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 
 
 def is_on_this_machine(url: str) -> bool:
-    """Whether nothing has to be fetched for it: a path, and none that the hub might be asked for instead."""
+    """Whether the URL is a path that needs no fetching: an existing one, or one that cannot be a hub id."""
     return "://" not in url and (Path(url).exists() or not _HUB_ID.fullmatch(url))
 
 
 def is_remote(url: str) -> bool:
-    """Whether a URL names what must be fetched before it can be read."""
+    """Whether the content behind a URL must be fetched before it can be read."""
     return "://" in url and not url.startswith("file://")
 
 
 def local_folder(url: str, storage_options: Mapping[str, Any], cache_root: Path | None = None) -> Path:
     """A local folder with the content behind `url`.
 
-    Raises `StorageError` saying what was looked for and what to do, and `EngineError` for a GGUF file that
+    Raises `StorageError` when there is no such folder or it cannot be fetched, and `EngineError` for a GGUF file that
     cannot be converted.
     """
     root = cache_root or default_cache_root()
@@ -104,7 +104,7 @@ def _listing_key(url: str, listing: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 class _Copied(Callback):  # type: ignore[misc]
-    """Notes what a store says of one file's copy. Some stores say nothing before its end."""
+    """Notes the progress of one file's copy. Some stores report none before its end."""
 
     def __init__(self, work: LongWork) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class _Copied(Callback):  # type: ignore[misc]
             self._num_noted = self.value
 
     def end(self, num_bytes: int) -> None:
-        """Note what is left of the file's size."""
+        """Note the rest of the file's size."""
         self.absolute_update(max(num_bytes, self.value))
 
 
@@ -169,11 +169,11 @@ def _hub_snapshot(hub_id: str) -> Path:
 def model_sha256(
     folder: Path, *, with_weights: bool = True, use_remembered: bool = True, cache_root: Path | None = None
 ) -> str:
-    """Hash of configuration, tokenizer and (`with_weights`) the safetensors files that are read. Names and paths do
-    not count beyond the file's own name, so a copied folder is the same model.
+    """Hash of configuration, tokenizer and (`with_weights`) the safetensors files that are read. Of a file's path, only
+    its name counts, so a copied folder is the same model.
 
-    Weights are read once per host: digests are remembered by path, size, inode and times of change, also the one that
-    no program can set (ctime). Without `use_remembered` all are read, for file systems and clocks that are not trusted.
+    Weights are read once per host: digests are remembered by `file_key`. Without `use_remembered` every file is read,
+    for file systems and clocks that are not trusted.
     """
     files = identity_files(folder, with_weights=with_weights)
     return sha256_of_files(
@@ -190,16 +190,16 @@ def sha256_of_files(digests: Iterable[tuple[str, str]]) -> str:
 
 
 def identity_files(folder: Path, *, with_weights: bool) -> list[Path]:
-    """The files that decide what a base model answers: those that are read, of those that are there."""
+    """The existing files of a base model's folder that engines read, which decide its answers."""
     try:
         weights = weight_files(folder) if with_weights else []
     except ModelFilesError:
-        weights = sorted(folder.glob("*.safetensors"))  # none that loading would take: it says so
+        weights = sorted(folder.glob("*.safetensors"))  # loading refuses them with a message
     return [path for path in (*(folder / name for name in READ), *weights) if path.exists()]
 
 
 def file_sha256(path: Path, *, use_remembered: bool = True, cache_root: Path | None = None) -> str:
-    """Hash of a file's content. It is remembered by `file_key`."""
+    """Hash of a file's content, remembered by `file_key`."""
     path = path.resolve()
     with path.open("rb") as file:
         return open_file_sha256(path, file, use_remembered=use_remembered, cache_root=cache_root)
@@ -208,7 +208,7 @@ def file_sha256(path: Path, *, use_remembered: bool = True, cache_root: Path | N
 def open_file_sha256(
     path: Path, file: BufferedReader, *, use_remembered: bool = True, cache_root: Path | None = None
 ) -> str:
-    """Hash of an open file's content, whatever its path leads to by now."""
+    """Hash of an open file's content, even if its path leads to another file by now."""
     key = file_key(path, os.fstat(file.fileno()))
     remembered = _remembered(key, cache_root)
     if use_remembered and remembered.exists():
@@ -221,7 +221,7 @@ def open_file_sha256(
 
 
 def file_key(path: Path, facts: os.stat_result) -> str:
-    """By what a file is known to be the same: path, size, times of change and inode. No program can set ctime."""
+    """Key of a file's version: path, size, times of change and inode. One of the times, ctime, no program can set."""
     return f"{path} {facts.st_size} {facts.st_mtime_ns} {facts.st_ctime_ns} {facts.st_ino}"
 
 
@@ -230,7 +230,7 @@ def _remembered(key: str, cache_root: Path | None) -> Path:
 
 
 def _remember(path: Path, text: str) -> None:
-    """Best effort: a cache that cannot be written costs time, nothing else."""
+    """Write a remembered digest; a cache that cannot be written raises nothing and costs only time."""
     try:
         make_private(path.parent)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent)

@@ -1,6 +1,6 @@
-"""`Location`: a folder at any fsspec URL. Files are listed, read and written whole: a reader never sees half of one.
+"""`Location`: a folder at any fsspec URL. Files are listed, read and written whole: a reader never sees half a file.
 
-Local folders and object stores differ in what is atomic; the difference is handled here:
+Local folders and object stores have different atomic operations; the difference is handled here:
 
 | | local | object store | SFTP |
 |---|---|---|---|
@@ -8,7 +8,7 @@ Local folders and object stores differ in what is atomic; the difference is hand
 | create only | temporary name, hard link | conditional PUT where the store has it | rename that replaces nothing |
 | append | the file itself | one more object, `NAME.<number>-<random>`, read back in order | one more file |
 
-Sorted, the names of a journal's segments are in the order of writing.
+The names of a journal's segments sort in the order of writing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .limits import http_status, noted
 from .redaction import redacted_url, storage_reason
 
 logger = logging.getLogger(__name__)
-#: Servers where a file that is being written is seen, and where a rename replaces another file at once.
+#: Protocols of servers where readers see a file that is being written, and a rename replaces another file at once.
 RENAMING_PROTOCOLS = ("sftp://", "ssh://")
 _BUCKET_PROTOCOLS = ("s3://", "s3a://", "gs://", "gcs://", "az://", "abfs://", "abfss://")
 
@@ -41,7 +41,7 @@ class Location:
     """One folder and all below it. Names are relative, with `/` between parts. Picklable.
 
     `scratch`: sub-folder for temporary files; it must be on the same file system as the rest.
-    All methods raise `StorageError`; reading what is not there raises its kind `MissingFileError`.
+    All methods raise `StorageError`; reading a missing file raises its subclass `MissingFileError`.
     """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None, *, scratch: str = "") -> None:
@@ -57,7 +57,7 @@ class Location:
 
     @cached_property
     def _segment_names(self) -> dict[str, SegmentNames]:
-        """By folder."""
+        """Folder -> names of the journal segments that this process adds to it."""
         return {}
 
     @cached_property
@@ -71,14 +71,14 @@ class Location:
 
         with self._translated("open", ""):
             fs, root = open_store(self.url, self.storage_options)
-        # An old listing would hide what other processes have written since, from threads that read meanwhile too.
+        # An old listing would hide files that other processes have written since, also from other threads.
         if hasattr(fs, "dircache"):
             fs.dircache.use_listings_cache = False
         return fs, root.rstrip("/") or root
 
     @property
     def fs(self) -> Any:
-        """The fsspec filesystem as `LimitedFiles`; `LocalFiles` where it is the local one."""
+        """The filesystem: `LocalFiles` for a local folder, else fsspec's as `LimitedFiles`."""
         # A connection of SFTP is for one thread; fsspec keeps a filesystem for each.
         return (self._open() if self.url.startswith(RENAMING_PROTOCOLS) else self._opened)[0]
 
@@ -97,12 +97,12 @@ class Location:
         return f"{root}/{name}" if name else root
 
     def local_path(self, name: str) -> Path:
-        """The path of a local file. Only where `is_local`."""
+        """The path of a local file; only for a location that `is_local`."""
         assert self.is_local, f"{self!r} is not a local folder"
         return Path(self.path(name))
 
     def list(self, folder: str = "") -> dict[str, int | None]:
-        """Names directly under `folder` -> size in bytes; sub-folders have None. Empty when it is missing."""
+        """Name directly under `folder` -> size in bytes, None for a sub-folder. Empty for a missing folder."""
         with self._translated("list", folder):
             self._forget(folder)
             try:
@@ -118,18 +118,18 @@ class Location:
         return names
 
     def exists(self, name: str) -> bool:
-        """Whether the file is there now (no cached listing is asked)."""
+        """Whether the file exists now; no cached listing is used."""
         with self._translated("look for", name):
             self._forget(name)
-            # Not `isfile`, which takes a store that refuses or does not answer for an empty one.
+            # `isfile` would take a store that refuses or does not answer for an empty one.
             try:
                 return bool(self.fs.info(self.path(name))["type"] == "file")
             except (FileNotFoundError, NotADirectoryError):
                 return False
 
     def check_folder(self) -> None:
-        """Raise what a first write would: no such bucket (stores list it as an empty one), a file where the folder or
-        one above it should be, a local folder that may not be written to.
+        """Raise the error that a first write would: a missing bucket (stores list it as an empty one), a file in place
+        of the folder or one above it, a local folder without permission to write.
         """
         if self.is_local:
             with self._translated("write to", ""):
@@ -137,7 +137,7 @@ class Location:
             return
         bucket, slash, _ = self.path().partition("/")
         if slash and bucket and self.url.startswith(_BUCKET_PROTOCOLS):
-            # Who may only write below the bucket may not ask for it.
+            # A user who may write only below the bucket may not ask for the bucket itself.
             with self._translated("find the bucket of", ""), contextlib.suppress(PermissionError):
                 self.fs.info(bucket)
 
@@ -154,7 +154,7 @@ class Location:
             return cast(BinaryIO, self.fs.open(self.path(name), "rb"))
 
     def write(self, name: str, data: bytes | memoryview) -> None:
-        """Write or replace the whole file, or leave what was there."""
+        """Write or replace the whole file; after an error, the file is as it was."""
         with self._translated("write", name):
             if self.is_local:
                 with self._temporary_file(data) as temporary:
@@ -163,8 +163,8 @@ class Location:
                 self._put(name, bytes(data))
 
     def overwrite(self, name: str, data: bytes) -> bool:
-        """Put `data` and blanks into a local file that is there and long enough: that needs no room on the disk. False
-        elsewhere. For small files only: a reader may see half of it.
+        """Write `data`, padded with blanks, into an existing local file that is long enough, which needs no room on the
+        disk. False for other files. For small files only: a reader may see half of the data.
         """
         if not self.is_local:
             return False
@@ -173,7 +173,7 @@ class Location:
             return len(data) <= size and file.write(data.ljust(size)) == size
 
     def create(self, name: str, data: bytes | memoryview) -> bool:
-        """Write the whole file unless it is there already. False when it was, and then it stays as it is.
+        """Write the whole file unless it exists. False when it did; then it stays as it is.
 
         Where the store has no conditional write, two writers at the same moment may both report True; the
         file is whole in any case.
@@ -185,8 +185,8 @@ class Location:
             return self._conditional_put(name, bytes(data))
 
     def append(self, name: str, data: bytes) -> None:
-        """Add to the end of a journal, whole or not at all. While it is written, and where the process is killed
-        meanwhile, a part of it may be seen at the end.
+        """Add to the end of a journal, whole or not at all. A reader may see a part of `data` at the end while it is
+        written, and after a process that was killed while writing.
         """
         with self._translated("append to", name):
             if not self.is_local:
@@ -201,13 +201,13 @@ class Location:
                 _write_whole(file, data)
 
     def read_journal(self, name: str) -> bytes:
-        """Everything appended under `name`, in order; empty when nothing was."""
+        """Everything appended under `name`, in order; empty without any."""
         folder, _, base = name.rpartition("/")
         prefix = f"{folder}/" if folder else ""
         return b"".join(self.read(prefix + segment) for segment in segments_of(base, self.list(folder)))
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files and whole folders; those that are gone already are fine."""
+        """Remove files and whole folders; missing ones are ignored."""
         for name in names:
             with self._translated("remove", name), contextlib.suppress(FileNotFoundError):
                 self._forget(name)
@@ -227,7 +227,7 @@ class Location:
                 return False
             if not _is_unconditional(error):
                 raise
-            # The same status may mean that another writer was first.
+            # A status for a missing feature may also mean that another writer was first.
             if self.exists(name):
                 return False
             _warn_unconditional(self.url.split("://", 1)[0])
@@ -235,13 +235,15 @@ class Location:
         return True
 
     def _forget(self, name: str) -> None:
-        """Have fsspec ask for this name and its neighbours again: it takes what an old listing lacks for missing."""
+        """Drop fsspec's listings of this name and its folder: fsspec takes a name that an old listing lacks for
+        missing.
+        """
         path = self.path(name)
         for listed in (path, path.rpartition("/")[0]):
             self.fs.invalidate_cache(listed)
 
     def _put(self, name: str, data: bytes, *, is_new: bool = False) -> bool:
-        """Write or replace a file that is not local. `is_new`: replace nothing. False when one was there."""
+        """Write or replace a file that is not local. `is_new`: replace nothing. False when the file existed."""
         if not self.url.startswith(RENAMING_PROTOCOLS):
             self.fs.pipe_file(self.path(name), data)
             return True
@@ -259,7 +261,9 @@ class Location:
         return True
 
     def _rename_remote(self, temporary: str, name: str) -> bool:
-        """Rename over SFTP unless the new name is taken: the protocol's own request, where `mv` asks for POSIX's."""
+        """Rename over SFTP unless the new name is taken; False when it was. This is the protocol's own request, while
+        `mv` sends POSIX's, which replaces files.
+        """
         try:
             self.fs.ftp.rename(temporary, self.path(name))
         except OSError:
@@ -306,7 +310,7 @@ class Location:
         except FileExistsError:
             return False
         except OSError:
-            # A file system without hard links (some network and FUSE mounts): whole, if not exclusive.
+            # A file system without hard links (some network and FUSE mounts): the file is whole, but not exclusive.
             if target.exists():
                 return False
             os.replace(temporary, target)
@@ -317,7 +321,7 @@ class Location:
     def _translated(self, doing: str, name: str) -> Iterator[None]:
         place = f"{self.url}/{name}" if name else self.url
         try:
-            # Another machine's disk may wait without end.
+            # A disk of another machine may block without limit.
             with noted(doing, place) if local_folder(self.url) is not None else contextlib.nullcontext():
                 yield
         except StorageError:
@@ -331,23 +335,23 @@ class Location:
 
 
 class LocalFiles:
-    """The calls that `Location` makes of a filesystem of fsspec, for local folders."""
+    """The part of fsspec's filesystem interface that `Location` uses, for local folders."""
 
     def ls(self, path: str, detail: bool = True) -> list[dict[str, Any]]:
-        """Entries as of fsspec. Raises FileNotFoundError and NotADirectoryError."""
+        """Name, type and size of each entry, as fsspec's `ls`. Raises FileNotFoundError and NotADirectoryError."""
         with os.scandir(path) as entries:
             return [self._described(entry.path, entry) for entry in entries]
 
     def info(self, path: str) -> dict[str, Any]:
-        """As of fsspec. Raises FileNotFoundError."""
+        """Name, type and size of a file or folder, as fsspec's `info`. Raises FileNotFoundError."""
         return self._described(path, Path(path))
 
     def cat_file(self, path: str) -> bytes:
-        """The whole file."""
+        """The content of a file."""
         return Path(path).read_bytes()
 
     def open(self, path: str, mode: str = "rb") -> BinaryIO:
-        """The file."""
+        """The open file."""
         return cast(BinaryIO, open(path, mode))
 
     def rm(self, path: str, recursive: bool = False) -> None:
@@ -358,20 +362,20 @@ class LocalFiles:
             os.remove(path)
 
     def invalidate_cache(self, path: str) -> None:
-        """Nothing is remembered."""
+        """Does nothing: this class has no cache."""
 
     @staticmethod
     def _described(path: str, file: os.DirEntry[str] | Path) -> dict[str, Any]:
         try:
             found = file.stat()
-        except FileNotFoundError:  # of a link to nothing; of nothing it raises again
+        except FileNotFoundError:  # a link to nothing has a status of its own; a missing file raises again
             found = os.lstat(path)
         kind = "directory" if stat.S_ISDIR(found.st_mode) else "file" if stat.S_ISREG(found.st_mode) else "other"
         return {"name": path, "type": kind, "size": found.st_size}
 
 
 def local_folder(url: str) -> str | None:
-    """The path that a URL without a protocol, or with that of local files, names; None for other URLs."""
+    """The absolute path of a URL without a protocol or with the local one; None for other URLs."""
     protocol, separator, path = url.rpartition("://")
     if "::" in url or (separator and protocol not in ("file", "local")):
         return None
@@ -415,8 +419,8 @@ def _is_lost_race(error: Exception) -> bool:
 
 
 def _is_unconditional(error: Exception) -> bool:
-    """Whether it means that the store, or its filesystem package, has no conditional writes (HTTP 501, or 400 where
-    nothing but the condition can be wrong: credentials and time limits have kinds of their own).
+    """Whether an error means that the store, or its filesystem package, has no conditional writes: HTTP 501, or 400 in
+    a plain OSError, where only the condition can be wrong (credentials and time limits have classes of their own).
     """
     if isinstance(error, NotImplementedError | TypeError) or "NotImplemented" in str(error):
         return True
@@ -438,8 +442,8 @@ def _warn_unconditional(protocol: str) -> None:
 
 
 def _write_whole(file: FileIO, data: bytes) -> None:
-    """Append all of `data`, or take back what was written of it: a disk that is about to be full writes less than it
-    is given. What another process has appended behind it meanwhile stays, and the torn piece with it.
+    """Append all of `data`, or remove the piece that was written: a nearly full disk writes less than it is given. The
+    torn piece stays if another process has appended behind it meanwhile.
     """
     num_written = 0
     try:
@@ -472,15 +476,15 @@ def _sync_folder(folder: Path) -> None:
 
 
 def segments_of(journal: str, names: Iterable[str]) -> list[str]:
-    """Those of a folder's names that hold a part of this journal, in order."""
+    """The names in a folder that hold a part of this journal, in order."""
     return sorted(name for name in names if name == journal or name.startswith(f"{journal}."))
 
 
 class SegmentNames:
-    """One writer's names for the segments it adds.
+    """Names the segments that one writer adds to the journals of a folder.
 
-    Segments are numbered by the clock, but never before those that were there when the writer came: a coordinator that
-    takes over may have a clock that is behind.
+    Segments are numbered by the clock, but always above the segments that existed when the writer came: a coordinator
+    that takes over may have a clock that is behind.
     """
 
     def __init__(self) -> None:
@@ -488,7 +492,7 @@ class SegmentNames:
         self._last: dict[str, int] = {}
 
     def next(self, journal: str, now_ns: int, list_names: Callable[[], Iterable[str]]) -> str:
-        """A new segment's name. `journal`: without its folder, of which `list_names` gives the names."""
+        """A new segment's name. `journal`: name without folder. `list_names`: gives the names in the folder."""
         last = self._last.get(journal)
         if last is None:
             last = max((_number(journal, name) for name in segments_of(journal, list_names())), default=0)

@@ -1,8 +1,8 @@
-"""`ModelProof`: proves that what was loaded from a base model's folder is the content that a job names.
+"""`ModelProof`: proves that an engine has loaded the base model content that its job names.
 
-Files are looked at before they are loaded and again afterwards. Where each is still the same file (inode, size, times),
-its remembered digest is that of what was loaded; one that is not remembered is read. A start takes no longer for that:
-unknown files are hashed while the engine loads.
+Files are examined before they are loaded and again afterwards. If each is still the same file (inode, size, times), its
+digest is the digest of the loaded content. Digests are remembered; files without one are hashed while the engine loads,
+so that a start takes no longer.
 """
 
 from __future__ import annotations
@@ -19,35 +19,40 @@ _HASH_SHOWN = 12
 
 @dataclass(frozen=True, slots=True)
 class ModelProblem:
-    """Why what was loaded is not, or may not be, what the job names. `is_permanent`: loading it again is pointless."""
+    """Why the loaded content is not, or may not be, the content that the job names."""
 
+    #: The reason, as a clause for messages.
     text: str
+    #: Whether loading the model again is pointless.
     is_permanent: bool
 
 
 @dataclass(slots=True)
 class _Held:
-    """A file that stays open. `facts`: what its file system said of it before it was loaded. `digest`: of its content
-    then, once it is known.
-    """
+    """A file of the model that stays open."""
 
+    #: Name in the model's folder.
     name: str
+    #: Path with all links followed.
     path: Path
+    #: The open file.
     file: BufferedReader
+    #: Its status before it was loaded; later, at the latest check that found its content unchanged.
     facts: os.stat_result
+    #: Hash of its content before loading; "" until it is known.
     digest: str = ""
 
     @property
     def is_in_place(self) -> bool:
-        """Whether its path still leads to this very file, unchanged."""
+        """Whether its path still leads to this file, and the file is unchanged."""
         try:
             return file_key(self.path, self.path.stat()) == file_key(self.path, self.facts)
         except OSError:
             return False
 
     def is_as_read(self) -> bool:
-        """Whether the open file has the content that it had, though it may have been removed or replaced since. It is
-        read only where its size or time has changed.
+        """Whether the open file has the same content as before; its path may have been removed or replaced since. The
+        file is read only when its size or time has changed.
         """
         try:
             now = os.fstat(self.file.fileno())
@@ -62,7 +67,8 @@ class _Held:
 
 
 class ModelProof:
-    """Made before a folder is loaded. `expected_sha256`: as `model_sha256` gives it, "" where nothing is expected.
+    """A check of one model folder, made before the folder is loaded. `expected_sha256`: hash as of `model_sha256`; ""
+    turns the check off.
 
     Raises `OSError` when a file cannot be opened.
     """
@@ -88,14 +94,14 @@ class ModelProof:
                 self._held.append(_Held(path.name, path.resolve(), file, os.fstat(file.fileno())))
 
     def digest(self) -> str:
-        """Hash of the content before loading. Takes long where digests are not remembered."""
+        """Hash of the content before loading. Takes long when digests are not remembered."""
         trusts, root = self._use_remembered, self._cache_root
         for held in self._held:
             held.digest = open_file_sha256(held.path, held.file, use_remembered=trusts, cache_root=root)
         return sha256_of_files((held.name, held.digest) for held in self._held)
 
     def problem(self, digest: str) -> ModelProblem | None:
-        """What is wrong with what was loaded meanwhile. `digest`: what the method of this name gave."""
+        """Why the content loaded since may not be the expected one, or None. `digest`: the result of `digest()`."""
         if not self._expected:
             return None
         moved = [held.name for held in self._held if not held.is_in_place]
@@ -112,8 +118,8 @@ class ModelProof:
         return None
 
     def later_problem(self) -> ModelProblem | None:
-        """Whether files were written to in place since they were loaded: engines may compute from mapped files. Files
-        that were replaced or removed are of no account.
+        """A problem when a file was written to in place since it was loaded, since engines may compute from mapped
+        files. Files that were replaced or removed are ignored: the mapped file is unchanged.
         """
         for held in self._held:
             if held.digest and not held.is_as_read():

@@ -15,17 +15,17 @@ from ..errors import UnansweredError
 
 _MASK = "***"
 _SCHEME = r"[a-zA-Z][a-zA-Z0-9+._-]*"
-# What stands before an "@" may hold any sign, a quote or a bracket too.
+# A URL in a text. The user and password before an "@" may have any sign, also a quote or a bracket.
 _URL = re.compile(rf"\b{_SCHEME}://(?:[^\s/@]*@)?[^\s'\"<>()]+")
-# Between the links of an fsspec chain (`zip://a.csv::https://host/a.zip`). A "::" before anything else is part of a
-# link: of a password, or of an IPv6 address.
+# The "::" between the links of an fsspec chain (`zip://a.csv::https://host/a.zip`). Any other "::" is part of a link,
+# in a password or an IPv6 address.
 _CHAIN = re.compile(rf"::(?=(?:{_SCHEME}::)*{_SCHEME}://)")
 _AUTHORITY_END = re.compile(r"[/?#]")
 _QUERY = re.compile(r"[?#]")
 _PORT = re.compile(r"[^:]*(?::\d*)?|\[.*")
 # Shorter strings ("", "us") are no secrets, and masking them would garble ordinary text.
 _MIN_SECRET_CHARS = 4
-#: Modules that storage may need -> what to install for them, where that has another name.
+#: Module that storage may need -> package to install for it, where their names differ.
 INSTALLS = {
     "smbclient": "smbprotocol",
     "libarchive": "libarchive-c",
@@ -51,10 +51,10 @@ def _redacted_link(link: str) -> str:
 
 
 def _parts(link: str) -> tuple[str | None, str, str]:
-    """Of a URL: user and password, None without; host and path; query and fragment, with the sign before them."""
+    """The parts of a URL: user and password (None without); host and path; query and fragment with their first sign."""
     rest = link.partition("://")[2]
     end = found.start() if (found := _AUTHORITY_END.search(rest)) else len(rest)
-    # What cannot be a port is a password, and may have a slash in it: keys of object stores often do.
+    # Text after a ":" that cannot be a port is a password, and may contain a slash, as keys of object stores often do.
     if "@" not in rest[:end] and not _PORT.fullmatch(rest[:end]) and "@" in rest:
         end = len(rest)
     user, at, host = rest[:end].rpartition("@")
@@ -64,10 +64,10 @@ def _parts(link: str) -> tuple[str | None, str, str]:
 
 
 def scrubbed(text: str, storage_options: Mapping[str, Any], url: str = "") -> str:
-    """`text` with every string found in `storage_options` masked, and what opens the URLs in it, for messages made by
-    other libraries. What opens `url` is masked also where the text holds only a piece of it.
+    """`text` without secrets, for messages made by other libraries: every string in `storage_options` is masked, and
+    user, password and query of every URL. The secrets of `url` are masked also when the text holds only a piece of it.
     """
-    # Those that are known first: inside a text the end of a URL is not certain.
+    # Known secrets are masked first, since the end of a URL inside a text is not certain.
     for secret in sorted((*_strings(storage_options), *_url_secrets(url)), key=len, reverse=True):
         if len(secret) >= _MIN_SECRET_CHARS:
             text = text.replace(secret, _MASK)
@@ -89,7 +89,7 @@ def _url_secrets(url: str) -> Iterator[str]:
 
 
 def is_redacted(url: str) -> bool:
-    """Whether `redacted_url` has taken something out of this URL: then it cannot be opened."""
+    """Whether `redacted_url` has masked something in this URL, so that it cannot be opened."""
     return "://" in url and _MASK in url
 
 
@@ -105,7 +105,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def storage_reason(error: BaseException, storage_options: Mapping[str, Any], url: str = "") -> str:
-    """One plain sentence for what storage answered about `url`, and what to do. Free of secrets."""
+    """One plain sentence for an error of storage about `url`, and what to do. Free of secrets."""
     detail = printable(scrubbed(str(error), storage_options, url) or type(error).__name__)
     kind = type(error).__name__
     if isinstance(error, OSError) and error.errno == errno.EROFS:

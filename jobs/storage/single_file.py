@@ -1,6 +1,6 @@
-"""One file at any fsspec URL as a stream: `read_lines` of any number, and `replaced_file`, which is whole or not there.
+"""Streams one file at any fsspec URL: `read_lines` reads it, `replaced_file` writes it whole or not at all.
 
-`Location` reads and writes files that fit into memory. These need not.
+`Location` reads and writes files that fit into memory; files here need not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BUFFER_BYTES = 1 << 20
 
 
 def read_lines(url: str, storage_options: Mapping[str, Any], max_bytes: int) -> Iterator[bytes | None]:
-    """The lines of a file, with their ends; None in place of one of more than `max_bytes`. Memory is bounded by that.
+    """The lines of a file, with their ends; None for a line of more than `max_bytes`, which bounds the memory.
 
     Raises `StorageError`.
     """
@@ -45,8 +45,8 @@ def read_lines(url: str, storage_options: Mapping[str, Any], max_bytes: int) -> 
 
 @contextmanager
 def replaced_file(url: str, storage_options: Mapping[str, Any]) -> Iterator[BinaryIO]:
-    """A new file that takes the place of the one at `url` once the block has ended well. Until then, and after an
-    error, that one stays as it was. Until it is whole, the new file is on the disk of this machine.
+    """A new file that replaces the file at `url` when the block ends well; after an error, that file stays as it was.
+    Until it is whole, the new file is on a disk of this machine.
 
     Raises `StorageError`.
     """
@@ -67,7 +67,7 @@ def replaced_file(url: str, storage_options: Mapping[str, Any]) -> Iterator[Bina
 
 @contextmanager
 def _new_file(location: Location) -> Iterator[Path]:
-    """A name for the new file on this machine, from which it can be put in place; removed with the block."""
+    """A path for the new file, from which it can be put in place; the file is removed with the block."""
     if not location.is_local:
         with temporary_folder(prefix="file-") as folder:
             yield folder / "file"
@@ -82,7 +82,7 @@ def _new_file(location: Location) -> Iterator[Path]:
 
 
 def _put(path: Path, location: Location) -> None:
-    """Put the file where it is wanted, whole. Raises `StorageError`, and `OSError` of the local disk."""
+    """Put the file at its location, whole. Raises `StorageError`, and `OSError` of the local disk."""
     if location.is_local:
         os.replace(path, location.local_path(""))
         return

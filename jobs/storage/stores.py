@@ -1,4 +1,4 @@
-"""`open_store`: filesystems of fsspec whose calls are limited, see `limits.py`, and the settings of their libraries.
+"""`open_store`: opens filesystems of fsspec whose calls are limited (`limits.py`), and sets up their client libraries.
 
 | library | what ends one attempt |
 |---|---|
@@ -7,7 +7,7 @@
 | adlfs, SFTP | no byte read or written for 15 s |
 | gcsfs, adlfs | a look at one file: what is left of the limit; a write: as long, and 20 s for each MB |
 
-The user's storage options come before these settings. `{"limit_s": 90}` among them is another limit, and `retries` in
+The user's storage options take precedence over these settings. `{"limit_s": 90}` sets another limit; `retries` in
 `config_kwargs` leaves all repetitions to the S3 client.
 """
 
@@ -26,20 +26,21 @@ from .limits import LIMIT_OPTION, SILENT_S, Operation, current_operation
 from .redaction import redacted_url, storage_reason
 
 _CONNECT_S = 5.0
-# An upload of more bytes may be slow where its store is well.
+# Most bytes of an upload that cannot be slow while its store is well.
 _SMALL_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 20
-# What the system holds of an upload when its last byte is handed over is sent while a reply is waited for.
+# Most unsent bytes that the system holds of an upload. It sends them after the last byte was handed over, while the
+# operation waits for the reply.
 _UNSENT_BYTES = 1 << 18
-# A transfer that is slower has stalled, where its library does not say how far it is.
+# Least speed of a transfer whose library reports no progress; a slower one has stalled.
 _LEAST_BYTES_PER_S = 50_000
-# Calls of a filesystem that are limited, and what they do.
+# Call of a filesystem that is limited -> verb for messages.
 _CALLS: Mapping[str, str] = {
     "cat_file": "read", "exists": "look for", "find": "list", "get_file": "read", "glob": "list", "info": "look for",
     "isdir": "look for", "isfile": "look for", "ls": "list", "makedirs": "make the folder", "mv": "move",
     "open": "read", "pipe_file": "write", "put_file": "write", "rm": "remove", "rm_file": "remove",
 }  # fmt: skip
-# Of these, those without a transfer, whatever the folder holds.
+# Limited calls without a transfer, whatever the folder holds.
 _QUICK_CALLS = frozenset(("exists", "info", "isdir", "isfile", "makedirs", "rm_file"))
 # Requests of S3 that may take long where the store is well, and keep the connection alive meanwhile.
 _LONG_REQUESTS = frozenset(("complete_multipart_upload", "copy_object", "upload_part_copy"))
@@ -48,7 +49,7 @@ _LONG_REQUESTS = frozenset(("complete_multipart_upload", "copy_object", "upload_
 def open_store(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     """The fsspec filesystem of a URL, and the path there. Its calls are limited unless it is the local one.
 
-    `options`: those for this URL, see `options_for`. Raises what fsspec raises.
+    `options`: storage options for this URL; see `options_for`. Raises what fsspec raises.
     """
     from fsspec.core import url_to_fs
 
@@ -69,12 +70,12 @@ def open_store(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def without_limit(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Storage options as fsspec takes them."""
+    """Storage options without `limit_s`, as fsspec takes them."""
     return {name: value for name, value in options.items() if name != LIMIT_OPTION}
 
 
 def _with_defaults(given: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's options, and ours where there is none of the same name; likewise inside of mappings."""
+    """Our options, overridden by the user's of the same names; options that are mappings are merged by key."""
     both = {
         name: {**ours[name], **value} for name, value in given.items() if isinstance(value, Mapping) and name in ours
     }
@@ -107,7 +108,7 @@ def _http_times() -> Any:
 
 @cache
 def _socket_setting() -> dict[str, Any]:
-    """The setting of aiobotocore by which its sockets take few bytes ahead; none before it had one."""
+    """The setting of aiobotocore by which its sockets hold few unsent bytes; empty for versions without it."""
     from aiobotocore.config import AioConfig
 
     setting = {"connector_args": {"socket_factory": _lean_socket}}
@@ -186,7 +187,9 @@ class LimitedFile(io.RawIOBase):
         return getattr(self._file, name)
 
     def read(self, size: int = -1) -> bytes:
-        """See `io.RawIOBase`. Bytes are fewer than asked for at the end of the file only."""
+        """Reads `size` bytes, all without a size; fewer only at the end of the file. Raises `StorageError` at the
+        limit.
+        """
         place = self._file.tell()
 
         def attempt() -> bytes:
@@ -198,43 +201,43 @@ class LimitedFile(io.RawIOBase):
             with operation.entered():
                 return operation.tried(attempt)
         except UnansweredError as error:
-            # not what readers take for damage
+            # a `StorageError`, since readers take other errors for damage
             reason = storage_reason(error, self._options, self._where)
             failed = StorageError(f"cannot read {redacted_url(self._where)}: {reason}")
             failed.is_away = True
             raise failed from None
 
     def readinto(self, buffer: Any) -> int:
-        """See `io.RawIOBase`."""
+        """Reads bytes into a buffer. Returns their number."""
         found = self.read(len(buffer))
         buffer[: len(found)] = found
         return len(found)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """See `io.RawIOBase`."""
+        """Moves the position in the file."""
         return self._file.seek(offset, whence)
 
     def tell(self) -> int:
-        """See `io.RawIOBase`."""
+        """The position in the file."""
         return self._file.tell()
 
     def readable(self) -> bool:
-        """See `io.RawIOBase`."""
+        """Always true."""
         return True
 
     def seekable(self) -> bool:
-        """See `io.RawIOBase`."""
+        """Whether the position can be moved."""
         return self._file.seekable()
 
     def close(self) -> None:
-        """See `io.RawIOBase`."""
+        """Closes the file of the store too."""
         if not self.closed:
             self._file.close()
         super().close()
 
 
 def _limit_requests(fs: Any) -> None:
-    """Have the current operation decide about the requests that an `s3fs.S3FileSystem` sends."""
+    """Let the current operation decide about repetitions of the requests that an `s3fs.S3FileSystem` sends."""
     if fs.retries == 1:
         return
     fs.retries = 1
@@ -270,36 +273,36 @@ def _num_bytes(body: Any) -> float:
 
 
 class _MovingUpload(io.RawIOBase):
-    """What an upload sends, which tells its operation that bytes go."""
+    """The body of an upload; notes in its operation that bytes have moved whenever it is read."""
 
     def __init__(self, body: Any, operation: Operation) -> None:
         self._file = body if hasattr(body, "read") else io.BytesIO(body)
         self._operation = operation
 
     def read(self, size: int = -1) -> bytes:
-        """See `io.RawIOBase`."""
+        """Reads at most `size` bytes of the body, all without a size."""
         self._operation.moved()
         return cast(bytes, self._file.read(size))
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """See `io.RawIOBase`."""
+        """Moves the position in the body."""
         return int(self._file.seek(offset, whence))
 
     def tell(self) -> int:
-        """See `io.RawIOBase`."""
+        """The position in the body."""
         return int(self._file.tell())
 
     def readable(self) -> bool:
-        """See `io.RawIOBase`."""
+        """Always true."""
         return True
 
     def seekable(self) -> bool:
-        """See `io.RawIOBase`."""
+        """Always true: an upload that failed is sent again from its begin."""
         return True
 
 
 class _MovingBody:
-    """The body of a reply of S3, which tells its operation that bytes come."""
+    """The body of a reply of S3; notes in its operation that bytes have moved whenever it is read."""
 
     def __init__(self, body: Any, operation: Operation) -> None:
         self._body, self._operation = body, operation
@@ -308,7 +311,7 @@ class _MovingBody:
         return getattr(self._body, name)
 
     async def read(self, size: int | None = None) -> bytes:
-        """So many bytes at most; all without a number."""
+        """Reads at most `size` bytes, all without a size."""
         if size is not None and size >= 0:
             return await self._piece(size)
         pieces = []
