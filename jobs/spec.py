@@ -152,10 +152,10 @@ class JobSpec(_SamplingFields):
         False, "Take temperature, top_p, top_k, min_p and repetition_penalty, where not given, from the model's file."
     )
     response_format: str | dict[str, Any] | None = _option(
-        None, "What completions are, in OpenAI's form: a JSON object of type text, json_object or json_schema."
+        None, "Form of completions as OpenAI writes it: a JSON object of type text, json_object or json_schema."
     )
     structured_outputs: str | dict[str, Any] | None = _option(
-        None, "What completions are, in vLLM's form: a JSON object of json, regex, choice, grammar or json_object."
+        None, "Form of completions as vLLM writes it: a JSON object of json, regex, choice, grammar or json_object."
     )
 
     cluster: str = _option(
