@@ -49,8 +49,9 @@ class FreeMemory:
     def num_fitting(
         self, rows: NDArray[np.int64], waiting_adapter: NDArray[np.int32], running_adapter: NDArray[np.int32]
     ) -> int:
-        """How many of these waiting rows enter, in this order, before one finds no room. A replica on which nothing
-        runs has room for any row.
+        """Number of these waiting rows that enter, in this order, before one finds no room.
+
+        A replica on which nothing runs has room for any row.
         """
         gaps, held = sorted(self.gaps), set(running_adapter.tolist())
         for number, row in enumerate(rows.tolist()):
@@ -187,8 +188,11 @@ class InClusters:
 
 
 def admission_order(view: BatchView) -> NDArray[np.int64]:
-    """Positions of all waiting rows: those expected to run much longer than others first, since a long row that begins
-    last runs alone in the end; among rows about as long as in `clustered_order`."""
+    """Positions of all waiting rows in the order of admission, int64 `[num_waiting]`.
+
+    Rows expected to run much longer than others come first, since a long row that begins last runs alone in the end.
+    Rows of about one length are in `clustered_order`.
+    """
     order = clustered_order(view.running_adapter, view.waiting_adapter, view.resident_adapter)
     if view.waiting_tokens is None or len(order) < 2:
         return order
@@ -202,10 +206,11 @@ def clustered_order(
     waiting_adapter: NDArray[np.int32],
     resident_adapter: NDArray[np.int32] | None = None,
 ) -> NDArray[np.int64]:
-    """Positions of all waiting rows: adapters already running first, then resident ones, so that each is loaded once
-    for all its rows, then the most wanted; stable inside.
+    """Positions of all waiting rows, adapter by adapter, int64 `[num_waiting]`.
 
-    Base rows cost no adapter and come with the first.
+    Adapters already running come first, then resident ones, so that each is loaded once for all its rows, then the
+    others. In each of these classes the adapter with most rows comes first; rows of one adapter keep their order. Base
+    rows cost no adapter and come with the first class.
     """
     if len(waiting_adapter) == 0:
         return np.zeros(0, np.int64)
@@ -248,14 +253,14 @@ def as_step_plan(
 
 @dataclass(frozen=True, slots=True)
 class MergeWaveBatcher:
-    """Chooses between a merged wave and the rest, which is left to `inner`.
+    """Chooses between a merged wave and the rest, which is left to `inner`."""
 
-    `must_merge(adapter)`: exact only when merged. `min_rows`: waiting rows from which any adapter gets a
-    merged wave; None: never unless it must, and `inner` may merge and mix the others as it likes.
-    """
-
+    #: Chooses the steps of all other rows.
     inner: Batcher
+    #: Whether an adapter is exact only when merged.
     must_merge: Callable[[int], bool]
+    #: Waiting rows from which any adapter gets a merged wave. None: an adapter gets one only if it must, and `inner`
+    #: may merge and mix the others as it likes.
     min_rows: int | None
 
     def next_step(self, view: BatchView) -> StepPlan:

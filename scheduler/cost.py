@@ -160,7 +160,7 @@ class CostModel:
     ) -> NDArray[np.float64]:
         """A row's share of a replica whose batch is full: its prefill, and `1 / batch_rows` of its decode steps.
 
-        `rank`: of the row's adapter, 0 when merged or base. `num_adapters`: distinct ones in the batch.
+        `rank`: LoRA rank of the row's adapter, 0 when merged or base. `num_adapters`: distinct ones in the batch.
         `shared_tokens`: tokens of the prompt that are not computed again. `is_drawn`: whether its tokens are drawn.
         `is_scored`: whether its prompt's log-probabilities are asked.
         """
@@ -196,9 +196,7 @@ class CostModel:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> CostModel:
-        """The model `to_json` wrote. Raises ValueError naming every key that is missing, unknown or
-        negative.
-        """
+        """The model `to_json` wrote. Raises ValueError naming every key that is missing, unknown or negative."""
         names = {f.name for f in fields(cls)}
         required = {f.name for f in fields(cls) if f.default is MISSING}
         problems = [f"{name}: missing" for name in sorted(required - set(value))]
@@ -313,12 +311,10 @@ H200_LLAMA_3_8B = CostModel(
     # with top-p, at 256 rows (benchmarks/results/2026-11-26-gpu-sampling.md)
     draw_s=7e-7,
 )
-# dLoRA (OSDI 24): one A800 80 GB, Llama-2-7B, rank 8. An iteration of decode takes 50 ms (section 7.1: the
-# SLO of
-# 0.5 s is ten of them); the unmerged product costs 38.9 % of the base computation (section 4.1, figure 5),
-# so the
-# three unmerged coefficients are 0.389 of their base ones at rank 8; switching takes about two iterations
-# (section 4.2's example).
+# dLoRA (OSDI 24): one A800 80 GB, Llama-2-7B, rank 8. An iteration of decode takes 50 ms (section 7.1: the SLO of 0.5 s
+# is ten of them); the unmerged product costs 38.9 % of the base computation (section 4.1, figure 5), so the three
+# unmerged coefficients are 0.389 of their base ones at rank 8; switching takes about two iterations (section 4.2's
+# example).
 DLORA_A800_LLAMA_2_7B = CostModel(
     step_s=0.040,
     prefill_token_s=1.0e-4,
@@ -446,7 +442,7 @@ def meeting_total(cost: CostModel, samples: Sequence[StepSample]) -> CostModel:
 
 @dataclass(frozen=True, slots=True)
 class FitQuality:
-    """How a model meets measured steps: R squared, and the median of |predicted / measured - 1|."""
+    """Agreement of a model with measured steps: R squared, and the median of |predicted / measured - 1|."""
 
     num_steps: int
     r_squared: float

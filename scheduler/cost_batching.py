@@ -38,12 +38,15 @@ StepsToCome = Callable[[int | None, int, int], float]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to run the next steps. `batch`: positions over running then waiting rows; `taking_part`: those of them
-    that memory lets run at once."""
+    """One way to run the next steps."""
 
+    #: How the rows are served.
     mode: ReplicaMode
+    #: Adapter whose weights are merged (None: no adapter's).
     merged_adapter: int | None
+    #: Positions of its rows, over running then waiting rows.
     batch: NDArray[np.int64]
+    #: Positions among `batch` that memory lets run at once.
     taking_part: NDArray[np.int64]
 
 

@@ -415,10 +415,10 @@ class AdapterSources:
 
 
 def rows_behind(shards: Sequence[Shard], num_replicas: int) -> dict[int, int]:
-    """By shard, the rows of its wave behind it that one of `num_replicas` may expect, so that a replica knows how many
-    rows a merge serves; only of waves planned to run merged.
+    """Rows of the same wave that will follow each shard to a replica, by shard id; only of waves planned to run merged.
 
-    Shards go out in order, and to all replicas alike. A replica uses the number of the shard it received last.
+    A replica learns from them how many rows a merge serves. Shards go out in order, and to all of `num_replicas` alike.
+    A replica uses the number of the shard it received last.
     """
     behind: dict[int, int] = {}
     seen: Counter[int] = Counter()

@@ -111,8 +111,8 @@ class JobSample:
     """Shards of a job, evenly spread over it, with their rows: few enough to be played. A small job is all of them.
 
     The sample runs on fewer replicas than the job, each with as many rows as in the job. Where even two replicas have
-    more rows than may be played, they get a part of them, and the rest is added at the pace that the sample has in
-    full swing: the beginning and the end of a job take as long whatever its rows. `num_rows`: of the sample.
+    more rows than may be played, they get a part of them, and the rest is added at the pace that the sample has in full
+    swing: the beginning and the end of a job take as long whatever its rows. `num_rows`: rows of the sample.
     """
 
     def __init__(self, job_rows: int, num_replicas: int, played_rows: int) -> None:
@@ -148,7 +148,7 @@ class JobSample:
         self.num_rows = sum(self._sizes)
 
     def predict(self, play: Play) -> float:
-        """Seconds of the whole job."""
+        """Predicted seconds of the whole job."""
         if not self._shards:
             return 0.0
         rows, plan = self._played()
@@ -161,7 +161,7 @@ class JobSample:
         return run.metrics.makespan_s + missing_s * _pace(run.timeline.finish_s, row_s / self._replicas, work_s)
 
     def _played(self) -> tuple[Workload, ShardPlan]:
-        """The sample as a job of its own."""
+        """Workload and plan of the sample, as a job of its own."""
         rows = Workload.joined(self._blocks)
         starts = np.concatenate([[0], np.cumsum(self._sizes)])
         order = dispatch_order(self._shards) if self._num_blocks > 1 else range(len(self._shards))
@@ -200,10 +200,11 @@ def cut_job(
     mode: WaveMode,
     prices: CostModel | None = None,
 ) -> CutRows:
-    """Cut a job, or a block of one, into shards, with what they will take.
+    """Cut a job, or a block of one, into shards, with the seconds that they will take.
 
-    `predicted`: tokens that rows are expected to generate, `[num_rows]`. `mode`: of waves with adapters, from the cost
-    model or one for all. `prices`: what steps take, where that is known better than what modes are decided by.
+    `predicted`: tokens that rows are expected to generate, `[num_rows]`. `mode`: mode of waves with adapters, `auto`
+    for that which the cost model favours. `prices`: costs of steps, where they are known better than the costs by which
+    modes are chosen.
     """
     plan = plan_shards(
         workload,
@@ -219,8 +220,10 @@ def cut_job(
 def plan_dealt(
     rows: RowsToDeal, replica_of: NDArray[np.int64], *, shard_mode: ShardMode | None, mode: WaveMode
 ) -> ShardPlan:
-    """Shards of rows that were dealt out to replicas. `replica_of` int64 `[num_rows]`. `shard_mode`: of shards in input
-    order; None: each replica's rows are planned in waves, and `mode` is that of `cut_job`.
+    """Plan shards of rows that were dealt out to replicas.
+
+    `replica_of` int64 `[num_rows]`: replica of each row. `shard_mode`: mode of shards in input order; None: each
+    replica's rows are planned in waves, with `mode` as in `cut_job`.
     """
     if shard_mode is None:
         return _planned_apart(rows, replica_of, mode)
@@ -235,7 +238,7 @@ def plan_dealt(
 
 
 def _planned_apart(rows: RowsToDeal, replica_of: NDArray[np.int64], mode: WaveMode) -> ShardPlan:
-    """Waves and shards of each replica for itself; rows without engine work are for any."""
+    """Plan waves and shards of each replica by itself; rows without engine work are for any replica."""
     owner = np.where(rows.workload.max_tokens > 0, replica_of, rows.num_replicas)
     shards: list[Shard] = []
     rows_of: list[NDArray[np.int64]] = []
@@ -265,7 +268,7 @@ def _planned_apart(rows: RowsToDeal, replica_of: NDArray[np.int64], mode: WaveMo
 def _with_modes(
     plan: ShardPlan, workload: Workload, cost: CostModel, batch_rows: int, num_replicas: int, mode: WaveMode
 ) -> ShardPlan:
-    """Waves with adapters marked with their mode."""
+    """Mark waves with adapters with their mode."""
     if mode == "auto":
         return with_merged_waves(plan, workload, cost, batch_rows=batch_rows, num_replicas=num_replicas)
     return replace(plan, shards=tuple(replace(s, mode=mode) if s.mode == "unmerged" else s for s in plan.shards))

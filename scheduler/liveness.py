@@ -10,11 +10,11 @@ from collections.abc import Collection
 
 
 class LivenessDetector:
-    """Silence of named processes.
+    """Finds named processes that have been silent for too long.
 
     `limit_s`: a process that is silent for longer counts as gone; `heard` may set another limit for one of them.
-    `max_gap_s`: between two looks of the observer. After a longer gap the observer's own process was stopped, and
-    messages sent meanwhile may not have been read yet, so that the gap does not count as silence.
+    `max_gap_s`: most seconds between two looks of the observer. After a longer gap the observer's own process was
+    stopped, and messages sent meanwhile may not have been read yet, so that the gap does not count as silence.
     """
 
     def __init__(self, limit_s: float, max_gap_s: float, now_s: float) -> None:
@@ -26,7 +26,7 @@ class LivenessDetector:
         self._own_limit_s: dict[str, float] = {}
 
     def heard(self, name: str, now_s: float, *, limit_s: float | None = None) -> None:
-        """Record a message of a process. `limit_s`: of this process from now on, instead of the general one."""
+        """Record a message of a process. `limit_s`: its own limit from now on, instead of the general one."""
         self._heard_s[name] = now_s
         if limit_s is not None:
             self._own_limit_s[name] = limit_s
@@ -37,7 +37,7 @@ class LivenessDetector:
         self._own_limit_s.pop(name, None)
 
     def silent(self, names: Collection[str], now_s: float) -> list[str]:
-        """Those of `names` that have been silent for longer than their limit, sorted.
+        """Names among `names` that have been silent for longer than their limit, sorted.
 
         To be called every few seconds. The silence of a name that was never heard of starts with the first call.
         """

@@ -254,7 +254,7 @@ class MigrateRows(Command):
 
 @dataclass(frozen=True, slots=True)
 class FinishJob(Command):
-    """Every shard is committed."""
+    """The job is finished: every shard is committed."""
 
 
 @dataclass(frozen=True, slots=True)

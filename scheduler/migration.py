@@ -180,7 +180,7 @@ class TailMigration:
         return {name: self._helper(replicas[name], open_shards) for *_, name in sorted(found)[: _MAX_HELPERS + 1]}
 
     def _helper(self, replica: ReplicaState, open_shards: OpenShards) -> Pace:
-        """A replica with what it has to do itself."""
+        """Pace of a helper, with the rows that it has to work on itself."""
         report, rows, pace = self._reports.get(replica.replica_id), self.rows_at_work(replica), self._pace(replica)
         if report is None or not rows:
             return pace
@@ -251,8 +251,8 @@ class TailMigration:
 
 
 def _brought_up(report: Progress, replica: ReplicaState, shards: Sequence[Shard]) -> Progress:
-    """A report as it would be now: with the shards that the replica has opened since, whose rows wait, and without
-    those that have been committed.
+    """A report brought up to now: with the shards that the replica has opened since, whose rows wait, and without those
+    that have been committed.
     """
     known = {shard_id for shard_id, _ in report.open_shards}
     new_tokens = sum(shard.prompt_tokens for shard in shards if shard.shard_id not in known)
@@ -277,7 +277,7 @@ _MAX_SPLITS = 64
 
 
 class _Alike(NamedTuple):
-    """Rows that have as far to go as each other."""
+    """Rows alike in the tokens they have left and in the length of their contexts."""
 
     num_rows: int
     tokens_left: float
@@ -306,7 +306,7 @@ class TailRows:
 
     @property
     def num_rows(self) -> int:
-        """Both kinds together."""
+        """Rows that decode and rows that wait, together."""
         return self.num_running + self.num_waiting
 
     def kept(self, num_lent: int) -> tuple[_Alike, _Alike]:
@@ -374,10 +374,10 @@ def lend(
     cost: CostModel,
     settings: TailSettings,
 ) -> tuple[MigrateRows, ...]:
-    """Rows of the reporting replica that idle `helpers` should take; empty when it does not pay.
+    """Rows of the reporting replica that `helpers` should take; empty when it does not pay.
 
-    `open_shards`: in the order in which they were opened; the last ones' rows have most of their way to go and move
-    first. `rows`: what the replica has left of them.
+    `open_shards`: its shards in the order in which they were opened; rows of the last ones have most of their way to go
+    and move first. `rows`: unfinished rows of these shards.
     """
     if not helpers or not rows.num_rows:
         return ()
@@ -388,7 +388,7 @@ def lend(
 def _moves_of(
     progress: Progress, open_shards: Sequence[Shard], helpers: Iterable[str], shares: Sequence[int]
 ) -> tuple[MigrateRows, ...]:
-    """Each helper's share, of the shards that were opened last."""
+    """Commands that lend each helper its share of rows, from the shards that were opened last."""
     here = rows_here(progress)
     commands = []
     for helper, share in zip(helpers, shares, strict=True):
@@ -403,7 +403,7 @@ def _moves_of(
 
 
 def rows_here(progress: Progress) -> dict[int, int]:
-    """By shard, the unfinished rows that are not lent to other replicas."""
+    """Unfinished rows of each open shard that are not lent to other replicas, by shard id."""
     lent = dict(progress.lent_shards)
     return {shard_id: rows - lent.get(shard_id, 0) for shard_id, rows in progress.open_shards}
 
@@ -452,7 +452,7 @@ def rows_to_lend(
         shares = _shares(num_lent, helpers)
         if sum(shares) < num_lent:
             continue
-        # Once for helpers that are alike.
+        # Helpers that are alike are looked at once.
         for share, helper in set(zip(shares, helpers, strict=True)):
             moved = rows.lent(num_lent, share)
             prefill_s = _prefill_s(*moved, pace=helper, cost=cost)

@@ -80,7 +80,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         "peft-like": Policy("peft-like", deal=_IN_TURN, shard_mode="merged"),
     }
 )
-#: How rows are dealt out instead of as the policy does; `planner`: as the policy does.
+#: Placement -> the rule that deals rows out instead of the policy's (None: the policy's own).
 PLACEMENTS: Mapping[str, str | None] = MappingProxyType({"planner": None, "loraserve": "baselines.dealing:by_routing"})
 
 

@@ -90,8 +90,9 @@ class SchedulerSettings:
 class Scheduler:
     """Decides which replica opens which shard, which replicas count as lost, and when the job is over.
 
-    `shards`: all of the plan's, in dispatch order. `committed`: ids of those whose part exists already (resume).
-    `dispatch`, of the shards with engine work, and `migration` are the rules of another policy than this project's.
+    `shards`: all shards of the plan, in dispatch order. `committed`: ids of the shards whose part exists already
+    (resume). `dispatch` and `migration`: rules of another policy than this project's; `dispatch` has the shards with
+    engine work.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class Scheduler:
         return replica_id in self._failed
 
     def handle(self, event: Event) -> list[Command]:
-        """Take in one event; return what must be done now, in order. After the job's end: nothing."""
+        """Take in one event; return the commands to enact now, in order; none after the job's end."""
         if self._is_over:
             return []
         commands = self._absorb(event)
@@ -336,7 +337,7 @@ class Scheduler:
             self._failing.add(state.shard.shard_id)
 
     def _open(self, state: ShardState, replica: ReplicaState) -> RunShard:
-        """Assign a shard that has left the queue; the command that has it run."""
+        """Assign a shard that has left the queue; return the command to run it."""
         shard = state.shard
         state.move(ShardStatus.OPEN, replica.replica_id)
         self._shares.taken(shard)
@@ -428,7 +429,7 @@ class Scheduler:
         return not num_rows or self._work_at(replica) < share.work - share.spare
 
     def _rows_at_work(self, replica: ReplicaState) -> int:
-        """Unfinished rows that the replica has to work on itself: of its shards, and of others that moved there."""
+        """Unfinished rows that the replica works on itself: rows of its shards, and others that moved there."""
         return replica.open_rows if self._migration is None else self._migration.rows_at_work(replica)
 
     def _work_at(self, replica: ReplicaState) -> float:
@@ -447,8 +448,10 @@ class Scheduler:
         return [] if shard_id is None else [self._open(self._shards[shard_id], replica)]
 
     def _takers(self, state: ShardState) -> AbstractSet[str]:
-        """Replicas that would be given this shard: with engine work, one that is too slow for the rest of the job only
-        when the shard has failed twice.
+        """Replicas that would be given this shard.
+
+        A shard with engine work is kept from replicas that are too slow for the rest of the job until it has failed
+        twice.
         """
         if not state.shard.has_engine_work or state.failures > 1:
             return self._replicas.keys()

@@ -111,7 +111,7 @@ class WorkShares:
         return shares
 
     def check_integrity(self, queued: Iterable[Shard], of_open: float) -> None:
-        """Raise AssertionError, with the failing sum, when what is counted is not that of these shards.
+        """Raise AssertionError, with the failing sum, when the counted work is not that of these shards.
 
         `of_open`: work of the shards that are open.
         """

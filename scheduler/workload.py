@@ -90,21 +90,19 @@ class Workload:
         )
 
     def part(self, rows: NDArray[np.int64]) -> Workload:
-        """Some rows, in this order."""
+        """The workload of some rows, in this order."""
         columns: dict[str, Any] = {name: array[rows] for name, array, _ in self._arrays()}
         return replace(self, **columns)
 
     @classmethod
     def joined(cls, parts: Sequence[Workload]) -> Workload:
-        """Rows of the same adapters, part after part."""
+        """The workload of the rows of all parts, part after part. All parts have the same adapters."""
         names = [name for name, _, _ in parts[0]._arrays()]
         columns: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
         return replace(parts[0], **columns)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError, naming the array and the first bad row, when the numbers contradict each
-        other.
-        """
+        """Raise AssertionError, naming the array and the first bad row, when the numbers contradict each other."""
         for name, array, dtype in self._arrays():
             assert array.dtype == dtype, f"{name}: dtype {array.dtype}, expected {np.dtype(dtype)}"
             assert array.shape == (self.num_rows,), f"{name}: shape {array.shape}, expected ({self.num_rows},)"

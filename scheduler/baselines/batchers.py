@@ -30,7 +30,7 @@ class UnmergedBatcher:
 
 @dataclass(frozen=True, slots=True)
 class FcfsBatcher:
-    """In order of arrival, unmerged, but at most `max_resident` adapters at once (vLLM's `max_loras`).
+    """Rows in order of arrival, unmerged, but of at most `max_resident` adapters at once (vLLM's `max_loras`).
 
     A row of one adapter too many is passed over; rows behind it whose adapter is present may go.
     """
@@ -93,7 +93,7 @@ class OneAtATimeBatcher:
         return as_step_plan(view, batch, None if adapter == BASE_MODEL else adapter)
 
 
-# vLLM's `max_loras`, as often set.
+# vLLM's `max_loras`, at a usual value.
 _MAX_LORAS = 8
 
 

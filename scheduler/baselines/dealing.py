@@ -15,7 +15,7 @@ from .serving import ClusterView, Dispatcher, ProactiveDispatcher, RoutedDispatc
 
 
 def in_turn(rows: RowsToDeal) -> NDArray[np.int64]:
-    """Shards of rows in input order, to one replica after the other."""
+    """Deal shards of rows, in input order, to one replica after the other."""
     replica_of = np.zeros(rows.workload.num_rows, np.int64)
     order = _with_work(rows)
     replica_of[order] = np.arange(len(order)) // rows.rows_per_shard % rows.num_replicas
@@ -23,12 +23,12 @@ def in_turn(rows: RowsToDeal) -> NDArray[np.int64]:
 
 
 def by_pending_time(rows: RowsToDeal) -> NDArray[np.int64]:
-    """dLoRA (section 5.1): each row to the replica with the least work queued, the load of an absent adapter added."""
+    """Deal as dLoRA (section 5.1): each row to the replica with the least work queued, adapter loads included."""
     return _dealt_by(ProactiveDispatcher(), rows)
 
 
 def by_routing(rows: RowsToDeal) -> NDArray[np.int64]:
-    """LoRAServe (section IV): adapters are placed by rank and demand; each adapter's rows follow its shares."""
+    """Deal as LoRAServe (section IV): place adapters by rank and demand; each adapter's rows follow its shares."""
     return _dealt_by(RoutedDispatcher(routing_of(rows)), rows)
 
 

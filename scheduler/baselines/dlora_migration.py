@@ -112,7 +112,9 @@ class CoMigrationModel:
             self.problem += used - replica.memory_bytes <= swapped, f"replica_{t}_swaps_the_rest"
 
     def decode(self) -> tuple[Move, ...]:
-        """Whole rows: each group is dealt out by its shares, the largest remainders first (row maximum for one)."""
+        """Moves of whole rows: each group is dealt out by its shares, the largest remainders first (row maximum for
+        one).
+        """
         moves = []
         for key, on in self.share.items():
             group = self._group(key)
@@ -217,7 +219,7 @@ class MigrationPlan:
 def plan_migration(
     replicas: Sequence[ReplicaLoad], adapter_bytes: Mapping[str, float], settings: MigrationSettings | None = None
 ) -> MigrationPlan:
-    """Whether to move, and what. Adapters without an entry in `adapter_bytes` weigh nothing."""
+    """Decide whether rows move, and which. Adapters without an entry in `adapter_bytes` weigh nothing."""
     settings = settings or MigrationSettings()
     over, under = select(replicas, settings, adapter_bytes)
     if not over or not under:
@@ -248,8 +250,11 @@ def near_the_bound(
     settings: MigrationSettings,
     adapter_bytes: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[Move, ...] | None:
-    """The transport's moves if they are proved good: within the gap of the bound, half a row's time allowed because
-    rows are whole. None where memory may end or copies cost too much."""
+    """The transport's moves if they are proved good, else None.
+
+    They may miss the bound by the gap, and by half a row's time because rows are whole. None also where memory may run
+    out.
+    """
     everything = sum(replica.held_bytes(adapter_bytes) for replica in (*over, *under))
     if any(replica.memory_bytes < everything for replica in (*over, *under)):
         return None
@@ -296,8 +301,10 @@ def seconds_after(
     settings: MigrationSettings,
     adapter_bytes: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, float]:
-    """By replica, its running time once the moves are made: moved rows cost gamma times theirs, and what exceeds its
-    memory is swapped."""
+    """Running time of each replica once the moves are made, by replica id.
+
+    Moved rows cost gamma times theirs, and what exceeds a replica's memory is swapped.
+    """
     groups = {(r.replica_id, g.adapter): g for r in replicas for g in r.groups}
     seconds = {replica.replica_id: replica.pending_s for replica in replicas}
     held = {replica.replica_id: replica.held_bytes(adapter_bytes) for replica in replicas}
@@ -330,7 +337,10 @@ def longest_after(
 def move_greedily(
     over: Sequence[ReplicaLoad], under: Sequence[ReplicaLoad], settings: MigrationSettings
 ) -> tuple[Move, ...]:
-    """From the fullest to the emptiest until they are even, adapters already resident there first."""
+    """Move rows from the fullest to the emptiest replica until they are even.
+
+    Rows whose adapters are already resident there move first.
+    """
     pending = {replica.replica_id: replica.pending_s for replica in [*over, *under]}
     moves: list[Move] = []
     for source in over:
@@ -398,7 +408,7 @@ class _Filling:
             self._move(group, mine, target, min(self._left[mine, group.adapter], wanted, fits))
 
     def even_out(self) -> None:
-        """Single rows from the fullest to the emptiest while that helps: what rounding has left."""
+        """Move what rounding has left: single rows from the fullest to the emptiest while that helps."""
         for _ in range(sum(self._left.values())):
             mine = max(self._surplus, key=lambda s: self._surplus[s])
             target = max(self._room, key=lambda t: self._room[t])

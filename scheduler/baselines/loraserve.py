@@ -58,10 +58,11 @@ def assign_loraserve(
     previous: Routing | None = None,
     weight_bytes: NDArray[np.float64] | None = None,
 ) -> Routing:
-    """Algorithm 1. `demand_tps`: step 1's demand (`extrapolate`).
+    """Algorithm 1: the share of each adapter's requests that goes to each server.
 
-    `operating_points`: tokens per second of a server, per rank. `previous` and `weight_bytes` let step 5
-    move as few bytes as it can. Without any demand every adapter counts the same.
+    `demand_tps`: step 1's demand (`extrapolate`). `operating_points`: tokens per second of a server, per rank.
+    `previous` and `weight_bytes` let step 5 move as few bytes as it can. Without any demand every adapter counts the
+    same.
     """
     assert num_servers >= 1, "no server"
     demand = demand_tps if demand_tps.any() else np.ones(len(ranks))
@@ -80,7 +81,7 @@ def assign_loraserve(
 def _utilisation(
     ranks: NDArray[np.int64], demand: NDArray[np.float64], operating_points: Mapping[int, float]
 ) -> NDArray[np.float64]:
-    """Step 1. Raises KeyError naming a rank that was never profiled."""
+    """Step 1: demand of each adapter over its rank's operating point. Raises KeyError for an unprofiled rank."""
     return demand / np.array([operating_points[int(rank)] for rank in ranks], dtype=np.float64)
 
 

@@ -69,8 +69,9 @@ class AnswerLengths:
 
     @classmethod
     def of(cls, groups: Iterable[tuple[float, float, bool]]) -> AnswerLengths:
-        """From groups of rows of about the same length: their number, their output tokens, and whether `max_tokens`
-        ended them.
+        """Make the lengths from groups of rows of about the same length.
+
+        `groups`: (number of rows, their output tokens, whether `max_tokens` ended them) of each group.
         """
         return cls.joined(
             cls({length_class(tokens / rows): (rows * (not is_cut), rows * is_cut, tokens)})
@@ -293,7 +294,7 @@ class LengthEstimator:
 
     @property
     def share_guessed(self) -> float:
-        """How little finished rows say of others, from 1 (none has finished) down to 0."""
+        """Weight of a guess beside the lengths of finished rows, from 1 (none has finished) down to 0."""
         return _SPREAD_ROWS / (_SPREAD_ROWS + self.num_finished)
 
     def distribution(

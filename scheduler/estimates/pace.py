@@ -176,8 +176,7 @@ class PaceEstimator:
         return each_s, output_tokens * float(self._cost.step_seconds(step))
 
     def row_weights(self, shards: Sequence[Shard], batch_rows: int) -> dict[int, float]:
-        """By shard with engine work: seconds of its rows over those of as many mean rows of the job. 1 without a cost
-        model.
+        """Work of a row of each shard with engine work, in mean rows of the job, by shard id. 1 without a cost model.
 
         If the loads of a shard's several adapters take longer than its rows, they count instead. A shard of one adapter
         mostly finds it in its replica's memory.

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from ..cost import STEP_COEFFICIENTS, CostModel, nonnegative_least_squares
 from ..messages import StepTotals
 
-# Equations that are kept; later ones are added to the last.
+# Most equations that are kept; later ones are added to the last.
 _MAX_SPANS = 512
-# Shorter spans wait for the next report.
+# Least seconds of an equation; shorter spans wait for the next report.
 _LEAST_SPAN_S = 0.2
 # Weight of the assumed model. A coefficient that is wrong by half, beside the factor by which all are wrong, is as
 # likely as a second of steps that is missed by a tenth: 0.5 ** 2 * 0.04 == 0.1 ** 2.
@@ -49,7 +49,7 @@ class StepCosts:
         self._span_s: list[float] = []
 
     def reported(self, replica_id: str, totals: StepTotals, seconds: float) -> None:
-        """Take in a report. `seconds`: of the steps, without merges and waits for adapters.
+        """Take in a report. `seconds`: time in these steps, without merges and waits for adapters.
 
         Steps before an engine's first report were for others and do not count. Totals that have become smaller are
         those of an engine that was started again.
@@ -106,7 +106,7 @@ class StepCosts:
         return replace(self._assumed, **named, fit_r_squared=None)
 
     def slowness(self, cost: CostModel) -> dict[str, float]:
-        """By replica that has worked: seconds that its steps took over those that `cost` says."""
+        """Seconds that each replica's steps took over those that `cost` says, by replica that has worked."""
         prices = coefficients(cost)
         return {
             name: replica.all_s / float(prices @ _paid(replica.all_totals))

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from ..cost import CostModel
 
-# Standard deviations: as shares of the seconds that are left, of costs that are a guess for this machine, were measured
-# before the job, or in it; as a share of the whole job, of how workers end and how full the last batches are.
+# Standard deviations. Costs deviate by a share of the seconds that are left: guessed for this machine, measured before
+# the job, measured in it. The ends of workers and the last batches deviate by a share of the whole job.
 _GUESSED_COST, _KNOWN_COST, _MEASURED_COST = 0.5, 0.15, 0.1
 _WHOLE = 0.05
 # By how much answers of which nothing is known are shorter or longer than half of `max_tokens`; most are shorter.
@@ -70,14 +70,14 @@ class PlannedJob:
         """Estimate the time left at one moment of the job.
 
         `left`: work of rows that have no answer yet, less what was computed for them. `done`: work that engines have
-        computed in `elapsed_s`. `slowness`: of each replica that is there, over `measured` or the plan's costs.
-        `measured`: costs of steps as measured (None: too few steps were seen).
+        computed in `elapsed_s`. `slowness`: seconds of steps over those of `measured` or of the plan's costs, for each
+        replica that is there. `measured`: costs of steps as measured (None: too few steps were seen).
         """
         if self.work.num_rows <= 0 or left.num_rows <= 0 or self.predicted_s <= 0:
             return TimeLeft(0.0, 0.0, 0.0)
         cost = measured or self.cost
         left_s = self._ideal_s(left, cost)
-        # A worker that is not there yet is taken to come.
+        # A worker that is not there yet is expected to come.
         speeds = sum(1 / slow for slow in slowness) + max(0, self.num_replicas - len(slowness))
         seconds = self.predicted_s * left_s / self._ideal_s(self.work, self.cost) * self.num_replicas / speeds
         done_s = self._ideal_s(done, cost)

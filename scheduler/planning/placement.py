@@ -39,7 +39,7 @@ class Placement:
 
     @property
     def makespan_s(self) -> float:
-        """When the last replica ends."""
+        """Seconds at which the last replica ends."""
         return float(self.finish_s.max(initial=0.0))
 
     @property
@@ -85,7 +85,7 @@ def _described(problem: PlacementProblem, replica_of: NDArray[np.int64], bound_s
 
 
 def place_greedily(problem: PlacementProblem) -> NDArray[np.int64]:
-    """Longest shard first, each to the replica where it would end soonest, loads included (LPT with setups)."""
+    """Place the longest shard first, each where it would end soonest, loads included (LPT with setups)."""
     finish = np.zeros(problem.num_replicas)
     has = np.zeros((len(problem.load_s), problem.num_replicas), dtype=bool)
     replica_of = np.zeros(problem.num_shards, dtype=np.int64)
@@ -181,7 +181,7 @@ def _better_neighbour(
 def _exchanges(
     problem: PlacementProblem, current: NDArray[np.int64], finish: NDArray[np.float64], last: int, first: int
 ) -> list[tuple[int, int | None]]:
-    """Moves and swaps between two replicas by the later of the two ends they would give; the 16 most promising."""
+    """The 16 most promising moves and swaps between two replicas, by the later of the two ends they would give."""
     mine, theirs = np.flatnonzero(current == last), np.flatnonzero(current == first)
     # A last column without a partner: the shard moves and nothing comes back.
     last_gets = np.append(_arriving_s(problem, theirs, mine), 0.0)

@@ -54,7 +54,7 @@ class Shard:
 
     @property
     def has_engine_work(self) -> bool:
-        """False when the shard holds error rows only and may run anywhere."""
+        """Whether any row needs an engine; a shard of error rows only may run anywhere."""
         return self.mode != "none"
 
     def to_json(self) -> dict[str, Any]:

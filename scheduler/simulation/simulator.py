@@ -105,7 +105,7 @@ class _Happening:
 
 
 class JobSimulation:
-    """One run. `replicas[i]` must have number `i`; `run` may be called once.
+    """One simulated run of a job. `replicas[i]` must have number `i`; `run` may be called once.
 
     `successor`: makes the scheduler of a coordinator that takes over, from the ids of the shards with a part.
     """

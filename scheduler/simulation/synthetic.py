@@ -16,18 +16,18 @@ def make_adapters(ranks: Sequence[int], bytes_per_rank: int = 2_000_000) -> tupl
 
 
 def uniform_popularity(num_adapters: int) -> NDArray[np.float64]:
-    """Every adapter alike."""
+    """Popularity of adapters that are all alike, float64 `[num_adapters]`."""
     return np.full(num_adapters, 1.0 / num_adapters)
 
 
 def power_popularity(num_adapters: int, exponent: float) -> NDArray[np.float64]:
-    """`y = x ** -exponent` (LoRAServe figure 22; Zipf's law at 1)."""
+    """Popularity that falls as `x ** -exponent` (LoRAServe figure 22; Zipf's law at 1)."""
     weight = np.arange(1, num_adapters + 1, dtype=np.float64) ** -exponent
     return np.asarray(weight / weight.sum())
 
 
 def top_five_popularity(num_adapters: int, share: float = 0.7) -> NDArray[np.float64]:
-    """Five adapters carry `share` of the requests (LoRAServe figure 8); the others the rest, evenly."""
+    """Popularity in which five adapters carry `share` of the requests (LoRAServe figure 8), the others the rest."""
     top = min(5, num_adapters)
     weight = np.full(num_adapters, (1.0 - share) / max(1, num_adapters - top))
     weight[:top] = share / top
@@ -42,7 +42,9 @@ def draw_adapters(generator: np.random.Generator, num_rows: int, popularity: NDA
 def draw_shifting(
     generator: np.random.Generator, num_rows: int, first: NDArray[np.float64], last: NDArray[np.float64]
 ) -> NDArray[np.int32]:
-    """Popularity moves from `first` to `last` in a straight line over the rows (LoRAServe figure 16)."""
+    """Adapter of each row, int32 `[num_rows]`, while popularity moves from `first` to `last` in a straight line over
+    the rows (LoRAServe figure 16).
+    """
     progress = np.linspace(0.0, 1.0, num_rows)[:, None]
     cumulative = np.cumsum((1 - progress) * first + progress * last, axis=1)
     drawn = (generator.random(num_rows)[:, None] > cumulative).sum(axis=1)
