@@ -60,7 +60,7 @@ class EngineConfig:
     #: `int8` multiplies the base model's linear layers in 8 bits, on CPUs that can; `fp8` in 8-bit floating point, on
     #: GPUs that can.
     base_quantization: BaseQuantization = "none"
-    #: Name of torch's; `auto`: a GPU if there is one.
+    #: Device by torch's name, such as `cpu` or `cuda:1`; `auto`: a GPU if there is one.
     device: str = "auto"
     #: Mode of serving, see the product documentation; `exact` fixes the arithmetic of each row.
     mode: Mode = "auto"

@@ -75,7 +75,8 @@ class ConfinedProcess:
         with self._turn:
             answer, code = self._asked(question)
             if code == -signal.SIGKILL and not self._is_closed:
-                # A machine that runs out of memory kills what is largest, which may be no fault of the data: once.
+                # A machine that runs out of memory kills its largest process, which may be no fault of the data: try
+                # once more.
                 answer, code = self._asked(question)
         if code is not None:
             raise ConfinedError(_how_it_ended(code, cpu_s, memory_bytes))

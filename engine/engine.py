@@ -113,7 +113,7 @@ class Engine:
         self._generated_tokens = 0
         self._budget = StepBudget(self.config.step_tokens)
         self._clock = clock
-        # when the latest step was read
+        # seconds on the clock when the latest step was read
         self._read_s = 0.0
 
     def register_adapter(self, adapter_id: str, folder: Path, name: str = "") -> None:
@@ -378,7 +378,7 @@ class Engine:
         self._choices.forget(sequence)
 
     def _launch(self, entries: Items[StepEntry], began_s: float) -> AdapterUnusableError | None:
-        """Launch a step. Where the weights that were merged for it turn out not to be finite it counts for nothing, and
+        """Launch a step. If the weights that were merged for it turn out not to be finite, it counts for nothing and
         the error is returned: its rows are as they were before.
         """
         launched, merged_id = self._runner.launch(entries), self._live.merged_adapter_id
@@ -394,8 +394,8 @@ class Engine:
         return None
 
     def _count(self, step: StepInFlight) -> None:
-        """Count a step that was read. It took the time since the host began to plan it or, where it was launched behind
-        another, since that one was read.
+        """Count a step that was read. It took the time since the host began to plan it, or since the step before it was
+        read where that was later.
         """
         now_s = self._clock()
         seconds, self._read_s = now_s - max(step.began_s, self._read_s), now_s

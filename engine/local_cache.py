@@ -65,7 +65,7 @@ def _held_folder(parent: Path, prefix: str) -> tuple[Path, int]:
     """A new folder, and a descriptor that holds its lock if locks can be had. The lock says that the process lives."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        # Another process that finds it without its lock removes it.
+        # Another process removes the folder if it finds it before it is locked.
         with suppress(FileNotFoundError):
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             with suppress(OSError):
@@ -129,7 +129,8 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _release(path: Path, descriptor: int) -> None:
-    # While it is still locked: a process that has opened it by now finds it gone, and opens the next.
+    # The file is removed while it is still locked: a process that has opened it by now finds it gone, and opens the
+    # next.
     with suppress(OSError):
         path.unlink()
     # A process forked meanwhile holds the file open too.

@@ -324,7 +324,7 @@ class WaitingRows:
         self._capacity_tokens: dict[str, int] = {}
         self._prompt_tokens: dict[str, int] = {}
         self._generated_tokens: dict[str, int] = {}
-        # Tokens of answers that cannot be shorter.
+        # Least tokens of each row's answer.
         self._least_tokens: dict[str, int] = {}
 
     def __len__(self) -> int:

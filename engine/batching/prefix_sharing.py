@@ -34,7 +34,7 @@ class _Reader:
 
 
 class PrefixSharing(ABC):
-    """Follows every unfinished row through the pages of its prompt. `owner`: under which a row holds its run."""
+    """Follows every unfinished row through the pages of its prompt. `owner`: the pool's owner of a row's run."""
 
     def __init__(self, pool: PagePool, layout: PageLayout, model: ModelConfig) -> None:
         self.cache = PrefixCache(pool, layout.page_tokens, lambda number: page_flops(model, layout.page_tokens, number))
@@ -131,7 +131,7 @@ class PrefixSharing(ABC):
 
     @abstractmethod
     def _fill(self, page: PageRun, run: PageRun, number: int) -> None:
-        """The row of `run` has computed its page `number`, whose place in the cache is `page`."""
+        """Note that the row of `run` has computed its page `number`, whose place in the cache is `page`."""
 
 
 class CopiedPrefixes(PrefixSharing):
@@ -170,7 +170,7 @@ class NamedPrefixes(PrefixSharing):
     """
 
     def _have(self, reader: _Reader, number: int, page: PageRun, owner: Hashable) -> bool:
-        # behind a page of its own the row has only its own
+        # a row that has a page of its own names no cached page behind it
         if number != len(reader.pages):
             return False
         self._pool.release_first(owner)
@@ -187,7 +187,7 @@ class NamedPrefixes(PrefixSharing):
         return page is not None
 
     def _fill(self, page: PageRun, run: PageRun, number: int) -> None:
-        """Nothing to do: the cached page is the row's own."""
+        """Do nothing: the cached page is the row's own."""
 
 
 def page_flops(model: ModelConfig, page_tokens: int, number: int) -> float:

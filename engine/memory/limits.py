@@ -138,14 +138,15 @@ def cpu_memory(config: EngineConfig, model: ModelConfig, limits: EngineLimits, f
 
 
 def weight_bytes(model: ModelConfig, itemsize: int, linear_itemsize: int | None = None) -> int:
-    """The base model on a device: linear layers (of `linear_itemsize` bytes a number), embeddings and head."""
+    """Bytes of the base model on a device: linear layers (of `linear_itemsize` bytes a number), embeddings and head."""
     embeddings = model.vocab_size * model.embedding_size * (1 if model.is_tied else 2)
     return live_weight_bytes(model, linear_itemsize or itemsize) + embeddings * itemsize
 
 
 def adapter_growth(model: ModelConfig, num_members: int) -> float:
-    """Memory that an adapter on all linear layers takes in the pools of a group, over what it takes in one: halves of
-    its pairs are in every pool."""
+    """Ratio of the memory that an adapter on all linear layers takes in the pools of a group to what it takes in one
+    pool: halves of its pairs are in every pool.
+    """
 
     def elements(part: ModelConfig) -> int:
         return sum(sum(shape) for site in PACKED_SITES for shape in part.members_of_site(site).values())
@@ -214,7 +215,9 @@ def gpu_pool_bytes(free_bytes: int, copy_bytes: int, limits: StepLimits, model: 
 
 
 def live_weight_bytes(model: ModelConfig, itemsize: int) -> int:
-    """Copies of the decoder layers' linear weights that adapters are merged into, kept once an adapter was merged."""
+    """Bytes of the copies of the decoder layers' linear weights that adapters are merged into, kept once an adapter was
+    merged.
+    """
     sizes = (out * size for site in PACKED_SITES for out, size in model.members_of_site(site).values())
     return model.num_layers * sum(sizes) * itemsize
 

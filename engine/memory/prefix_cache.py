@@ -25,7 +25,9 @@ _DIGEST_BYTES = 16
 
 @dataclass(slots=True)
 class _CachedPage:
-    """`number`: the page's place in its path, from 0. `num_children`: cached pages that continue it."""
+    """A page that the cache holds. `number`: its place in its path, from 0. `num_children`: cached pages that continue
+    it.
+    """
 
     parent: bytes | None
     number: int
@@ -133,7 +135,7 @@ class PrefixCache:
         return True
 
     def check_integrity(self) -> None:
-        """Every page holds one page of the pool, its path is whole, and children are counted right."""
+        """Assert that every page holds one page of the pool, its path is whole, and children are counted right."""
         children = Counter(page.parent for page in self._pages.values() if page.parent is not None)
         for key, page in self._pages.items():
             run = self._pool.run_of(_owner(key))
@@ -176,7 +178,7 @@ class PrefixCache:
         return True
 
     def _evict(self, key: bytes) -> bytes | None:
-        """The evicted page's parent."""
+        """Evict a page; returns its parent."""
         page = self._pages.pop(key)
         assert not page.num_children, f"prefix page {key.hex()} has {page.num_children} children"
         assert key not in self.users, f"prefix page {key.hex()} is used by {self.users[key]} rows"

@@ -22,9 +22,8 @@ BASE_CODE = -1
 
 
 class AdapterRegistry:
-    """Audits the headers of what it is given and numbers it, so that batchers see small integers.
-
-    `partitions`: of a group's members, each of whose pools has a part of every adapter.
+    """Audits the headers of the adapters that it is given and numbers them, so that batchers see small integers.
+    `partitions`: parts of a group's members, each of whose pools has a part of every adapter.
     """
 
     def __init__(

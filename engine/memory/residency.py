@@ -104,12 +104,12 @@ class AdapterResidency:
         return adapter_id not in self._arriving
 
     def settle(self) -> None:
-        """Let go of what was copied from, where copies are done."""
+        """Release the sources of copies that are done."""
         for adapter_id in list(self._arriving):
             self.has_arrived(adapter_id)
 
     def join(self, adapter_id: str) -> None:
-        """Have steps launched from now on see the whole adapter."""
+        """Make steps launched from now on see the whole adapter."""
         if adapter_id in self._arriving:
             self._arriving[adapter_id].join()
 
@@ -159,7 +159,7 @@ class AdapterResidency:
         self._pool.release(adapter_owner(adapter_id))
 
     def load(self, adapter_id: str, num_pages: int) -> ResidentAdapter:
-        """Have an adapter copied into the pool, which must have room for it. Raises `AdapterUnusableError`."""
+        """Begin to copy an adapter into the pool, which must have room for it. Raises `AdapterUnusableError`."""
         with self._stalling():
             adapter = self.loader.take(adapter_id)
             run = self._pool.allocate(adapter_owner(adapter_id), num_pages)
@@ -190,7 +190,7 @@ class AdapterResidency:
 
     @contextmanager
     def _stalling(self) -> Iterator[None]:
-        """Steps wait for what is done here."""
+        """Count the seconds of the block as time that steps wait."""
         began_s = time.perf_counter()
         try:
             yield
@@ -198,7 +198,9 @@ class AdapterResidency:
             self.stall_s += time.perf_counter() - began_s
 
     def check_integrity(self, running_adapter_ids: Iterable[str]) -> None:
-        """Pins equal the running sequences' adapters; every resident holds a run of pages and stands nowhere else."""
+        """Assert that pins equal the running sequences' adapters, and every resident holds a run of pages and stands
+        nowhere else.
+        """
         counts: dict[str, int] = {}
         for adapter_id in running_adapter_ids:
             counts[adapter_id] = counts.get(adapter_id, 0) + 1
@@ -212,5 +214,5 @@ class AdapterResidency:
 
 
 def adapter_owner(adapter_id: str) -> tuple[str, str]:
-    """Under which an adapter holds its pages."""
+    """The pool's owner of an adapter's pages."""
     return ("adapter", adapter_id)

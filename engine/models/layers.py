@@ -69,9 +69,9 @@ class Linear:
 
     @property
     def pristine(self) -> Tensor:
-        """The base's weight in the plain layout, never to be written to. Of a packed one a copy is made when it is
-        first asked for, and kept: a layer that an adapter was merged into will see others. One in blocks would be up to
-        eight times as large for good.
+        """The base's weight in the plain layout, never to be written to. A copy of a packed weight is made when it is
+        first asked for, and kept: a layer that an adapter was merged into will see others. A copy of one in blocks or
+        in 8-bit floating point is not kept: it would be up to eight times as large.
         """
         if self._packed_pristine is None or self._plain_pristine is not _NO_WEIGHT:
             return self._plain_pristine

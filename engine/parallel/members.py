@@ -59,10 +59,10 @@ class MemberProcess(Protocol):
     stdout: IO[bytes] | None
 
     def kill(self) -> None:
-        """End it now."""
+        """End the process now."""
 
     def wait(self) -> int:
-        """Wait for its end; the exit code, negative for a signal."""
+        """Wait for its end; returns the exit code, negative for a signal."""
 
 
 #: Starts a member of an engine of this configuration, with these descriptors open in it.
@@ -126,7 +126,8 @@ class GroupMembers:
         return tuple(reply.weight_bytes for reply in replies)
 
     def connect(self, sums: DeviceSums) -> tuple[int, ...]:
-        """Have members find one another on their devices, `sums` being the leader's. Free bytes of each other's device.
+        """Let members find one another on their devices, `sums` being the leader's. Returns the free bytes of each
+        other member's device.
 
         A library that waits for a member for ever holds up a thread and no more.
         """
@@ -149,7 +150,7 @@ class GroupMembers:
         return tuple(reply.free_bytes for reply in replies)
 
     def check(self) -> None:
-        """Raise what the loss of a member is reported as, once one is lost. Any thread may call."""
+        """Raise the error by which the loss of a member is reported, if one is lost. Any thread may call."""
         self._shared.check()
 
     def send(self, message: ToMember) -> None:
@@ -246,7 +247,7 @@ class _Shared:
         self._error: Exception | None = None
 
     def lose(self, member: int, failure: MemberFailed | None, reason: str) -> None:
-        """Note that a member is gone, the first that is."""
+        """Note that a member is gone; only the first loss counts."""
         with self._lock:
             if self._error is not None:
                 return

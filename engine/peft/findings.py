@@ -54,40 +54,42 @@ class Ledger:
         return "exact-by-merge" if self._merges else "exact"
 
     def refuse(self, what: str, cause: str | None = None) -> None:
-        """The adapter cannot be applied exactly. `what` names field or tensor, value, expectation and next step."""
+        """Refuse the adapter: it cannot be applied exactly. `what` names field or tensor, value, expectation and next
+        step.
+        """
         self._refusals.setdefault(cause or what, []).append(what)
 
     def refuse_key(self, key: str, value: Any, why: str) -> None:
-        """A key of the configuration is a reason to refuse the adapter."""
+        """Refuse the adapter for a key of its configuration."""
         self.key_uses[key] = f"refused: {why}"
         self.refuse(f"{shown_name(key)}={shown(value)}: {why}")
 
     def refuse_tensors(self, keys: Iterable[str], cause: str, why: str) -> None:
-        """Tensors are a reason to refuse the adapter; those of one `cause` are listed together."""
+        """Refuse the adapter for tensors; those of one `cause` are listed together."""
         for key in keys:
             self.tensor_uses[key] = f"refused: {why}"
             self.refuse(f"{key}: {why}", cause)
 
     def merge_only(self, what: str, cause: str) -> None:
-        """The adapter is exact only when merged into the base; findings of one cause are listed together."""
+        """Note that the adapter is exact only when merged into the base; findings of one cause are listed together."""
         listed = self._merges.setdefault(cause, [])
         if what not in listed:
             listed.append(what)
 
     def use_key(self, key: str) -> None:
-        """A key that takes part in the computation."""
+        """Note a key that takes part in the computation."""
         self.key_uses.setdefault(key, USED)
 
     def ignore_key(self, key: str, why: str) -> None:
-        """A key that does not matter at inference."""
+        """Note a key that does not matter at inference."""
         self.key_uses[key] = f"irrelevant: {why}"
 
     def use_tensor(self, key: str) -> None:
-        """A tensor that takes part in the computation."""
+        """Note a tensor that takes part in the computation."""
         self.tensor_uses.setdefault(key, USED)
 
     def ignore_tensor(self, key: str, why: str) -> None:
-        """A tensor that does not matter at inference."""
+        """Note a tensor that does not matter at inference."""
         self.tensor_uses[key] = f"irrelevant: {why}"
 
     def reasons(self, adapter: str) -> tuple[str, ...]:

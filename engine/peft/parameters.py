@@ -172,7 +172,7 @@ def _judge_originals(
 
 
 def _check_complete(contents: Contents, found: SavedParameters, ledger: Ledger) -> None:
-    """Everything the configuration says was trained must be there."""
+    """Check that everything is there that was trained, as the configuration says."""
     config, layout = contents.config, contents.layout
     trained_names = {module: contents.renaming.to_trained(module) for module in layout.modules}
     for parameter in layout.parameters:
@@ -343,6 +343,6 @@ def _stored_shape(contents: Contents, table: str) -> tuple[int, ...] | None:
 
 
 def _is_shared(contents: Contents, table: str) -> bool:
-    """Whether a stored table takes the place of embedding and tied head at once (see `saved.py`)."""
+    """Whether a stored table takes the place of embedding and tied head at once (see the head of this file)."""
     module = contents.renaming.to_trained(table.rpartition(".")[0])
     return contents.layout.is_tied and not is_saved_module(contents.config, module)

@@ -86,7 +86,9 @@ def find_sites(contents: Contents, ledger: Ledger) -> tuple[LoraSite, ...]:
 def _site(
     contents: Contents, trained: str, parts: Mapping[Role, TensorName], scale: tuple[int, float], ledger: Ledger
 ) -> LoraSite | None:
-    """`scale`: rank and scaling by the configuration."""
+    """The pair of one module, or None where something stands against it. `scale`: rank and scaling by the
+    configuration.
+    """
     rank, scaling = scale
     module = contents.renaming.to_base(trained)
     keys = [name.key for name in parts.values()]
@@ -131,7 +133,7 @@ def _has_pair(parts: Mapping[Role, TensorName], a_role: Role, b_role: Role, ledg
 def _check_shapes(
     contents: Contents, trained: str, pair: tuple[TensorEntry, TensorEntry], rank: int, ledger: Ledger
 ) -> bool:
-    """A and B against the base's layer and the configured rank."""
+    """Compare A and B with the base's layer and the configured rank."""
     a, b = pair
     module = contents.renaming.to_base(trained)
     weight = contents.shapes[f"{module}.weight"]
@@ -177,7 +179,7 @@ def _extras(
 
 
 def _compare_with_targets(contents: Contents, found: set[str], ledger: Ledger) -> None:
-    """Modules with tensors and modules the configuration targets must be the same."""
+    """Compare the modules with tensors to the modules that the configuration targets: they must be the same."""
     layout, config, renaming = contents.layout, contents.config, contents.renaming
     modules = [renaming.to_trained(module) for module in layout.adaptable]
     expected = targeted(config, modules, renaming.to_trained(HEAD), layout.family)

@@ -139,7 +139,7 @@ def _entry(file_name: str, key: str, value: Any, data_start: int) -> TensorEntry
 
 
 def _check_cover(file_name: str, entries: tuple[TensorEntry, ...], data_start: int, file_bytes: int) -> None:
-    """The tensors must fill the file exactly: no hole, no overlap, no missing tail."""
+    """Check that the tensors fill the file exactly: no hole, no overlap, no missing tail."""
     position = data_start
     for entry in sorted(entries, key=lambda e: (e.start, e.num_bytes)):
         if entry.start != position:

@@ -56,7 +56,7 @@ _BUCKET_CHUNKS, _BUCKET_WITHHELD = 12, 8
 
 # Chunks per linear layer that the table has room for at first, for each row's adapter: rank 64 on every linear layer.
 _CHUNKS_PER_MEMBER = 4
-# Scratch at first, per row of the largest step. Twelve chunks: see above.
+# Rows of scratch at first, per row of the largest step: twelve chunks, as in a bucket.
 _SCRATCH_PER_TOKEN = 12
 
 
@@ -159,14 +159,14 @@ class GpuRunner:
         # whose they are
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self._read_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-        # of graphs that end with them, [rows, vocab_size]
+        # logits of graphs that end with them, [rows, vocab_size]
         self._logits: Tensor | None = None
         self._logprobs = torch.zeros(rows, dtype=torch.float32, device=device)
         self._top_ids = torch.zeros((rows, MOST_TOP_LOGPROBS), dtype=torch.int64, device=device)
         self._top_logprobs = torch.zeros((rows, MOST_TOP_LOGPROBS), dtype=torch.float32, device=device)
-        # of the step's parts: log-probabilities of the tokens that rows ask for
+        # log-probabilities of the tokens that rows ask for, of each part of the step
         self._asked: list[Tensor] = []
-        # of the step's parts: log-probabilities of prompts, on their way to the host
+        # log-probabilities of prompts of each part of the step, on their way to the host
         self._scored: list[CopiedPrompts] = []
         self._places: dict[int, int] = {}
         self._rules = rules
@@ -434,7 +434,7 @@ class GpuRunner:
         return buffer
 
     def _launched(self, sampled: tuple[Sequence, ...], wants_logprobs: bool, num_top: int) -> LaunchedStep:
-        """Copy the step's tokens back behind it."""
+        """The launched step, whose tokens are copied back behind it."""
         count, device = len(sampled), self._tokens.device
         tokens = empty_pinned(count, torch.int64, device)
         tokens.copy_(self._read_tokens[:count], non_blocking=True)

@@ -93,7 +93,7 @@ class StepsInFlight:
         self._steps.append(StepInFlight(step, (), StepCounts(), 0, 0.0))
 
     def read(self, keep: int) -> Iterator[tuple[StepInFlight, Iterator[ReadToken]]]:
-        """All steps but the `keep` latest, in the order of launching, each once it has ended, with its tokens."""
+        """All steps but the `keep` latest, in the order of launching, each with its tokens once it has ended."""
         while len(self._steps) > keep:
             step = self._steps.popleft()
             tokens = step.launched.read()

@@ -107,7 +107,7 @@ def sample(logits: Tensor, sequences: Items[Sequence], rules: TokenRules) -> Sam
 
 
 def score_prompts(logits: Tensor, scored: Items[ScoredPlaces]) -> list[ScoredPrompt]:
-    """Log-probabilities at the places of prompts, whose `logits` [num_places, vocab_size] stand in their order."""
+    """Log-probabilities at places of prompts. `logits` [num_places, vocab_size] are in the order of the places."""
     found, first = [], 0
     for places in scored:
         count, num_top = len(places.token_ids), places.sequence.request.sampling.prompt_top_logprobs

@@ -105,7 +105,9 @@ class Completion:
         return self._tokenizers.of(sequence.request.adapter_id)
 
     def _text_before_stop(self, sequence: Sequence, *, has_text: bool, is_last: bool) -> str | None:
-        """The text up to the first stop string, or None while none is complete. `has_text`: of the last token."""
+        """The text up to the first stop string, or None while none is complete. `has_text`: whether the last token is
+        part of the text.
+        """
         request_id, sampling = sequence.request.request_id, sequence.request.sampling
         if request_id not in self._texts:
             # a row from another engine has tokens already; its text so far is read from them

@@ -35,7 +35,7 @@ MOST_CHARACTERS = 256 * 1024
 # The confined process that compiles a grammar first: its task, CPU seconds, memory and stack.
 _TASK = "engine.text.grammar"
 _CPU_S, _MEMORY_BYTES, _STACK_BYTES = 5, 1 << 30, 1 << 20
-# JSON as Python writes it, on one line. Free white space is what a model that is lost goes on with for ever.
+# JSON as Python writes it, on one line. With free white space a confused model emits blanks for ever.
 _JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # Without \uXXXX: a key that is written with one would be another key to the grammar, and the same to a reader.
 _ESCAPES = 'nrbtf\\"'
@@ -49,7 +49,7 @@ _LIMITS = LLParserLimits(initial_lexer_fuel=2_000_000, max_lexer_states=50_000)
 @lru_cache(_MOST_COMPILED)
 def grammar_problem(constraint: str) -> str | None:
     """Why a constraint (`SamplingParams.constraint`) cannot be enforced, as a plain sentence; None for one that can be.
-    What would be enforced in part is a problem too.
+    A constraint that would be enforced in part is a problem, too.
 
     Found in a confined process, which the library may crash. Raises `NoProcessError`.
     """
@@ -146,8 +146,8 @@ def _source(kind: str, value: Any) -> str:
 
 @dataclass(slots=True)
 class _Running:
-    """A row's matcher, and how many of its tokens it has seen. `answer`: where the matcher begins, in rows that may
-    reason. `width`: tokens of its masks: its tokenizer may have more than the model.
+    """A row's matcher, and how many of its tokens it has seen. `answer`: finds where the matcher begins, in rows that
+    may reason. `width`: tokens of its masks: its tokenizer may have more than the model.
     """
 
     matcher: LLMatcher | ChoiceMatcher
@@ -180,7 +180,7 @@ class _Running:
         return matcher
 
     def catch_up(self, sequence: Sequence) -> None:
-        """Tell the matcher the row's new tokens: the last one, or all of a row from elsewhere."""
+        """Feed the row's new tokens to the matcher: the last one, or all of a row from elsewhere."""
         new = sequence.token_ids[self.num_seen :]
         if not new:
             return

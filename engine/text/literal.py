@@ -30,7 +30,7 @@ _ESCAPED = r"\udb"  # how such a code point begins in JSON of ASCII
 @dataclass(frozen=True, slots=True)
 class RenderedMessages:
     """A prompt that a chat template wrote. `stand_ins`: character in `text` -> the text that it stands for.
-    `open_text`: of the last message, where it is left open.
+    `open_text`: text of the last message, where it is left open.
     """
 
     text: str

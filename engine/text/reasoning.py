@@ -36,10 +36,10 @@ def is_open_in(text: str, markers: tuple[str, str]) -> bool:
 
 
 class AnswerTokens:
-    """Tells a row's tokens of the answer from those of its reasoning, as they come. A function of the tokens alone.
+    """Splits a row's tokens, as they come, into those of its answer and those of its reasoning.
 
-    An answer that may reason, and has not begun, is both: `start_token` continues the start marker, any other token
-    begins the answer.
+    The split is a function of the tokens alone. An answer that may reason, and has not begun, is both: `start_token`
+    continues the start marker, any other token begins the answer.
     """
 
     def __init__(self, tokenizer: Tokenizer, markers: tuple[str, str]) -> None:
@@ -58,8 +58,8 @@ class AnswerTokens:
         return None if self.is_reasoning or self._is_answer else self._start[len(self.undecided)]
 
     def add(self, token_ids: Sequence[int]) -> list[int]:
-        """The row's next tokens. Returns those that the answer has gained: it begins with the token after the one that
-        completes the end marker.
+        """Add the row's next tokens. Returns those that the answer has gained: it begins with the token after the one
+        that completes the end marker.
         """
         return [answer for token in token_ids for answer in self._next(token)]
 

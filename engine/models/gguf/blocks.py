@@ -30,7 +30,7 @@ class GgufWeight:
 
     @classmethod
     def of_file(cls, raw: Tensor, kind: object) -> GgufWeight:
-        """Raises ValueError when these are not bytes of such blocks."""
+        """The weight of a file's bytes. Raises ValueError when these are not bytes of blocks of `kind`."""
         if kind not in KINDS or raw.dtype != torch.uint8 or raw.ndim != 2 or raw.shape[1] % KINDS[str(kind)][1]:
             raise ValueError(f"{raw.dtype} of {tuple(raw.shape)} is not {str(kind)[:20]!r}")
         return cls(raw, str(kind))

@@ -40,7 +40,9 @@ def check_convertible(gguf: GgufFile) -> None:
 
 
 def unfitting(gguf: GgufFile, error: BaseException) -> ModelFilesError:
-    """Text where a number should be, a vocabulary without tokens, a panic of the tokenizer library."""
+    """The error for metadata that does not fit together: text where a number should be, a vocabulary without tokens, a
+    panic of the tokenizer library.
+    """
     return ModelFilesError(
         f"{gguf.path}: its metadata or tensors do not fit together ({type(error).__name__}: "
         f"{shown_name(str(error))}). Fetch the file again."

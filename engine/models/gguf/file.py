@@ -120,8 +120,8 @@ def open_binary(path: Path) -> BufferedReader:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Raises `ModelFilesError` for a damaged file; `UnsupportedModelError` for another architecture, a key that asks
-    for what is not served, and a kind of quantisation that is not read.
+    """Open a GGUF file and read its metadata. Raises `ModelFilesError` for a damaged file; `UnsupportedModelError` for
+    another architecture, a key that asks for what is not served, and a kind of quantisation that is not read.
     """
     with open_binary(path) as stream:
         if stream.read(4) != b"GGUF":
@@ -200,7 +200,9 @@ class _Walk:
         return version, self._count(self._number("Q")), self._count(self._number("Q"))
 
     def keys(self, num_keys: int, check: Callable[[Any], None]) -> dict[str, tuple[bool, Callable[[], Any]]]:
-        """Key -> whether its value is an array, and what reads it. `check`: of the architecture, which stands first."""
+        """Key -> whether its value is an array, and a function that reads the value. `check`: called with the
+        architecture, whose key stands first.
+        """
         found: dict[str, tuple[bool, Callable[[], Any]]] = {}
         for _ in range(num_keys):
             key = self._text()
@@ -233,7 +235,7 @@ class _Walk:
         return {name: GgufTensor(kind, shape, start + offset) for name, (kind, shape, offset) in places.items()}
 
     def _skip(self, kind: int, num_items: int, is_array: bool) -> Callable[[], Any]:
-        """Pass a value; what reads it afterwards."""
+        """Pass over a value; returns a function that reads it."""
         start = self._at
         if kind == _STRING:
             content, size, unpack = self._content, len(self._content), struct.Struct(self.order + "Q").unpack_from
