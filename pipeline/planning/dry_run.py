@@ -1,4 +1,4 @@
-"""Plans a job without running it: what `lorabatch plan` prints.
+"""Plans a job without running it, for `lorabatch plan`.
 
 Adapters are audited and rows indexed as in a real run, in a folder that is removed again; nothing is written to the
 job's output and no engine is started.
@@ -32,34 +32,43 @@ from ..result import KindOfError
 from .plan import check_rows
 from .settings import RunSettings
 
-# Some ten seconds.
+# Rows of the largest job that is played whole; of a larger one a sample is. Playing this many takes some ten seconds.
 _SIMULATED_ROWS = 20_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DryRun:
-    """A job as planned. `weight_bytes`: of the base model on each worker, as stored. `bound_s`: no run takes less, if
-    answers are as long as expected. `range_s`: predicted for answers of a quarter of `max_tokens` and of all of it;
-    None where their lengths are known, or those of earlier jobs. `slowness`: of each worker over the cost model, where
-    it was given. `notes`: on adapters, files and rows.
-    """
+    """A job as planned, and its forecast."""
 
+    #: Options of the job.
     spec: JobSpec
+    #: Adapters of the job, as audited.
     adapters: tuple[AdapterRecord, ...]
+    #: Error rows by kind.
     errors: tuple[KindOfError, ...]
+    #: All rows, with the prompt tokens that engines reuse.
     workload: Workload
+    #: Workers that the plan is made for.
     num_workers: int
+    #: Bytes of the base model's weights on each worker, as stored.
     weight_bytes: int
+    #: Settings of engines and scheduler.
     settings: RunSettings
+    #: Predicted waves, placement and seconds.
     forecast: Forecast
+    #: Seconds below which no run ends, if answers are as long as expected.
     bound_s: float
+    #: Seconds predicted for answers of a quarter of `max_tokens` and of all of it. None when their lengths, or those of
+    #: earlier jobs, are known.
     range_s: tuple[float, float] | None
+    #: Seconds of each worker's steps over those of the cost model; None unless speeds were given.
     slowness: tuple[float, ...] | None
+    #: Sentences about device, adapters, files and rows.
     notes: tuple[str, ...]
 
     @property
     def memory(self) -> CpuMemory | None:
-        """Of each engine; None on GPUs, where limits and pool follow from what a GPU has."""
+        """Memory of each engine on a CPU; None on GPUs, where limits and pool follow from the GPU's memory."""
         settings = self.settings
         if settings.device.kind != "cpu":
             return None
@@ -67,13 +76,13 @@ class DryRun:
 
 
 def dry_run(values: Mapping[str, Any], job_file: Path | None = None, speeds: str | None = None) -> DryRun:
-    """Plan a job from its options; an output is not needed. `speeds`: of the workers, see `parse_speeds`.
+    """Plan a job from its options; an output is not needed. `speeds`: speed of each worker, as `parse_speeds` reads it.
 
     Raises what `open_job` and `check_rows` raise: a job that is refused here would be refused by `run`.
     """
     slowness = None if speeds is None else parse_speeds(speeds)
     with temporary_folder() as folder:
-        # `output` in a job file is overridden too: a plan must not meet what is there.
+        # `output` in a job file is overridden too: a plan must not read or change the job's output.
         given = dict(values) | {"output": str(folder), "overwrite": True}
         spec = requested_job(given, job_file)
         job = open_job(spec)
@@ -111,7 +120,7 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None, speeds: str
 
 
 def _workers(spec: JobSpec) -> tuple[int, Device]:
-    """How many there will be, and what their engines run on."""
+    """Number of workers that a run would have, and the device of their engines."""
     if spec.is_embedded:
         return num_embedded_workers(spec), find_device(spec.device, spec.tensor_parallel)
     with connected(spec) as client:

@@ -1,7 +1,7 @@
 """`EarlyCheck`: checks a job's rows in this process while its cluster starts.
 
-What is wrong with the rows is then known before an engine is started. A small job is indexed, and its coordinator finds
-the index in the output. Of a larger one only the ids are read.
+Bad rows are thus found before an engine is started. A small job is indexed, and its coordinator finds the index in the
+output. In a larger job only the ids are read and compared.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from .plan import check_rows
 from .validation import IDS_SHOWN, double_ids, id_example
 
 logger = logging.getLogger(__name__)
-# Indexed in well under a second. Larger jobs are indexed by workers, beside the start of their engines.
+# Most rows of a job that is indexed, which takes well under a second. Larger jobs are indexed by workers while their
+# engines start.
 MAX_INDEXED_ROWS = 4096
 _MAX_INDEXED_CHUNKS = 16
-# Their ids are compared in memory.
+# Most rows and chunks of a job whose ids are compared, which is done in memory.
 _MAX_IDS = 2_000_000
 _MAX_CHUNKS = 1024
 _PATIENCE_S = 2.0
@@ -39,7 +40,7 @@ _PATIENCE_S = 2.0
 class EarlyCheck:
     """The check of one job, in a thread of its own. A context manager; leaving it ends the thread.
 
-    Nothing is checked when a run before has planned the rows.
+    Nothing is checked when an earlier run has planned the rows.
     """
 
     def __init__(self, job: OpenedJob, patience_s: float = _PATIENCE_S) -> None:
@@ -63,10 +64,10 @@ class EarlyCheck:
             self._thread.join()
 
     def raise_problems(self) -> None:
-        """Raise `InputRowsError` or `ErrorBudgetError` when the rows cannot be run, as far as that is known.
+        """Raise `InputRowsError` or `ErrorBudgetError` if the check has found that the rows cannot be run.
 
-        Waits for the check for a moment. What it cannot say, for want of time or because storage fails, the job's
-        coordinator will.
+        Waits for the check for at most `patience_s`. When it is not over by then, or storage fails, the job's
+        coordinator finds such rows later.
         """
         if self._thread is None:
             return
@@ -127,14 +128,14 @@ class EarlyCheck:
 
 
 class _Places:
-    """Where rows stand in the files, by their numbers in the whole input."""
+    """Finds the file and row of rows by their numbers in the whole input."""
 
     def __init__(self, groups: Sequence[RowGroupRef]) -> None:
         self._groups = groups
         self._starts = list(accumulate((group.num_rows for group in groups), initial=0))
 
     def of(self, rows: pa.Array) -> list[str]:
-        """`file:row` of each."""
+        """`file:row` of each of these rows."""
         return [self._place(row) for row in rows.to_pylist()]
 
     def _place(self, row: int) -> str:

@@ -1,7 +1,7 @@
 """Sorts the index of all rows by adapter, in a file of this machine.
 
-A job may have more rows than memory has room for, some 50 bytes each, so rows are written to a file and read back a
-block at a time (`SortedRows` over `ScratchFile`). Prompts and ids stay in the prepared rows.
+Each row takes some 50 bytes, and a job may have more rows than memory has room for. Rows are therefore written to a
+file and read back a block at a time (`SortedRows` over `ScratchFile`). Prompts and ids stay in the prepared rows.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from ..dataset import schema as prepared
 _CHUNK_READS = 8
 _FEW_ROWS = 256
 _NUMBERS = [(field.name, field.type.to_pandas_dtype()) for field in prepared.INDEX_SCHEMA if field.name != "adapter"]
-# The columns of the index, and `adapter`: a code, -1 for the base model. `error_kind` 0: no error seen by the index.
-# `chunk`, `batch`, `row`: where the prepared row is stored; `place`: in the input of its chunk.
+# One row of the index: its columns, and three differences.
+# `adapter`: code of the adapter, -1 for the base model.
+# `error_kind`: 0 for a row in which the index has seen no error.
+# `chunk`, `batch`, `row`: place of the prepared row; `place`: number of the row in its chunk as it was read.
 INDEXED_ROW = np.dtype([("adapter", np.int32), ("chunk", np.int32), *_NUMBERS])
 IndexedRows = NDArray[np.void]
 
 
 def read_chunks(store: JobStore, key: str, num_chunks: int, codes: Mapping[str, int]) -> Iterator[IndexedRows]:
-    """The rows of each chunk, in input order. `key`: see `index_key`. `codes`: of adapters' names.
+    """The rows of each chunk, in input order. `key`: the job's `index_key`. `codes`: name of an adapter -> its code.
 
     Raises `MissingFileError` for a chunk that is lost, `DamagedRecordError` for one that is damaged or another job's.
     """
@@ -50,26 +52,26 @@ def _read_chunk(store: JobStore, key: str, chunk_id: int, codes: Mapping[str, in
             if name in table.column_names:
                 rows[name] = table.column(name).to_numpy()
             else:
-                # of an index of an earlier version: rows count as greedy, and as having come in its own order
+                # an index of an earlier version: rows count as greedy, and as read in the order of the index
                 rows[name] = np.arange(table.num_rows) if name == "place" else 0
         rows["chunk"] = chunk_id
         rows["adapter"] = -1
-        for part in table.column("adapter").chunks:  # one, or none of an empty table
+        for part in table.column("adapter").chunks:  # one chunk; none in an empty table
             of_name = np.array([codes[name] for name in part.dictionary.to_pylist()] + [-1], np.int32)
             rows["adapter"] = of_name[part.indices.fill_null(-1).to_numpy(zero_copy_only=False)]
     return rows
 
 
 class SortedRows:
-    """Rows in a file of this machine, adapter after adapter, those of one adapter in the order of their adding.
+    """Rows in a file of this machine, adapter after adapter, those of one adapter in the order of their `add`.
 
-    `rows_per_code`: how many each adapter will have, the base model last.
+    `rows_per_code`: number of rows that each adapter will have, by code; the base model's last.
     """
 
     def __init__(self, rows_per_code: Sequence[int]) -> None:
         counts = np.array(rows_per_code, np.int64)
         self._next = np.cumsum(counts) - counts
-        #: Of the job.
+        #: Rows of the job.
         self.num_rows = int(counts.sum())
         self._file = ScratchFile()
 
@@ -80,7 +82,7 @@ class SortedRows:
         self._file.close()
 
     def add(self, rows: IndexedRows) -> None:
-        """Rows of any adapters."""
+        """Write rows of any adapters to the file."""
         place = rows["adapter"] % len(self._next)
         by_place = rows[np.argsort(place, kind="stable")]
         places, firsts = np.unique(by_place["adapter"] % len(self._next), return_index=True)
@@ -89,8 +91,8 @@ class SortedRows:
             self._next[code] += end - first
 
     def blocks(self, block_rows: int, *, together: bool = False) -> Iterator[IndexedRows]:
-        """All rows in order, about equally many at a time and `block_rows` at most. No rows are one block too.
-        `together`: completions of one row of the input are in one block, which may be as much longer.
+        """All rows in order, in blocks of about equal size, at most `block_rows`; one empty block if there are no rows.
+        `together`: completions of one row of the input are in one block, which may be longer by as many rows.
         """
         num_blocks = max(1, -(-self.num_rows // block_rows))
         ends = [self.num_rows * i // num_blocks for i in range(num_blocks + 1)]
@@ -101,7 +103,7 @@ class SortedRows:
             yield np.frombuffer(data, INDEXED_ROW)
 
     def _next_row(self, place: int) -> int:
-        """The first row from `place` on that is not a further completion of the one before."""
+        """Number of the first row from `place` on that is not a further completion of the row before it."""
         while place < self.num_rows:
             few = min(_FEW_ROWS, self.num_rows - place)
             data = self._file.read(place * INDEXED_ROW.itemsize, few * INDEXED_ROW.itemsize)
@@ -119,25 +121,27 @@ def are_further(rows: IndexedRows) -> NDArray[np.bool_]:
 
 
 def read_row(store: JobStore, row: Any, columns: tuple[str, ...]) -> dict[str, Any]:
-    """Some columns of one prepared row. `row`: an entry of `IndexedRows`, or any record with its place."""
+    """Some columns of one prepared row. `row`: an entry of `IndexedRows`, or a record with `chunk`, `batch`, `row`."""
     with prepared.arrow_file(store.rows_source(int(row["chunk"]))) as reader:
         batch = reader.get_batch(int(row["batch"]))
     return {name: readable(batch.column(name)[int(row["row"])]) for name in columns}
 
 
 class ScratchFile:
-    """Without a name: it goes with the process. Raises `StorageError` where its folder has no room."""
+    """A temporary file without a name, which is gone when the process ends. All methods raise `StorageError` when its
+    folder has no room.
+    """
 
     def __init__(self) -> None:
         with _as_storage_error():
             self._file = tempfile.TemporaryFile("w+b", buffering=0, prefix="lorabatch-")  # noqa: SIM115, see `close`
 
     def close(self) -> None:
-        """Give its room back."""
+        """Close the file, which frees its room."""
         self._file.close()
 
     def write(self, data: bytes | memoryview, place: int | None = None) -> int:
-        """Write all of it, at the end or at `place`, in bytes. Returns where it begins."""
+        """Write `data` at byte `place`, or at the end of the file. Returns the byte at which it begins."""
         with _as_storage_error():
             start = self._file.seek(0, 2) if place is None else self._file.seek(place)
             rest = memoryview(data)
@@ -146,7 +150,7 @@ class ScratchFile:
             return start
 
     def read(self, place: int = 0, size: int = -1) -> bytearray:
-        """So many bytes from `place`, or all that are there."""
+        """Read `size` bytes from byte `place` on; all to the end of the file when `size` is negative."""
         with _as_storage_error():
             size = self._file.seek(0, 2) - place if size < 0 else size
             self._file.seek(place)

@@ -1,8 +1,9 @@
 """Makes the plan of a job from the index of its rows: refuses bad input, counts errors, cuts rows into shards.
 
-Nothing has run yet, so that an error found here costs no work. Rows are read in blocks, one adapter after the other, so
-that memory does not grow with them; `ShardDraft` keeps the places of rows in a file of this machine. When adapters have
-changed between two runs, `reopen_shards` opens the shards with their rows again and keeps the other rows.
+Planning comes before any engine's work, so that an error found here costs none. Rows are read in blocks, one adapter
+after the other, so that memory does not grow with the number of rows; `ShardDraft` keeps the places of rows in a file
+of this machine. When adapters have changed between two runs, `reopen_shards` opens the shards with their rows again and
+keeps the other rows.
 """
 
 from __future__ import annotations
@@ -41,43 +42,50 @@ from .settings import RunSettings
 from .validation import DuplicateIds, RowErrors, check_budget
 
 logger = logging.getLogger(__name__)
-# Some 10 MB while they are planned; an adapter at the end of one block has a wave more than it needs.
+# Rows that are planned together; they take some 10 MB. An adapter at the end of a block has a wave more than it needs.
 _BLOCK_ROWS = 65_536
-# Playing a plan takes half a second per thousand rows: a run does not wait longer than its engines take to start.
+# Rows of the largest job that is played whole by a run. Playing a plan takes half a second per thousand rows: a run
+# does not wait longer than its engines take to start.
 _SIMULATED_ROWS = 5_000
 _FACTS_KEY = b"lorabatch.plan"
-# Numbers of the index that planning reckons with.
+# Columns of the index that planning uses.
 _PLANNED = "prompt_tokens", "max_tokens", "prefix_hash", "shared_tokens", "is_drawn", "is_scored", "fixed_tokens"
 
 
 @dataclass(frozen=True, slots=True)
 class JobPlan:
-    """What planning found. `errors`: rows that no engine will see, by kind; a row counts once.
+    """The plan of a job: its shards and their predicted seconds."""
 
-    `adapter_names`: per shard, every name its rows ask for, refused and unknown ones included. `predicted_s`: from the
-    first shard opened to the last part written.
-    """
-
+    #: Shards in the order in which they should run.
     shards: tuple[Shard, ...]
+    #: Rows of all shards.
     num_rows: int
+    #: Rows that no engine will see, by kind of error; a row counts once.
     errors: tuple[KindOfError, ...]
+    #: Names of all adapters that the rows of each shard ask for, including refused and unknown ones.
     adapter_names: tuple[tuple[str, ...], ...]
+    #: Seconds predicted from the first shard opened to the last part written.
     predicted_s: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckedRows:
-    """All rows of a job, and what is wrong with some of them. `names`: of adapters, by code. `serving`: those that
-    answer; `number`: of code -1, 0, 1, … among them, `BASE_MODEL` for the base model and adapters that do not.
-    `together`: completions of one row of the input must be in one shard.
-    """
+    """All rows of a job, sorted by adapter, and their errors."""
 
+    #: The rows.
     rows: SortedRows
+    #: Tells error rows from others.
     errors: RowErrors
+    #: Error rows by kind.
     kinds: tuple[KindOfError, ...]
+    #: Names of adapters by code.
     names: tuple[str, ...]
+    #: Adapters that answer rows.
     serving: tuple[AdapterInfo, ...]
+    #: Index into `serving` for each code from -1 on, `[num_adapters + 1]`; `BASE_MODEL` for the base model and for
+    #: adapters that answer no rows.
     number: NDArray[np.int32]
+    #: Whether completions of one row of the input must be in one shard.
     together: bool = False
 
     def whole(self) -> Workload:
@@ -86,7 +94,7 @@ class CheckedRows:
         return next(blocks)[1]
 
     def blocks(self, block_rows: int) -> Iterator[tuple[IndexedRows, Workload]]:
-        """Rows in order of their adapters, and the planner's view of them: error rows ask for nothing."""
+        """Blocks of rows in order of their adapters, and the planner's view of each: error rows have no work in it."""
         for rows in self.rows.blocks(block_rows, together=self.together):
             is_error = self.errors.is_error(rows)
             prompt, output, prefix, shared, is_drawn, is_scored, fixed = (
@@ -98,7 +106,7 @@ class CheckedRows:
                     adapters=self.serving,
                     adapter_index=np.where(is_error, np.int32(BASE_MODEL), self.number[rows["adapter"] + 1]),
                     prompt_tokens=prompt,
-                    # a choice of many texts computes more than its answer
+                    # engines compute more tokens for a choice of many texts than its answer has
                     max_tokens=np.maximum(output, fixed),
                     prefix_hash=prefix,
                     # a prompt that is scored is computed whole
@@ -121,9 +129,9 @@ def plan_job(
     settings: RunSettings,
     block_rows: int = _BLOCK_ROWS,
 ) -> JobPlan:
-    """Check the whole index, plan and predict it, and write the plan. Raises what `check_rows` raises.
+    """Check the whole index, plan and predict its rows, and write the plan. Raises what `check_rows` raises.
 
-    The plan that comes back is another run's when that was faster.
+    Returns the plan of another run if that has written one meanwhile.
     """
     with check_rows(store, record, indexed) as checked, ShardDraft() as draft:
         num_rows = checked.rows.num_rows
@@ -197,8 +205,8 @@ def serving_adapters(record: JobRecord) -> tuple[AdapterInfo, ...]:
 
 
 def read_plan(store: JobStore) -> JobPlan:
-    """The plan that `plan_job` wrote. What was known of its shards when they were cut is in the plan itself too, where
-    `plan.json` is gone or damaged. Raises `MissingFileError` or `DamagedRecordError`.
+    """The plan that `plan_job` wrote. When `plan.json` is missing or damaged, the plan as it was first made is read
+    from `plan.arrow`. Raises `MissingFileError` or `DamagedRecordError`.
     """
     if store.has_plan_facts():
         try:
@@ -220,12 +228,12 @@ def _plan_of(facts: Mapping[str, Any]) -> JobPlan:
 
 
 def plan_facts(plan: JobPlan) -> dict[str, object]:
-    """The plan as `plan.json` holds it."""
+    """The content of `plan.json` for a plan."""
     return asdict(plan) | {"shards": [shard.to_json() for shard in plan.shards]}
 
 
 def _first_facts(store: JobStore) -> dict[str, Any]:
-    """What `plan.json` will hold, or would if its writer had not been killed."""
+    """The content of `plan.json` as the plan was first made, from the metadata of `plan.arrow`."""
     with prepared.arrow_file(store.plan_source()) as file:
         facts: dict[str, Any] = json.loads((file.schema.metadata or {}).get(_FACTS_KEY, b"{}"))
         return facts
@@ -236,10 +244,12 @@ _PLACE = np.dtype([(name, np.int32) for name in _COLUMNS])
 
 
 class ShardDraft:
-    """`shards`, and per shard `adapter_names`: every name its rows ask for, refused and unknown ones included."""
+    """Collects the shards of a job block by block; the places of their rows are kept in a file of this machine."""
 
     def __init__(self) -> None:
+        #: Shards so far.
         self.shards: tuple[Shard, ...] = ()
+        #: Names of all adapters that the rows of each shard ask for, including refused and unknown ones.
         self.adapter_names: tuple[tuple[str, ...], ...] = ()
         self._file = ScratchFile()
         self._starts: tuple[int, ...] = ()
@@ -252,7 +262,7 @@ class ShardDraft:
         self._file.close()
 
     def add(self, rows: IndexedRows, names: Sequence[str], plan: ShardPlan) -> None:
-        """The shards of one more block. `names`: of adapters, by code."""
+        """Add the shards of one more block. `names`: names of adapters by code."""
         plan.check_integrity()
         places = np.empty(len(rows), _PLACE)
         for name in _COLUMNS:
@@ -273,7 +283,7 @@ class ShardDraft:
 
     @contextmanager
     def references(self, metadata: Mapping[bytes, str]) -> Iterator[memoryview]:
-        """`plan.arrow`: record batch i tells where the rows of shard i lie; `metadata` stands in its schema."""
+        """The bytes of `plan.arrow`: record batch i has the places of shard i's rows, the schema has `metadata`."""
         schema = prepared.REFERENCE_SCHEMA.with_metadata(metadata)
         with temporary_folder() as folder:
             path = folder / "plan.arrow"
@@ -299,9 +309,10 @@ def reopen_shards(
 ) -> JobPlan:
     """Uncommit every part with a row of a changed adapter; answers of its other rows go to the shard's journal.
 
-    `record`: with the adapters as they are now. `length_share`: of their `max_tokens` that rows are expected to
-    generate. `check`: called before each shard; raises to stop there. Needs the prepared rows. Safe to repeat after a
-    crash: a part is removed only after what is kept of it is written. Returns the plan with what these shards need now.
+    `record`: the job's record with the adapters as they are now. `length_share`: share of their `max_tokens` that rows
+    are expected to generate. `check`: called before each shard; raises an error to stop. Needs the prepared rows. Safe
+    to repeat after a crash: a part is removed only after the answers kept of it are written. Returns the plan with the
+    adapters and the work that these shards have now.
     """
     affected = [i for i, names in enumerate(plan.adapter_names) if not set(changed).isdisjoint(names)]
     committed = store.committed_parts()
@@ -325,7 +336,7 @@ def reopen_shards(
 
 
 def reopen_shard(store: JobStore, record: JobRecord, rows: ShardRows) -> None:
-    """Uncommit a shard's part; what it holds of its rows and holds still goes to the shard's journal first."""
+    """Uncommit a shard's part; its answers that still hold go to the shard's journal first."""
     with store.open_part(rows.shard_id) as part:
         kept = answers_in_part(part, rows, record) or {}
     store.clear_wip(rows.shard_id)
@@ -335,8 +346,9 @@ def reopen_shard(store: JobStore, record: JobRecord, rows: ShardRows) -> None:
 
 
 def _refreshed(shard: Shard, adapters: Mapping[str, int], rows: ShardRows, length_share: float) -> Shard:
-    """The same rows; `adapters` that can serve them now, with their bytes. A shard of errors only may need an engine
-    after all."""
+    """The shard with the adapters that can serve its rows now, and the work of these rows. `adapters`: name -> bytes.
+    A shard that had error rows only may need an engine now.
+    """
     names = rows.table.column(prepared.ADAPTER).to_pylist()
     answered = [(name or "", r) for name, r in zip(names, rows.requests, strict=True) if isinstance(r, Request)]
     requests, of_each = [request for _, request in answered], Counter(name for name, _ in answered)
@@ -349,6 +361,6 @@ def _refreshed(shard: Shard, adapters: Mapping[str, int], rows: ShardRows, lengt
         prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
         predicted_output_tokens=round(float(expected.sum())),
         longest_output_tokens=round(float(expected.max(initial=0.0))),
-        # where rows were dealt out
+        # kept only by plans that deal rows out
         adapter_rows=shard.adapter_rows and tuple(of_each[name] for name in (*adapters, "")),
     )

@@ -1,9 +1,9 @@
 """Measures engines and fits a cost model to them: `lorabatch profile`.
 
 As many engines run at once as a job would run here: engines of one machine share its memory, caches and cores with the
-workers that host them, so that one measured alone looks faster than it will be. Every measured step is a step of the
-real engine with the model's own weights and random adapters; steps cover a grid of loads, switches of the merged
-adapter and loads of adapters. `scheduler/cost.py` fits the model.
+workers that host them, so that an engine measured alone looks faster than it will be. Every measured step is a step of
+the real engine with the model's own weights and random adapters. Steps cover a grid of loads, switches of the merged
+adapter and loads of adapters. `scheduler/cost.py` fits the cost model.
 """
 
 from __future__ import annotations
@@ -48,29 +48,38 @@ from ..supervisor.spare import TRIM_VARIABLE
 
 @dataclass(frozen=True, slots=True)
 class ProfileRequest:
-    """What to measure. `num_engines`: at once; None is as many as a job has workers, or one on a GPU. `engine_threads`:
-    of each engine; None shares this machine's cores out. `tensor_parallel`: processes of each engine."""
+    """The engines to measure, and the time to take."""
 
+    #: Path or URL of the base model.
     model: str
+    #: Engines that are measured at once; None for `DEFAULT_WORKERS` on a CPU and one on a GPU.
     num_engines: int | None = None
+    #: CPU threads of each engine; None for an equal share of this machine's cores.
     engine_threads: int | None = None
+    #: Most rows in a step.
     batch_rows: int = 64
+    #: Most tokens in a step.
     step_tokens: int = 512
+    #: Seconds after which no further probe begins.
     max_seconds: float = 120.0
+    #: Number format of the engines, as in `EngineConfig`.
     dtype: str = "auto"
+    #: Number format of the base model's weights, as in `EngineConfig`.
     base_quantization: BaseQuantization = "none"
+    #: Processes of each engine.
     tensor_parallel: int = 1
 
     @property
     def engines(self) -> int:
-        """How many are measured."""
+        """Number of engines that are measured at once."""
         return self.num_engines or (DEFAULT_WORKERS if device_kind("auto") == "cpu" else 1)
 
 
 def profile_model(request: ProfileRequest, save: Path | None = None) -> tuple[CostProfile, Path]:
-    """Measure, fit and save; without `save` to this machine's cache, where jobs find it.
+    """Measure engines, fit a cost model, and write it to `save`, by default to this machine's cache, in which jobs look
+    for it. Returns the profile and its path.
 
-    Raises `StorageError` or `EngineError` for a model that cannot be had or served.
+    Raises `StorageError` or `EngineError` for a model that cannot be read or served.
     """
     folder = local_folder(request.model, {})
     threads = request.engine_threads or max(1, len(os.sched_getaffinity(0)) // request.engines)
@@ -94,10 +103,10 @@ def profile_model(request: ProfileRequest, save: Path | None = None) -> tuple[Co
 
 def _measure(folder: Path, config: EngineConfig, request: ProfileRequest) -> list[EngineProfile]:
     processes = multiprocessing.get_context("spawn")
-    # the idle workers' cluster tells what it does
+    # the cluster of idle workers logs its routine at level INFO
     logging.getLogger("distributed").setLevel(logging.WARNING)
     with embedded(request.engines), ProcessPoolExecutor(request.engines, mp_context=processes) as pool:
-        # Dask's nannies leave it in this process's environment
+        # Dask's nannies leave the variable in this process's environment
         os.environ.pop(TRIM_VARIABLE, None)
         running = [pool.submit(profile_engine, folder, config, request.max_seconds) for _ in range(request.engines)]
         return [one.result() for one in running]
@@ -112,7 +121,7 @@ def _fitted(found: Sequence[EngineProfile], request: ProfileRequest, threads: in
     samples = [sample for _, sample in steps]
     cost = fit_loads([load for profile in found for load in profile.loads], fit(samples, prior))
     if device == "cpu" and request.engines * threads > len(os.sched_getaffinity(0)):
-        # Engines take turns on a core: the steps that the fit takes to have been disturbed are what a job will have.
+        # Engines take turns on a core: a job will have steps such as those that the fit treats as disturbed.
         cost = meeting_total(cost, samples)
     merge_s = median(s for profile in found for s in profile.merge_s[1:])
     first_s = median(profile.merge_s[0] for profile in found)
@@ -141,33 +150,40 @@ _LONG_PROMPT_STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Equal rows that start together. `ranks`: of the adapters that share them in turn; empty: the base model.
-    `is_drawn`: at temperature 1.
-    """
+    """A number of equal rows that start together."""
 
+    #: Number of rows.
     num_rows: int
+    #: Prompt tokens of each row.
     prompt_tokens: int
+    #: Tokens that each row generates.
     output_tokens: int
+    #: Ranks of the adapters, which rows take in turn; empty for rows of the base model.
     ranks: tuple[int, ...] = ()
+    #: Whether rows are drawn at temperature 1; else they are greedy.
     is_drawn: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class EngineProfile:
-    """What was measured, on which device and in which dtype. `loads`: (bytes, seconds) of each adapter's way from its
-    folder to the device, its audit included. `merge_s`: seconds of each switch, in order."""
+    """The measurements of one engine."""
 
+    #: `cpu` or `cuda`.
     device: str
+    #: Number format in which linear layers multiply.
     dtype: str
+    #: Kind of each measured step, and its load and seconds.
     steps: tuple[tuple[StepKind, StepSample], ...]
+    #: Seconds of each switch of the merged adapter, in order.
     merge_s: tuple[float, ...]
+    #: Bytes of an adapter, and seconds of its load from its folder to the device, its audit included.
     loads: tuple[tuple[int, float], ...]
 
 
 def probe_grid(max_batch_rows: int, max_step_tokens: int, max_context_tokens: int) -> list[Probe]:
-    """Rows, tokens, contexts, adapters and ranks, each varied while the others stand; cheap probes first.
+    """Probes that vary rows, tokens, contexts, adapters and ranks, each while the others are fixed; cheap probes first.
 
-    Where all prompts of a probe exceed a step, its steps mix prompts with rows that decode, as a job's do.
+    When the prompts of a probe together exceed a step, its steps mix prompts with rows that decode, as a job's do.
     """
     context = min(max_step_tokens, max_context_tokens - 16)
     prompt = min(_SHORT_PROMPT_TOKENS, context)
@@ -177,9 +193,9 @@ def probe_grid(max_batch_rows: int, max_step_tokens: int, max_context_tokens: in
     probes += [Probe(rows, prompt, 6, is_drawn=True) for rows in row_counts]
     probes += [Probe(1, tokens, 2, ranks) for tokens in (context // 8, context // 2, context) for ranks in ((), (64,))]
     probes += [Probe(4, context // 4, 8), Probe(8, context // 2, 6), Probe(8, context // 2, 6, (8, 16, 32, 64))]
-    # What pairs of tokens cost shows in prompts of several steps.
+    # Prompts of several steps show the cost of pairs of tokens.
     probes += [Probe(1, min(_LONG_PROMPT_STEPS * max_step_tokens, max_context_tokens - 16), 2)]
-    # What reading the context costs shows in rows that decode behind long prompts.
+    # Rows that decode behind long prompts show the cost of reading the context.
     probes += [Probe(min(16, max_batch_rows), context // 2, 12)]
     return sorted(probes, key=lambda probe: probe.num_rows * (probe.prompt_tokens + probe.output_tokens))
 
@@ -212,7 +228,7 @@ def profile_engine(model_folder: Path, config: EngineConfig, max_seconds: float 
 
 
 class _Bench:
-    """One engine, and the random adapters it has been given."""
+    """One engine with random adapters, and measurements of it."""
 
     def __init__(self, engine: Engine, folder: Path) -> None:
         self.engine = engine
@@ -223,7 +239,9 @@ class _Bench:
         self._registered_s = 0.0
 
     def run(self, probe: Probe) -> list[tuple[StepKind, StepSample]]:
-        """All steps of a probe. Adapters are resident before it starts, so that no step pays for a load."""
+        """Run a probe and return all of its steps. Adapters are resident before it starts, so that no step includes a
+        load.
+        """
         adapters = [self._adapter(f"r{rank}-{i}", rank) for i, rank in enumerate(probe.ranks)]
         for adapter in adapters:
             self._timed_step(adapter)
@@ -237,7 +255,7 @@ class _Bench:
         return steps
 
     def adapter_loads(self) -> tuple[tuple[int, float], ...]:
-        """Making an adapter known and a first step with it, less a second one."""
+        """(bytes, seconds) of the loads of some adapters: registration and a first step, less a second step."""
         found = []
         for i, rank in enumerate(_LOAD_RANKS * 3):
             adapter = self._adapter(f"load-{i}", rank)
@@ -247,7 +265,7 @@ class _Bench:
         return tuple(found)
 
     def switches(self) -> tuple[float, ...]:
-        """A step that merges another adapter, less one that stays with it."""
+        """Seconds of switches of the merged adapter: a step that merges another adapter, less one that keeps it."""
         adapters = [self._adapter(f"r16-{i}", 16) for i in range(2)]
         found = []
         for i in range(_SWITCHES):
@@ -264,7 +282,7 @@ class _Bench:
 
     def _row(self, adapter_id: str | None, probe: Probe) -> Request:
         self._num_rows += 1
-        # Prompts all differ from their first token, so that nothing is shared.
+        # Prompts differ from their first token on, so that no prefix is shared.
         first = 3 + self._num_rows * 7919
         ids = tuple((first + 31 * i) % (self.engine.model.vocab_size - 4) + 3 for i in range(probe.prompt_tokens))
         temperature = 1.0 if probe.is_drawn else 0.0

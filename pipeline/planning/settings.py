@@ -1,7 +1,7 @@
-"""Builds what a run is made of: cost model, options and limits of engines, their batcher, settings of the scheduler.
+"""Builds the settings of a run: cost model, options and limits of engines, their batcher, settings of the scheduler.
 
-A run, its forecast, `plan`, `simulate` and the benchmarks build it here and nowhere else, so that what is predicted is
-what runs.
+A run, its forecast, `plan`, `simulate` and the benchmarks build them only here, so that predictions have the settings
+of the run.
 """
 
 from __future__ import annotations
@@ -67,59 +67,71 @@ from ..cluster.connect import threads_per_engine
 from ..cluster.devices import Device
 from .step_prices import MACHINE_MODELS, choose_cost
 
-# From a decision until moved rows run again: the transfer, loading their adapters, fetching the results.
+# Seconds from the decision to move rows until they run again: transfer, loading of adapters, fetching of results.
 _HOP_S = 0.3
-# Below this, measured paces are too rough to decide by.
+# Least seconds that a move must gain: for less, measured paces are too rough to decide by.
 _LEAST_GAIN_S = 0.5
-# An exact leap of the simulator spans so many steps at most: shards that arrive meanwhile wait for its end.
+# Most steps of an exact leap of the simulator: shards that arrive meanwhile wait for its end.
 _LEAP_STEPS = 8
-# An engine's batcher sees all of its waiting rows.
+# Rows that a simulated batcher looks at: all that wait, as an engine's batcher does.
 _ALL_ROWS = 1 << 30
-# Batches of rows that a worker has open where rows were dealt out: those systems' batchers choose among all their rows.
+# Batches of rows that a worker has open under policies that deal rows out, whose batchers choose among all of a
+# worker's rows.
 _DEALT_BATCHES = 64.0
-# Rows of a sample that is played, and full batches at least, on all of its replicas together.
+# Rows of a sample that is played, and the least number of full batches in it, over all of its replicas.
 _SAMPLE_ROWS = 4_000
 _LEAST_BATCHES = 24
 
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """What every run of a job is built from.
-
-    `engine`: as engines are started, cost model included. `model`: the base. `length_share`: of `max_tokens` that
-    answers are expected to take. `migrates`: running rows may move. `shares_adapters`: workers fetch adapters from one
-    another. `shares_prefixes`: engines compute prompt beginnings once. `merged_only`: names of adapters that are exact
-    only when merged. `cost_origin`: where the cost model comes from, for people. `policy`, `placement`: names in
-    `scheduler.policies`; see `under`.
-
-    `prices`: what steps take as earlier jobs have measured it (None: as the cost model says). Predictions are made with
-    it and no decision, so that engines can be shared and do the same whatever ran before. `lengths`: of the answers of
-    adapters in earlier jobs, by name ("": base model). `history`: where both are kept. `is_guess`: nothing on this
-    machine was measured. `agreement`: of answers in this format on this base model with those in float32, as last
-    compared.
+    """Settings from which a run of a job, and every prediction of it, are built: those of its engines, its scheduler
+    and its cost model.
     """
 
+    #: Options with which engines are started, cost model included.
     engine: EngineConfig
+    #: Configuration of the base model.
     model: ModelConfig
+    #: Device of each engine.
     device: Device
+    #: Share of `max_tokens` that answers are expected to take, if no lengths of earlier jobs are known.
     length_share: float = PRIOR_SHARE
+    #: Most rows of a shard; None to choose it by the job's size.
     rows_per_shard: int | None = None
+    #: Whether running rows may move between workers.
     migrates: bool = True
+    #: Whether workers fetch adapters from one another.
     shares_adapters: bool = False
+    #: Whether engines compute equal beginnings of prompts once.
     shares_prefixes: bool = False
+    #: Names of adapters that are exact only when merged.
     merged_only: frozenset[str] = frozenset()
+    #: Phrase for people that says how the cost model was found.
     cost_origin: str = ""
+    #: Name of the policy, in `scheduler.policies.POLICIES`.
     policy: str = "planner"
+    #: Name of the placement, in `scheduler.policies.PLACEMENTS`.
     placement: str = "planner"
+    #: Costs of steps as earlier jobs have measured them; None to use the cost model. Predictions use them, decisions
+    #: do not: engines can then be shared, and do the same whatever ran before.
     prices: CostModel | None = None
+    #: Adapter's name ("" for the base model) -> lengths of its answers in earlier jobs.
     lengths: Mapping[str, AnswerLengths] = field(default_factory=dict)
+    #: Path of the file that keeps measured costs and lengths for later jobs; None when no history is kept.
     history: Path | None = None
+    #: Whether the costs of steps are a guess: none were measured on this machine.
     is_guess: bool = False
+    #: Latest comparison of answers in this format on this base model with answers in float32; None without one.
     agreement: Agreement | None = None
 
     @classmethod
     def of(cls, job: OpenedJob, num_workers: int, device: Device) -> RunSettings:
-        """For a job on so many workers. Raises `JobRequestError` for a cost model that cannot be read."""
+        """Settings of a job on `num_workers` workers with engines on `device`.
+
+        Raises `JobRequestError` for a cost model that cannot be read, for engines with more processes than their worker
+        sees GPUs, and for a policy that the mode does not allow.
+        """
         spec, model = job.spec, read_model_config(job.model_folder)
         num_gpus = len(device.uuids)
         if device.kind == "cuda" and not device.assumption and num_gpus < spec.tensor_parallel > 1:
@@ -157,7 +169,7 @@ class RunSettings:
             length_share=1.0 if spec.sampling.ignore_eos else PRIOR_SHARE,
             rows_per_shard=spec.rows_per_shard,
             migrates=spec.migration,
-            # What workers see as files needs no source.
+            # Adapters that workers see as files need not be fetched.
             shares_adapters=any(is_remote(adapter.url) for adapter in served),
             shares_prefixes=shares_prefixes(engine, model, is_arithmetic_fixed=is_fixed),
             merged_only=frozenset(adapter.name for adapter in served if adapter.verdict == "exact-by-merge"),
@@ -175,13 +187,15 @@ class RunSettings:
 
     @classmethod
     def of_machine(cls, name: str, *, batch_rows: int | None = None) -> RunSettings:
-        """For rows without a job, on the machine and the model of a preset cost model, by its name in `MACHINES`."""
+        """Settings for rows without a job, on machine and model of the preset cost model `name` in `MACHINES`."""
         kind, memory_bytes, model = MACHINE_MODELS[name]
         engine = EngineConfig(max_batch_rows=batch_rows, device=kind, cost=MACHINES[name])
         return cls(engine, parse_model_config(dict(model), {}), Device(kind, name, memory_bytes), cost_origin=name)
 
     def under(self, policy: str, placement: str = "planner") -> RunSettings:
-        """The same engines under a policy. Raises `JobRequestError` for one that the mode does not allow."""
+        """These settings under another policy and placement. Raises `JobRequestError` for a policy that the mode of the
+        engines does not allow.
+        """
         assert self.policy == "planner", f"settings of {self.policy} are no basis for {policy}"
         problem = policy_problem(policy, self.engine.mode)
         if problem is not None:
@@ -189,7 +203,7 @@ class RunSettings:
         chosen = POLICIES[policy]
         mode = self.engine.mode
         if policy != "planner" and mode in ("auto", "merged"):
-            # A policy that never merges is best served by engines that never do; one that merges may pause rows, which
+            # Engines that never merge suit a policy that never merges best. A policy that merges may pause rows, which
             # keep their adapters in the pool in mode auto only.
             mode = "auto" if chosen.may_merge else "unmerged"
         engine = replace(self.engine, mode=mode, batcher=chosen.batcher)
@@ -197,7 +211,7 @@ class RunSettings:
 
     @property
     def limits(self) -> EngineLimits:
-        """Of an engine: those that were asked for, others by the device's memory."""
+        """Limits of an engine: as its options say, else by the device's memory."""
         return engine_limits(self.engine, self.model, self.device.kind, self.device.memory_bytes)
 
     @property
@@ -207,7 +221,7 @@ class RunSettings:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is to be said of engines that compute otherwise than by default."""
+        """Sentences for the user about engines of several processes, or with another number format than the default."""
         notes = []
         if self.engine.tensor_parallel > 1:
             threads = self.engine.member_threads
@@ -221,7 +235,7 @@ class RunSettings:
 
     @property
     def rounded_weights(self) -> str:
-        """How a base in floating point numbers of 8 bits is held, and its adapters; "" for others."""
+        """A sentence on how a base model in fp8 and its adapters are held; "" for other formats."""
         if self.products != "fp8":
             return ""
         pool = pool_format(self.device.kind, self.engine.dtype, self.engine.base_quantization)
@@ -233,7 +247,7 @@ class RunSettings:
 
     @property
     def rounding(self) -> str:
-        """What is known of how a format changes answers; "" for one that does not, or a GPU's of 16 bits."""
+        """A clause on how much the number format changes answers; "" for float32, and for 16 bits on a GPU."""
         is_rounded = self.products in ("int8", "fp8") or (self.device.kind == "cpu" and self.products != "float32")
         if not is_rounded:
             return ""
@@ -248,22 +262,22 @@ class RunSettings:
 
     @property
     def cost(self) -> CostModel:
-        """Of steps, merges and loads: what engines, scheduler and plans reckon with."""
+        """Costs of steps, merges and loads that engines, scheduler and plans decide by."""
         assert self.engine.cost is not None, "engines of a run have a cost model"
         return self.engine.cost
 
     @property
     def step_prices(self) -> CostModel:
-        """What predictions reckon with."""
+        """Costs that predictions use: as earlier jobs have measured them, else the cost model."""
         return self.prices or self.cost
 
     @property
     def wave_mode(self) -> WaveMode:
-        """How waves are marked."""
+        """Mode with which the planner marks waves."""
         return "unmerged" if self.engine.mode == "exact" else self.engine.mode
 
     def scheduler(self, num_workers: int, adapters: Sequence[AdapterInfo] = ()) -> SchedulerSettings:
-        """Of the job's scheduler, on a cluster and in the simulator. `adapters`: those that answer rows."""
+        """Settings of the job's scheduler, on a cluster and in the simulator. `adapters`: those that answer rows."""
         policy = POLICIES[self.policy]
         settings = SchedulerSettings(
             expected_replicas=num_workers,
@@ -286,13 +300,13 @@ class RunSettings:
         return TailSettings(_HOP_S, least_gain_s=_LEAST_GAIN_S, length_share=self.length_share)
 
     def batcher(self, facts: ReplicaFacts) -> Batcher:
-        """Of one engine, or of one simulated replica."""
+        """A batcher for one engine, or for one simulated replica."""
         return choose_batcher(self.engine, facts)
 
     def replica(self) -> ReplicaSettings:
         """A simulated replica with the limits of the engines."""
         limits = self.limits
-        # by which adapters are counted in pages
+        # bytes by which the pages of adapters are counted
         token_bytes = int(limits.token_bytes / adapter_growth(self.model, self.engine.tensor_parallel))
         return ReplicaSettings(
             max_batch_rows=limits.batch_rows,
@@ -309,8 +323,9 @@ class RunSettings:
         )
 
     def with_reuse(self, workload: Workload) -> Workload:
-        """What of the prompts an engine of this job copies instead of computing it: whole pages, never the last token,
-        nothing where it shares no beginnings."""
+        """The rows with `shared_tokens` rounded to what an engine of this job copies instead of computing it: whole
+        pages, never a prompt's last token. None when engines do not share beginnings of prompts.
+        """
         if workload.shared_tokens is None or not self.shares_prefixes:
             return replace(workload, shared_tokens=None)
         page_tokens = self.limits.page_tokens
@@ -320,7 +335,9 @@ class RunSettings:
     def cut(
         self, rows: Workload, num_workers: int, job_rows: int | None = None, length_share: float | None = None
     ) -> CutRows:
-        """Shards of a job, or of a block of its rows, as large as those of the whole job of `job_rows`."""
+        """Cut a job, or a block of its rows, into shards. `job_rows`: rows of the whole job, which decide the size of
+        shards; None when `rows` are the whole job.
+        """
         batch_rows = self.limits.batch_rows
         num_rows = rows.num_rows if job_rows is None else job_rows
         rows_per_shard = self.rows_per_shard or shard_rows(num_rows, batch_rows, num_workers)
@@ -355,8 +372,9 @@ class RunSettings:
         return CutRows.of(plan, predicted, row_seconds(rows, predicted, self.step_prices, batch_rows))
 
     def expected_tokens(self, rows: Workload, length_share: float | None = None) -> NDArray[np.float64]:
-        """That rows will generate on average, float64 `[num_rows]`: what is known of them, else as in earlier jobs that
-        have had their adapter, else a share of `max_tokens`."""
+        """Tokens that rows will generate on average, float64 `[num_rows]`: their fixed number, else as in earlier jobs
+        with their adapter, else a share of `max_tokens`.
+        """
         expected = self._answers(rows.adapters, length_share).mean(rows.max_tokens, rows.adapter_index)
         fixed = rows.fixed_tokens
         return expected if fixed is None else np.where(fixed > 0, fixed, expected)
@@ -364,8 +382,8 @@ class RunSettings:
     def with_answers(
         self, rows: Workload, length_share: float | None = None, quantile: NDArray[np.float64] | None = None
     ) -> Workload:
-        """The rows with answers of the lengths that are expected, of some more, of others less. `quantile`: of each
-        row's, from 0 to below 1; by default spread evenly over the rows, and always the same for a row of the input.
+        """The rows with lengths of answers drawn from the expected distribution. `quantile`: quantile of each row's
+        length, from 0 to below 1; by default spread evenly over the rows, and always the same for a row of the input.
         """
         if quantile is None:
             quantile = spread_quantiles(rows.places)
@@ -378,8 +396,9 @@ class RunSettings:
         return AnswerModel(self.length_share if length_share is None else length_share, earlier)
 
     def guesses_lengths(self, rows: Workload) -> bool:
-        """Whether a row's answer may have any length: none that is known beforehand, and earlier jobs have not had its
-        adapter."""
+        """Whether there are rows whose length of answer is a guess: it is not fixed, and earlier jobs did not have the
+        row's adapter.
+        """
         names = [*(adapter.name for adapter in rows.adapters), ""]
         is_known = np.array([name in self.lengths for name in names])[rows.adapter_index]
         if rows.fixed_tokens is not None:
@@ -389,9 +408,9 @@ class RunSettings:
     def play(
         self, rows: Workload, plan: ShardPlan, num_workers: int, slowness: Sequence[float] | None = None
     ) -> PolicyRun:
-        """A plan on simulated workers. The rows need true lengths, which only the simulated engines see.
+        """Play a plan on simulated workers. The rows need true lengths, which only the simulated engines see.
 
-        `slowness`: seconds of each worker's steps over those of the cost model; nothing else knows it.
+        `slowness`: seconds of each worker's steps over those of the cost model, which only the workers have.
         """
         merged_only = [adapter.name in self.merged_only for adapter in rows.adapters]
 
@@ -411,7 +430,7 @@ class RunSettings:
         )
 
     def play_expected(self, rows: Workload, plan: ShardPlan, num_workers: int) -> PolicyRun:
-        """The same, with answers of the lengths that are expected."""
+        """Play a plan on simulated workers, with lengths of answers drawn from the expected distribution."""
         return self.play(self.with_answers(rows), plan, num_workers)
 
     def forecast(
@@ -423,9 +442,11 @@ class RunSettings:
         length_share: float | None = None,
         slowness: Sequence[float] | None = None,
     ) -> Forecast:
-        """Waves, their modes, placement and seconds of a job; of a larger one than `max_rows` a sample is played.
+        """Predict waves, their modes, placement and seconds of a job. A sample is played of a job with more than
+        `max_rows` rows.
 
-        `slowness`: see `play`. A sample on fewer workers has some of them, as fast together as all are on average.
+        `slowness`: seconds of each worker's steps over those of the cost model. A sample on fewer workers has some of
+        them, scaled to the mean speed of all.
         """
         rows = replace(rows, input_place=rows.places)
         cut = self.cut(rows, num_workers, length_share=length_share)
@@ -439,7 +460,8 @@ class RunSettings:
 
     def bound(self, rows: Workload, num_workers: int, slowness: Sequence[float] | None = None) -> JobBound:
         """Seconds below which no run of these rows ends, if answers have the lengths with which `forecast` plays them.
-        `slowness`: as in `play`."""
+        `slowness`: seconds of each worker's steps over those of the cost model.
+        """
         rows = self.with_answers(rows)
         assert rows.output_tokens is not None
         return job_bound(
@@ -453,22 +475,23 @@ class RunSettings:
         )
 
     def sample(self, job_rows: int, num_workers: int, *, max_rows: int) -> JobSample:
-        """Where the rows to be played of a job are collected, block by block."""
+        """An empty sample of a job of `job_rows` rows, to which blocks of rows are added before it is played."""
         return JobSample(job_rows, num_workers, self._rows_to_play(job_rows, max_rows))
 
     def _rows_to_play(self, job_rows: int, max_rows: int) -> int:
-        """All of a job of up to `max_rows`; of a larger one enough for its pace to be seen. Steps of large batches take
-        the simulator no longer than others."""
+        """Number of rows to play: all rows of a job of up to `max_rows`, else enough to see the job's pace. Steps of
+        large batches take the simulator no longer than others.
+        """
         least = _LEAST_BATCHES * self.limits.batch_rows
         return job_rows if job_rows <= max(max_rows, least) else max(_SAMPLE_ROWS, least)
 
     def simulate(self, rows: Workload, num_workers: int, slowness: Sequence[float] | None = None) -> PolicyRun:
-        """A whole job on simulated workers, planned as a run plans it: without its true lengths. See `play`."""
+        """Plan a whole job as a run does, without its true lengths, and play it on simulated workers."""
         return self.play(rows, self.cut(rows, num_workers).plan, num_workers, slowness)
 
 
 def some_of(slowness: Sequence[float], count: int) -> list[float]:
-    """So many workers, evenly spread from the fastest to the slowest, with the mean speed of all."""
+    """Slowness of `count` workers, evenly spread from the fastest to the slowest, scaled to the mean speed of all."""
     ordered = sorted(slowness)
     chosen = [ordered[int((i + 0.5) * len(ordered) / count)] for i in range(count)]
     if len(chosen) == len(slowness):
@@ -479,8 +502,9 @@ def some_of(slowness: Sequence[float], count: int) -> list[float]:
 
 
 def _mode(spec: JobSpec, device: Device, model: ModelConfig, model_folder: Path) -> Mode:
-    """The mode of engines. `auto` merges nothing into a base held in few bits, since merged weights are held in 32, nor
-    on a GPU without room for merged ones, nor among several GPUs, where each reads what it merges from files.
+    """The mode of engines. `auto` becomes `unmerged` for a base model held in few bits, since merged weights are held
+    in 32; on a GPU without room for merged weights; and for engines on several GPUs, each of which would read the
+    weights that it merges from files.
     """
     if spec.mode != "auto":
         return spec.mode
@@ -497,7 +521,9 @@ def _mode(spec: JobSpec, device: Device, model: ModelConfig, model_folder: Path)
 
 
 def _history_path(job: OpenedJob, device: Device, threads: int | None) -> Path | None:
-    """Of the model, the device and what else decides what steps take."""
+    """Path of the history for this model, device and the other options that decide the costs of steps; None when no
+    history is kept.
+    """
     name = "cpu" if device.kind == "cpu" else re.sub(r"\W+", "-", device.name)
     threads = threads if device.kind == "cpu" else None
     products = products_format(device.kind, job.spec.dtype, job.spec.base_quantization)

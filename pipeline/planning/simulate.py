@@ -1,7 +1,7 @@
 """Simulates one offline job on simulated workers under several policies: `lorabatch simulate`.
 
-The rows come from a job (indexed, with answers of lengths that its plan expects), from a CSV file of real lengths as
-the Azure LLM inference traces have them (Azure public data set, 2023), or from log-normal lengths. All draws come from
+The rows are those of a job (indexed, with lengths of answers that its plan expects), or have lengths from a CSV file in
+the format of the Azure LLM inference traces (Azure public data set, 2023), or log-normal lengths. All draws come from
 the seed.
 """
 
@@ -38,50 +38,64 @@ from .settings import RunSettings
 
 _RANKS = (8, 16, 32, 64, 128)
 _MAX_TOKENS = 2048
-# Whose engine's limits count without a job: a profile says what steps take, not of which model.
+# Machine whose engine's limits apply without a job: a profile gives the costs of steps, but no model.
 _MACHINE = "h200-llama-3-8b"
 _MACHINE_OF = {True: "cpu-smollm2-135m", False: _MACHINE}
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationRequest:
-    """What to simulate. `rows`, `adapters`, `skew` count without a job file. `policies`: empty is all that the job's
-    mode allows. `placement`: of all of them.
+    """The job to simulate, the workers, and the policies to compare."""
 
-    `cost_model`: a file that `lorabatch profile` wrote, or a name in `MACHINES`; None: the job's own, or the first of
-    these. `batch_rows`: None is what the engine would choose. `speeds`: see `parse_speeds`.
-    """
-
+    #: Job file whose rows are simulated; None for a trace or drawn lengths.
     job_file: Path | None
+    #: CSV file of real lengths; None for drawn lengths. Not used with a job file.
     trace: Path | None
+    #: Number of rows. Not used with a job file.
     rows: int
+    #: Number of adapters; 0 for rows of the base model. Not used with a job file.
     adapters: int
+    #: Exponent of the adapters' popularity. Not used with a job file.
     skew: float
+    #: Number of simulated workers.
     workers: int
+    #: Names of policies; empty for all that the job's mode allows.
     policies: tuple[str, ...]
+    #: File that `lorabatch profile` wrote, or a name in `MACHINES`; None for the job's own, without a job file for
+    #: `_MACHINE`.
     cost_model: str | None
+    #: Most rows in a step; None for the number that the engine would choose.
     batch_rows: int | None
+    #: Seed of all draws.
     seed: int
+    #: Folder for results.
     output: Path
+    #: Speed of each worker, as `parse_speeds` reads it; None for workers as fast as the cost model says.
     speeds: str | None = None
+    #: Name of the placement, for all policies.
     placement: str = "planner"
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """Outcome of `simulate_job`. `files`: names of what was written to `request.output`."""
+    """The outcome of `simulate_job`."""
 
+    #: The request.
     request: SimulationRequest
+    #: Rows that were simulated, with true lengths of answers.
     workload: Workload
+    #: Settings before a policy was chosen.
     settings: RunSettings
+    #: Simulated run of each policy.
     runs: tuple[PolicyRun, ...]
+    #: Names of the files written to `request.output`.
     files: tuple[str, ...]
 
 
 def simulate_job(request: SimulationRequest) -> SimulationResult:
-    """Simulate one job under every policy; write `simulation.json` and, where matplotlib is installed, plots.
+    """Simulate one job under every policy; write `simulation.json` and, if matplotlib is installed, plots.
 
-    Raises `JobRequestError` for what cannot be simulated, before anything is.
+    Raises `JobRequestError` for a request that cannot be simulated, before any policy is.
     """
     problems = [
         f"{option}={name!r}: expected one of {', '.join(known)}."
@@ -111,7 +125,7 @@ def simulate_job(request: SimulationRequest) -> SimulationResult:
 
 
 def make_job(request: SimulationRequest) -> tuple[Workload, RunSettings]:
-    """The rows with the lengths of their answers, and the settings of a run of them. Raises `JobRequestError`."""
+    """The rows with true lengths of their answers, and the settings of a run of them. Raises `JobRequestError`."""
     generator = np.random.default_rng(request.seed)
     if request.job_file is not None:
         found = dry_run(_changed_options(request), request.job_file)
@@ -138,7 +152,7 @@ def make_job(request: SimulationRequest) -> tuple[Workload, RunSettings]:
 
 def _changed_options(request: SimulationRequest) -> dict[str, Any]:
     """Options of the job that the request replaces."""
-    # Policies are put under test below, whichever the job asks for.
+    # `simulate_job` sets the policies to compare, whichever the job asks for.
     options: dict[str, Any] = {"workers": request.workers, "policy": "planner", "placement": "planner"}
     if request.batch_rows is not None:
         options["batch_rows"] = request.batch_rows
@@ -149,7 +163,7 @@ def _changed_options(request: SimulationRequest) -> dict[str, Any]:
 
 
 def _machine_settings(request: SimulationRequest) -> RunSettings:
-    """Of rows without a job: the engines of a preset machine, with a measured cost model where one is given."""
+    """Settings for rows without a job: the engines of a preset machine, with a measured cost model if one is named."""
     name = request.cost_model or _MACHINE
     if name in MACHINES:
         return RunSettings.of_machine(name, batch_rows=request.batch_rows)
@@ -199,7 +213,7 @@ _LINES = (("-", 4.0), ("-", 2.5), ("--", 1.8), (":", 1.8), ("-.", 1.2), ("-", 1.
 
 
 def plot_runs(runs: Sequence[PolicyRun], folder: Path) -> list[str]:
-    """Write the pictures into `folder`; their names. Empty without matplotlib."""
+    """Write plots of the runs into `folder` and return their names; none without matplotlib."""
     if find_spec("matplotlib") is None:
         return []
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -224,7 +238,8 @@ def plot_runs(runs: Sequence[PolicyRun], folder: Path) -> list[str]:
     axes = curves.subplots()
     for place, run in enumerate(ordered):
         finish_s = np.sort(run.timeline.finish_s[np.isfinite(run.timeline.finish_s)])
-        # Policies that do the same lie on one line: wide solid ones below, narrow broken ones above, so that all show.
+        # Curves of policies that do the same coincide: wide solid ones are below, narrow broken ones above, so that all
+        # show.
         style, width = _LINES[min(place, len(_LINES) - 1)]
         axes.plot(finish_s, np.arange(1, len(finish_s) + 1), label=run.policy, linestyle=style, linewidth=width)
     axes.set(xlabel="seconds", ylabel="rows finished", xlim=(0, None), ylim=(0, None))

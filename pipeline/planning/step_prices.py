@@ -1,6 +1,6 @@
-"""Chooses what an engine's steps are taken to cost, where the job names no machine: a file, a profile or a preset.
+"""Chooses the cost model of a job's engines: the job's file, this machine's profile, or a preset.
 
-A preset is scaled from the model and machine that it stands for, and is called a guess.
+A preset is scaled from its own model and machine to the job's, and counts as a guess.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from ...scheduler.cost import CPU_SMOLLM2_135M, H200_LLAMA_3_8B, MACHINES, CostM
 
 # Parameters and threads per engine that the presets stand for.
 _CPU_PRESET_PARAMETERS, _CPU_PRESET_THREADS = 134.5e6, 1
-# Of the time in float32, as `bench engine` has measured it.
+# Share of the time in float32 that a format takes on a CPU, as `bench engine` has measured it.
 _CPU_FORMATS = {"bfloat16": 0.6, "int8": 0.45}
-# Of the time in bfloat16, by arithmetic: half the bytes of the linear weights, and products at twice the rate.
+# Share of the time in bfloat16 that a format takes on a GPU, by arithmetic: half the bytes of the linear weights, and
+# products at twice the rate.
 _GPU_FORMATS = {"fp8": 0.7}
 _GPU_PRESET_PARAMETERS = 8.0e9
-# Of a tensor-parallel group on a CPU, for each of its processes: they meet twice in a layer, at the embedding and the
-# head. What sums among GPUs take was never measured.
+# Seconds of one meeting of a tensor-parallel group on a CPU, per process of the group. Processes meet twice in a layer,
+# at the embedding and at the head. The time of sums among GPUs was never measured.
 _MEETING_S = 30e-6
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenCost:
-    """A cost model and where it comes from, as a phrase for people. `is_guess`: it was not measured on this machine."""
+    """A cost model and its origin, a phrase for people. `is_guess`: whether it was not measured on this machine."""
 
     cost: CostModel
     origin: str
@@ -42,8 +43,9 @@ class ChosenCost:
 def choose_cost(
     spec: JobSpec, model_sha256: str, model: ModelConfig, kind: DeviceKind, threads: int | None
 ) -> ChosenCost:
-    """The cost model for a job's engines: of a file, as `lorabatch profile` has measured it on this machine, or a
-    preset. Raises `JobRequestError` for a `cost_model` that cannot be used."""
+    """The cost model for a job's engines: from the file `spec.cost_model`, else as `lorabatch profile` has measured it
+    on this machine, else a preset. Raises `JobRequestError` for a `cost_model` that cannot be used.
+    """
     if spec.cost_model is not None:
         return ChosenCost(read_profile(Path(spec.cost_model)).cost, f"measured, {spec.cost_model}")
     products = products_format(kind, spec.dtype, spec.base_quantization)
@@ -58,7 +60,9 @@ def choose_cost(
 
 
 def _preset(model: ModelConfig, num_members: int, kind: DeviceKind, products: str, threads: int | None) -> ChosenCost:
-    """Members compute heads and features that fill theirs up, too: three key/value heads on two members are four."""
+    """The preset for a kind of device, scaled to the model. It counts the heads and features that pad a member's share
+    too: three key/value heads on two members are four.
+    """
     shapes = Partition(model, num_members, 0).shard.linear_shapes().values()
     parameters = num_members * sum(rows * columns for rows, columns in shapes)
     advice = "`lorabatch profile --model …` measures this machine"
@@ -87,13 +91,13 @@ def _llama(hidden: int, layers: int, heads: int, kv_heads: int, inner: int, voca
 
 
 _LLAMA_2_7B = _llama(4096, 32, 32, 32, 11008, 32000)
-#: What the presets of `MACHINES` were made for: device, its memory, `config.json` of the model.
+#: Name of a preset in `MACHINES` -> device, its memory in bytes, and `config.json` of the model it was made for.
 MACHINE_MODELS: Mapping[str, tuple[DeviceKind, int, Mapping[str, Any]]] = MappingProxyType(
     {
         "cpu-smollm2-135m": ("cpu", 16 << 30, _llama(576, 30, 9, 3, 1536, 49152)),
         "h200-llama-3-8b": ("cuda", 141 * 10**9, _llama(4096, 32, 32, 8, 14336, 128256)),
         "dlora-a800-llama-2-7b": ("cuda", 80 << 30, _LLAMA_2_7B),
-        # Four devices of 40 GB as one: they hold the weights once.
+        # Four devices of 40 GB count as one, since they hold the weights once.
         "loraserve-a100-llama-7b": ("cuda", 160 * 10**9, _LLAMA_2_7B),
     }
 )

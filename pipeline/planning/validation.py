@@ -29,7 +29,10 @@ _HASHED_ID = np.dtype(
 
 
 class DuplicateIds:
-    """`file_rows`: about how many ids are looked at together, as long as that takes no more than 256 files."""
+    """Finds rows that share an id. Hashes of ids are kept in files, each of which is sorted in memory.
+
+    `file_rows`: about the number of ids in a file, as long as that takes no more than 256 files.
+    """
 
     def __init__(self, num_rows: int, file_rows: int) -> None:
         num_files = min(max(1, -(-num_rows // file_rows)), _MAX_FILES)
@@ -43,20 +46,20 @@ class DuplicateIds:
             file.close()
 
     def add(self, rows: IndexedRows) -> None:
-        """Rows without an id (hash 0) have no double."""
+        """Add rows. Rows without an id (hash 0) are left out: they have no duplicates."""
         rows = rows[rows["id_hash"] != 0]
         found = np.empty(len(rows), _HASHED_ID)
         for name in _HASHED_ID.names or ():
             found[name] = rows[name]
-        # The upper half of a hash, as a share of all there are: equal hashes meet in one file.
+        # A file has a range of the hashes' upper halves, so that equal hashes are in one file.
         number = (rows["id_hash"] >> np.uint64(32)) * np.uint64(len(self._files)) >> np.uint64(32)
         for i in np.unique(number):
             self._files[int(i)].write(found[number == i].tobytes())
 
     def refuse(self, store: JobStore, id_column: str) -> None:
-        """Raise `InputRowsError`, naming examples and where they stand, when two rows have one id.
+        """Raise `InputRowsError`, naming examples and their places, when two rows have one id.
 
-        Where hashes agree the ids themselves decide, so that no collision is taken for a duplicate.
+        Ids with equal hashes are compared themselves, so that no collision is taken for a duplicate.
         """
         examples: list[str] = []
         num_repeated = 0
@@ -82,7 +85,7 @@ class DuplicateIds:
 
 
 def double_ids(id_column: str, num_repeated: int, examples: Sequence[str]) -> InputRowsError:
-    """The error that refuses rows with one id. `examples`: each an id and its places."""
+    """The error that refuses several rows with one id. `examples`: texts of an id and its places."""
     ids = "1 id appears" if num_repeated == 1 else f"{num_repeated} ids appear"
     return InputRowsError(
         f"column {id_column!r} (id): {ids} in more than one row: {'; '.join(examples)}. Every row needs an id of its "
@@ -91,7 +94,7 @@ def double_ids(id_column: str, num_repeated: int, examples: Sequence[str]) -> In
 
 
 def id_example(row_id: Any, places: Sequence[str]) -> str:
-    """An id and some of the places where it stands."""
+    """A text of an id and some of the places of its rows."""
     return f"{row_id!r} at {', '.join(places[:_PLACES_SHOWN])}"
 
 
@@ -107,17 +110,19 @@ ADAPTER_ERROR = "adapter"
 
 
 class RowErrors:
-    """`problems`: what is wrong with each adapter, by its code; None where nothing is."""
+    """Counts rows that no engine will see, by kind. `problems`: problem of each adapter by its code; None for an
+    adapter that can serve rows.
+    """
 
     def __init__(self, problems: Sequence[str | None]) -> None:
         self._problems = problems
-        # One entry more than there are adapters: code -1, the base model, reads the last.
+        # One entry more than there are adapters: code -1, the base model, reads the last entry.
         self._is_bad = np.array([problem is not None for problem in problems] + [False])
         self._counts: Counter[str] = Counter()
         self._first: dict[str, Any] = {}
 
     def add(self, rows: IndexedRows) -> None:
-        """Rows in input order."""
+        """Count the errors of rows, which are added in input order."""
         for kind in ErrorKind:
             if kind:
                 self._count(kind.name.lower(), rows[rows["error_kind"] == kind])
@@ -125,11 +130,11 @@ class RowErrors:
         self._count(ADAPTER_ERROR, rows[self._is_bad[rows["adapter"]] & (rows["error_kind"] == 0)])
 
     def is_error(self, rows: IndexedRows) -> NDArray[np.bool_]:
-        """Which rows, bool `[len(rows)]`."""
+        """Whether each row is an error row, bool `[len(rows)]`."""
         return np.asarray((rows["error_kind"] != 0) | self._is_bad[rows["adapter"]])
 
     def kinds(self, store: JobStore) -> tuple[KindOfError, ...]:
-        """Those that were met."""
+        """Kinds of errors that rows have, with the number of rows and the first row of each."""
         names = [*(kind.name.lower() for kind in ErrorKind), ADAPTER_ERROR]
         return tuple(self._kind(name, store) for name in names if name in self._first)
 
