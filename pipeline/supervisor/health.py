@@ -1,4 +1,4 @@
-"""When an engine process counts as hung, and what follows when one has died. Pure: no clock, no process.
+"""Decides when an engine process counts as hung, and whether to replace one that has died. Pure: no clock, no process.
 
 `EngineHealth` finds out that a process hangs: it is silent, or one of its steps never ends. `RestartPolicy` says
 whether to start another process, and when, or to give the engine up.
@@ -10,8 +10,8 @@ and the next process starts at once.
 
 The engine is given up after:
 - `MAX_FRUITLESS_DEATHS` deaths in a row apart from the search, without a finished row: the engine does not work.
-- `MAX_BLAMED_ROWS` blamed rows in a row, without a finished row between them: that so many rows in succession kill an
-  engine is less likely than that the engine is broken, and a broken one must not make error rows of a whole job.
+- `MAX_BLAMED_ROWS` blamed rows in a row, without a finished row between them. This number of deadly rows in succession
+  is less likely than a broken engine, and a broken engine must not turn a whole job into error rows.
 Otherwise each row finishes once or is blamed once.
 """
 
@@ -21,22 +21,21 @@ from dataclasses import dataclass
 
 from ...scheduler.liveness import LivenessDetector
 
-# The supervisor looks about once a second; it looked so long ago only if its own process was stopped.
+# Longest time between two looks of the supervisor, which looks about once a second, unless its own process was stopped.
 _MAX_GAP_S = 3.0
 _PROCESS = "engine process"
 
 
 @dataclass(frozen=True, slots=True)
 class HealthLimits:
-    """Seconds after which an engine process counts as hung.
+    """Seconds after which an engine process counts as hung."""
 
-    `silence_s`: a ready process sends a heartbeat every second, busy or not. `start_silence_s`: while a process imports
-    its libraries and reads weights, a file system may hold up all of its threads. `step_s`: the longest step of a
-    healthy engine is one big prefill.
-    """
-
+    #: Silence of a ready process, which sends a heartbeat every second, busy or not.
     silence_s: float = 15.0
+    #: Silence of a process that starts: while it imports its libraries and reads weights, a file system may hold up all
+    #: of its threads.
     start_silence_s: float = 300.0
+    #: Time of one step; the longest step of a healthy engine is one big prefill.
     step_s: float = 600.0
 
 
@@ -68,9 +67,10 @@ class EngineHealth:
 
 
 MAX_FRUITLESS_DEATHS = 16
-# Neighbours in the input that share what kills engines: a few from one source, say.
+# Blamed rows in succession that are still taken for rows at fault: neighbours in the input may be from one source.
 MAX_BLAMED_ROWS = 16
-# More than what preemption or a passing lack of memory may do to one engine while it loads.
+# Failed starts in succession after which the engine is given up: more than preemption or a passing lack of memory may
+# cause while it loads.
 MAX_FAILED_STARTS = 5
 FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 5.0
@@ -78,21 +78,21 @@ MAX_DELAY_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Start a new process after `delay_s` seconds."""
+    """Decision to start a new process after `delay_s` seconds."""
 
     delay_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """No new process would do better; `reason` is a plain sentence."""
+    """Decision to give the engine up, since no new process would do better; `reason` is a plain sentence."""
 
     reason: str
 
 
 class RestartPolicy:
-    """Counts deaths that led nowhere, and rows blamed in succession; a start that succeeds, and a row that finishes,
-    clear the counts.
+    """Counts failed starts, deaths without progress and blamed rows in succession. A start that succeeds clears the
+    first count, a row that finishes the other two.
     """
 
     def __init__(self) -> None:
@@ -102,20 +102,20 @@ class RestartPolicy:
         self._is_started = False
 
     def started(self) -> None:
-        """The process has loaded its model."""
+        """Note that the process has loaded its model."""
         self._is_started = True
         self._num_failed_starts = 0
 
     def row_finished(self) -> None:
-        """The process does useful work."""
+        """Note that the process has finished a row."""
         self._num_fruitless = 0
         self._num_blamed = 0
 
     def died(
         self, reason: str, is_permanent: bool, *, is_of_search: bool = False, num_blamed: int = 0
     ) -> Restart | GiveUp:
-        """The process is gone. `is_permanent`: it reported that trying again is pointless. `is_of_search`: suspects ran
-        alone in it, and rows of them, `num_blamed`, are given up now.
+        """Decide what follows the death of a process. `is_permanent`: it reported that trying again is pointless.
+        `is_of_search`: suspects ran alone in it. `num_blamed`: rows that are given up for this death.
         """
         was_started, self._is_started = self._is_started, False
         self._num_fruitless = 0 if is_of_search else self._num_fruitless + 1
@@ -127,7 +127,7 @@ class RestartPolicy:
         return Restart(min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** max(0, self._num_fruitless - 1)))
 
     def _hopeless(self, reason: str) -> str | None:
-        """Which limit is reached, as a sentence."""
+        """A sentence about the limit that is reached; None if none is."""
         if self._num_failed_starts >= MAX_FAILED_STARTS:
             return f"the engine process could not be started {MAX_FAILED_STARTS} times: {reason}"
         if self._num_fruitless >= MAX_FRUITLESS_DEATHS:

@@ -41,7 +41,7 @@ class EngineMeter:
         )
 
     def progressed(self, telemetry: EngineTelemetry, now_s: float) -> None:
-        """Record a snapshot of the engine process; rates are over the time since the one before."""
+        """Record a snapshot of the engine process; rates are over the time since the previous snapshot."""
         seconds = max(now_s - self._counted_s, 1e-3)
         self._counted_s = now_s
         before = self.latest.telemetry
@@ -64,8 +64,8 @@ class EngineMeter:
     ) -> WorkerReport:
         """The next report of one run.
 
-        `finished`: rows since its last one. `lent`: rows by shard that other engines work on. `share`: of the engine's
-        rows that are the run's; running rows and rates are reported in this proportion.
+        `finished`: rows finished since the run's last report. `lent`: shard -> its rows that other engines work on.
+        `share`: share of the engine's rows that are the run's; running rows and rates are reported in this proportion.
         """
         unfinished = [(shard.shard_id, shard.num_unfinished) for shard in open_shards]
         latest, telemetry = self.latest, self.latest.telemetry

@@ -1,4 +1,4 @@
-"""A shard that an engine works on: its results, on their way from the supervisor's thread to that of the task."""
+"""`OpenShard`: passes the results of a shard from the supervisor's thread to the thread of the shard's task."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...engine.request import ExportedRow, Result
 
 @dataclass(frozen=True, slots=True)
 class ServedRow:
-    """One result, and how many engine processes died while they worked on the row."""
+    """The result of a row, and the number of engine processes that died while they worked on the row."""
 
     result: Result
     num_crashes: int
@@ -20,17 +20,17 @@ class ServedRow:
 class OpenShard:
     """Rows given to an engine together, and their results.
 
-    `shard_id` None: incoming rows, of another worker's shard. `rows`: begun or not, with request ids that are unique
-    among them. `run_id`: the run whose rows they are.
+    `shard_id`: None for incoming rows of another worker's shard. `rows`: rows, begun or not, with unique request ids.
+    `run_id`: id of the rows' run.
     """
 
     def __init__(self, shard_id: int | None, rows: Iterable[ExportedRow], run_id: str) -> None:
         self.shard_id = shard_id
         self.run_id = run_id
         self.rows = tuple(rows)
-        #: Unfinished rows with tokens; known when the shard has failed.
+        #: Unfinished rows with the tokens generated for them; known when the shard has failed.
         self.begun: tuple[ExportedRow, ...] = ()
-        #: No result is taken any more.
+        #: Whether results are no longer taken.
         self.is_abandoned = False
         self._num_unfinished = len(self.rows)
         self._fresh: list[ServedRow] = []
@@ -44,7 +44,7 @@ class OpenShard:
             return self._num_unfinished
 
     def deliver(self, row: ServedRow) -> bool:
-        """Add the result of one row; whether it is the last."""
+        """Add the result of one row. Returns whether it is the shard's last."""
         with self._changed:
             assert self._num_unfinished, f"shard {self.shard_id} has all its results, and one of a row more"
             self._num_unfinished -= 1
@@ -54,8 +54,8 @@ class OpenShard:
             return not self._num_unfinished
 
     def fail(self, failure: Exception, begun: Iterable[ExportedRow] = ()) -> None:
-        """End the shard: `take` raises `failure` once the finished rows are taken. `begun`: what was generated for the
-        others.
+        """End the shard: `take` raises `failure` once the finished rows are taken. `begun`: unfinished rows with the
+        tokens generated for them.
         """
         with self._changed:
             self.begun = tuple(begun)
@@ -63,9 +63,9 @@ class OpenShard:
             self._changed.notify_all()
 
     def take(self, timeout_s: float) -> list[ServedRow]:
-        """Rows finished since the last call, after at most `timeout_s` seconds, sooner when all are done.
+        """Wait for `timeout_s` seconds, or until all rows are finished, and return rows finished since the last call.
 
-        Raises what `fail` was given, when no finished row is left to take.
+        Raises the error that `fail` was given, when no finished row is left to take.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._num_unfinished or self._failure is not None, timeout_s)

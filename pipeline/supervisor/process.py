@@ -1,6 +1,6 @@
-"""One engine process as its supervisor sees it: start it, send to it, read from it, end it.
+"""`EngineProcess`: starts an engine process, sends messages to it, reads its messages and ends it.
 
-`spare.py` starts it. Closing its standard input ends it, also when this process is killed.
+`spare.py` starts the process. Closing its standard input ends it, also when this process is killed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .spare import SpareEngine, start_engine_process
 
 @dataclass(frozen=True, slots=True)
 class ProcessExited:
-    """The process is gone; `reason` is a clause about "it"."""
+    """Message that the process is gone; `reason` is a clause about "it"."""
 
     reason: str
 
@@ -48,8 +48,8 @@ class EngineProcess:
     """An engine process that may still be starting. No call waits for it.
 
     `listener` is called with every message, in a thread of the process's own, and last of all with `ProcessExited`,
-    exactly once. `Ready` is passed on once it is proven that the process has loaded what the settings name by hash.
-    `spare`: holds a process that was started before, which is used if it lives.
+    exactly once. `Ready` is passed on once it is proven that the process has loaded the model whose hash the settings
+    name. `spare`: a process that was started before, which is used if it lives.
     """
 
     def __init__(
@@ -75,19 +75,19 @@ class EngineProcess:
         self._thread.start()
 
     def send(self, message: ToEngine) -> None:
-        """Send one message, without waiting for the process to read it. A process that is gone is no error here: its
-        exit is reported on its own.
+        """Send one message, without waiting for the process to read it. Raises nothing if the process is gone: its exit
+        is reported to the listener.
         """
         if self._writer is not None:
             self._writer.send(message)
 
     def model_problem(self) -> ModelProblem | None:
-        """Why the process may not compute from what it has loaded any more. Any thread may ask."""
+        """The reason why the process must not go on with its loaded model; None without one. Any thread may ask."""
         proof = self._proof
         return None if proof is None else proof.later_problem()
 
     def stop(self) -> None:
-        """End the process now, stopped or not: its work in progress is lost, its finished rows were sent already."""
+        """Kill the process. Its work in progress is lost; its finished rows were sent already."""
         self._is_stopped.set()
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -124,7 +124,7 @@ class EngineProcess:
         return self._process
 
     def _converse(self, process: subprocess.Popen[bytes], model: Path) -> str:
-        """Exchange messages with the process to its end; how it ended."""
+        """Exchange messages with the process until it ends. Returns a clause that says how it ended."""
         assert process.stdout is not None
         assert process.stdin is not None
         self._proof = proof = self._settings.proof_of(model)
@@ -148,7 +148,7 @@ class EngineProcess:
         return f"it was killed by signal {-code}" if code < 0 else f"it ended with exit code {code}"
 
     def _prove(self, process: subprocess.Popen[bytes], ready: Ready, digest: Future[str]) -> None:
-        """Pass on that the process is ready, or end it because it has loaded something else."""
+        """Pass `Ready` on, or kill the process because it has not loaded the model that the settings name."""
         assert self._proof is not None, "a process is proven after it was started"
         try:
             problem = self._proof.problem(digest.result())
@@ -162,7 +162,7 @@ class EngineProcess:
 
 
 def _digest_of(proof: ModelProof) -> Future[str]:
-    """The proof's digest, which a thread of its own computes while the engine loads."""
+    """Future of the proof's digest, which a thread of its own computes while the engine loads."""
     found: Future[str] = Future()
 
     def compute() -> None:
@@ -178,8 +178,8 @@ def _digest_of(proof: ModelProof) -> Future[str]:
 class FrameWriter:
     """Writes to a process's standard input in the order of `send`, in a thread of its own, and closes it at the end.
 
-    A pipe takes 64 KiB; what a process has not read beyond that waits in memory, at most what was sent to it. A write
-    that blocks ends with the process. A process that is gone is no error here: its exit is reported on its own.
+    A pipe takes 64 KiB; frames beyond that wait in memory until the process reads them. A write that blocks ends with
+    the process. A process that is gone is no error: its exit is reported to the listener.
     """
 
     def __init__(self, stream: IO[bytes]) -> None:
@@ -189,7 +189,7 @@ class FrameWriter:
         self._thread.start()
 
     def send(self, message: ToEngine) -> None:
-        """The message is written after those before it. Never waits."""
+        """Have a message written after those sent before it. Never waits."""
         self._outbox.put(encode_frame(TO_ENGINE, message))
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ class FrameWriter:
         self._outbox.put(None)
 
     def join(self, timeout_s: float) -> None:
-        """Wait until the stream is closed, or the process gone."""
+        """Wait until the stream is closed or the process is gone, at most `timeout_s`."""
         self._thread.join(timeout_s)
 
     def _write(self) -> None:
@@ -205,6 +205,6 @@ class FrameWriter:
             while (frame := self._outbox.get()) is not None:
                 self._stream.write(frame)
                 self._stream.flush()
-        # What a process that is gone has not read cannot be flushed.
+        # Closing the stream of a process that is gone fails if frames are left to flush.
         with contextlib.suppress(OSError):
             self._stream.close()

@@ -1,7 +1,7 @@
-"""The queue in front of one engine process: open shards of all runs that share it, and what their rows wait for.
+"""`EngineQueue`: the queue in front of one engine process, with the open shards of all runs that share it.
 
-Pure: no thread, no process, no clock. What happens comes in by calls, frames for the process go out by `take_frames`,
-results go to the shards. `rows.py` has the rows and their states.
+Pure: no thread, no process, no clock. Events come in by calls, frames for the process go out by `take_frames`, results
+go to the shards. `rows.py` has the rows and their states.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ..messages import LocalAdapter, ShardAbandonedError
 from .open_shard import OpenShard, ServedRow
 from .rows import QueuedRow, RowState, RowTable, RunRows
 
-# Runs that share an engine have so many batches of rows in it together: one runs, and what enters next is near.
+# Batches of rows that runs which share an engine have in it together: one runs, and the rows that enter next are near.
 SHARED_BATCHES = 1.5
-# Called with the rows that the process has given up, which must leave the state EXPORTING.
+# Function of the rows that the process has given up, which must move them out of the state EXPORTING.
 _Receiver = Callable[[list[QueuedRow]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class LentRows:
-    """Rows of an open shard that have left the engine."""
+    """Rows of an open shard that have left the engine for another worker's."""
 
     shard: OpenShard
     rows: tuple[ExportedRow, ...]
@@ -42,23 +42,23 @@ class LentRows:
 class EngineQueue:
     """Runs, their open shards and rows, adapters, and exports that the process was asked for.
 
-    Rows wait in `rows.RowTable`; a row's story is in the debug log, one line for each change of its state.
+    Rows wait in `rows.RowTable`. The debug log has one line for each change of a row's state.
     """
 
     def __init__(self) -> None:
-        #: Not to be changed from outside.
+        #: The rows; callers only read it.
         self.table = RowTable()
         self._frames: list[ToEngine] = []
-        # In the order in which the process will reply.
+        # Receivers of exports, in the order in which the process will reply.
         self._exports: deque[_Receiver] = deque()
         self._adapters: dict[str, LocalAdapter] = {}
         # Adapters that the present process knows.
         self._registered: set[str] = set()
-        # By adapter, rows to announce with its next ones.
+        # Adapter -> rows to announce with its next rows.
         self._expected: dict[str, int] = {}
         self._is_ready = False
         self._failure: Exception | None = None
-        #: A report is due: a shard has all its results, or rows have come from another worker.
+        #: Whether a report is due: a shard has all its results, or rows have come from another worker.
         self.has_news = False
 
     def lent_by_shard(self, run_id: str) -> Counter[int]:
@@ -66,27 +66,25 @@ class EngineQueue:
         lent = (row.shard for row in self.table.in_state(RowState.LENT) if row.run.run_id == run_id)
         return Counter(shard.shard_id for shard in lent if shard.shard_id is not None)
 
-    # Runs
-
     def join(self, run_id: str) -> None:
-        """A run may open shards from now on."""
+        """Let a run open shards from now on."""
         assert run_id not in self.table.runs, f"run {run_id} uses this engine already"
         self.table.runs[run_id] = RunRows(run_id)
 
     def hand_back(self, run_id: str, then: Callable[[], None]) -> None:
-        """Have the process give up all rows of a run, so that nothing it has generated is lost; then call `then`."""
+        """Have the process give up all rows of a run, so that no generated tokens are lost; then call `then`."""
         run = self.table.runs.get(run_id)
         self._hand_back(run.rows() if run is not None else (), then)
 
     def leave(self, run_id: str) -> None:
-        """End a run: its open shards fail with what was generated for them, its rows leave the engine."""
+        """End a run: its open shards fail, with the tokens generated for them, and its rows leave the engine."""
         run = self.table.runs.get(run_id)
         if run is not None:
             self._fail_all(run, ShardAbandonedError("The worker stopped before the shard was done."))
             del self.table.runs[run_id]
 
     def fail(self, failure: Exception) -> None:
-        """Give the engine up: whatever is open fails, and what is opened later too."""
+        """Give the engine up: all open shards fail, and shards that are opened later too."""
         self._failure = failure
         self._end_exports()
         for run in self.table.runs.values():
@@ -96,10 +94,8 @@ class EngineQueue:
         for shard in list(run.shards):
             self._fail(shard, reason)
 
-    # Shards
-
     def open(self, shard: OpenShard, adapters: Sequence[LocalAdapter], rows_behind: int = 0) -> None:
-        """Rows of a shard wait for their turn. `rows_behind`: see `RunShard`."""
+        """Add the rows of a shard, which wait for their turn. `rows_behind`: rows to announce, as in `RunShard`."""
         if shard.run_id not in self.table.runs or self._failure is not None:
             shard.fail(self._failure or ShardAbandonedError("The worker stopped before the shard was opened."))
             return
@@ -120,7 +116,7 @@ class EngineQueue:
             run.shards.pop(shard, None)
 
     def surrender(self, shard: OpenShard) -> None:
-        """Fail a shard with `ShardAbandonedError`, once the process has given up what it has of it."""
+        """Fail a shard with `ShardAbandonedError`, once the process has given up its rows."""
 
         def then() -> None:
             if self._rows_of(shard):
@@ -138,8 +134,6 @@ class EngineQueue:
         run = self.table.runs.get(shard.run_id)
         return run.shards.get(shard, {}) if run is not None else {}
 
-    # Rows that leave before they are finished
-
     def lend(
         self,
         run_id: str,
@@ -148,9 +142,10 @@ class EngineQueue:
         lent: Future[LentRows | None],
         adapter_id: str | None = None,
     ) -> None:
-        """Ask the process for the last `num_rows` rows of an open shard that may leave: they have most of their way to
-        go. `adapter_id`: only for rows of this adapter ("": of the base model; None: any). `lent` gets them, perhaps
-        fewer, or None. `answered`, `returned` or `reclaim` must follow for each.
+        """Ask the process for the last `num_rows` rows of an open shard that may leave: they have the most tokens left
+        to generate. `adapter_id`: hash of the adapter whose rows are asked for; "" for the base model, None for any
+        rows. `lent` gets the rows, perhaps fewer, or None. `answered`, `returned` or `reclaim` must follow for each of
+        them.
         """
         run = self.table.runs.get(run_id)
         shard = next((shard for shard in run.shards if shard.shard_id == shard_id), None) if run is not None else None
@@ -169,25 +164,25 @@ class EngineQueue:
         self._export(rows[max(0, len(rows) - num_rows) :], receive)
 
     def answered(self, shard: OpenShard, served: Iterable[ServedRow]) -> None:
-        """Another engine has finished rows that were lent. Those of a shard that was closed meanwhile are dropped."""
+        """Take results of lent rows from another engine. Results of a shard that was closed meanwhile are dropped."""
         for row in served:
             known = self._rows_of(shard).get(row.result.request_id)
             if known is None:
                 continue
             if known.is_in_process:
-                # It was taken back before its helper answered after all.
+                # The row was taken back before its helper answered after all.
                 self._frames.append(AbortRows((known.row_id,)))
             self._finish(known, row.result, row.num_crashes)
 
     def returned(self, shard: OpenShard, contents: Iterable[ExportedRow]) -> None:
-        """Lent rows come back with what another engine has generated for them, and go on here."""
+        """Take lent rows back with the tokens that another engine has generated for them; they go on here."""
         generated = {content.request.request_id: content for content in contents}
         for row in self._lent(shard, generated):
             row.content = generated[row.request.request_id]
         self.reclaim(shard, generated)
 
     def reclaim(self, shard: OpenShard, request_ids: Iterable[str]) -> None:
-        """Lent rows go on here, from where they were when they left."""
+        """Take lent rows back as they were when they left; they go on here."""
         self.table.give_back(self._lent(shard, request_ids))
 
     def _lent(self, shard: OpenShard, request_ids: Iterable[str]) -> list[QueuedRow]:
@@ -203,7 +198,7 @@ class EngineQueue:
         self._export(self.table.exportable(rows), receive)
 
     def _sent(self, rows: Iterable[QueuedRow]) -> list[QueuedRow]:
-        """Those of these rows that the process can be asked for, and was not yet."""
+        """Rows among `rows` that the process can be asked for and was not asked for yet."""
         return [row for row in self.table.exportable(rows) if row.state is RowState.SENT]
 
     def _export(self, rows: Sequence[QueuedRow], receive: _Receiver) -> None:
@@ -215,12 +210,14 @@ class EngineQueue:
         self._frames.append(ExportRows(tuple(row.row_id for row in rows)))
 
     def _end_exports(self) -> None:
-        """The process will not reply any more."""
+        """End all exports without rows, since the process will not reply any more."""
         while self._exports:
             self._exports.popleft()([])
 
     def _withdraw(self, window: int) -> None:
-        """Another run has come: rows that were sent while one had the engine alone wait here again, for their turn."""
+        """Have the process give up rows beyond `window`, when another run has come: rows that were sent while one run
+        had the engine alone wait for their turn again.
+        """
         sent = self.table.in_state(RowState.SENT)
         surplus = len(sent) - window
         if surplus > 0:
@@ -228,14 +225,12 @@ class EngineQueue:
             rows = self._sent(run.rows())
             self._export(rows[max(0, len(rows) - min(surplus, num_rows)) :], self.table.give_back)
 
-    # The process
-
     def process_ready(self) -> None:
-        """The process has loaded its model."""
+        """Note that the process has loaded its model."""
         self._is_ready = True
 
     def take_frames(self, batch_rows: int) -> list[ToEngine]:
-        """What the process must do next, the rows whose turn it is among it. A run alone gives it all of its rows."""
+        """Frames to send to the process now, with the rows whose turn it is. A run alone gives it all of its rows."""
         if self._is_ready:
             window = shared_window(batch_rows) if self.table.num_active_runs > 1 else None
             if window is not None:
@@ -245,7 +240,7 @@ class EngineQueue:
         return frames
 
     def _send(self, rows: Sequence[QueuedRow]) -> None:
-        """Adapters that the process does not know, announced rows, then the rows themselves."""
+        """Add frames for adapters that the process does not know, announced rows, then the rows themselves."""
         if not rows:
             return
         needed = dict.fromkeys(row.request.adapter_id for row in rows if row.request.adapter_id is not None)
@@ -259,7 +254,7 @@ class EngineQueue:
         self._frames.append(AddRows(tuple(row.as_sent for row in rows)))
 
     def exported(self, given_up: Iterable[RowTokens]) -> None:
-        """The process has given rows up, as it was asked."""
+        """Take the rows of the oldest export, which the process has given up."""
         rows: list[QueuedRow] = []
         for tokens in given_up:
             row = self.table.find(tokens.request_id)
@@ -274,7 +269,7 @@ class EngineQueue:
         self._exports.popleft()(rows)
 
     def finished(self, results: Iterable[Result]) -> None:
-        """The process has finished rows. Those that were dropped meanwhile are none of its shards' any more."""
+        """Deliver results of the process. Results of rows that were dropped meanwhile are ignored."""
         for result in results:
             row = self.table.find(result.request_id)
             if row is not None:
@@ -289,7 +284,9 @@ class EngineQueue:
         self.has_news |= row.shard.deliver(served)
 
     def process_gone(self, reason: str, *, is_spared: bool) -> int:
-        """The process has died under its rows; `is_spared`: none of them is to blame. How many are given up for it."""
+        """Handle the death of the process. `is_spared`: none of its rows is to blame. Returns the number of rows that
+        are given up for it.
+        """
         self._is_ready = False
         self._registered.clear()
         self._end_exports()
@@ -305,7 +302,7 @@ class EngineQueue:
         return len(blamed)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the table agrees with itself, and exports with the rows that are leaving."""
+        """Raise AssertionError unless the table is consistent and exports agree with the rows that are leaving."""
         self.table.check_integrity()
         num_leaving = len(self.table.in_state(RowState.EXPORTING))
         assert self._exports or not num_leaving, f"{num_leaving} rows are leaving, no export is under way"
@@ -314,5 +311,5 @@ class EngineQueue:
 
 
 def shared_window(batch_rows: int) -> int:
-    """Rows in an engine that several runs share."""
+    """Most rows in an engine that several runs share."""
     return max(batch_rows + 1, round(SHARED_BATCHES * batch_rows))

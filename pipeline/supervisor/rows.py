@@ -1,12 +1,12 @@
-"""Rows in front of one engine process: one record with a state for each, and the choice of those that run next.
+"""`RowTable`: rows in front of one engine process, one record with a state for each, and the choice of the next rows.
 
-`TRANSITIONS` says what may happen to a row in which state. `RowTable._move` applies it and keeps the indexes; nothing
-else changes a state. Pure: no process, no thread, no clock.
+`TRANSITIONS` says which events may happen to a row in which state. `RowTable._move` applies it and keeps the indexes;
+nothing else changes a state. Pure: no process, no thread, no clock.
 
 **Turns.** Runs that share an engine get equal service, counted in tokens: the next row is one of the run that was
 served least (the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024,
-section 4). Rows in the process count as if they generated all of `max_tokens`, finished ones as what they were. A run
-that had no rows starts level with the one served least: what it did not use is not saved up.
+section 4). Rows in the process count as if they generated all of `max_tokens`, finished rows by the tokens they
+generated. A run that had no rows starts level with the run served least: unused service is not saved up.
 
 **Suspects.** A crash says little about the rows in the process: most are innocent, and are sent again. Rows that saw
 two crashes are suspects. They run in groups with nothing else in the process, and a group that crashes is halved until
@@ -35,7 +35,7 @@ _OUTPUT_WEIGHT = 2.0
 
 
 class RowState(Enum):
-    """Where a row is."""
+    """Place of a row on its way to its result."""
 
     WAITING = "waiting"  #: here, until it is the turn of its run
     SENT = "sent"  #: in the engine process
@@ -47,7 +47,7 @@ class RowState(Enum):
 
 
 class RowEvent(Enum):
-    """What happens to a row."""
+    """Event that changes the state of a row."""
 
     SEND = "send"
     EXPORT = "export"
@@ -66,7 +66,7 @@ TRANSITIONS: Mapping[RowEvent, Mapping[RowState, RowState]] = {
     RowEvent.LEND: {RowState.EXPORTING: RowState.LENT},
     RowEvent.RETURN: dict.fromkeys((*_IN_PROCESS, RowState.LENT), RowState.WAITING),
     RowEvent.SUSPECT: dict.fromkeys(_IN_PROCESS, RowState.SUSPECT),
-    # Also a row that is here again: the helper it was taken back from may still answer it.
+    # A row that is here again may finish too: the helper that it was taken back from may still answer it.
     RowEvent.FINISH: dict.fromkeys(_UNFINISHED, RowState.FINISHED),
     RowEvent.DROP: dict.fromkeys(_UNFINISHED, RowState.DROPPED),
 }
@@ -76,54 +76,67 @@ TRANSITIONS: Mapping[RowEvent, Mapping[RowState, RowState]] = {
 class QueuedRow:
     """One row of an open shard."""
 
-    row_id: str  #: its name in frames: a number, never used again
+    #: Id of the row in frames: a number that is never used again.
+    row_id: str
+    #: Run of the row.
     run: RunRows
+    #: Shard of the row.
     shard: OpenShard
-    content: ExportedRow  #: the request, and what was generated when it last left an engine
+    #: The request, and the tokens that were generated when the row last left an engine.
+    content: ExportedRow
+    #: State of the row; only `RowTable._move` changes it.
     state: RowState = RowState.WAITING
+    #: Engine processes that died while the row was in them.
     num_crashes: int = 0
+    #: Engine processes that died while the row was alone in them.
     num_crashes_alone: int = 0
-    reserved_tokens: float = 0.0  #: what it may take of the engine, while it is in the process
+    #: Service, in tokens, that the row may take while it is in the process.
+    reserved_tokens: float = 0.0
 
     @property
     def request(self) -> Request:
-        """The request as its shard knows it."""
+        """The request, with the id that it has in its shard."""
         return self.content.request
 
     @property
     def as_sent(self) -> ExportedRow:
-        """The same content under the name that the process knows."""
+        """The row's content with `row_id` as request id, for the process."""
         return replace(self.content, request=replace(self.request, request_id=self.row_id))
 
     @property
     def is_in_process(self) -> bool:
-        """Whether the engine process works on it."""
+        """Whether the engine process works on the row."""
         return self.state in _IN_PROCESS
 
     def service_tokens(self, output_tokens: int) -> float:
-        """What it costs the engine to generate so many tokens in all, as turns count it."""
+        """Service that the row takes to have `output_tokens` generated in all, in the tokens that turns count."""
         begun = len(self.content.token_ids)
         return len(self.request.prompt_token_ids) + begun + _OUTPUT_WEIGHT * (output_tokens - begun)
 
 
 @dataclass(slots=True, eq=False)
 class RunRows:
-    """The rows of one run, and the service it got."""
+    """The rows of one run, and the service that it got."""
 
+    #: Id of the run.
     run_id: str
     #: Open shards, each with its unfinished rows by request id, in the plan's order.
     shards: dict[OpenShard, dict[str, QueuedRow]] = field(default_factory=dict)
-    #: In order; rows that are finished or dropped stay until they are at the head.
+    #: Waiting rows in order. Rows that are finished or dropped stay until they are at the head.
     waiting: deque[QueuedRow] = field(default_factory=deque)
+    #: Rows in the state WAITING.
     num_waiting: int = 0
+    #: Rows without a result.
     num_unfinished: int = 0
+    #: Service that the run has got, in tokens.
     served_tokens: float = 0.0
+    #: Service, in tokens, that the run's rows in the process may take.
     reserved_tokens: float = 0.0
     #: Rows finished since `take_finished`, and their tokens, by adapter ("": base model) and class of length.
     _finished: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
 
     def rows(self) -> list[QueuedRow]:
-        """Its unfinished rows, by shard."""
+        """Unfinished rows of the run, shard by shard."""
         return [row for rows in self.shards.values() for row in rows.values()]
 
     def count_finished(self, adapter_id: str | None, output_tokens: int) -> None:
@@ -145,9 +158,9 @@ class RowTable:
         self.runs: dict[str, RunRows] = {}
         self._row_ids = map(str, count())
         self._rows: dict[str, QueuedRow] = {}
-        # The same rows by state, in the order in which they came to it.
+        # Unfinished rows by state, each in the order in which rows took the state.
         self._in_state: dict[RowState, dict[str, QueuedRow]] = {state: {} for state in _UNFINISHED}
-        # Each runs alone; rows that are finished or dropped stay until their group is at the head.
+        # Groups of suspects, each of which runs alone. Finished or dropped rows stay until their group is at the head.
         self._suspect_groups: deque[list[QueuedRow]] = deque()
         # Whether the process has a group of suspects.
         self._is_isolating = False
@@ -156,7 +169,7 @@ class RowTable:
         return len(self._rows)
 
     def find(self, row_id: str) -> QueuedRow | None:
-        """The unfinished row of this name."""
+        """The unfinished row with this id; None if there is none."""
         return self._rows.get(row_id)
 
     def in_state(self, state: RowState) -> Collection[QueuedRow]:
@@ -170,27 +183,25 @@ class RowTable:
 
     @property
     def num_in_process(self) -> int:
-        """How many these are."""
+        """Number of rows that the engine process works on."""
         return sum(len(self._in_state[state]) for state in _IN_PROCESS)
 
     @property
     def num_active_runs(self) -> int:
-        """Runs with unfinished rows."""
+        """Number of runs with unfinished rows."""
         return sum(run.num_unfinished > 0 for run in self.runs.values())
 
     @property
     def is_searching(self) -> bool:
-        """Whether suspects are in the process, with nothing else: its death would leave fewer of them."""
+        """Whether suspects are alone in the process, whose death would leave fewer of them."""
         return self._is_isolating and self.num_in_process > 0
 
     def in_process_by_run(self) -> Counter[str]:
-        """Rows in the process, by run."""
+        """Run id -> number of its rows in the process."""
         return Counter(row.run.run_id for row in self.in_process)
 
-    # Rows come and go
-
     def add(self, shard: OpenShard) -> None:
-        """Rows of a shard wait behind the others of their run."""
+        """Add the rows of a shard, which wait behind other rows of their run."""
         run = self.runs[shard.run_id]
         if shard.rows and not run.num_unfinished:
             least = min((r.served_tokens for r in self.runs.values() if r.num_unfinished), default=0.0)
@@ -206,44 +217,40 @@ class RowTable:
         run.num_unfinished += len(rows)
 
     def finish(self, row: QueuedRow, output_tokens: int) -> None:
-        """A row has its result, of so many tokens in all."""
+        """Finish a row whose result has `output_tokens` tokens in all."""
         if row.is_in_process and output_tokens:
             row.run.served_tokens += row.service_tokens(output_tokens)
         self._move(row, RowEvent.FINISH)
 
     def drop(self, rows: Iterable[QueuedRow]) -> list[str]:
-        """Forget rows; the names of those that the process must abort."""
+        """Forget rows. Returns the ids of those that the process must abort."""
         dropped = list(rows)
         to_abort = [row.row_id for row in dropped if row.is_in_process]
         for row in dropped:
             self._move(row, RowEvent.DROP)
         return to_abort
 
-    # Rows leave the process unfinished
-
     def exportable(self, rows: Iterable[QueuedRow]) -> list[QueuedRow]:
-        """Those of these rows that are in the process and above suspicion."""
+        """Rows among `rows` that are in the process and have seen no crash."""
         return [] if self._is_isolating else [row for row in rows if row.is_in_process and not row.num_crashes]
 
     def export(self, rows: Iterable[QueuedRow]) -> None:
-        """The process is asked to give rows up."""
+        """Note that the process was asked to give rows up."""
         for row in rows:
             self._move(row, RowEvent.EXPORT)
 
     def lend(self, rows: Iterable[QueuedRow]) -> None:
-        """Rows that the process has given up go to another engine."""
+        """Note that rows which the process has given up go to another engine."""
         for row in rows:
             self._move(row, RowEvent.LEND)
 
     def give_back(self, rows: Sequence[QueuedRow]) -> None:
-        """Rows wait here again, before the others of their run."""
+        """Have rows wait here again, before other rows of their run."""
         for row in reversed(rows):
             self._move(row, RowEvent.RETURN)
 
-    # Rows enter the process
-
     def take(self, window: int | None = None) -> list[QueuedRow]:
-        """Rows to send now; they are in the process from here on. `window`: as many as it may have."""
+        """Rows to send now, which count as in the process from now on. `window`: most rows in it; None for no limit."""
         if self.is_searching:
             return []
         group = self._next_suspects()
@@ -256,7 +263,7 @@ class RowTable:
         return [] if group else self._take_turns(window)
 
     def _next_suspects(self) -> list[QueuedRow]:
-        """The unfinished rows of the first group that has some; it is left at the head."""
+        """Unfinished rows of the first group that has some. The group stays at the head."""
         while self._suspect_groups:
             group = [row for row in self._suspect_groups[0] if row.state is RowState.SUSPECT]
             if group:
@@ -277,10 +284,8 @@ class RowTable:
             taken.append(row)
         return taken
 
-    # The process dies
-
     def interrupted(self) -> None:
-        """The process is gone and no row is to blame: its rows wait again, suspects in their group."""
+        """Handle the end of a process for which no row is to blame: its rows wait again, suspects in their group."""
         rows = self.in_process
         if self._is_isolating:
             self._is_isolating = False
@@ -289,7 +294,9 @@ class RowTable:
             self.give_back(rows)
 
     def crashed(self) -> list[QueuedRow]:
-        """The process died: its rows wait again, suspects in groups. Returns the rows given up, which are finished."""
+        """Handle a crash of the process: its rows wait again, suspects in groups. Returns rows that are given up; they
+        are finished.
+        """
         rows = self.in_process
         for row in rows:
             row.num_crashes += 1
@@ -297,14 +304,16 @@ class RowTable:
             self._is_isolating = False
             return self._halve(rows)
         suspects = [row for row in rows if row.num_crashes >= CRASHES_TO_SUSPECT]
-        # They go first: they are nearer to their shard's end.
+        # Rows that are no suspects go first: they are nearer to their shard's end.
         self.give_back([row for row in rows if row.num_crashes < CRASHES_TO_SUSPECT])
         if suspects:
             self._suspect_groups.append(self._suspected(suspects))
         return []
 
     def _halve(self, group: list[QueuedRow]) -> list[QueuedRow]:
-        """A group of suspects has died: two groups of half the size, or one row that died alone."""
+        """Halve a group of suspects that has crashed the process, or count the crash against a row that was alone.
+        Returns rows that are given up.
+        """
         if len(group) > 1:
             middle = len(group) // 2
             self._suspect_groups.extendleft([self._suspected(group[middle:]), self._suspected(group[:middle])])
@@ -322,10 +331,8 @@ class RowTable:
             self._move(row, RowEvent.SUSPECT)
         return rows
 
-    # States
-
     def _move(self, row: QueuedRow, event: RowEvent) -> None:
-        """Change a row's state as `TRANSITIONS` has it, and the indexes with it."""
+        """Change a row's state by `TRANSITIONS`, and the indexes with it."""
         before, after = row.state, TRANSITIONS[event].get(row.state)
         request_id, run = row.request.request_id, row.run
         assert after is not None, f"row {request_id} of run {run.run_id}: {event.value} while {before.value}"

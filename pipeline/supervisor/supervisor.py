@@ -1,7 +1,7 @@
 """Keeps one engine process alive, with the queue in front of it. No Dask: `worker/plugin.py` puts it on a worker.
 
-All state belongs to the supervisor's thread. Messages of the engine process and calls of the runs reach it through its
-inbox, so that no caller waits for it.
+All state belongs to the supervisor's thread. Messages of the engine process and calls of the runs reach the thread
+through its inbox, so that no caller waits for it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ _P = ParamSpec("_P")
 
 
 class EngineSupervisor:
-    """One engine process, restarted when it dies, and the runs that share it.
+    """Keeps one engine process, which is restarted when it dies, for the runs that share it.
 
-    `find_model` returns the local model folder (it may download). `folder`: of the engine's own files. `spare`: see
-    `EngineProcess`; for the first process only.
+    `find_model` returns the local model folder (it may download). `folder`: folder of the engine's own files. `spare`:
+    a process that was started before, used as the first process if it lives.
+
+    Public methods may be called from any thread. All private methods but `_receive` run in the supervisor's thread.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class EngineSupervisor:
         self._reporters: dict[str, Reporter] = {}
         self._policy = RestartPolicy()
         self._meter = EngineMeter(worker, settings.config.batch_rows, time.monotonic())
-        # Why the present process ends, if it said so or the supervisor ends it.
+        # Why the present process ends, if it has said so or the supervisor ends it; else None.
         self._fatal: Fatal | None = None
         self._has_finished_rows = False
         self._is_closed = False
@@ -71,10 +73,8 @@ class EngineSupervisor:
         self._thread = threading.Thread(target=self._run, name="engine supervisor", daemon=True)
         self._thread.start()
 
-    # Called from other threads
-
     def join(self, run_id: str, send_report: Reporter) -> EngineHandle:
-        """A run may use the engine from now on; `send_report` is called about once a second until it leaves."""
+        """Let a run use the engine from now on. `send_report` is called about once a second until the run leaves."""
         self._inbox.put(partial(self._join, run_id, send_report))
         return EngineHandle(
             run_id,
@@ -84,8 +84,8 @@ class EngineSupervisor:
         )
 
     def leave(self, run_id: str, timeout_s: float) -> None:
-        """Fail what a run has open with `ShardAbandonedError`, once the process has given up what it has generated for
-        it; others go on. Waits until that is done, and for the process no longer than `timeout_s`.
+        """Fail the open shards of a run with `ShardAbandonedError`, once the process has given up the tokens generated
+        for them; other runs go on. Waits until the shards have failed, and for the process at most `timeout_s`.
         """
         done = threading.Event()
         leave = partial(self._leave, run_id, done)
@@ -95,7 +95,7 @@ class EngineSupervisor:
             done.wait(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Fail what is open with `ShardAbandonedError` and end the process; wait for both."""
+        """Fail all open shards with `ShardAbandonedError` and end the process. Waits for each at most `timeout_s`."""
         self._inbox.put(self._close)
         self._thread.join(timeout_s)
         self._process.join(timeout_s)
@@ -108,14 +108,12 @@ class EngineSupervisor:
     def _receive(self, process: EngineProcess, message: FromEngine | ProcessExited) -> None:
         self._inbox.put(partial(self._handle, process, message))
 
-    # Everything below runs in the supervisor's own thread
-
     def _run(self) -> None:
         try:
             while not self._is_closed:
                 self._turn()
         except Exception as error:
-            # A defect of ours must not leave tasks waiting for ever.
+            # A defect of the supervisor must not leave tasks waiting for ever.
             logger.exception("the engine supervisor failed")
             self._process.stop()
             self._give_up(f"{type(error).__name__} in the engine supervisor: {error}")
@@ -211,7 +209,9 @@ class EngineSupervisor:
         self._report_at_s = 0.0
 
     def _shrink(self, fatal: Fatal) -> bool:
-        """After a death of memory the next process gets half the batch: then no row is to blame for this one."""
+        """Halve the batch of the next process if this one died for lack of memory. Returns whether it is halved: then
+        no row is to blame for the death.
+        """
         kills_before, self._kernel_kills = self._kernel_kills, kernel_kills()
         by_kernel = self._kernel_kills > kills_before and "signal 9" in fatal.error
         smaller = self._settings.halved() if by_kernel or fatal.is_out_of_memory else None
@@ -251,17 +251,17 @@ class EngineSupervisor:
         in_process = self._queue.table.in_process_by_run()
         for run_id, send_report in self._reporters.items():
             run = self._queue.table.runs[run_id]
-            # A run that is alone has the engine to itself, also between two rows.
+            # A run that is alone has the whole engine, also between two rows.
             share = in_process[run_id] / max(1, in_process.total()) if len(self._reporters) > 1 else 1.0
             lent = self._queue.lent_by_shard(run_id)
             send_report(self._meter.report(run.shards, run.take_finished(), lent, share))
 
 
 class EngineHandle:
-    """The engine as one run uses it, from any thread. Made by `EngineSupervisor.join`.
+    """One run's access to an engine, from any thread. `EngineSupervisor.join` makes it.
 
-    `folder`: removed with the engine; for files that its rows refer to. `submit`: has the supervisor's thread call
-    a function of the queue. `model_problem`: of the engine process that runs.
+    `folder`: folder for files that rows refer to, removed with the engine. `submit`: has the supervisor's thread call a
+    function of the queue. `model_problem`: returns the `EngineProcess.model_problem` of the engine's present process.
     """
 
     def __init__(
@@ -277,8 +277,8 @@ class EngineHandle:
         self._model_problem = model_problem
 
     def check_model(self) -> None:
-        """Raise `EngineFailedError` when the base model's files were written to since the engine has loaded them: what
-        it has answered since may be of other weights.
+        """Raise `EngineFailedError` when the base model's files were written to since the engine has loaded them: later
+        answers may be those of other weights.
         """
         problem = self._model_problem()
         if problem is not None:
@@ -286,7 +286,7 @@ class EngineHandle:
 
     @property
     def log_path(self) -> Path:
-        """What the engine process prints."""
+        """Path of the file with the engine process's output."""
         return engine_log(self.folder)
 
     def open(
@@ -296,15 +296,15 @@ class EngineHandle:
         adapters: Iterable[LocalAdapter],
         rows_behind: int = 0,
     ) -> OpenShard:
-        """Give rows to the engine, begun or not; results arrive at the returned shard. See `OpenShard` for the rows,
-        `RunShard` for `rows_behind`.
+        """Give rows to the engine, begun or not, with unique request ids; results arrive at the returned shard.
+        `shard_id`: None for incoming rows of another worker's shard. `rows_behind`: rows to announce, as in `RunShard`.
         """
         shard = OpenShard(shard_id, rows, self.run_id)
         self.submit(EngineQueue.open, shard, tuple(adapters), rows_behind)
         return shard
 
     def lend(self, shard_id: int, num_rows: int, adapter_id: str | None = None) -> Future[LentRows | None]:
-        """Take rows of an open shard out of the engine; see `EngineQueue.lend`."""
+        """Take rows of an open shard out of the engine (`EngineQueue.lend`)."""
         lent: Future[LentRows | None] = Future()
         self.submit(EngineQueue.lend, self.run_id, shard_id, num_rows, lent, adapter_id)
         return lent
