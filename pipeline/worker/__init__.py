@@ -1,1 +1,1 @@
-"""What runs on a Dask worker: the plugin, the shard task, the adapter cache, the peer service."""
+"""Parts that run on a Dask worker: the plugin, the shard task, the adapter cache, the peer service."""

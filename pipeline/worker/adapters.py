@@ -1,8 +1,8 @@
 """`AdapterCache`: the adapters of one run on one worker, as local folders by content hash.
 
-An adapter that is a local folder stays where it is. One in storage is read there by the first worker that needs it; the
-others get it from that worker (LoRAServe's distributed pool, section 4), and from storage if it does not reply.
-Whether a folder's content is what its hash says is checked by the engine, on the bytes that it loads.
+A local folder is used in place. An adapter in storage is read by the first worker that needs it; other workers get it
+from that worker (LoRAServe's distributed pool, section 4), and from storage if it does not reply. The engine checks the
+content hash, on the bytes that it loads.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from ..messages import LocalAdapter
 from ..migration.peers import FetchAdapter, PeerLostError, Peers
 
 logger = logging.getLogger(__name__)
-# Shorter than the wait for a hung worker: storage always has the adapter too.
+# Limit in seconds for a worker's reply. It is shorter than the wait for a hung worker, since storage has the adapter
+# too.
 _PEER_TIMEOUT_S = 10.0
 
 
 class AdapterCache:
-    """Fetches each adapter once, however many shards and workers ask for it. Used from the worker's event loop only.
+    """Fetches each adapter once for all shards and workers that ask for it. Used from the worker's event loop only.
 
-    `read_adapters` may read from storage; it is called until it succeeds once. Copies from other workers go below
-    `folder`, whose owner removes it.
+    `read_adapters`: returns the job's adapters; it may read from storage, and is called until it succeeds once.
+    `folder`: holds copies from other workers; its owner removes it.
     """
 
     def __init__(
@@ -44,11 +45,11 @@ class AdapterCache:
         self._served = cache(lambda: {each.sha256: each for each in read_adapters() if not each.is_refused})
         self._storage_options = storage_options
         self._folder = folder
-        #: By content hash: fetches that run or have succeeded.
+        # Content hash -> fetch that runs or has succeeded.
         self._fetches: dict[str, asyncio.Task[LocalAdapter]] = {}
 
     async def get(self, adapter_ids: Iterable[str], peers: Mapping[str, str]) -> list[LocalAdapter]:
-        """The adapters in local folders. `peers`: by content hash, a worker that has the adapter.
+        """The adapters in local folders. `peers`: content hash -> address of a worker that has the adapter.
 
         Raises `StorageError`, and KeyError for a content hash that is not the job's.
         """
@@ -60,7 +61,7 @@ class AdapterCache:
         return await asyncio.to_thread(_read_files, adapter.folder)
 
     async def _get(self, adapter_id: str, peer: str | None) -> LocalAdapter:
-        """Waits for the fetch that runs; if it fails, fetches again, since this caller may know another worker."""
+        """Wait for the fetch that runs. If it fails, fetch again, since this caller may know another worker."""
         while adapter_id in self._fetches:
             fetch = self._fetches[adapter_id]
             try:
@@ -75,7 +76,7 @@ class AdapterCache:
             raise
 
     def _forget(self, adapter_id: str, fetch: asyncio.Task[LocalAdapter]) -> None:
-        """Drop a fetch that has failed, unless another one has taken its place."""
+        """Drop a fetch that has failed, unless another fetch has taken its place."""
         if self._fetches.get(adapter_id) is fetch:
             del self._fetches[adapter_id]
 
@@ -88,7 +89,7 @@ class AdapterCache:
         return LocalAdapter(adapter_id, name, folder)
 
     async def _copy_from(self, peer: str, adapter_id: str) -> Path | None:
-        """A copy of the adapter of another worker; None when that does not work out."""
+        """Folder with a copy of the adapter from another worker; None when the worker does not give it."""
         try:
             found = await self._peers.ask(peer, FetchAdapter(adapter_id), timeout_s=_PEER_TIMEOUT_S)
             return await asyncio.to_thread(_write_files, found.files, self._folder)
@@ -102,7 +103,7 @@ def _read_files(folder: Path) -> dict[str, bytes]:
 
 
 def _write_files(files: Mapping[str, bytes], folder: Path) -> Path:
-    """A new folder below `folder` with these files. Raises ValueError for names that are no plain file names."""
+    """Write files to a new folder below `folder`. Raises ValueError for names that are no plain file names."""
     for name in files:
         if Path(name).name != name or name in ("", ".", ".."):
             raise ValueError(f"{name!r} is no file name")

@@ -1,4 +1,4 @@
-"""`PeerService`: replies to the other workers of a run about rows that this one lends or works on, and adapters."""
+"""`PeerService`: replies to requests of a run's coordinator and other workers, about lent rows and adapters."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PeerService:
 
     async def _receive(self, request: ReceiveRows) -> None:
         named = (row.request.adapter_id for row in request.rows)
-        # The owner has them at hand.
+        # The owner of the rows has their adapters.
         owner = request.owner
         peers = {adapter_id: owner for adapter_id in named if adapter_id is not None}
         adapters = await self._adapters.get(peers, peers)

@@ -1,8 +1,8 @@
 """`RunPlugin`: the worker plugin by which a run uses a worker's engine, and `WorkerEngines`, which runs share.
 
-Dask sets the plugin up on every worker, also on those that join or restart later. `setup` starts the engine process, or
-joins the one of another run with equal settings, and returns at once: loading weights takes longer than a worker may be
-silent. Reports say when the engine is ready.
+Dask sets the plugin up on every worker, including workers that join or restart later. `setup` starts the engine
+process, or joins that of another run with equal settings, and returns at once: loading weights takes longer than a
+worker may be silent. Reports say when the engine is ready.
 """
 
 from __future__ import annotations
@@ -55,13 +55,14 @@ from .spare import SPARE_EXTENSION
 
 logger = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 4.0
-# A helper's step, and the time between two requests. Rows that are not back by then go on from where they were lent.
+# Seconds that lent rows may take to come back: a helper's step, and the time between two requests. Rows that are later
+# go on from where they were lent.
 _RECALL_TIMEOUT_S = 2.0
-# Owners ask for their rows several times a second.
+# Seconds in which owners may fetch incoming rows; they ask for them several times a second.
 _RETURN_TIMEOUT_S = 1.0
-# How often a thread that waits for the event loop looks whether it still runs.
+# Seconds between two looks of a thread that waits for the event loop whether the loop still runs.
 _LOOP_CHECK_S = 1.0
-# How often a worker without work asks whether its run goes on.
+# Seconds between two requests of a worker without work whether its run goes on.
 RUN_CHECK_S = 20.0
 
 
@@ -73,7 +74,7 @@ def plugin_name(run_id: str) -> str:
 class RunPlugin(WorkerPlugin):
     """One run of a job on one worker."""
 
-    # Registering it again, as a client does that reconnects, must not tear the running engine down.
+    # A client that reconnects registers the plugin again, which must not tear the running engine down.
     idempotent = True
 
     def __init__(self, run_id: str, settings: EngineSettings, store: JobStore) -> None:
@@ -86,7 +87,7 @@ class RunPlugin(WorkerPlugin):
         return sent_to_workers(type(self), self.__dict__)
 
     def setup(self, worker: Worker) -> None:
-        """Join the engine, starting it if need be; called by Dask on the worker."""
+        """Join the engine, which is started unless it runs. Dask calls this on the worker."""
         self._begin(worker)
         self._engines = engines_of(worker)
         settings = self._settings.with_threads(worker.state.nthreads)
@@ -105,7 +106,7 @@ class RunPlugin(WorkerPlugin):
         leave_on_sigterm(worker)
 
     def _begin(self, worker: Worker) -> None:
-        """Be on a worker, without an engine yet."""
+        """Set the attributes of a plugin on a worker that has no engine yet."""
         self._worker = worker
         self.address: str = worker.address
         self._record: JobRecord | None = None
@@ -114,8 +115,8 @@ class RunPlugin(WorkerPlugin):
         self._claims: dict[int, Future[ShardOutcome]] = {}
 
     async def teardown(self, worker: Worker) -> None:
-        """Leave the engine; open shards are abandoned, and their tasks get the time to keep finished and begun rows.
-        Outgoing rows are fetched before, incoming rows go back to their owners.
+        """Leave the engine. Open shards are abandoned, and their tasks get the time to keep finished and begun rows.
+        Outgoing rows are fetched first, incoming rows go back to their owners.
         """
         if self._watch is not asyncio.current_task():
             self._watch.cancel()
@@ -126,12 +127,12 @@ class RunPlugin(WorkerPlugin):
         await asyncio.to_thread(self._close, folder)
 
     async def _leave_after_the_run(self) -> None:
-        """Remove the plugin once its run is over and nobody has said so: the scheduler could not reach this worker
-        then, or the worker was just joining. Its engine would keep its memory for as long as the worker lives.
+        """Remove the plugin once its run is over, if the scheduler has not done so: it could not reach this worker at
+        that time, or the worker was just joining. The engine would keep its memory for as long as the worker lives.
         """
         while self.name in self._worker.plugins:
             await asyncio.sleep(RUN_CHECK_S)
-            # Who has lost the scheduler for good ends anyway.
+            # A worker that has lost the scheduler for good ends anyway.
             with contextlib.suppress(Exception):
                 if not self._claims and not await self._is_registered():
                     logger.warning("run %s is over: its engine on this worker ends", self._run_id)
@@ -141,7 +142,7 @@ class RunPlugin(WorkerPlugin):
         answer = await self._worker.scheduler.run_function(
             function=dumps(_has_plugin), args=dumps(()), kwargs=dumps({"name": self.name})
         )
-        # anything else says nothing about the run
+        # any other result says nothing about the run
         return answer.get("result") is not False
 
     def _close(self, folder: TemporaryDirectory[str] | None) -> None:
@@ -153,7 +154,7 @@ class RunPlugin(WorkerPlugin):
         if shards is not None:
             shards.close()
         if self._worker.status not in (Status.running, Status.paused):
-            # Only now: the worker that opens its shards next must find what was kept.
+            # Reported last: the worker that opens the shards next must find the rows that were kept.
             self._send(WorkerReport(self.address, "left", self._settings.config.batch_rows))
         self._shipper.close(_CLOSE_TIMEOUT_S)
         self._waits.close()
@@ -161,20 +162,20 @@ class RunPlugin(WorkerPlugin):
             folder.cleanup()
 
     def check_output(self) -> None:
-        """Raise `OutputConflictError` when the output is another job's by now, or this job's with other adapters: what
-        this run answers is not for it.
+        """Raise `OutputConflictError` when the output is another job's by now, or this job's with other adapters, so
+        that this run's answers do not belong into it.
         """
         self.store.check_current(self.record())
 
     def record(self) -> JobRecord:
-        """The frozen job, read once."""
+        """The record of the frozen job, read once."""
         with self._lock:
             if self._record is None:
                 self._record = self.store.read_record()
             return self._record
 
     def shards(self) -> ShardReader:
-        """The prepared rows of the job."""
+        """The reader of the job's prepared rows, opened once."""
         record = self.record()
         with self._lock:
             if self._shards is None:
@@ -182,14 +183,15 @@ class RunPlugin(WorkerPlugin):
             return self._shards
 
     def spelling(self) -> Spell:
-        """The bytes of tokens in the output of the run."""
+        """The function that gives the bytes of tokens in the run's output."""
         return spelling(self.record(), self._settings.model_url, self._settings.storage_options)
 
     @contextlib.contextmanager
     def claimed(self, shard_id: int) -> Iterator[tuple[Future[ShardOutcome], bool]]:
-        """The outcome of a shard, and whether the caller must produce it: a shard is worked on once per worker.
+        """The future outcome of a shard, and whether the caller must produce it: a worker works on a shard once.
 
-        The caller that must produce it sets the result; an exception that leaves its block is set instead.
+        The caller that must produce the outcome sets the future's result; an exception that leaves its block is set
+        instead.
         """
         with self._lock:
             is_ours = shard_id not in self._claims
@@ -206,7 +208,7 @@ class RunPlugin(WorkerPlugin):
                     del self._claims[shard_id]
 
     def adapters(self, adapter_ids: Collection[str], sources: Mapping[str, str]) -> list[LocalAdapter]:
-        """Adapters in local folders. `sources`: by name, a worker that has the adapter.
+        """Adapters in local folders. `sources`: name of an adapter -> address of a worker that has it.
 
         Blocks, so it must not be called from the event loop. Raises `StorageError`, and `ShardAbandonedError` when the
         event loop ends first.
@@ -226,7 +228,7 @@ class RunPlugin(WorkerPlugin):
         return local_folder(self._settings.model_url, self._settings.storage_options)
 
     def _send(self, report: WorkerReport) -> None:
-        """Publish a report; called by the supervisor's thread, while Dask's streams belong to the event loop's."""
+        """Publish a report from the supervisor's thread, by way of the event loop, whose thread owns Dask's streams."""
         revive_pools(self._worker)
         with self._lock:
             report = replace(report, begun_shards=tuple(self._claims))
@@ -235,7 +237,7 @@ class RunPlugin(WorkerPlugin):
             self._worker.loop.add_callback(REPORTS.publish, self._worker, self._run_id, report)
 
     def _say_wait(self, text: str) -> None:
-        """Publish what storage is waited for; called by a thread of its own."""
+        """Publish a sentence about the storage that this worker waits for; called by a thread of its own."""
         with contextlib.suppress(RuntimeError):
             wait = StorageWait(self.address, text)
             self._worker.loop.add_callback(WAITS.publish, self._worker, self._run_id, wait)
@@ -258,7 +260,7 @@ _EXTENSION = "lorabatch-engines"
 
 @dataclass(slots=True)
 class _Engine:
-    """An engine that runs, the folder of its files, and who uses it."""
+    """An engine that runs, the folder of its files, and the ids of the runs that use it."""
 
     supervisor: EngineSupervisor
     folder: TemporaryDirectory[str]
@@ -268,8 +270,8 @@ class _Engine:
 class WorkerEngines:
     """Starts an engine for the first run that needs it and ends it with the last. Any thread may call.
 
-    `folder`: which Dask clears of what killed workers leave behind. `address`: of the worker. `spare`: for the first
-    engine.
+    `folder`: the worker's folder, from which Dask removes files that killed workers leave behind. `address`: address of
+    the worker. `spare`: process for the first engine.
     """
 
     def __init__(self, folder: str, address: str, spare: SpareEngine | None = None) -> None:
@@ -283,7 +285,9 @@ class WorkerEngines:
     def join(
         self, run: str, settings: EngineSettings, find_model: Callable[[], Path], send_report: Reporter
     ) -> EngineHandle:
-        """A share of the engine that these settings ask for. An engine that was given up is no use to new runs."""
+        """Let a run use the engine with these settings, which is started unless it runs. An engine that was given up is
+        replaced by a new one.
+        """
         with self._lock:
             engine = self._engines.get(settings.identity)
             if engine is None or engine.supervisor.has_failed:
@@ -300,8 +304,8 @@ class WorkerEngines:
         return _Engine(supervisor, folder)
 
     def leave(self, run: str, timeout_s: float) -> TemporaryDirectory[str] | None:
-        """End a run: its open shards fail with `ShardAbandonedError`, those of other runs go on. With the last run the
-        engine ends; its folder is returned then, to be removed when its log has been read.
+        """End a run: its open shards fail with `ShardAbandonedError`, shards of other runs go on. With the last run the
+        engine ends, and its folder is returned, to be removed when its log has been read; None otherwise.
         """
         with self._lock:
             engine = self._engine_of.pop(run)
@@ -317,7 +321,7 @@ class WorkerEngines:
 
 
 def engines_of(worker: Worker) -> WorkerEngines:
-    """The engines of a worker."""
+    """The engines of a worker, made on the first call."""
     found = worker.extensions.get(_EXTENSION)
     if found is None:
         spare = worker.extensions.get(SPARE_EXTENSION)

@@ -20,10 +20,10 @@ _ANSWER_LIMIT_S = 10.0
 
 
 def register_plugin(client: Client, job_id: str, settings: EngineSettings, store: JobStore) -> str:
-    """Start an engine on every worker, also on those that join later. Returns the id of this run of the job.
+    """Start an engine on every worker, including workers that join later. Returns the id of this run of the job.
 
     Plugins of an earlier run of this job, whose coordinator is gone, are removed first: they have the job's record of
-    that time.
+    the earlier run.
     """
     for name in client.run_on_scheduler(_plugins_of_job, job_id=job_id):
         _take_down(client, name)
@@ -33,8 +33,8 @@ def register_plugin(client: Client, job_id: str, settings: EngineSettings, store
         if not _answered(lambda: client.register_plugin(plugin)):
             logger.warning("some workers did not start their engines within %.0f s", _ANSWER_LIMIT_S)
     except CommClosedError:
-        # Dask closes the connection when a worker is lost during the request. All others have had it, and later ones
-        # will; if the scheduler itself is lost, the next request fails.
+        # Dask closes the connection when a worker is lost during the request. All other workers have had the request,
+        # and later ones will; if the scheduler itself is lost, the next request fails.
         if client.status != "running":
             raise
         logger.warning("a worker was lost while it was asked to start its engine")
@@ -42,7 +42,7 @@ def register_plugin(client: Client, job_id: str, settings: EngineSettings, store
 
 
 def unregister_plugin(client: Client, run_id: str) -> None:
-    """End a run's engines on every worker; what they have finished is in `wip` afterwards."""
+    """End a run's engines on every worker; their finished rows are in `wip` afterwards."""
     _take_down(client, plugin_name(run_id))
 
 
@@ -62,7 +62,8 @@ def _take_down(client: Client, name: str) -> None:
 
 
 def _answered(ask: Callable[[], object]) -> bool:
-    """Ask all workers for something; whether all have answered. One that hangs must not keep the others waiting.
+    """Call `ask`, which asks all workers for something. Returns whether it was done within `_ANSWER_LIMIT_S`: a worker
+    that hangs must not hold up the caller.
 
     Raises what `ask` raises in time.
     """

@@ -1,8 +1,8 @@
 """`run_shard`: the Dask task that turns one shard into one part.
 
-It leaves the worker's thread pool at once and waits for the engine; any number of shards may be open on a worker.
+The task leaves the worker's thread pool at once and waits for the engine; any number of shards may be open on a worker.
 Answers and begun rows that earlier attempts have left in the output are reused (`read_kept`). Finished rows are
-journalled about once a second, begun ones when the worker has to leave. The part is written in one piece at the end.
+journalled about once a second, begun rows when the worker has to leave. The part is written in one piece at the end.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from ..supervisor.queue import EngineQueue
 from .plugin import RunPlugin, find_plugin
 
 FLUSH_INTERVAL_S = 1.0
-# A worker was stopped, or storage hung, when it has not turned to its shard for so long: the output may be another
-# job's by now.
+# Seconds between two turns of a shard's loop after which the output is checked again: the worker was stopped, or
+# storage hung, and the output may be another job's by now.
 _PAUSE_S = 10.0
 
 
 def run_shard(run_id: str, command: RunShard) -> ShardOutcome:
-    """Run one shard of a run here and commit it; join the attempt that this worker has open already, if there is one.
+    """Run one shard of a run here and commit it, or wait for the attempt that this worker has open already.
 
     Raises `ShardAbandonedError` when the worker stops first (finished and begun rows stay in `wip`),
     `EngineFailedError` when the engine cannot be kept alive, `StorageError` when storage fails, `OutputConflictError`
@@ -69,7 +69,8 @@ def _answer_and_commit(plugin: RunPlugin, command: RunShard, run_id: str) -> Sha
     part = part_bytes(rows, answers, record, run_id, len(kept.earlier), plugin.spelling())
     plugin.check_output()
     while not plugin.store.commit_part(command.shard_id, part) and read_done(plugin.store, record, rows) is None:
-        # A worker of a former run, whose adapters were others, was faster; unless that is what this one is.
+        # A worker of an earlier run with other adapters was faster; or this worker's run is the earlier one, for which
+        # the check raises.
         plugin.check_output()
         plugin.store.remove_part(command.shard_id)
     fresh = {request_id: answer for request_id, answer in answers.items() if request_id not in reused}
@@ -79,13 +80,13 @@ def _answer_and_commit(plugin: RunPlugin, command: RunShard, run_id: str) -> Sha
 def _answer(
     plugin: RunPlugin, rows: ShardRows, asked: list[Request], kept: KeptRows, command: RunShard, run_id: str
 ) -> None:
-    """Have the engine answer the rows that are asked; `kept.answers` gains them."""
+    """Have the engine answer the requests `asked`, and add the answers to `kept.answers`."""
     adapter_ids = frozenset(r.adapter_id for r in asked if r.adapter_id is not None)
     requests = {request.request_id: request for request in asked}
     fingerprints = rows.fingerprint_of()
     journal = f"{_journals_of(run_id)}{command.attempt}-{uuid4().hex[:8]}"
     begun = [kept.begun.get(request.request_id, ExportedRow(request)) for request in asked]
-    # "" is storage, which needs no mention.
+    # "" is storage, from which adapters are read by default.
     sources = {adapter: replica for adapter, replica in command.adapter_sources if replica}
     adapters = plugin.adapters(adapter_ids, sources)
     shard = plugin.engine.open(command.shard_id, begun, adapters, command.rows_behind)
@@ -108,7 +109,7 @@ def _answer(
 
 
 def _keep_begun(plugin: RunPlugin, shard: OpenShard, fingerprints: Mapping[str, bytes], journal: str) -> None:
-    """Journal begun rows: the next attempt at the shard goes on with them from where they are."""
+    """Journal begun rows with their tokens, from which the next attempt at the shard goes on."""
     begun = [
         BegunRow(
             fingerprints[row.request.request_id],
@@ -134,7 +135,7 @@ def _row_answer(
 
 
 def work_of(answers: Mapping[str, RowAnswer], begun: Mapping[str, ExportedRow]) -> JobWork:
-    """What engines did for these rows. `begun`: rows that had tokens before. Both by request id."""
+    """Work that engines did for these answers. `begun`: rows that had tokens before. Both by request id."""
     done = [(answer, begun.get(request_id)) for request_id, answer in answers.items() if answer.error is None]
     adapters = sorted({answer.adapter_sha256 or "" for answer, _ in done})
     slot = [adapters.index(answer.adapter_sha256 or "") for answer, _ in done]
@@ -168,25 +169,27 @@ def _outcome(
 
 @dataclass(frozen=True, slots=True)
 class KeptRows:
-    """By request id. `begun`: rows without an answer, and what was generated for them. `earlier`: rows with an answer
-    of an earlier run.
-    """
+    """The rows of a shard that earlier attempts have finished or begun, by request id."""
 
+    #: Answers.
     answers: dict[str, RowAnswer] = field(default_factory=dict)
+    #: Rows with the tokens that were generated for them.
     begun: dict[str, ExportedRow] = field(default_factory=dict)
+    #: Request ids of rows with an answer of an earlier run.
     earlier: set[str] = field(default_factory=set)
 
 
 def _journals_of(run_id: str) -> str:
-    """With what the names of a run's journals begin."""
+    """Beginning of the names of a run's journals."""
     return f"{run_id.rpartition('-')[2]}-"
 
 
 def read_kept(store: JobStore, record: JobRecord, rows: ShardRows, run_id: str = "") -> KeptRows:
-    """What still holds of a shard's journals, and of a part that is not `read_done`. `run_id`: of the run that reads.
+    """Rows that still hold, from a shard's journals and from its part. `run_id`: id of the run that reads. For shards
+    for which `read_done` is None.
 
-    Such a part was written by a worker of a former run that went on for too long. What holds of it is journalled first,
-    then it is removed, so that nothing is lost in between.
+    A part of such a shard was written by a worker of an earlier run that went on for too long. Its rows that hold are
+    journalled first, then it is removed, so that nothing is lost in between.
     """
     by_fingerprint = {
         fingerprint: request
@@ -199,7 +202,7 @@ def read_kept(store: JobStore, record: JobRecord, rows: ShardRows, run_id: str =
         for row in decode_journal(journal):
             request = by_fingerprint.get(row.fingerprint)
             if request is None or row.adapter_sha256 != request.adapter_id:
-                continue  # not about this row as it is asked today
+                continue  # the row has changed, or its adapter
             if isinstance(row, BegunRow):
                 _begin(kept, request, row)
             elif row.error is None:
@@ -218,9 +221,7 @@ def read_kept(store: JobStore, record: JobRecord, rows: ShardRows, run_id: str =
 
 
 def read_done(store: JobStore, record: JobRecord, rows: ShardRows) -> dict[str, RowAnswer] | None:
-    """The answers of the shard's part, errors included; None when it is not there, or says something else than an
-    attempt would today.
-    """
+    """The answers of the shard's part, errors included; None when there is no part, or some answers do not hold."""
     if not store.is_committed(rows.shard_id):
         return None
     with store.open_part(rows.shard_id) as part:
@@ -230,7 +231,7 @@ def read_done(store: JobStore, record: JobRecord, rows: ShardRows) -> dict[str, 
 
 
 def _begin(kept: KeptRows, request: Request, row: BegunRow) -> None:
-    """The longest that any attempt has come with a row."""
+    """Keep a begun row, unless another attempt has generated more tokens for it."""
     begun = ExportedRow(request, row.token_ids, row.token_logprobs, row.top_logprobs)
     before = kept.begun.get(request.request_id)
     if not begun.problems() and (before is None or len(before.token_ids) < len(begun.token_ids)):

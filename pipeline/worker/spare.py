@@ -15,6 +15,6 @@ SPARE_EXTENSION = "lorabatch-spare-engine"
 
 
 def dask_setup(worker: Worker) -> None:
-    """Called by Dask while the worker starts, after it has been given its GPU."""
+    """Start the spare process. Dask calls this while the worker starts, after it has been given its GPU."""
     num_threads = int(dask.config.get(SPARE_THREADS))
     worker.extensions[SPARE_EXTENSION] = SpareEngine(worker.local_directory, num_threads)
