@@ -1,4 +1,4 @@
-"""`compare`: answers some rows of a finished job in float32, too, and measures how the answers differ."""
+"""`compare`: answers some rows of a finished job in float32 as well, and measures how the answers differ."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from .run import Progress, SilentProgress, run
 
 logger = logging.getLogger(__name__)
 _ROWS = "rows.parquet"
-# Parts that rows are taken from.
+# Most parts that rows are taken from.
 _MOST_PARTS = 16
-# Which of the sampled rows a row is, in the small jobs' input and output.
+# Column for the number of the sampled row, in the small jobs' input and output.
 _NUMBER = "lorabatch_row"
 # Roles of columns by which rows have several completions.
 _SEVERAL = ("n", "continuation")
@@ -46,8 +46,9 @@ def compare(
     progress: Progress | None = None,
     engine_factory: str = ENGINE_FACTORY,
 ) -> Agreement:
-    """Answer `num_rows` rows of the finished job in `store` in its number format and in float32, by two small jobs, and
-    keep how they agree beside the job. `spec`: the job's, with which both run; on this machine they have one worker.
+    """Answer `num_rows` rows of the finished job in `store` again, in its number format and in float32, by two small
+    jobs, and keep how the answers agree beside the job. `spec`: options of the job, with which both small jobs run; on
+    an embedded cluster they have one worker.
 
     Raises `JobRequestError` when there is nothing to compare, and what `run` raises.
     """
@@ -88,7 +89,7 @@ def compare(
 
 
 def _device_kind(spec: JobSpec, client: Client | None) -> DeviceKind:
-    """What the job's engines run on."""
+    """Kind of the device that the job's engines run on."""
     if client is None and spec.is_embedded:
         return find_device(spec.device, spec.tensor_parallel).kind
     with connected(spec, client) as dask:
@@ -96,11 +97,13 @@ def _device_kind(spec: JobSpec, client: Client | None) -> DeviceKind:
 
 
 def _small_job(spec: JobSpec, settings: Collection[str], folder: str, name: str, changes: Mapping[str, str]) -> JobSpec:
-    """The job again, over the sampled rows alone. `settings`: what columns of its own name say of their rows."""
+    """The options of a small job over the sampled rows. `settings`: roles whose columns are named as the role.
+    `changes`: options that differ from the job's.
+    """
     given = {
         "input": f"{folder}/{_ROWS}",
         "output": f"{folder}/{name}",
-        # Of the job's own format, and for its number of rows.
+        # These two fit the job's number format and number of rows only.
         "cost_model": None,
         "rows_per_shard": None,
         "logprobs": True,
@@ -117,7 +120,7 @@ def _small_job(spec: JobSpec, settings: Collection[str], folder: str, name: str,
 
 
 def _answers(spec: JobSpec, options: Mapping[str, Any]) -> dict[int, Answer]:
-    """Run a job; its answers by number of the sampled row."""
+    """Run a small job and return its answers by number of the sampled row, without error rows."""
     result = run(spec, **options)
     store = JobStore(spec.output, spec.storage_options)
     found: dict[int, Answer] = {}
@@ -131,8 +134,8 @@ def _answers(spec: JobSpec, options: Mapping[str, Any]) -> dict[int, Answer]:
 
 
 def _sample(store: JobStore, num_rows: int) -> pa.Table:
-    """Input columns of so many answered rows, evenly taken from some of the parts, numbered; without those by which a
-    row has several completions.
+    """Input columns of `num_rows` answered rows, taken evenly from at most `_MOST_PARTS` parts, with a column of
+    numbers. Columns by which a row has several completions are left out.
     """
     record = store.read_record()
     ours = {field.name for field in answer_fields(record)}
@@ -146,9 +149,9 @@ def _sample(store: JobStore, num_rows: int) -> pa.Table:
             table = pq.read_table(file)
         table = table.filter(pc.is_null(table[output_name(record, "error")]))
         if records_samples(record):
-            # ids of a row's completions are equal
+            # only the first completion of each row, since ids of a row's completions are equal
             table = table.filter(pc.equal(table[sample_field(record).name], 0))
-        # those after a part with too few rows give more
+        # parts after one with too few rows give more
         share = -(-(num_rows - sum(map(len, tables))) // (len(chosen) - number))
         rows = table.take(pa.array(_evenly(table.num_rows, share), pa.int64()))
         tables.append(rows.select([name for name in rows.column_names if name not in ours]))
@@ -157,14 +160,16 @@ def _sample(store: JobStore, num_rows: int) -> pa.Table:
 
 
 def _evenly(length: int, count: int) -> list[int]:
-    """At most `count` places of so many."""
+    """At most `count` indices into a sequence of `length` items, evenly spread."""
     count = min(length, count)
     return [(2 * i + 1) * length // (2 * count) for i in range(count)]
 
 
 @contextmanager
 def _folder(store: JobStore) -> Iterator[Location]:
-    """A folder beside the job's records, which all that reach the output reach; emptied before and after."""
+    """A folder beside the job's records, which every worker that reaches the output reaches. It is removed before and
+    after the block.
+    """
     folder = Location(f"{store.url}/{COMPARISON}", store.location.storage_options)
     _remove(folder)
     try:

@@ -1,4 +1,4 @@
-"""`list_jobs` lists the jobs of a cluster. Imports nothing that runs one: `lorabatch list` answers at once."""
+"""`list_jobs`: lists the jobs of a cluster. It imports nothing that runs a job, so that `lorabatch list` is fast."""
 
 from __future__ import annotations
 
@@ -22,11 +22,15 @@ from .monitoring.topics import STATES
 
 @dataclass(frozen=True, slots=True)
 class ListedJob:
-    """A job that a cluster knows. `worker`: where its coordinator runs, "" when it has ended or waits."""
+    """A job that a cluster knows."""
 
+    #: Id of the job.
     job_id: str
+    #: URL of the output, without secrets; "" before the first state.
     output: str
+    #: Address of the worker that runs the job's coordinator; "" when the job has ended or waits.
     worker: str
+    #: Latest state published; None before the first one.
     state: JobState | None
 
     def to_text(self) -> str:
@@ -38,7 +42,7 @@ class ListedJob:
 def list_jobs(
     address: str | None, cluster_file: Path | None = None, tls_files: TlsFiles | None = None
 ) -> list[ListedJob]:
-    """Jobs of a cluster, running and kept; by default of the one in the background.
+    """Jobs of a cluster, running ones and those that it keeps; by default of the background cluster.
 
     Raises `JobRequestError` when no scheduler answers, or it refuses these files; `JobFailedError` when it has another
     version of lorabatch or none.
@@ -67,7 +71,7 @@ def _listed(client: Client, run_id: str, worker: str) -> ListedJob:
 
 
 def _coordinators(dask_scheduler: Any) -> dict[str, str]:
-    """Run id -> worker of its coordinator."""
+    """Run id -> address of its coordinator's worker; "" when no worker runs it."""
     found = {}
     for key, task in dask_scheduler.tasks.items():
         if isinstance(key, str) and key.startswith("lora_job-"):

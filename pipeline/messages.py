@@ -1,6 +1,6 @@
 """Messages between client, scheduler and workers: frozen dataclasses of plain values. Prompts never pass through them.
 
-Errors that travel from workers to the client, and names of a job's runs, are here too.
+The module also has errors that travel from workers to the client, and functions for ids of a job's runs.
 
     JobFailedError (of jobs)
     ├── EngineFailedError       a worker's engine cannot be started, or keeps dying
@@ -33,7 +33,7 @@ class ShardAbandonedError(JobFailedError):
 
 
 def new_run_id(job_id: str) -> str:
-    """A name for one more run of the job: the job's id, and letters that no other run has."""
+    """An id for a new run of the job: the job's id, and letters that no other run has."""
     return f"{job_id}-{uuid.uuid4().hex[:6]}"
 
 
@@ -62,7 +62,7 @@ class PromptReuse:
 
     @classmethod
     def total(cls, parts: Iterable[PromptReuse]) -> Self:
-        """The sum."""
+        """The sum of several counts."""
         counts = [(part.prompt_tokens, part.reused_tokens) for part in parts]
         return cls(sum(prompt for prompt, _ in counts), sum(reused for _, reused in counts))
 
@@ -73,14 +73,16 @@ class PromptReuse:
 
 
 ENGINE_FACTORY = "lorabatch.engine.engine:Engine"
-# Fewer tokens in a step save no memory that matters.
+# Least tokens in a step: fewer save no memory that matters.
 MIN_STEP_TOKENS = 16
 ReplicaState = Literal["starting", "ready", "restarting", "failed", "left"]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineIdentity:
-    """What must be equal for two runs to share an engine: the base model's content and every option."""
+    """Key by which two runs share an engine: the base model's content hash, or its URL without one, the engine's
+    factory, and every option.
+    """
 
     model: str
     factory: str
@@ -89,43 +91,45 @@ class EngineIdentity:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """How every worker sets up its engine.
+    """Settings with which every worker of a run sets up its engine."""
 
-    `model_url`: local folder (or GGUF file), hub id or fsspec URL; `model_sha256`: of its content, which every engine
-    process must have loaded ("": any). `factory`: `module:callable` that makes an engine of a model folder and an
-    `EngineConfig`; tests put an engine without a model there. `verify`: digests of files are not remembered.
-    """
-
+    #: Base model: a local folder or GGUF file, a hub id or an fsspec URL.
     model_url: str
+    #: Options of the engine.
     config: EngineConfig
+    #: `module:callable` that makes an engine of a model folder and an `EngineConfig`; tests name an engine without a
+    #: model.
     factory: str = ENGINE_FACTORY
+    #: Options of stores of model and adapters, with secrets.
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    #: Content hash of the model that every engine process must have loaded; "" for any.
     model_sha256: str = ""
+    #: Whether files are hashed again instead of using remembered digests.
     verify: bool = False
 
     @property
     def identity(self) -> EngineIdentity:
-        """Equal for settings whose engines are the same."""
+        """The key of the engine that these settings ask for."""
         return EngineIdentity(self.model_sha256 or self.model_url, self.factory, self.config)
 
     def proof_of(self, folder: Path) -> ModelProof:
-        """For a process that is about to load the model from this folder."""
+        """The proof for a process that is about to load the model from `folder`."""
         with_weights = self.config.load_format != "dummy"
         return ModelProof(folder, self.model_sha256, with_weights=with_weights, use_remembered=not self.verify)
 
     def halved(self) -> EngineSettings | None:
-        """The same, with half the rows and half the tokens in a step; None when that is one row already."""
+        """These settings with half the rows and half the tokens in a step; None when a step has one row already."""
         rows, tokens = self.config.batch_rows // 2, self.config.step_tokens // 2
         if rows < 1:
             return None
         return self.with_limits(rows, max(tokens, MIN_STEP_TOKENS))
 
     def with_limits(self, batch_rows: int, step_tokens: int) -> EngineSettings:
-        """The same, with so many rows at once and tokens in a step."""
+        """These settings with at most `batch_rows` rows at once and `step_tokens` tokens in a step."""
         return replace(self, config=replace(self.config, max_batch_rows=batch_rows, max_step_tokens=step_tokens))
 
     def with_threads(self, num_threads: int) -> EngineSettings:
-        """The same, with so many CPU threads unless a number was chosen before."""
+        """These settings with `num_threads` CPU threads, unless they have a number of threads already."""
         if self.config.num_threads is not None:
             return self
         return replace(self, config=replace(self.config, num_threads=num_threads))
@@ -142,7 +146,9 @@ class LocalAdapter:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRows:
-    """Rows of one adapter ("": base model) and about one length that an engine finished, and their output tokens."""
+    """Number and output tokens of finished rows of one adapter, by its hash ("" for the base model), and of about one
+    length.
+    """
 
     adapter_id: str
     num_rows: int
@@ -151,30 +157,38 @@ class FinishedRows:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """The state of one run's engine on one worker, about once a second and when a shard has all its answers.
+    """The state of one run's engine on one worker, sent about once a second and when a shard has all its answers."""
 
-    `worker`: its Dask address. `error`: why the engine was given up, or why its last process ended. `num_crashes`:
-    engine processes lost. `open_shards`: (shard id, unfinished rows). `lent_shards`: (shard id, those among them that
-    other workers' engines work on); `incoming_rows`: unfinished rows of other workers' shards. `telemetry`: the
-    engine's latest; where runs share the engine, its running rows and tokens in proportion to this run's rows. Rates
-    are over the time between two snapshots. `offered_place_s`: places in the batch times seconds, since the engine was
-    set up; `used_place_s`: those that rows in steps had. `finished`: since the last report.
-    """
-
+    #: Dask address of the worker.
     worker: str
+    #: State of the engine.
     state: ReplicaState
+    #: Most rows that the engine runs at once.
     batch_rows: int
+    #: Why the engine was given up, or why its last process ended; None before any has ended.
     error: str | None = None
+    #: Process id of the engine; None while it has no process that is ready.
     engine_pid: int | None = None
+    #: Engine processes lost.
     num_crashes: int = 0
+    #: Id and unfinished rows of each open shard.
     open_shards: tuple[tuple[int, int], ...] = ()
+    #: Id of each shard with lent rows, and its unfinished rows that other workers' engines work on.
     lent_shards: tuple[tuple[int, int], ...] = ()
+    #: Unfinished rows of other workers' shards.
     incoming_rows: int = 0
+    #: Latest telemetry of the engine. If runs share the engine, its running rows and tokens are in proportion to this
+    #: run's rows.
     telemetry: EngineTelemetry = field(default_factory=EngineTelemetry)
+    #: Tokens generated per second, between the last two snapshots.
     tokens_per_s: float = 0.0
+    #: Prompt tokens per second, between the last two snapshots.
     prompt_tokens_per_s: float = 0.0
+    #: Places in the batch that rows in steps had, times seconds, since the engine was set up.
     used_place_s: float = 0.0
+    #: All places in the batch, times seconds, since the engine was set up.
     offered_place_s: float = 0.0
+    #: Rows finished since the last report.
     finished: tuple[FinishedRows, ...] = ()
     #: Shards whose tasks have begun on the worker and have not ended.
     begun_shards: tuple[int, ...] = ()
@@ -197,7 +211,7 @@ class WorkerReport:
 
 @dataclass(frozen=True, slots=True)
 class PublishedState:
-    """A job's state, from its coordinator to all who follow it. `output`: of the job, free of secrets."""
+    """A job's state, from its coordinator to all followers of the job. `output`: URL of its output, without secrets."""
 
     output: str
     state: JobState
@@ -205,7 +219,7 @@ class PublishedState:
 
 @dataclass(frozen=True, slots=True)
 class StorageWait:
-    """From a worker: its address, and a sentence on the operation on storage that it waits for; "" once none does."""
+    """A worker's address, and a sentence on the operation on storage that it waits for; "" when it waits no longer."""
 
     worker: str
     text: str
@@ -213,28 +227,35 @@ class StorageWait:
 
 @dataclass(frozen=True, slots=True)
 class StopRun:
-    """To the coordinator of a run, now or later: stop, keeping what is finished."""
+    """Asks the coordinator of a run, now or later, to stop and keep finished rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorStarted:
-    """A coordinator of the run has started; coordinators before it must leave everything as it is."""
+    """Says that a coordinator of the run has started; earlier coordinators must leave everything as it is."""
 
     coordinator_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class ShardOutcome:
-    """What a committed shard holds. `num_reused`: rows taken from earlier attempts instead of computed. `work`: what
-    engines did for the others, adapters by content hash (None: not known).
-    """
+    """Counts of a committed shard, from the worker that committed it."""
 
+    #: Number of the shard.
     shard_id: int
+    #: Dask address of the worker.
     worker: str
+    #: Rows of the shard.
     num_rows: int
+    #: Error rows of the shard.
     num_errors: int
+    #: Rows with answers that earlier runs computed.
     num_reused: int
+    #: Tokens of the prompts of answered rows.
     prompt_tokens: int
+    #: Tokens of their completions.
     completion_tokens: int
+    #: Prompt tokens whose reuse engines have counted, and those that were reused.
     reuse: PromptReuse = field(default_factory=PromptReuse)
+    #: Work that engines did for rows that this attempt computed, adapters by content hash; None when it is not known.
     work: JobWork | None = None

@@ -34,43 +34,53 @@ class AdapterCount:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """The account of a finished job. `errors`: kinds of error rows, with the first of each kind.
+    """The account of a finished job: counts of its rows, and times of the run that finished it."""
 
-    `seconds`: of the run that finished it; `num_reused`: rows that earlier runs had done. `predicted_s`, `working_s`:
-    from the first shard opened to the last part written, as planned for all rows and as it was for this run's (None:
-    not known, since several coordinators drove it).
-    `corrected_s`: predicted again from the first steps of the run, where what steps cost was a guess before.
-    `bound_s`: below which no scheduler could have answered this run's rows with engines as fast as these were, by what
-    their steps took (None: not known).
-    `batch_fill`: how full the engines' batches were while shards were queued, from 0 to 1 (None: there were none).
-    `prefix_hit_rate`: share of this run's prompt tokens that were reused (None: not counted).
-    """
-
+    #: URL of the output folder.
     output: str
+    #: Id of the job.
     job_id: str
+    #: Rows of the output; each completion of a row with several counts.
     num_rows: int
+    #: Error rows.
     num_errors: int
+    #: Part files.
     num_parts: int
+    #: Tokens of all prompts.
     prompt_tokens: int
+    #: Tokens of all completions.
     completion_tokens: int
+    #: Kinds of error rows, with the first row of each kind.
     errors: tuple[KindOfError, ...]
+    #: Counts of each adapter that rows have, in order of names.
     adapters: tuple[AdapterCount, ...]
+    #: Seconds of the run that finished the job.
     seconds: float
+    #: Rows that earlier runs had done.
     num_reused: int
+    #: Seconds from the first shard opened to the last part written, as planned for all rows; None when not known.
     predicted_s: float | None = None
+    #: Seconds from the first shard opened to the last part written, as measured for this run's rows; None when not
+    #: known, since several coordinators drove the run.
     working_s: float | None = None
+    #: Seconds below which no scheduler could have answered this run's rows with engines as fast as these were, by the
+    #: measured costs of their steps; None when not known.
     bound_s: float | None = None
+    #: Seconds predicted again from the first steps of the run; None when the plan's costs of steps were no guess.
     corrected_s: float | None = None
+    #: Share of places in the engines' batches that had rows while shards were queued, from 0 to 1; None when no shards
+    #: were queued for long enough.
     batch_fill: float | None = None
+    #: Share of this run's prompt tokens that were reused, from 0 to 1; None when not counted.
     prefix_hit_rate: float | None = None
 
     @property
     def totals(self) -> RowTotals:
-        """Its rows, as they are shown everywhere."""
+        """Counts of the job's rows, in the form in which all displays show them."""
         return RowTotals.of_summary(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
-        """As `summary.json` holds it."""
+        """The content of `summary.json`."""
         return asdict(self)
 
     @classmethod
@@ -84,7 +94,7 @@ class JobResult:
         return self.to_text()
 
     def to_text(self) -> str:
-        """A few lines for people: what is where, and what went wrong."""
+        """A few lines for people: counts and output of the job, its times, and its errors by kind."""
         answered = (
             f"{self.num_rows - self.num_errors:,} of {self.num_rows:,}" if self.num_errors else f"{self.num_rows:,}"
         )
@@ -112,10 +122,10 @@ class JobResult:
         return "\n".join(lines)
 
     def _comparison(self) -> str:
-        """What was measured beside what was predicted and what no run could have beaten."""
+        """A clause with the measured seconds beside the predicted ones and the lower bound."""
         assert self.working_s
         parts = [f"measured {self.working_s:,.1f} s"]
-        # The plan is of all rows.
+        # The prediction is for all rows, not for this run's only.
         if self.predicted_s and not self.num_reused:
             parts.append(f"predicted {self.predicted_s:,.1f} s ({self.working_s / self.predicted_s:.2f} times that)")
             if self.corrected_s:

@@ -1,7 +1,7 @@
 """`run`: opens a job, hands it to its Dask cluster and follows it there to its result.
 
-The coordinator's task on the cluster (`coordinator/task.py`) does the rest. Every stage can be repeated: what is in the
-output already is not done again.
+The coordinator's task on the cluster (`coordinator/task.py`) does the rest. Every stage can be repeated: results that
+are in the output already are reused.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from .worker.registration import register_plugin, unregister_plugin
 
 
 class Progress(Protocol):
-    """What shows a running job to its user."""
+    """Display of a running job for its user."""
 
     def update(self, state: JobState) -> None:
         """Show the job's latest state; called about once a second and at each change of phase."""
@@ -62,10 +62,10 @@ class SilentProgress:
     """A `Progress` that shows nothing."""
 
     def update(self, state: JobState) -> None:
-        """See `Progress`."""
+        """Ignore the state."""
 
     def note(self, text: str) -> None:
-        """See `Progress`."""
+        """Ignore the sentence."""
 
 
 def run(
@@ -77,11 +77,12 @@ def run(
 ) -> JobResult:
     """Run a job to its end, or go on with it where it stopped.
 
-    `client`: of the cluster to use instead of `spec.cluster`. `engine_factory`: see `EngineSettings`.
+    `client`: client of the cluster to use instead of `spec.cluster`. `engine_factory`: `module:callable` that makes an
+    engine, as in `EngineSettings`.
 
     Raises `JobRequestError` with all problems of the request before anything is written; `ErrorBudgetError` when too
     many rows are wrong; `JobFailedError` or `StorageError` when the job cannot go on; `JobInterruptedError` on Ctrl-C
-    or a request to cancel. Whatever is finished by then is kept: running the job again goes on from there.
+    or a request to cancel. Finished rows are kept: running the job again goes on with the others.
     """
     job = open_job(spec)
     watcher = progress or SilentProgress()
@@ -96,7 +97,7 @@ def run(
             reporter.begins("starting")
             return _run_opened(job, client, watcher, reporter, engine_factory)
     except (JobFailedError, JobInterruptedError, StorageError):
-        # A coordinator may have finished the job while another end of it was recorded here.
+        # A coordinator may have finished the job while this process recorded a failure.
         if not has_finished(job):
             raise
         return finished_before(job)
@@ -119,17 +120,18 @@ def _run_opened(
     except (JobFailedError, StorageError) as error:
         if isinstance(error, StorageError) and error.is_away:
             expect_away(job.store.url)
-        # The connection may be lost to a coordinator that has finished the job, or that one's to storage.
+        # A coordinator may have finished the job although this process has lost its connection to the cluster or to
+        # storage.
         if not has_finished(job):
             raise
         return finished_before(job)
 
 
 _JOB_PRIORITY = 100
-# Finished rows are flushed and engines stopped meanwhile.
+# Seconds that a job may take to stop on Ctrl-C: finished rows are flushed and engines stopped.
 _STOP_PATIENCE_S = 45.0
 _POLL_S = 0.5
-# A coordinator that runs reports every second.
+# Seconds without a report after which the coordinator counts as silent; one that runs reports every second.
 _SILENCE_S = 10.0
 _NO_WORKERS = "The cluster has no workers. The job waits for one."
 _NO_SCHEDULER = (
@@ -138,19 +140,20 @@ _NO_SCHEDULER = (
 )
 _ENDING_S, _ENDING_POLL_S = 15.0, 0.1
 _ARRIVAL_POLL_S = 0.01
-# In Dask's configuration of the process that starts the job: how long a coordinator may be silent.
+# Key in Dask's configuration of the process that starts the job: time for which a coordinator may be silent.
 LEASE_SETTING = "lorabatch.coordinator-lease"
 _LEASE = "20s"
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedJob:
-    """A job that a cluster runs. `future`: of its coordinator; when no client holds it any more, the job stops.
-    `notes`: on its engines.
-    """
+    """A job that a cluster runs."""
 
+    #: Id of the run.
     run_id: str
+    #: Future of the coordinator's task; when no client holds it any more, the job stops.
     future: Future[JobResult]
+    #: Sentences for the user about device and engines.
     notes: tuple[str, ...]
 
 
@@ -159,7 +162,7 @@ def launch(client: Client, job: OpenedJob, rows: EarlyCheck, reporter: JobReport
 
     Raises `OutputConflictError` when the job runs on this cluster already, and what `rows` raises.
     """
-    # Of two commands at the same moment, the second one finds the task of the first.
+    # One command at a time: the second of two at the same moment finds the task of the first.
     with Semaphore(1, f"lorabatch-{job.record.job_id}", client.scheduler, client.loop):
         _refuse_running(client, job)
         reporter.takes_over()
@@ -194,11 +197,10 @@ def _launch(client: Client, job: OpenedJob, rows: EarlyCheck, engine_factory: st
 
 
 def follow(client: Client, launched: LaunchedJob, reporter: JobReporter, watcher: Progress) -> JobResult:
-    """Report the job's states until it ends; its result. Raises what the job raised.
+    """Report the job's states until it ends, and return its result. Raises the error that the job raised.
 
-    The watcher is told when the cluster has no workers any more.
-
-    Ctrl-C stops the job, waits until finished rows are kept, and raises `JobInterruptedError`.
+    The watcher gets a note when the cluster has no workers any more. Ctrl-C stops the job, waits until finished rows
+    are kept, and raises `JobInterruptedError`.
     """
     run_id, future = launched.run_id, launched.future
     states: queue.SimpleQueue[JobState | None] = queue.SimpleQueue()
@@ -211,7 +213,7 @@ def follow(client: Client, launched: LaunchedJob, reporter: JobReporter, watcher
             CONTROL.publish(client, run_id, StopRun())
             _report_until_done(client, future, states, reporter, watcher, _STOP_PATIENCE_S)
             if not future.done():
-                # No worker runs the coordinator, or the one that does hangs.
+                # No worker runs the coordinator, or its worker hangs.
                 future.cancel()
                 unregister_plugin(client, run_id)
                 raise JobInterruptedError(INTERRUPTED) from None
@@ -229,7 +231,7 @@ def _report_until_done(
     patience_s: float = inf,
 ) -> None:
     """Report states until the coordinator's task is done and none is left, or `patience_s` have passed."""
-    # A job that is to stop does not go on when a worker comes.
+    # A job that is to stop gets no note about missing workers: it does not go on when a worker joins.
     silent_since_s, has_said = time.monotonic(), patience_s < inf
     give_up_s, heard_s = silent_since_s + patience_s, silent_since_s
     while time.monotonic() < give_up_s:
@@ -250,7 +252,7 @@ def _report_until_done(
                 else:
                     silent_since_s = time.monotonic()
             if not reporter.is_starting and time.monotonic() - heard_s > _SILENCE_S:
-                watcher.update(reporter.latest)  # which says for how long there is no other
+                watcher.update(reporter.latest)  # the display shows the time since this state
             continue
         heard_s = time.monotonic()
         silent_since_s, has_said = time.monotonic(), patience_s < inf
@@ -282,8 +284,8 @@ def _result(future: Future[JobResult], output: str) -> JobResult:
 def _refuse_running(client: Client, job: OpenedJob) -> None:
     """Raise `OutputConflictError` when this job runs on the cluster already.
 
-    A run records its end before its task leaves the cluster. Where it has, so that the latest state is an end or this
-    command's own, the task is waited for.
+    A run records its end before its task leaves the cluster. If the latest state is an end, or this command's own, the
+    function waits for the task to leave.
     """
     patience_s = time.monotonic() + _ENDING_S
     while client.run_on_scheduler(_unfinished, job_id=job.record.job_id):

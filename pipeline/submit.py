@@ -1,4 +1,4 @@
-"""`submit` hands a job to a cluster that runs it without its client."""
+"""`submit`: hands a job to a cluster that runs it without its client."""
 
 from __future__ import annotations
 
@@ -25,11 +25,15 @@ from .run import launch
 
 @dataclass(frozen=True, slots=True)
 class SubmittedJob:
-    """A job and where it runs. `cluster`: "" when all its answers were there already. `dashboard`: "" when unknown."""
+    """A job and the cluster that runs it."""
 
+    #: Id of the job.
     job_id: str
+    #: URL of the output, without secrets.
     output: str
+    #: Address of the cluster; "" when the job had finished before.
     cluster: str = ""
+    #: Address of the dashboard's page about jobs; "" when it is not known.
     dashboard: str = ""
 
     def to_text(self) -> str:
@@ -48,10 +52,10 @@ def submit(
     *,
     client: Client | None = None,
 ) -> SubmittedJob:
-    """Check and open a job, hand it to its cluster and return; `local` is a cluster in the background. `client`: of the
-    cluster to use instead of `spec.cluster`.
+    """Check and open a job, hand it to its cluster and return; `local` is the background cluster. `client`: client of
+    the cluster to use instead of `spec.cluster`.
 
-    Raises what `run.run` raises before work starts. What happens later is in the job's state.
+    Raises the errors that `run.run` raises before work starts. Later errors are in the job's state.
     """
     job = open_job(spec)
     shown = redacted_url(job.spec.output)
@@ -66,17 +70,17 @@ def submit(
         _cluster_of(job.spec, cluster_file or state_file(), client) as (own, address, dashboard),
     ):
         launched = launch(own, job, rows, reporter, engine_factory)
-        # Kept by the scheduler, also when this client is gone.
+        # The scheduler keeps a published future when this client is gone.
         own.publish_dataset(launched.future, name=f"lora/{job.record.job_id}", override=True)
     reporter.handed_over()
     if has_finished(job):
-        finished_before(job)  # it was faster than this
+        finished_before(job)  # the job has finished before `handed_over` was written
     return SubmittedJob(job.record.job_id, shown, address, dashboard)
 
 
 @contextmanager
 def _cluster_of(spec: JobSpec, cluster_file: Path, client: Client | None) -> Iterator[tuple[Client, str, str]]:
-    """A client of its own, the cluster's address and that of its dashboard, "" when unknown."""
+    """A client of its own, the cluster's address, and the address of its dashboard; "" when that is not known."""
     if client is None and spec.is_embedded:
         with background_client(cluster_file, num_embedded_workers(spec), gpus_each(spec)) as (found, own):
             check_versions(own)
