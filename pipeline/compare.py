@@ -97,8 +97,8 @@ def _device_kind(spec: JobSpec, client: Client | None) -> DeviceKind:
 
 
 def _small_job(spec: JobSpec, settings: Collection[str], folder: str, name: str, changes: Mapping[str, str]) -> JobSpec:
-    """The options of a small job over the sampled rows. `settings`: roles whose columns are named as the role.
-    `changes`: options that differ from the job's.
+    """The options of a small job over the sampled rows. `settings`: settings that columns of their own name give for
+    each row. `changes`: options that differ from the job's.
     """
     given = {
         "input": f"{folder}/{_ROWS}",

@@ -251,9 +251,9 @@ class ShardOutcome:
     num_errors: int
     #: Rows with answers that earlier runs computed.
     num_reused: int
-    #: Tokens of the prompts of answered rows.
+    #: Prompt tokens of the rows that engines have finished.
     prompt_tokens: int
-    #: Tokens of their completions.
+    #: Tokens of the completions of these rows.
     completion_tokens: int
     #: Prompt tokens whose reuse engines have counted, and those that were reused.
     reuse: PromptReuse = field(default_factory=PromptReuse)
