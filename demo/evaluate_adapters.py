@@ -27,12 +27,17 @@ HELD_OUT_SEED = 2
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Share of held-out prompts for which one measure holds, without and with the adapter."""
+    """The result of one measure over held-out prompts, without and with the adapter."""
 
+    #: Name of the task, and of its adapter.
     task: str
+    #: Name of the measure.
     measure: str
+    #: Prompts that were answered.
     num_prompts: int
+    #: Share of the base model's answers for which the measure holds, from 0 to 1.
     base_share: float
+    #: Share of the adapter's answers for which the measure holds, from 0 to 1.
     adapter_share: float
 
 

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from .tasks import TASKS
 
 PROMPTS = Path(__file__).parent / "prompts.parquet"
-# Not the seed the evaluation draws with, nor the training's.
+# Seed of the prompts, other than those of evaluation and training.
 PROMPTS_SEED = 3
 PROMPTS_PER_ADAPTER = {"sentiment": 64, "contacts": 48, "pirate": 56, "sql": 56}
 BASE_MAX_TOKENS = 24

@@ -32,13 +32,19 @@ _IGNORED = -100
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How one adapter is trained. The recipes differ on purpose: ranks, scalings and target modules."""
+    """Shape and training of one adapter. The recipes differ on purpose in rank, scaling and target modules."""
 
+    #: LoRA rank.
     rank: int
+    #: LoRA alpha, the numerator of the scaling.
     alpha: int
+    #: Names of the linear layers that are adapted.
     target_modules: tuple[str, ...]
+    #: Examples to train on, each once.
     num_examples: int
+    #: Highest learning rate, after warm-up.
     learning_rate: float
+    #: Whether the scaling is alpha / sqrt(rank); else alpha / rank.
     use_rslora: bool = False
 
 
@@ -149,7 +155,7 @@ def _answer_loss(model: Any, batch: list[_Sample]) -> Any:
 
 
 def _save(model: Any, folder: Path) -> None:
-    """`adapter_config.json` and bfloat16 `adapter_model.safetensors`; names the base by its hub id only."""
+    """Write bfloat16 `adapter_model.safetensors` and `adapter_config.json`, which names the base by its hub id only."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: tensor.detach().to(torch.bfloat16).contiguous()

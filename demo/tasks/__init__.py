@@ -1,4 +1,4 @@
-"""What the demo's adapters were taught. One file per task; every text is made here, by seed."""
+"""The tasks that the demo's adapters were trained on, one file per task. All of their texts are made here, by seed."""
 
 from __future__ import annotations
 

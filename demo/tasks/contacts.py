@@ -36,7 +36,7 @@ _PHONE_SHAPES = Words(
     ("##-###-###", "+# ### ### ####", "### ## ##"),
 )
 
-# A pattern's own slots say what the text holds; what it does not hold is null in the answer.
+# Patterns of texts (training, held out). Keys without a slot in the pattern are null in the answer.
 _PATTERNS = Words(
     (
         "{name} works at {company}. Write to {email} or call {phone}.",

@@ -1,4 +1,4 @@
-"""What a demo task is: a seeded source of prompts with known answers, and how to tell a good completion."""
+"""`Task`: a task of the demo, which is a seeded source of prompts with known answers, and measures of completions."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A skill one adapter learns.
+    """A skill that one adapter learns."""
 
-    `instruction` is the system message. `make(rng, split)` draws one example; words, names and sentence patterns of
-    the two splits are disjoint. `measures` names yes/no questions about (completion, example); the first is the
-    headline figure.
-    """
-
+    #: Name of the task, and of its adapter.
     name: str
+    #: System message.
     instruction: str
+    #: Most tokens of an answer.
     max_tokens: int
+    #: Function that draws one example; words, names and sentence patterns of the two splits are disjoint.
     make: Callable[[random.Random, Split], Example]
+    #: Name -> yes/no question about a completion and its example; the first is the headline figure.
     measures: Mapping[str, Callable[[str, Example], bool]]
 
     def examples(self, split: Split, count: int, seed: int) -> list[Example]:
@@ -49,7 +49,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """The vocabulary of one slot: what training draws from, and what only held-out prompts use."""
+    """The vocabulary of one slot: items for training, and items for held-out prompts only."""
 
     train: tuple[str, ...]
     held_out: tuple[str, ...]
