@@ -18,9 +18,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-# Modules are compiled when they are first imported: most of what is installed never is.
+# Python compiles a module when it is first imported; most installed modules never are.
 INSTALL = (*PIP, "install", "--no-compile", "-c", "constraints.txt")
-# The lines of pip that say how far it is. They name a wheel and, if it is fetched, its size.
+# Lines of pip about its progress. They name a wheel and, if it is fetched, its size.
 _WHEEL = re.compile(
     r" *(?:Downloading|Using cached|Processing) (?:\S*/)?([\w.]+)-(\d[^-]*)-\S+\.whl(?!\.metadata)(?: \((\d[^)]*)\))?"
 )
@@ -46,7 +46,7 @@ def main(requirement: str) -> int:
 
 
 def pinned_versions(constraints: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Versions by name: of what lorabatch and its demo need, and of what its tests need as well."""
+    """Package -> pinned version: packages that lorabatch and its demo need, and packages that only its tests need."""
     of_demo, of_tests = (
         {_normalised(name): version for name, version in re.findall(r"^([\w.-]+)==(.+)$", section, re.MULTILINE)}
         for section in constraints.split("# What the tests need")
@@ -64,7 +64,7 @@ def needs_index_of_cpu_builds(version: str) -> bool:
 
 
 def install(*arguments: str, expected: Collection[str] = ()) -> int:
-    """Run pip, and print a line per package; all that pip has said, when it fails.
+    """Run pip and print a line per package; print all of pip's output when it fails. Returns pip's exit status.
 
     `expected`: names of the packages that are counted.
     """
@@ -84,7 +84,7 @@ def install(*arguments: str, expected: Collection[str] = ()) -> int:
 
 
 def progress(line: str, seen: set[str], expected: Collection[str]) -> str | None:
-    """What a line of pip says of how far it is, if anything. Adds the package that it names to `seen`."""
+    """The progress that a line of pip shows, or None. Adds the package that the line names to `seen`."""
     wheel = _WHEEL.match(line)
     if named := wheel or _PRESENT.match(line):
         seen.add(_normalised(named[1]))
