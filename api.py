@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from .pipeline.run import Progress
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-# A job as a program has it: made already, or as the path of a job file; None: by options alone.
+# A job as a program gives it: a `JobSpec`, or the path of a job file; None: options alone.
 JobSource = JobSpec | str | os.PathLike[str] | None
 
 
 def _with_job_options(function: _Function) -> _Function:
-    """Show the options of a job, with their defaults and help, as parameters of a function that takes any."""
+    """Adds the options of a job, with their defaults and help, to the signature and docstring of a function."""
     own = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
     fields = JobSpec.model_fields
     options = [
@@ -75,7 +75,7 @@ def run(
     (12, 0)
 
     job: a `JobSpec`, or the path of a job file; options given beside it take precedence.
-    client: of the Dask cluster to use instead of the one that `cluster` names.
+    client: client of the Dask cluster to use instead of the one that `cluster` names.
     progress: False shows none; or an object with `update(state)` and `note(text)`.
 
     Raises `JobRequestError` with all problems of the request before anything is written; `ErrorBudgetError` when too
@@ -100,7 +100,7 @@ def submit(job: JobSource = None, *, client: Client | None = None, **options: An
     12
 
     job: a `JobSpec`, or the path of a job file; options given beside it take precedence.
-    client: of the Dask cluster to use instead of the one that `cluster` names.
+    client: client of the Dask cluster to use instead of the one that `cluster` names.
 
     Raises what `run` raises before work starts. What happens later is in the job's status, and `Job.result` raises it.
     """
@@ -126,8 +126,8 @@ def plan(
     12
 
     job: a `JobSpec`, or the path of a job file; options given beside it take precedence. An output is not needed.
-    speeds: of each worker, over the cost model's.
-    gpu_hour_price: of one worker.
+    speeds: speed of each worker, relative to the cost model's.
+    gpu_hour_price: price of one worker's hour.
 
     Raises what `run` raises before work starts.
     """
@@ -139,7 +139,7 @@ def plan(
 
 
 def status(output: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> JobStatus:
-    """Where a job stands, from its output alone.
+    """Read the status of a job from its output alone.
 
     >>> lorabatch.status("answers").headline
     'done'
@@ -156,7 +156,7 @@ def audit(
     storage_options: Mapping[str, Any] | None = None,
     headers_only: bool = False,
 ) -> list[AdapterAudit]:
-    """Say of each adapter whether it is applied exactly, exactly when merged, or refused, and why.
+    """Check for each adapter whether it is applied exactly, exactly when merged, or refused, and why.
 
     >>> [(found.name, found.verdict) for found in lorabatch.audit("adapters", model="base")]
     [('formal', 'exact'), ('pirate', 'exact')]
@@ -184,8 +184,8 @@ class Job:
     >>> sorted(job.to_pandas()["finish_reason"].unique())
     ['length']
 
-    It reads storage only, so that it works from any machine. `cluster`, `dashboard`: where `submit` has started the
-    job; "" when that is not known, or all its answers were there already.
+    It reads storage only, so that it works from any machine. `cluster`, `dashboard`: addresses at which `submit` has
+    started the job; "" when they are not known, or all answers were there already.
     """
 
     def __init__(
@@ -214,16 +214,16 @@ class Job:
         return self.status().record.job_id
 
     def status(self) -> JobStatus:
-        """Where the job stands now.
+        """The present status of the job.
 
         Raises `JobRequestError` when the output holds no job, `StorageError` when it cannot be read.
         """
         return read_status(self._store)
 
     def wait(self, timeout_s: float | None = None, *, progress: bool | Progress = False) -> JobStatus:
-        """Wait until the job's run has ended, well or not, and say how. `progress`: see `run`.
+        """Wait until the job's run has ended, well or not; returns its status. `progress`: see `run`.
 
-        Raises `TimeoutError` when it has not ended by then, and what `status` raises.
+        Raises `TimeoutError` when the run has not ended after `timeout_s`, and what `status` raises.
         """
         with _shown(progress) as shown:
             found = wait_for_end(self._store, timeout_s, *([shown.update] if shown else []))
@@ -232,7 +232,7 @@ class Job:
         return found
 
     def result(self, timeout_s: float | None = None, *, progress: bool | Progress = False) -> JobResult:
-        """Wait for the job; its result. Raises what the job ended with, as `run` does, and what `wait` raises."""
+        """Wait for the job; returns its result. Raises the error that ended the job, and what `wait` raises."""
         from .pipeline.result import JobResult
 
         found = self.wait(timeout_s, progress=progress)
@@ -246,10 +246,10 @@ class Job:
         return request_cancel(self._store)
 
     def compare(self, rows: int = 32, *, client: Client | None = None, progress: bool | Progress = False) -> Agreement:
-        """Answer some rows of the finished job in its number format and in float32; how the answers agree.
+        """Answer some rows of the finished job in its number format and in float32; returns how the answers agree.
 
-        rows: how many, evenly taken.
-        client, progress: see `run`, which both small jobs are given to.
+        rows: number of rows, spread evenly over the job.
+        client, progress: see `run`, which runs both small jobs.
 
         Raises `JobRequestError` for a job that has not finished or was computed in float32, and what `run` raises.
         """
@@ -264,7 +264,7 @@ class Job:
         return log_lines(self._store, follow=follow)
 
     def to_arrow(self) -> pa.Table:
-        """All rows of the output as an Arrow table; rows stand as in the parts. Waits and raises as `result` does."""
+        """All rows of the output as an Arrow table, in the order of the parts. Waits and raises as `result` does."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -308,19 +308,21 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class JobPlan:
-    """A job as planned. `details`: all that is known of it. `gpu_hour_price`: of one worker, where it was given."""
+    """The plan of a job, as `plan` returns it."""
 
+    #: The whole plan.
     details: DryRun
+    #: Price of one worker's hour; None when no price was given.
     gpu_hour_price: float | None = None
 
     @property
     def num_rows(self) -> int:
-        """Rows of the input, those that cannot be answered too."""
+        """Rows of the input, including rows that cannot be answered."""
         return self.details.workload.num_rows
 
     @property
     def num_errors(self) -> int:
-        """Rows that cannot be answered, for all that is known before the job runs."""
+        """Rows that are known before the run to be unanswerable."""
         return sum(kind.num_rows for kind in self.details.errors)
 
     @property
@@ -335,24 +337,24 @@ class JobPlan:
 
     @property
     def price(self) -> float | None:
-        """What all workers cost for as long as the job takes; None when no price was given."""
+        """Predicted cost of all workers for the job; None when no price was given."""
         from .console.plan_tables import price
 
         return price(self.details, self.gpu_hour_price)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of adapters, files and rows, one sentence each."""
+        """Remarks for users on adapters, files and rows, one sentence each."""
         return self.details.notes
 
     def to_json(self) -> dict[str, Any]:
-        """As `lorabatch plan --json` prints it."""
+        """The plan as `lorabatch plan --json` prints it."""
         from .console.plan_tables import plan_json
 
         return plan_json(self.details, self.gpu_hour_price)
 
     def to_text(self) -> str:
-        """As `lorabatch plan` prints it."""
+        """The plan as `lorabatch plan` prints it."""
         from .console.plan_tables import print_plan
         from .console.terminal import plain_console
 
@@ -368,21 +370,21 @@ class JobPlan:
 
 
 def _values(job: JobSource, options: Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
-    """The options of a job that are given, and its job file."""
+    """The given options of a job, and its job file."""
     if isinstance(job, JobSpec):
         return {name: getattr(job, name) for name in job.model_fields_set} | dict(options), None
     return dict(options), None if job is None else Path(job)
 
 
 def _spec(job: JobSource, options: Mapping[str, Any], client: Client | None) -> JobSpec:
-    """The job that is asked for, on the cluster of `client` where there is one.
+    """The job as asked, on the cluster of `client` if one is given.
 
-    Raises `JobRequestError` with every problem of the values, and of what the right ones among them name.
+    Raises `JobRequestError` with every problem of the values, and of the files that the valid values name.
     """
     from .jobs.validation import requested_job
 
     spec = job if isinstance(job, JobSpec) and not options else requested_job(*_values(job, options))
-    # What its engines run on is asked of its workers, not of this machine.
+    # A cluster by address, so that devices are asked of its workers, not of this machine.
     return (
         spec if client is None else spec.model_copy(update={"cluster": client.scheduler_info(n_workers=0)["address"]})
     )
@@ -390,7 +392,7 @@ def _spec(job: JobSource, options: Mapping[str, Any], client: Client | None) -> 
 
 @contextmanager
 def _waits_noted(shown: Progress | None) -> Iterator[None]:
-    """Within the block, have a progress display say what takes long before work begins, and what storage waits for."""
+    """Within the block, a progress display shows notes about long work before the job's work, and waits for storage."""
     if shown is None:
         yield
         return
