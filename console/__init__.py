@@ -1,1 +1,1 @@
-"""What the commands print, and the options they take."""
+"""Output of the commands, and the options that they take."""

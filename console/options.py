@@ -1,8 +1,9 @@
 """The options of a job as command-line parameters, made from the fields of `JobSpec`.
 
-`Commands` is a group of them: its `job_command` gives a command the job file argument and every option of a job.
-`shared_option` declares one of these options for a command that takes no job. A `Command` refuses an option that is
-given twice. `JobSpec` is imported when the options of a job are needed, as it takes longer than a list of commands.
+`Commands` is a group of commands: its `job_command` gives a command the job file argument and every option of a job.
+`shared_option` declares an option of a job for a command that takes no job. A `Command` refuses an option that is given
+twice. `JobSpec` is imported only when the options of a job are needed: importing it takes longer than listing the
+commands.
 """
 
 from __future__ import annotations
@@ -24,26 +25,29 @@ from .terminal import echo
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _JobCall = TypeVar("_JobCall", bound=Callable[..., None])
-# Options that are given several times have the singular as their name on the command line.
+# Field of `JobSpec` -> name on the command line, where the two differ: repeatable options are named in the singular.
 _NAMES = {"columns": "column"}
 _NUMBERS = (int, float)
-# What an option says that is shared with commands that take a job, until its help is shown.
+# Placeholder for the help of a shared option; `Command.format_help` puts the option's own help in its place.
 _SHARED = "As for `lorabatch run`."
 
 
 @dataclass(frozen=True, slots=True)
 class JobOption:
-    """One option of a job. `name`: on the command line; `key`: field of `JobSpec` and key of the job file.
+    """One option of a job, as the command line has it."""
 
-    `kind`: of its value. The command line parses switches and lists, and passes numbers on as text: `JobSpec` reads
-    them, so that all problems are said at once. `default` and `help`: as shown to people.
-    """
-
+    #: Name on the command line, without dashes.
     name: str
+    #: Field of `JobSpec` and key of the job file.
     key: str
+    #: Type of the value: `bool`, `int`, `float`, `list[str]` or `str`. The command line parses switches and lists. It
+    #: passes numbers on as text, so that `JobSpec` reads them and reports all problems at once.
     kind: Any
+    #: Default in the help; "" for none.
     default: str
+    #: Text of the help.
     help: str
+    #: Whether a job must have the option.
     is_required: bool
 
     def parameter(self) -> Any:
@@ -60,13 +64,13 @@ class JobOption:
 
 
 class Command(TyperCommand):
-    """A command whose options are given once, unless they are repeatable: a second value would replace the first.
+    """A command that refuses an option given twice, unless it is repeatable: a second value would replace the first.
 
-    Values that are not of their option's kind are said as a job's wrong values are.
+    A value that is not of its option's kind is reported in the same form as a wrong value of a job.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Ends the command with exit code 2 when options are given twice, or a value cannot be read."""
+        """Parse the arguments. Ends the command with exit code 2 when an option is given twice or cannot be read."""
         given = self._given(ctx, args)
         repeated = {flag: values for flag, values in given.items() if len(values) > 1}
         for flag, values in repeated.items():
@@ -87,19 +91,19 @@ class Command(TyperCommand):
             raise typer.Exit(2) from None
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Writes the help, that of shared options included."""
+        """Write the help, with the help of shared options in place of `_SHARED`."""
         for option in self.params:
             if getattr(option, "help", None) == _SHARED and option.name:
                 option.help = _unmarked(job_options()[option.name].help)  # type: ignore[attr-defined]
         super().format_help(ctx, formatter)
 
     def _given(self, ctx: Any, args: list[str]) -> dict[str, list[str]]:
-        """Option -> its values, of the given options that keep only one value."""
+        """Option -> its values, for given options that are not repeatable."""
         options = [p for p in self.get_params(ctx) if p.param_type_name == "option"]
         once: dict[Any, Any] = {p.name: p for p in options if not (p.multiple or p.is_eager)}
         parser: Any = type(self.make_parser(ctx))(ctx)
         for parameter in self.get_params(ctx):
-            # A copy that collects its values, as repeatable options do.
+            # A copy of the option collects its values, as repeatable options do.
             collecting: Any = copy.copy(parameter)
             collecting.multiple = parameter.name in once or getattr(parameter, "multiple", False)
             collecting.add_to_parser(parser, ctx)
@@ -117,13 +121,13 @@ class Commands(typer.Typer):
     def command(
         self, name: str | None = None, *, cls: type[TyperCommand] | None = Command, **settings: Any
     ) -> Callable[[_Function], _Function]:
-        """See `typer.Typer.command`."""
+        """Register a command as `typer.Typer.command` does, by default as a `Command`."""
         return super().command(name, cls=cls, **settings)
 
     def job_command(self, name: str) -> Callable[[_JobCall], _JobCall]:
         """Register a command that takes a job: the job file argument and all job options, beside its own parameters.
 
-        It calls the function with `(job_file, options, **own)`: `options` holds the job options that were given.
+        The command calls the function with `(job_file, options, **own)`: `options` has the given job options.
         """
 
         def register(call: _JobCall) -> _JobCall:
@@ -138,26 +142,26 @@ class Commands(typer.Typer):
 
 
 class _JobCommand(Command):
-    """A command that takes a job, as lists of commands show it. Its options are made when it is called."""
+    """A command that takes a job, in the form that lists of commands need. Its options are made when it is called."""
 
     def __init__(self, call: _JobCall, **settings: Any) -> None:
         super().__init__(**settings)
         self._call = call
 
     def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """See `click.Command.make_context`; the context's command is the one with options."""
+        """Make the job options, and a context whose command has them."""
         app = Commands(add_completion=False)
         app.command(self.name)(_with_job_options(self._call))
         return typer.main.get_command(app).make_context(info_name, args, parent, **extra)
 
 
 def _name(ctx: Any) -> str:
-    """The command's words after `lorabatch`."""
+    """The words of a command after `lorabatch`."""
     return f"{_name(ctx.parent)} {ctx.info_name}".strip() if ctx.parent else ""
 
 
 def _as_given(option: Any, value: Any) -> str:
-    """A value of an option; of a switch, the name by which it was given; "" for what is never shown."""
+    """A value of an option for messages: a switch is the flag by which it was given, `storage_options` is ""."""
     if option.name == "storage_options":
         return ""
     if not option.is_flag:
@@ -166,7 +170,7 @@ def _as_given(option: Any, value: Any) -> str:
 
 
 def _with_job_options(call: _JobCall) -> Callable[..., None]:
-    """The function that typer reads: a parameter for each option."""
+    """A function for typer with a parameter for each option, which calls `call`."""
     own = list(inspect.signature(call, eval_str=True).parameters.values())[2:]
 
     def command(job_file: Path | None = None, **values: Any) -> None:
@@ -187,13 +191,13 @@ def _with_job_options(call: _JobCall) -> Callable[..., None]:
 
 
 def shared_option(key: str, metavar: str | None = None) -> Any:
-    """An option of a job for a command that takes no job; no default is shown, as none applies there."""
+    """An option of a job for a command that takes no job. Its help shows no default, since the job's does not apply."""
     return typer.Option(_flag(key), help=_SHARED, metavar=metavar, show_default=False)
 
 
 @cache
 def job_options() -> Mapping[str, JobOption]:
-    """Field of `JobSpec` -> its option, in the order of the fields; those of sampling last."""
+    """Field of `JobSpec` -> its option, in the order of the fields, options of sampling last."""
     from ..engine.request import SAMPLING_OPTIONS
     from ..jobs.spec import JobSpec
 
@@ -211,7 +215,7 @@ def job_options() -> Mapping[str, JobOption]:
 
 
 def _kind(annotation: Any) -> Any:
-    """The kind of a field's value on the command line: a number, a switch, a list by repetition, else text."""
+    """The type of a field's value on the command line: a number, a switch, a list by repetition, else text."""
     kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     for kind in kinds:
         if kind in (bool, *_NUMBERS):
@@ -222,12 +226,12 @@ def _kind(annotation: Any) -> Any:
 
 
 def _choices(annotation: Any) -> str:
-    """The values of a field that has a fixed set of them."""
+    """A sentence with the values of a field that has a fixed set of them; "" for other fields."""
     return f"One of {', '.join(get_args(annotation))}." if get_origin(annotation) is Literal else ""
 
 
 def _shown_default(default: Any) -> str:
-    """A default as text; empty where there is none that the help does not describe itself."""
+    """A default as text; "" for none, and for defaults that the help describes itself."""
     if isinstance(default, bool):
         return "on" if default else ""
     if isinstance(default, int | float):
@@ -240,5 +244,5 @@ def _flag(name: str) -> str:
 
 
 def _unmarked(text: str) -> str:
-    """A help whose square brackets are no markup to the printer of helps."""
+    """A help text with its square brackets escaped, which typer would read as markup."""
     return text.replace("[", r"\[")

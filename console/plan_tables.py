@@ -1,4 +1,4 @@
-"""What `lorabatch plan` says: adapters, waves, workers, and the totals; for people and as JSON."""
+"""Output of `lorabatch plan`: adapters, waves, workers and the totals, as text for people or as JSON."""
 
 from __future__ import annotations
 
@@ -23,32 +23,46 @@ _LINES_SHOWN = 30
 
 @dataclass(frozen=True, slots=True)
 class WaveFacts:
-    """Shards that have their mode and their adapters in common. `engine_s`: of one worker."""
+    """One wave of a plan: shards that have their mode and their adapters in common."""
 
+    #: Number of the wave.
     wave_id: int
+    #: Mode of the shards.
     mode: str
+    #: Names of the adapters, sorted.
     adapters: tuple[str, ...]
+    #: Shards of the wave.
     num_shards: int
+    #: Rows of all shards.
     num_rows: int
+    #: Tokens that the rows are predicted to generate.
     predicted_output_tokens: int
+    #: Seconds that one worker needs for all shards.
     engine_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """One worker's share under the placement. `adapter_bytes`: of all adapters that it will need."""
+    """One worker's share of the job under the placement."""
 
+    #: Number of the worker.
     worker: int
+    #: Shards placed on the worker.
     num_shards: int
+    #: Rows of these shards.
     num_rows: int
+    #: Adapters that the worker will need.
     num_adapters: int
+    #: Bytes of these adapters.
     adapter_bytes: int
+    #: Bytes of the base model's weights, as stored.
     weight_bytes: int
+    #: Seconds after which the worker has finished its shards.
     predicted_s: float
 
 
 def waves(found: DryRun) -> list[WaveFacts]:
-    """By wave, the most work first."""
+    """Facts of each wave, the one with the most work first."""
     forecast = found.forecast
     members: dict[int, list[Shard]] = {}
     for shard in forecast.plan.shards:
@@ -69,7 +83,7 @@ def waves(found: DryRun) -> list[WaveFacts]:
 
 
 def workers(found: DryRun) -> list[WorkerFacts]:
-    """By worker, as the placement would have them; while the job runs, idle workers help the others."""
+    """Facts of each worker under the placement. While a job runs, idle workers help others, so that shares differ."""
     forecast, adapters = found.forecast, found.workload.adapters
     weight_of = {adapter.name: adapter.weight_bytes for adapter in adapters}
     facts = []
@@ -91,7 +105,7 @@ def workers(found: DryRun) -> list[WorkerFacts]:
 
 
 def plan_json(found: DryRun, gpu_hour_price: float | None) -> dict[str, Any]:
-    """A JSON-ready object with everything that is printed."""
+    """A JSON-ready object with all facts of the printed tables, and more."""
     forecast = found.forecast
     return {
         "rows": found.workload.num_rows,
@@ -127,14 +141,14 @@ def plan_json(found: DryRun, gpu_hour_price: float | None) -> dict[str, Any]:
 
 
 def price(found: DryRun, gpu_hour_price: float | None) -> float | None:
-    """What all workers cost for as long as the job takes; None when no price was given."""
+    """Price of all workers for the predicted time of the job; None when no price of an hour was given."""
     return None if gpu_hour_price is None else found.forecast.replica_s / 3600 * gpu_hour_price
 
 
 def print_plan(
     found: DryRun, gpu_hour_price: float | None, console: Console | None = None, *, as_json: bool = False
 ) -> None:
-    """Prints tables of adapters, waves and workers, and the totals last; or everything as JSON."""
+    """Print tables of adapters, waves and workers, and the totals last; or all facts as JSON."""
     if as_json:
         typer.echo(json.dumps(plan_json(found, gpu_hour_price), indent=1))
         return
@@ -155,7 +169,7 @@ def print_plan(
 
 
 def totals(found: DryRun, gpu_hour_price: float | None) -> list[str]:
-    """Rows, seconds, the placement's bound and gap, money, and where the cost model comes from."""
+    """Lines with rows, seconds, the placement's bound and gap, the price, and the origin of the cost model."""
     forecast = found.forecast
     output = sum(adapter.predicted_output_tokens for adapter in forecast.adapters)
     lines = [
@@ -186,7 +200,7 @@ def _part_played(found: DryRun) -> str:
 
 
 def _speeds(found: DryRun) -> list[str]:
-    """The speeds that were given, and where they count."""
+    """A line about the speeds that were given, and the numbers that they change; none without speeds."""
     if found.slowness is None:
         return []
     speeds = ", ".join(f"{1 / slow:g}" for slow in found.slowness)
@@ -197,7 +211,7 @@ def _speeds(found: DryRun) -> list[str]:
 
 
 def _bound(found: DryRun) -> list[str]:
-    """How far the prediction is from what no run can do better."""
+    """A line that compares the predicted seconds with the lower bound; none without a bound."""
     if not found.bound_s:
         return []
     over = found.forecast.predicted_s / found.bound_s
@@ -206,7 +220,7 @@ def _bound(found: DryRun) -> list[str]:
 
 
 def _engines(found: DryRun) -> list[str]:
-    """What a step of the engines holds and what they run on; a device that is not known is said to be assumed."""
+    """Lines about the limits of a step, the device and the memory of engines, and about a device that is assumed."""
     device, limits, num_processes = found.settings.device, found.settings.limits, found.settings.engine.tensor_parallel
     processes = f" of {num_processes} processes each" if num_processes > 1 else ""
     pool = "" if found.memory else f", {limits.pool_bytes / 1e9:.1f} GB for keys, values and adapters"
@@ -231,14 +245,14 @@ def _memory(planned: CpuMemory) -> str:
 
 
 def _policy(found: DryRun) -> list[str]:
-    """Policy and placement, where they are not this project's."""
+    """A line about policy and placement, if they deal rows out before the job; else none."""
     policy, placement = found.settings.policy, found.settings.placement
     dealt = f", rows dealt out by {placement}" if placement != "planner" else ""
     return [f"Policy: {policy}{dealt}"] if found.settings.is_dealt else []
 
 
 def _placement(found: DryRun) -> list[str]:
-    """How well shards of given seconds are dealt to workers, all of which count as alike; no bound of the job."""
+    """A line about the placement of shards on equal workers, with a bound of the placement, not of the job."""
     if found.slowness is not None:
         return []
     placement = found.forecast.placement
@@ -249,7 +263,7 @@ def _placement(found: DryRun) -> list[str]:
 
 
 def _range(found: DryRun) -> list[str]:
-    """The assumption about answer lengths, where no answer has been seen yet, and the range that follows."""
+    """Lines about the lengths of answers: known from earlier jobs, or assumed, with the resulting range of seconds."""
     known = len(found.settings.lengths)
     lines = [f"Answers of {known} adapters are taken to be as long as in earlier jobs"] if known else []
     if found.range_s is not None:

@@ -1,4 +1,4 @@
-"""What people see of a job: live progress in a terminal, a line every few seconds elsewhere, and its status."""
+"""Shows a job to people: live progress in a terminal, a line every few seconds elsewhere, and its status."""
 
 from __future__ import annotations
 
@@ -26,30 +26,33 @@ from .terminal import echo, plain_console
 
 _LINE_INTERVAL_S = 5.0
 _ADAPTERS_SHOWN = 4
-# A coordinator reports every second, unless storage holds it up.
+# Seconds without a report after which a job counts as silent. A coordinator reports every second, unless storage holds
+# it up.
 _SILENT_AFTER_S = 10.0
 
 
 class NotebookDisplay:
-    """What `rich.live.Live` is in a terminal: one output of a notebook's cell, replaced in place. Needs no widgets."""
+    """A live display in a notebook, with the methods of `rich.live.Live` that `ConsoleProgress` calls: one output of a
+    cell, replaced in place. Needs no widgets.
+    """
 
     def __init__(self) -> None:
         self._handle: Any = None
 
     def start(self, refresh: bool = False) -> None:
-        """See `Live`."""
+        """Add the output to the running cell."""
         from IPython.display import display
 
         self._handle = display(Text("starting"), display_id=True)
 
     def update(self, renderable: RenderableType) -> None:
-        """See `Live`."""
+        """Replace the output by `renderable`."""
         shown = Table.grid()
         shown.add_row(renderable)
         self._handle.update(shown)
 
     def stop(self) -> None:
-        """See `Live`."""
+        """Leave the last output as it is."""
 
 
 class ConsoleProgress:
@@ -62,10 +65,11 @@ class ConsoleProgress:
         self._told_phase = ""
         self._shown_notes: set[str] = set()
         self._started_s = time.monotonic()
-        # The latest state and when it came; rows done and since when, while they run.
+        # Time of the latest state by its own clock, and by this process's.
         self._heard: tuple[float, float] = (0.0, self._started_s)
+        # Rows done, and the time since when; None while no rows run.
         self._last_row: tuple[int, float] | None = None
-        # When rows began to be answered, and how many were done then: those of a resumed job are no speed.
+        # Time at which rows began to run, and the rows done by then, which do not count as speed; None before.
         self._running_since: tuple[float, int] | None = None
 
     def __enter__(self) -> Self:
@@ -82,7 +86,7 @@ class ConsoleProgress:
             self._live.stop()
 
     def update(self, state: JobState) -> None:
-        """See `Progress`."""
+        """Show the job's latest state: in the live display, or as a line at a new phase and every few seconds."""
         for text in state.notes:
             if text not in self._shown_notes:
                 self._shown_notes.add(text)
@@ -112,30 +116,30 @@ class ConsoleProgress:
         return (state.rows_done - rows_before) / max(now_s - since_s, 1e-3)
 
     def note(self, text: str) -> None:
-        """See `Progress`."""
+        """Print a sentence that stays on the screen."""
         self._console.print(text, soft_wrap=True)
 
 
 class Lull(NamedTuple):
-    """Seconds without a report of a job, and those in which it ran and no row finished."""
+    """Seconds without a report of a job (`silent_s`), and seconds in which it ran and no row finished (`no_row_s`)."""
 
     silent_s: float = 0.0
     no_row_s: float = 0.0
 
     @property
     def is_silent(self) -> bool:
-        """Whether what the latest report says of rates and time left may be true no more."""
+        """Whether the rates and the time left of the latest report are too old to show."""
         return self.silent_s >= _SILENT_AFTER_S
 
     def to_text(self) -> str:
-        """Such as "no row has finished for 1:10"; "" where that is no matter."""
+        """A clause such as "no row has finished for 1:10"; "" for a lull that is too short to mention."""
         if self.is_silent:
             return f"no report for {clock(self.silent_s)}"
         return f"no row has finished for {clock(self.no_row_s)}" if self.no_row_s >= STILL_AFTER_S else ""
 
 
 def job_line(state: JobState, elapsed_s: float, rows_per_s: float, lull: Lull = Lull()) -> str:  # noqa: B008
-    """One line: phase, rows, rates, time left; and for how long nothing moves."""
+    """One line about a job: phase, rows, rates, lull and time left."""
     rates = [] if lull.is_silent else [*_rates(state, rows_per_s)]
     return "  ".join([_stage(state, elapsed_s), *rates, *filter(None, [lull.to_text(), _time_left(state, lull)])])
 
@@ -145,7 +149,7 @@ def _time_left(state: JobState, lull: Lull) -> str:
 
 
 def _stage(state: JobState, elapsed_s: float) -> str:
-    """Phase and rows."""
+    """Elapsed time, phase and rows of a job."""
     parts = [f"[{clock(elapsed_s)}] {state.phase}"]
     if state.phase == "indexing":
         parts.append(f"{state.rows_indexed:,} of {state.rows:,} rows indexed")
@@ -196,19 +200,19 @@ def job_display(state: JobState, elapsed_s: float, rows_per_s: float, lull: Lull
 
 
 def print_status(status: JobStatus, *, as_json: bool = False) -> None:
-    """Prints where a job stands, as lines of text or as JSON."""
+    """Print the status of a job, as lines of text or as JSON."""
     echo(json.dumps(status.to_json(), indent=1) if as_json else "\n".join(status_lines(status)))
 
 
 def print_agreement(found: Agreement, *, as_json: bool = False) -> None:
-    """Prints how answers agree with those in float32, as a line of text or as JSON."""
+    """Print how answers agree with answers in float32, as a line of text or as JSON."""
     echo(json.dumps(found.to_json(), indent=1) if as_json else str(found))
 
 
 def print_end(spec: JobSpec | None, message: str, exit_code: int) -> None:
-    """Prints how a run ended as one line of JSON: the job's status, under the run's own outcome, message and exit code.
+    """Print the end of a run as one line of JSON: the job's status, with the run's own outcome, message and exit code.
 
-    A request that was refused has no status, and one that failed may have none when storage is why.
+    A request that was refused has no status, and a job that failed because of storage may have none.
     """
     outcomes: dict[int, Outcome] = {0: "done", 1: "failed", 130: "stopped"}
     values: dict[str, Any] = {}

@@ -32,7 +32,9 @@ _VERDICT_STYLES = {"exact": "green", "exact-by-merge": "yellow", "refused": "red
 
 
 def print_audits(audits: Sequence[AdapterAudit], console: Console | None = None, *, as_json: bool = False) -> None:
-    """Prints one line per adapter, verdicts in colour, and how many there are of each; or every finding as JSON."""
+    """Print one line per adapter, verdicts in colour, and the number of adapters of each verdict; or all findings as
+    JSON.
+    """
     if as_json:
         typer.echo(json.dumps([found.to_json() for found in audits], indent=1))
         return
@@ -49,7 +51,7 @@ def print_audits(audits: Sequence[AdapterAudit], console: Console | None = None,
 
 
 def print_answers(output: Path, console: Console | None = None) -> None:
-    """A few rows per adapter, rows in against rows out, and how to look at the rest."""
+    """Print a few rows per adapter, the numbers of rows in and out, and a command to look at the rest."""
     import pyarrow.dataset as ds
 
     from ..demo.job import DEMO_FOLDER
@@ -70,13 +72,13 @@ def print_answers(output: Path, console: Console | None = None) -> None:
 
 
 def _python() -> str:
-    """The running Python, as one would type it here."""
+    """Path of the running Python as a shell takes it, relative to the present folder if it is below."""
     path = Path(sys.executable)
     return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
 
 
 def print_profile(profile: CostProfile, path: Path, console: Console | None = None) -> None:
-    """What was found and how well it fits."""
+    """Print the fit of a profile for each kind of step, and its coefficients."""
     console = console or plain_console()
     fit_table = Table("steps", "measured", "R²", "median error")
     for kind, quality in profile.quality.items():
@@ -92,7 +94,7 @@ def print_profile(profile: CostProfile, path: Path, console: Console | None = No
 
 
 def print_simulation(result: SimulationResult, console: Console | None = None) -> None:
-    """One line per policy, the fastest first, and the files that were written."""
+    """Print one line per policy, the fastest first, and the files that were written."""
     console = console or plain_console()
     workload = result.workload
     limits = result.settings.limits

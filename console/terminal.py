@@ -1,4 +1,4 @@
-"""The terminal as commands print on it: the one way by which text of jobs, adapters and errors reaches it."""
+"""Prints on the terminal: all text of jobs, adapters and errors goes through `plain_console` or `echo`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..engine.untrusted import printable
 
 
 class _PlainConsole(Console):
-    """A console on which strings are text: nothing in them moves the cursor or sets a title."""
+    """A console that prints strings as text: control characters in them do not move the cursor or set a title."""
 
     def render_str(self, text: str, **options: Any) -> Text:
         """The text with its control characters written out."""
@@ -21,7 +21,7 @@ class _PlainConsole(Console):
 
 def plain_console(*, stderr: bool = False, **options: Any) -> Console:
     """A console that prints text as it is. Names, prompts, answers and messages contain square brackets and colons,
-    which are markup and emoji to a console of rich. `options`: see `Console`.
+    which a rich console reads as markup and emoji. `options`: further arguments of `rich.console.Console`.
     """
     return _PlainConsole(stderr=stderr, **options, markup=False, emoji=False, highlight=False)
 
