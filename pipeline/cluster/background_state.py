@@ -1,6 +1,7 @@
 """`BackgroundCluster`: the file by which commands of this user find the background cluster of this machine.
 
-It holds the cluster's key, so that only its owner may read it, and what another user has put there is not read.
+The file holds the cluster's key. Only its owner may read it, and a file that another user has put in its place is not
+read.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ _SETTINGS: dict[str, Any] = {
     "distributed.scheduler.allowed-failures": 100,
     "distributed.scheduler.worker-ttl": "60s",
     "distributed.scheduler.no-workers-timeout": "10m",
-    # On a busy machine a nanny takes longer than the default of 15 s to start a worker again; then it must not be
-    # closed as lost for good.
+    # A nanny on a busy machine takes longer than the default of 15 s to start a worker again, which must not be closed
+    # as lost for good.
     "distributed.deploy.lost-worker-timeout": "10m",
     "distributed.comm.timeouts.connect": CONNECT_TIMEOUT,
     # The scheduler's dashboard is enough, and has a token.
@@ -95,7 +95,7 @@ def scheduler_loss_reported(client: Client, output: str) -> Iterator[None]:
 
 @contextmanager
 def _without_tracebacks() -> Iterator[None]:
-    """Keep Dask's client from logging how its connection broke: an error of ours says it."""
+    """Keep Dask's client from logging tracebacks of a broken connection, which `scheduler_lost` reports."""
     log = logging.getLogger("distributed.client")
     log.addFilter(_has_no_traceback)
     try:
@@ -117,7 +117,7 @@ def page_address(client: Client) -> str:
 def known_workers(client: Client) -> dict[str, Any] | None:
     """Ask the scheduler for its workers: address -> facts; None when it does not answer within 10 s.
 
-    `Client.scheduler_info` is no answer: it returns what the client remembers, which a poll of its own replaces by an
+    `Client.scheduler_info` does not ask: it returns the client's last copy, which a poll of its own replaces by an
     identity without workers, and which stays when the scheduler is gone.
     """
     scheduler = client.scheduler
@@ -345,7 +345,7 @@ _ATTEMPTS = 5
 
 
 def open_client(target: Any, **options: Any) -> Client:
-    """A `distributed.Client(target, **options)` that is not the process's default client; raises what that raises.
+    """A `distributed.Client(target, **options)` that is not the process's default client. Raises what `Client` raises.
 
     A client asserts that the scheduler's greeting arrives alone. The scheduler sends what falls due within 2 ms as one
     message, so that anything it sends to all its clients at that moment (a worker was lost) makes the assertion fail.
@@ -356,8 +356,8 @@ def open_client(target: Any, **options: Any) -> Client:
         try:
             Client.__init__(client, target, set_as_default=False, **options)
         except BaseException as error:
-            # Its finaliser would close it whenever garbage is collected, also while this thread starts another
-            # client's event loop; it would then wait for a lock that this thread holds.
+            # The client's finaliser would close it whenever garbage is collected, also while this thread starts another
+            # client's event loop, and would wait for a lock that this thread holds.
             client.close()
             if not (left and isinstance(error, AssertionError)):
                 raise

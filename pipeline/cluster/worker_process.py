@@ -204,7 +204,7 @@ def leave_on_sigterm(worker: Worker) -> None:
 
 async def _leave(worker: Worker) -> None:
     logger.info("SIGTERM: the worker leaves, its engines hand over begun rows")
-    # Its nanny may be gone, stopped or cut off.
+    # The worker's nanny may be gone, stopped or cut off.
     with contextlib.suppress(Exception):
         await asyncio.wait_for(_have_nanny_watch(worker), _NANNY_ANSWERS_WITHIN_S)
     # The nanny stays: it gets a signal of its own when it is to leave too, and else starts another worker.

@@ -4,8 +4,8 @@
         for command in scheduler.handle(next event):
             enact(command)
 
-The coordinator decides nothing, and keeps only what can be rebuilt: the futures of shard tasks. Every event and command
-goes to `events.jsonl`, from which `scheduler/simulation/replay.py` replays the run.
+The coordinator decides nothing, and keeps only state that can be rebuilt: the futures of shard tasks. Every event and
+command goes to `events.jsonl`, from which `scheduler/simulation/replay.py` replays the run.
 """
 
 from __future__ import annotations

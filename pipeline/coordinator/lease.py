@@ -115,7 +115,7 @@ class LeasePlugin(SchedulerPlugin):
     """Holds the leases of all runs on a cluster, and starts another coordinator where one has lapsed."""
 
     name = f"lorabatch-leases-{__version__}"
-    # Registering it again, as each job does, must not forget the leases.
+    # Each job registers the plugin again, which must not forget the leases.
     idempotent = True
 
     async def start(self, scheduler: Scheduler) -> None:

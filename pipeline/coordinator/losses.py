@@ -21,7 +21,7 @@ from ...engine.server.codec import Codec
 from ...version import __version__
 
 # Workers lost with an item after which it is given up, whatever else they ran: a task that is never alone on a worker
-# cannot be told from its neighbours.
+# cannot be distinguished from its neighbours.
 _MAX_LOST = 4
 # Seconds for which a released task still counts as its worker's. A coordinator's tasks are released when its own worker
 # is lost, perhaps before Dask counts that worker as lost.
@@ -116,7 +116,7 @@ class LossesPlugin(SchedulerPlugin):
     """Counts losses for all fan-outs of a cluster, and has Dask end their tasks when a worker is lost with them."""
 
     name = f"lorabatch-losses-{__version__}"
-    # Registering it again, as each job does, must not forget what was lost.
+    # Each job registers the plugin again, which must not forget the losses.
     idempotent = True
 
     async def start(self, scheduler: Scheduler) -> None:

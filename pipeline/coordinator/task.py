@@ -95,7 +95,7 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, settings: RunSettings, 
                 expect_away(job.store.url)
             if isinstance(error, OutputConflictError) or not _holds_output(job):
                 raise
-            # Another run of the job may have been faster, and have removed what this one needed.
+            # Another run of the job may have been faster, and have removed files that this one needed.
             if not has_finished(job):
                 reporter.ended(error)
                 if not has_finished(job):
@@ -332,7 +332,7 @@ def _bound_s(run: JobRun, coordinator: Coordinator, work: JobWork | None) -> flo
 
 
 def count_rows(run: JobRun, plan: JobPlan, turn: int = 0) -> Account:
-    """Compare the parts with the plan and count what they hold, on the workers."""
+    """Compare the parts with the plan and count their rows, on the workers."""
     run.reporter.phase("finishing", plan.num_rows, rows_done=plan.num_rows)
     return _count(run, [shard.shard_id for shard in plan.shards], f"count{turn}")
 

@@ -1,4 +1,4 @@
-"""Hashes of a row: its identity, what it asks, and how its prompt begins. Equal on every machine.
+"""Hashes of a row: of its id, of all that its answer depends on, and of the prompt's beginning. Equal on every machine.
 
 `shared_tokens` counts how much of each prompt the rows of a chunk have in common.
 """

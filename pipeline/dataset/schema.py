@@ -30,8 +30,8 @@ ERROR = "__lb_error"
 FINGERPRINT = "__lb_fingerprint"
 SAMPLE = "__lb_sample"
 LOCATION = "__lb_location"
-# Tokens are null in error rows. Sampling is a JSON object of what the row overrides, or null. Location is
-# `file:row`, for messages.
+# Columns that the index adds to each row. Tokens are null in error rows. Sampling is a JSON object of the options that
+# the row overrides, or null. Location is `file:row`, for messages.
 PREPARED_FIELDS = (
     pa.field(REQUEST_ID, pa.string()),
     pa.field(ADAPTER, pa.string()),

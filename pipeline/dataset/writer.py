@@ -328,7 +328,7 @@ def _parquet(table: pa.Table, record: JobRecord) -> memoryview:
     if record.input.has_arrow_schema:
         pq.write_table(table, sink, **options)
         return memoryview(sink.getvalue())
-    # Without its schema Arrow writes no metadata of its own either.
+    # Metadata is added by itself: Arrow writes it only together with its own schema.
     metadata, table = table.schema.metadata, table.replace_schema_metadata()
     with pq.ParquetWriter(sink, table.schema, store_schema=False, **options) as writer:
         writer.write_table(table)

@@ -97,7 +97,7 @@ class RecallRows(PeerRequest[Accepted]):
 
 @dataclass(frozen=True, slots=True)
 class DropRows(PeerRequest[Accepted]):
-    """Tells a helper that lent rows are no longer needed."""
+    """Asks a helper to drop lent rows, which are no longer needed."""
 
     loan_id: str
 

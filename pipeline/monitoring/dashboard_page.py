@@ -58,7 +58,7 @@ class JobsPage:
             doc.add_root(root)
 
     def update(self) -> None:
-        """Show what has changed."""
+        """Show curves and tables as they are now."""
         runs = {run.run_id: run for run in self._view.runs}
         for run_id in self._lines.keys() - runs.keys():
             self._forget(run_id)

@@ -20,7 +20,7 @@ _LEAST_S = 5.0
 
 
 class JobMonitor:
-    """Counts rows, tokens and shards of a running job; `state` gives what the display and `state.json` show."""
+    """Counts rows, tokens and shards of a running job; the display and `state.json` show its `state`."""
 
     def __init__(
         self,
@@ -111,8 +111,9 @@ class JobMonitor:
         return sum(rates) / len(rates) if rates else 0.0
 
     def work_left(self, num_places: int, done: Work | None = None) -> Work:
-        """Work that is left for rows without an answer, less what engines have computed of running ones. `num_places`:
-        rows that all engines together run at once. `done`: work that engines have done so far; None for nothing.
+        """Work that is left for rows without an answer, less the part of running rows that engines have computed.
+        `num_places`: rows that all engines together run at once. `done`: work that engines have done so far; None for
+        nothing.
         """
         unfinished = self._unfinished()
         opened = [(self._shards[i], rows) for i, rows in unfinished.items() if i not in self._committed]

@@ -51,7 +51,7 @@ class LogShipper:
         self._thread.start()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Ship what is left, and stop."""
+        """Ship the rest, and stop. Waits at most `timeout_s`."""
         self._is_closed.set()
         self._thread.join(timeout_s)
 

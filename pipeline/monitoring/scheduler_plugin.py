@@ -42,7 +42,7 @@ class JobsPlugin(SchedulerPlugin):
     """
 
     name = f"lorabatch-jobs-{__version__}"
-    # Registering it again, as each job does, must not forget what was published.
+    # Each job registers the plugin again, which must not forget published states and reports.
     idempotent = True
 
     async def start(self, scheduler: Scheduler) -> None:

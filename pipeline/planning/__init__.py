@@ -1,1 +1,1 @@
-"""From an index to a plan; forecast, dry run, profile, simulation."""
+"""Makes a plan of an index; forecast, dry run, profile, simulation."""

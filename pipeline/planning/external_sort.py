@@ -25,7 +25,7 @@ from ..dataset import schema as prepared
 _CHUNK_READS = 8
 _FEW_ROWS = 256
 _NUMBERS = [(field.name, field.type.to_pandas_dtype()) for field in prepared.INDEX_SCHEMA if field.name != "adapter"]
-# One row of the index: its columns, and three differences.
+# One row of the index: the columns of `INDEX_SCHEMA`, and its chunk.
 # `adapter`: code of the adapter, -1 for the base model.
 # `error_kind`: 0 for a row in which the index has seen no error.
 # `chunk`, `batch`, `row`: place of the prepared row; `place`: number of the row in its chunk as it was read.
@@ -115,7 +115,7 @@ class SortedRows:
 
 
 def are_further(rows: IndexedRows) -> NDArray[np.bool_]:
-    """Which rows are further completions of the row before."""
+    """Whether each row is a further completion of the row before it, bool `[len(rows)]`."""
     is_further: NDArray[np.bool_] = (rows["id_hash"] == 0) & (rows["error_kind"] == 0)
     return is_further
 

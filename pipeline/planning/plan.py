@@ -56,7 +56,7 @@ _PLANNED = "prompt_tokens", "max_tokens", "prefix_hash", "shared_tokens", "is_dr
 class JobPlan:
     """The plan of a job: its shards and their predicted seconds."""
 
-    #: Shards in the order in which they should run.
+    #: Shards of the job; the id of a shard is its index.
     shards: tuple[Shard, ...]
     #: Rows of all shards.
     num_rows: int
@@ -74,7 +74,7 @@ class CheckedRows:
 
     #: The rows.
     rows: SortedRows
-    #: Tells error rows from others.
+    #: Counts of error rows, which also distinguish error rows from others.
     errors: RowErrors
     #: Error rows by kind.
     kinds: tuple[KindOfError, ...]

@@ -323,8 +323,8 @@ class RunSettings:
         )
 
     def with_reuse(self, workload: Workload) -> Workload:
-        """The rows with `shared_tokens` rounded to what an engine of this job copies instead of computing it: whole
-        pages, never a prompt's last token. None when engines do not share beginnings of prompts.
+        """The rows with `shared_tokens` rounded down to tokens that an engine of this job copies instead of computing
+        them: whole pages, never a prompt's last token. They are None when engines do not share beginnings of prompts.
         """
         if workload.shared_tokens is None or not self.shares_prefixes:
             return replace(workload, shared_tokens=None)
@@ -504,7 +504,7 @@ def some_of(slowness: Sequence[float], count: int) -> list[float]:
 def _mode(spec: JobSpec, device: Device, model: ModelConfig, model_folder: Path) -> Mode:
     """The mode of engines. `auto` becomes `unmerged` for a base model held in few bits, since merged weights are held
     in 32; on a GPU without room for merged weights; and for engines on several GPUs, each of which would read the
-    weights that it merges from files.
+    weights that it merges from files. Policies other than the planner keep `auto`, unless the base is quantized.
     """
     if spec.mode != "auto":
         return spec.mode

@@ -67,7 +67,7 @@ class EngineHealth:
 
 
 MAX_FRUITLESS_DEATHS = 16
-# Blamed rows in succession that are still taken for rows at fault: neighbours in the input may be from one source.
+# Blamed rows in succession at which the engine is given up. Fewer may be neighbours in the input, from one source.
 MAX_BLAMED_ROWS = 16
 # Failed starts in succession after which the engine is given up: more than preemption or a passing lack of memory may
 # cause while it loads.

@@ -63,7 +63,8 @@ class OpenShard:
             self._changed.notify_all()
 
     def take(self, timeout_s: float) -> list[ServedRow]:
-        """Wait for `timeout_s` seconds, or until all rows are finished, and return rows finished since the last call.
+        """Wait until all rows are finished or the shard has failed, at most `timeout_s`, and return rows finished since
+        the last call.
 
         Raises the error that `fail` was given, when no finished row is left to take.
         """

@@ -231,7 +231,7 @@ class RowTable:
         return to_abort
 
     def exportable(self, rows: Iterable[QueuedRow]) -> list[QueuedRow]:
-        """Rows among `rows` that are in the process and have seen no crash."""
+        """Rows among `rows` that are in the process and have seen no crash; none while suspects run alone."""
         return [] if self._is_isolating else [row for row in rows if row.is_in_process and not row.num_crashes]
 
     def export(self, rows: Iterable[QueuedRow]) -> None:
