@@ -338,21 +338,10 @@ class ReplicaFacts:
     rows_to_come: Callable[[int], int] = no_more_rows
 
 
-# Merging re-packs every targeted weight, about a second for 135M parameters on two cores, and saves about a
-# tenth of each step: four full batches are where it starts to pay.
-_WAVE_BATCHES = 4
-
-
-def in_merged_waves(facts: ReplicaFacts) -> Batcher:
-    """Adapters with many waiting rows are served merged, one after the other, the others unmerged."""
-    return MergeWaveBatcher(ClusteredBatcher(), facts.must_merge, _WAVE_BATCHES * facts.max_batch_rows)
-
-
 #: Batchers of an engine: name -> `module:function` below `scheduler`, which makes it. Those of papers are imported only
 #: when they are asked for.
 BATCHERS: Mapping[str, str] = {
     "cost": "cost_batching:choosing_by_cost",
-    "waves": "batching:in_merged_waves",
     "dlora": "baselines.dlora_batching:with_credits",
     "s-lora": "baselines.batchers:s_lora",
     "vllm-like": "baselines.batchers:vllm_like",

@@ -65,7 +65,7 @@ def batchers(monkeypatch: pytest.MonkeyPatch) -> list[Batcher]:
     [
         {},
         {"batcher": "dlora"},
-        {"batcher": "waves", "max_batch_rows": 7},
+        {"batcher": "s-lora", "max_batch_rows": 7},
         {"mode": "merged", "max_step_tokens": 33},
         {"mode": "unmerged"},
         {"mode": "exact", "max_batch_rows": 3},
