@@ -21,7 +21,7 @@ from lorabatch.tests.end_to_end.chaos.trial import Outcome, Trial
 SEEDS = (*range(20), 21, 25, 26, 88, 235, 370)
 # With engines of two processes each: leaders and members are killed, and a member is stopped.
 GROUP_SEEDS = (19, 22)
-_AT_ONCE = 6
+_AT_ONCE = 3
 
 pytestmark = pytest.mark.chaos
 
