@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 _PROCESSOR = Path("/proc/cpuinfo")
-# By what people call them: flags of Linux. The first two are what kernels are compiled for, see pyproject.toml.
+# Instruction set -> its flags in Linux. Kernels are compiled for the first two, see pyproject.toml.
 _INSTRUCTIONS = {
     "AVX-512": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
     "AVX2": {"avx2", "fma", "f16c"},
@@ -24,7 +24,7 @@ def lacks_compiled_kernels() -> bool:
 
 
 def cpu_instructions() -> tuple[str, ...]:
-    """Instruction sets of this processor that CPU kernels use. Empty where the system does not say."""
+    """Instruction sets of this processor that CPU kernels use. Empty when the system lists no flags."""
     try:
         flags = re.search(r"^flags\s*: (.*)$", _PROCESSOR.read_text(), re.MULTILINE)
     except OSError:

@@ -32,7 +32,8 @@ def site_chunks(sites, resident, site_row, rows_per_resident):
 
 @triton.jit
 def member_chunks(sites, resident, site_row, rows_per_resident, member, LAST: tl.constexpr):
-    """first_chunk, num_chunks of a site, and begin, end among them of those that reach `member` of its LAST + 1."""
+    """first_chunk, num_chunks of a site, and begin, end among these chunks of the ones that reach `member` of the
+    site's LAST + 1 members."""
     at = sites + (resident.to(tl.int64) * rows_per_resident + site_row) * 8
     is_there = resident >= 0
     first = tl.load(at, mask=is_there, other=0).to(tl.int32)
@@ -47,10 +48,10 @@ def member_chunks(sites, resident, site_row, rows_per_resident, member, LAST: tl
 
 @triton.jit
 def tile_chunks(sites, plus, minus, site_row, rows_per_resident, member, LAST: tl.constexpr):
-    """Which chunks a tile adds to a member's columns: those of `plus`, then those of `minus`.
+    """The chunks that a tile adds to a member's columns: chunks of `plus`, then chunks of `minus`.
 
-    num_plus, num_chunks, then chunk and scratch position of number 0 as if all were those of `plus`, and as if all
-    were those of `minus`.
+    num_plus, num_chunks, then chunk and scratch position of number 0 as if all chunks were of `plus`, and as if all
+    were of `minus`.
     """
     first_plus, all_plus, begin_plus, end_plus = member_chunks(sites, plus, site_row, rows_per_resident, member, LAST)
     first_minus, _, begin_minus, end_minus = member_chunks(sites, minus, site_row, rows_per_resident, member, LAST)
@@ -62,8 +63,8 @@ def tile_chunks(sites, plus, minus, site_row, rows_per_resident, member, LAST: t
 
 @triton.jit
 def chunk_fields(chunks, scales, of_tile, c, is_needed, ALIGN: tl.constexpr):
-    """Chunk `c` of `tile_chunks`: where its B is (b_offset, num_ranks, start, count), then where its shrink is and by
-    what to scale it (position, scale). Without ranks, and scaled to 0, where there is none or it is not needed.
+    """Chunk `c` of `tile_chunks`: the place of its B (b_offset, num_ranks, start, count), then the place of its shrink
+    and its scale (position, scale). A chunk that does not exist or is not needed has no ranks and scale 0.
     No load waits for another."""
     num_plus, num_chunks, plus_chunk, plus_at, minus_chunk, minus_at = of_tile
     is_plus = c < num_plus
@@ -81,7 +82,7 @@ def chunk_fields(chunks, scales, of_tile, c, is_needed, ALIGN: tl.constexpr):
 
 @triton.jit
 def load_b(pool, of_chunk, columns, in_columns):
-    """[16, BLOCK_N] of a chunk's B; zeros behind its ranks."""
+    """A block of a chunk's B, [16, BLOCK_N]; zeros behind its ranks."""
     b_offset, num_ranks, start, count = of_chunk
     ranks = tl.arange(0, 16)
     at = pool + b_offset + ranks[:, None] * count + (columns - start)[None, :]
@@ -90,8 +91,8 @@ def load_b(pool, of_chunk, columns, in_columns):
 
 @triton.jit
 def load_h(scratch, of_chunk, scratch_row, num_rows, rows_in_tile, num_splits, plane_stride, BLOCK_M: tl.constexpr):
-    """Scaled [BLOCK_M, 16] of a chunk's shrink, planes added in order; zeros where there is no chunk. Up to four planes
-    are one wait: none of their loads waits for another."""
+    """A chunk's shrink, scaled, [BLOCK_M, 16], planes added in order; zeros for a chunk that does not exist. Up to four
+    planes cost one wait: none of their loads waits for another."""
     position, scale = of_chunk
     rows = (scratch_row + position * num_rows + rows_in_tile).to(tl.int64)
     at = scratch + rows[:, None] * 16 + tl.arange(0, 16)[None, :]
@@ -122,8 +123,8 @@ def expand_row(
     pool, chunks, scales, of_tile, scratch, scratch_row, num_rows, row, num_splits, plane_stride, columns, in_columns,
     BLOCK_N: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """LoRA's part of one row of a tile, fp32 [BLOCK_N], on the ordinary cores: of a tensor core tile of 16 rows, one
-    with few would leave most to waste, and so would all that is done to each of its numbers."""
+    """LoRA's part of one row of a tile, fp32 [BLOCK_N], on the ordinary cores: a tensor core tile has 16 rows, so a
+    tile of few rows would waste most of its products and of the work on each of its numbers."""
     total = tl.zeros((BLOCK_N,), dtype=tl.float32)
     for c in range(0, of_tile[1]):
         chunk, shrink = chunk_fields(chunks, scales, of_tile, c, True, ALIGN)
@@ -135,7 +136,7 @@ def expand_row(
 
 @triton.jit
 def vector_offsets(sites, plus, minus, site_row, rows_per_resident):
-    """Where a tile's fp32 vectors are in the pool: factor of `plus`, bias of `plus`, bias of `minus`; -1: none."""
+    """Offsets of a tile's fp32 vectors in the pool: factor of `plus`, bias of `plus`, bias of `minus`; -1: none."""
     plus_at = sites + (plus.to(tl.int64) * rows_per_resident + site_row) * 8
     minus_at = sites + (minus.to(tl.int64) * rows_per_resident + site_row) * 8
     factor = tl.load(plus_at + 2, mask=plus >= 0, other=-1)
@@ -160,12 +161,12 @@ def finish_columns(value, columns, in_columns, vectors, pool_fp32, bias, HAS_BIA
 
 @triton.jit
 def blocks_per_item(num_blocks, num_tiles, MOST: tl.constexpr):
-    """Column blocks of one item: as many as leave two items for each program, at most MOST."""
+    """Column blocks of one item: as many as leave two items for each program, 1 to MOST."""
     return tl.minimum(tl.maximum(tl.cdiv(num_blocks * num_tiles, 2 * tl.num_programs(0)), 1), MOST)
 
 
 @triton.jit
 def step_after(block, c, chunks_per_block):
-    """Whether chunk `c` is the last of its block, then block and chunk of the step after it."""
+    """Whether chunk `c` is the last of its block, then block and chunk of the next step."""
     is_last = c + 1 == chunks_per_block
     return is_last, tl.where(is_last, block + 1, block), tl.where(is_last, 0, c + 1)

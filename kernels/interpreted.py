@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 
 def fix_products() -> None:
-    """Have every product of the interpreter in this process summed in order, from now on."""
+    """Makes the interpreter in this process sum every product in order, from now on."""
     from triton.runtime.interpreter import interpreter_builder
 
     type(interpreter_builder).create_dot = _create_dot

@@ -17,8 +17,7 @@ import torch
 _INTERPRETED_PROGRAMS = 2
 # Compute capability of the first GPUs with programmatic dependent launch.
 _PDL_CAPABILITY = 90
-#: Types of the devices whose operators are served by their Triton form. Where kernels are compiled without a GPU there
-#: are others.
+#: Types of the devices whose operators use their Triton form. Code that compiles kernels without a GPU adds others.
 TRITON_DEVICES = {"cuda"}
 
 
@@ -51,15 +50,15 @@ def num_warps_for(num_sums: int, per_thread: int, fewest: int) -> int:
 
 
 def next_power_of_2(number: int) -> int:
-    """The smallest that is not below `number`; 1 for none."""
+    """The smallest power of 2 that is at least `number`; 1 for 0."""
     return 1 << max(number - 1, 0).bit_length()
 
 
 def is_exact_dot(dtype: torch.dtype) -> bool:
     """Whether `tl.dot` takes fp32 operands in full precision.
 
-    So it must for fp32 weights (TF32 keeps 10 bits of mantissa), and so it does in the interpreter, whose bf16
-    products are wrong.
+    It must for fp32 weights (TF32 keeps 10 bits of mantissa), and it does in the interpreter, whose bf16 products are
+    wrong.
     """
     return dtype == torch.float32 or is_interpreted()
 
@@ -124,17 +123,19 @@ def launch(kernel: Any, num_programs: int, *args: Any, **constants: Any) -> None
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How all kernels are compiled otherwise than they ask, to compare. `block`: times the columns or depth of a tile,
-    `warps`: times the warps, with as many registers for a program; `stages`: plus the stages of a pipelined loop;
-    `rows`: most rows of a tile that are computed one by one (None: as kernels ask)."""
+    """Changes to the constants with which all kernels are compiled, for comparisons."""
 
+    #: Factor of the columns or depth of a tile.
     block: float = 1.0
+    #: Factor of the warps; a program keeps its number of registers.
     warps: float = 1.0
+    #: Stages added to a pipelined loop.
     stages: int = 0
+    #: Most rows of a tile that are computed one by one; None: as kernels ask.
     rows: int | None = None
 
     def of(self, constants: Mapping[str, Any]) -> dict[str, Any]:
-        """The constants of a launch. 16 is a tensor core's least side, 255 what a thread has of registers."""
+        """The changed constants of a launch. A tensor core's least side is 16; a thread has at most 255 registers."""
         tuned = dict(constants)
         for name in tuned.keys() & {"BLOCK_N", "BLOCK_K"}:
             tuned[name] = max(int(tuned[name] * self.block), 16)
@@ -152,10 +153,10 @@ class Tuning:
 
 @cache
 def tuning() -> Tuning | None:
-    """That of `LORABATCH_TUNING`, as in `block=2,warps=0.5,stages=-1,rows=0`; none if it is not set.
+    """The tuning that `LORABATCH_TUNING` gives, as in `block=2,warps=0.5,stages=-1,rows=0`; None if it is not set.
 
     Raises:
-        ValueError: it is not of that form.
+        ValueError: the variable has another form.
     """
     asked = os.environ.get("LORABATCH_TUNING", "")
     if not asked:
@@ -173,8 +174,9 @@ def tuning() -> Tuning | None:
 
 
 class _Launches:
-    """What launches of one kernel need. `is_specialised`: whether code depends on each argument. `constants`: their
-    names in the kernel's order. `code`: compiled code and its constants, by types, sizes and constants of a launch."""
+    """The data for launches of one kernel. `is_specialised`: whether code depends on each argument. `constants`: names
+    of the constants in the kernel's order. `code`: types, sizes and constants of a launch -> compiled code and its
+    constants."""
 
     def __init__(self, kernel: Any) -> None:
         from triton import knobs
@@ -188,7 +190,7 @@ class _Launches:
         self.code: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
 
     def hooks(self) -> bool:
-        """Whether a profiler of Triton's wants to know of launches."""
+        """Whether a profiler of Triton's is called at launches."""
         return bool(self._runtime.launch_enter_hook.calls or self._runtime.launch_exit_hook.calls)
 
 
@@ -197,9 +199,9 @@ _LAUNCHES: dict[int, _Launches] = {}
 
 @cache
 def uses_pdl() -> bool:
-    """Whether kernels are launched before the one before them has ended (programmatic dependent launch): with
-    LORABATCH_PDL=1 on GPUs of compute capability 9.0 and later. They wait for it themselves, with `gdc_wait`, before
-    they read what it writes."""
+    """Whether a kernel is launched before its predecessor has ended (programmatic dependent launch): with
+    LORABATCH_PDL=1 on GPUs of compute capability 9.0 and later. The kernel itself waits for its predecessor, with
+    `gdc_wait`, before it reads its results."""
     return (
         os.environ.get("LORABATCH_PDL", "0") == "1" and not is_interpreted() and compile_capability() >= _PDL_CAPABILITY
     )
@@ -217,11 +219,11 @@ def compile_capability() -> int:
 
 @contextmanager
 def beside(device: torch.device) -> Iterator[Callable[[], None]]:
-    """What is launched inside runs beside what is launched after it, until the function that this gives is called.
+    """Lets kernels launched in the block run beside kernels launched after it; the yielded function joins the two.
 
     Only in a graph that is being captured: launched one by one, small kernels end before the host has launched the
-    next, and a fork would cost the host more than it saves. Nor with LORABATCH_SIDE_STREAM=0, to compare, or where
-    kernels are launched early (`uses_pdl`): what waits for two kernels cannot be.
+    next, and a fork would cost the host more than it saves. Does nothing with LORABATCH_SIDE_STREAM=0, for comparisons,
+    or when kernels are launched early (`uses_pdl`): a kernel that waits for two others cannot be.
     """
     if device.type != "cuda" or not has_side_stream() or not torch.cuda.is_current_stream_capturing():
         yield lambda: None
@@ -254,8 +256,8 @@ def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 def empty_pinned(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Host memory for copies to and from `device`.
 
-    Pinned for a GPU, so that the host does not wait for them (torch takes it back once they are done). For a CPU
-    numpy's, which asks the system for huge pages: a third of the time to fill.
+    For a GPU it is pinned, so that the host does not wait for copies (torch reuses it once they are done). For a CPU it
+    comes from numpy, which asks the system for huge pages: filling it takes a third of the time.
     """
     if device.type == "cuda":
         return torch.empty(length, dtype=dtype, pin_memory=True)

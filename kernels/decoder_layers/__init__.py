@@ -48,9 +48,9 @@ class DecoderLayers:
     ) -> None:
         """Take `x` [T, hidden] (fp32) through the first `num_layers` layers, in place, and store their keys and values.
 
-        `rotaries`: cosine and sine by number, each [T, 1, half of what is rotated]. `tables`: LoRA of all packed
-        layers, in the order in which it is added. `add_up`: makes of what an attention or an MLP gives, [T, hidden],
-        what is added to `x`; it may overwrite it.
+        `rotaries`: cosine and sine by number, each [T, 1, half of the rotated features]. `tables`: LoRA of all packed
+        layers, in the order in which it is added. `add_up`: turns the result of an attention or an MLP, [T, hidden],
+        into the tensor that is added to `x`; it may overwrite its argument.
         """
         assert x.dtype == torch.float32, "compiled kernels take fp32"
         named = (x, *places, *(tensor for rotary in rotaries for tensor in rotary))
@@ -60,7 +60,7 @@ class DecoderLayers:
         end_of_y = x.numel()
         end_of_activations = end_of_y + len(x) * self._shape.num_activations
         if len(self._memory) < end_of_activations + num_scratch:
-            # kept: to write to fresh memory takes longer than to what was in use
+            # kept between steps: writing to fresh memory takes longer than to memory that was in use
             self._memory = torch.empty(end_of_activations + num_scratch)
         y = self._memory[:end_of_y].view(x.shape)
         activations, scratch = self._memory[end_of_y:], self._memory[end_of_activations:]

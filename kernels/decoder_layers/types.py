@@ -1,4 +1,4 @@
-"""Decoder layers in terms of tensors, and as compiled kernels read them."""
+"""Decoder layers as tensors, and as the records that compiled kernels read."""
 
 from __future__ import annotations
 
@@ -16,15 +16,23 @@ _NONE = -1
 
 
 class LayerShape(NamedTuple):
-    """What layers have in common. `inner`: features between the two products of the MLP."""
+    """The sizes and constants that all layers of a model share."""
 
+    #: Features of the residual stream.
     hidden: int
+    #: Query heads.
     num_heads: int
+    #: Key heads, and value heads.
     num_kv_heads: int
+    #: Features of a head.
     head_dim: int
+    #: Features between the two products of the MLP.
     inner: int
+    #: Number added to the mean square in norms.
     norm_eps: float
+    #: Factor of attention scores.
     attention_scale: float
+    #: Cap of attention scores; None for no cap.
     attention_softcap: float | None
 
     @property
@@ -35,16 +43,21 @@ class LayerShape(NamedTuple):
 
 
 class LayerParts(NamedTuple):
-    """One layer. `linears`: weights and biases of queries with keys and values, of attention's output, of gate with up,
-    of the MLP's output. `rotary`: number among a step's. `window`: latest tokens that it attends to, None for all.
-    """
+    """The weights and constants of one layer."""
 
+    #: Weights and biases of queries with keys and values, attention's output, gate with up, and the MLP's output.
     linears: Sequence[tuple[StoredWeight, Tensor | None]]
+    #: Weight of the norm before attention, [hidden].
     attention_norm: Tensor
+    #: Weight of the norm before the MLP, [hidden].
     mlp_norm: Tensor
+    #: Weight of the norm of query heads, [head_dim]; None for no norm.
     query_norm: Tensor | None
+    #: Weight of the norm of key heads, [head_dim]; None for no norm.
     key_norm: Tensor | None
+    #: Number of the layer's rotary table among a step's; None for a layer that does not rotate.
     rotary: int | None
+    #: Latest tokens that the layer attends to; None for all.
     window: int | None
 
 
@@ -61,7 +74,7 @@ class LayerRecord(ctypes.Structure):
 
     @classmethod
     def of(cls, number: int, layer: LayerParts) -> LayerRecord:
-        """Valid as long as the tensors that `layer` names."""
+        """The record of layer `number`; valid as long as the tensors that `layer` names."""
         linears = (LinearRecord * 4)(*(weight.record(bias) for weight, bias in layer.linears))
         norms = (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
         addresses = (ADDRESS * 4)(*(None if norm is None else norm.data_ptr() for norm in norms))
@@ -84,7 +97,7 @@ class ShapeRecord(ctypes.Structure):
 
     @classmethod
     def of(cls, shape: LayerShape) -> ShapeRecord:
-        """Without a cap: 0."""
+        """The record of a shape; a missing cap becomes 0."""
         return cls(*shape[:-1], shape.attention_softcap or 0.0)
 
 

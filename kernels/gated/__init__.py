@@ -10,7 +10,7 @@ from ..native import ADDRESS, COUNT, native_function
 
 
 def silu_gate(packed: Tensor) -> Tensor:
-    """From gate beside up, [num_tokens, 2 * inner], to [num_tokens, inner]."""
+    """`silu(gate) * up`, [num_tokens, inner], from gate beside up in `packed` [num_tokens, 2 * inner]."""
     is_served = packed.device.type == "cpu" and packed.dtype == torch.float32 and packed.is_contiguous()
     compiled = native_function("silu_gate", ADDRESS, ADDRESS, COUNT, COUNT) if is_served else None
     if compiled is None:

@@ -1,20 +1,20 @@
-"""Cuts the contraction of a product into splits, by nothing but the shape of the weight: splits decide about bits."""
+"""Cuts the contraction of a product into splits by the shape of the weight alone, since splits decide about bits."""
 
 from __future__ import annotations
 
 import torch
 
-# A split has at least so many features: fewer would be more work to add than to multiply.
+# Least features of a split: with fewer, adding the splits would take longer than multiplying.
 _LEAST_FEATURES = 512
 _MOST_SPLITS = 8
 # Splits are for weights of few outputs, whose tiles of 128 rows and 128 outputs are too few to fill a GPU with a batch
 # of 256 rows. A constant, and no property of the GPU: what is split decides about bits.
 _PROGRAMS, _ROWS, _TILE = 128, 256, 128
-_BLOCK_BYTES = 128  # of a row of x and of W, in one step of the sum
+_BLOCK_BYTES = 128  # bytes of a row of x and of W in one step of the sum
 
 
 def block_features(dtype: torch.dtype) -> int:
-    """Features of one step of the sum. Splits begin at multiples of it."""
+    """Features of one step of the sum; splits begin at multiples of this number."""
     return _BLOCK_BYTES // dtype.itemsize
 
 

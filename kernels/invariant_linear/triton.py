@@ -1,7 +1,7 @@
 """Batch-invariant products on a GPU.
 
-All launch shapes give equal bits. Every tile has 64 or 128 rows, of which those behind the last are computed and not
-stored, so that a GPU multiplies all of them by one instruction (`wgmma` on Hopper; tiles of 16 rows would take
+All launch shapes give equal bits. Every tile has 64 or 128 rows; rows behind the last one are computed and not
+stored, so that a GPU multiplies every tile by one instruction (`wgmma` on Hopper; tiles of 16 rows would take
 `mma.sync`), which sums 16 features after 16. A split of the contraction is summed in registers. Splits are added in
 their order: with few rows each has programs of its own, which leave planes in fp32 that a second kernel adds, else one
 program computes all of a tile and adds them itself. Multiplications and additions are never contracted.
@@ -82,7 +82,7 @@ def _multiply(
     rows = first_row + tl.arange(0, TILE_M)
     columns = first_column + tl.arange(0, TILE_N)
     ks = tl.arange(0, STEP_K)
-    # what is behind the last row or column reads that one, and is not stored
+    # places behind the last row or column read the last one, and are not stored
     x_rows = tl.minimum(rows, num_rows - 1).to(tl.int64)
     weight_rows = tl.minimum(columns, out_features - 1).to(tl.int64)
     x_at = x + x_rows[:, None] * in_features + ks[None, :]
@@ -127,13 +127,17 @@ def _add_splits(
 
 @dataclass(frozen=True, slots=True)
 class LaunchShape:
-    """How a product is shared out among programs; no number's bits depend on it. `in_planes`: splits have programs of
-    their own."""
+    """The shape of a launch: how a product is divided among programs. No number's bits depend on it."""
 
+    #: Rows of a tile.
     tile_m: int
+    #: Outputs of a tile.
     tile_n: int
+    #: Warps of a program.
     num_warps: int
+    #: Stages of the pipelined loop over features.
     num_stages: int
+    #: Whether splits have programs of their own, which leave planes in fp32.
     in_planes: bool
 
 
@@ -141,7 +145,7 @@ class LaunchShape:
 def launch_shape(
     num_rows: int, out_features: int, num_splits: int, element_size: int, shared_bytes: int
 ) -> LaunchShape:
-    """The launch shape of a product, see the head of the module."""
+    """The launch shape of a product; the docstring of this module gives the reasons."""
     in_planes = num_splits > 1 and num_rows <= _MOST_PLANE_ROWS
     if element_size > 2:  # multiplied on the ordinary cores
         return LaunchShape(64, 64, 4, 2, in_planes)
@@ -156,7 +160,7 @@ def launch_shape(
 
 
 def multiply_rows(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """See `invariant_linear`."""
+    """Write `x W^T + bias` to `out` [num_rows, out_features], with the bits of every launch shape."""
     num_rows, (out_features, in_features) = len(x), weight.shape
     block = block_features(x.dtype)
     split = split_features_of(weight.shape, x.dtype)

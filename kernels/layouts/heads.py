@@ -11,12 +11,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """Heads of a layer and its place in a page."""
+    """The heads of each layer, and the sizes of a page of keys and values."""
 
+    #: Query heads of a layer.
     num_heads: int
+    #: Key heads of a layer, and value heads.
     num_kv_heads: int
+    #: Features of a head.
     head_dim: int
+    #: Layers of the model.
     num_layers: int
+    #: Tokens of a page.
     page_tokens: int
 
     @property

@@ -9,8 +9,8 @@ Per resident adapter, layer and packed site (qkv, o, gate_up, down), `sites` hol
 
     first_chunk, num_chunks        rows of `chunks`, in the order of their columns
     factor_offset, bias_offset     fp32 vectors over the site's packed outputs, in fp32 elements of the pool; -1: none
-    end_0, begin_1, end_1, begin_2 which of the chunks reach the first part of the site's columns (the first end_0), the
-                                   second, and the third (from begin_2 on); a pair over the whole site reaches them all
+    end_0, begin_1, end_1, begin_2 chunks that reach the first part of the site's columns (the first end_0), the second,
+                                   and the third (from begin_2 on); a pair over the whole site reaches all parts
 
 and the operator computes, for a row x of that adapter and the base product y = W x,
 
@@ -39,60 +39,72 @@ NUM_SITES = 4
 QKV, O_PROJ, GATE_UP, DOWN = range(NUM_SITES)
 SITE_FIELDS = 8
 CHUNK_FIELDS = 5
-# Of a chunk's fields those that say where its numbers are: a_offset, b_offset, column_start, num_columns.
+# Indices of a chunk's fields that must be aligned: a_offset, b_offset, column_start, num_columns.
 _PLACED_FIELDS = [0, 1, 3, 4]
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """At most 16 rank rows of one pair: A rows at `a_offset` ([num_rows, in_features] of the pool), B rows at
-    `b_offset` ([num_rows, num_columns]), adding to packed outputs `column_start` onwards."""
+    """At most 16 rank rows of one pair of A and B in the pool."""
 
+    #: Offset of its rows of A, [num_rows, in_features], in elements of the pool.
     a_offset: int
+    #: Offset of its rows of B, [num_rows, num_columns], in elements of the pool.
     b_offset: int
+    #: Rank rows, 1 to 16.
     num_rows: int
+    #: First packed output to which it adds.
     column_start: int
+    #: Packed outputs to which it adds.
     num_columns: int
+    #: Factor of its product.
     scale: float
 
 
 @dataclass(frozen=True, slots=True)
 class ResidentSite:
-    """One adapter at one packed site of one layer. Offsets are -1 where there is no such vector."""
+    """One adapter at one packed site of one layer."""
 
+    #: Chunks of its pairs, in the order of their columns.
     chunks: tuple[Chunk, ...] = ()
+    #: Offset of its factor, in fp32 elements of the pool; -1 for no factor.
     factor_offset: int = -1
+    #: Offset of its bias, in fp32 elements of the pool; -1 for no bias.
     bias_offset: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """One adapter as the table holds it. `counts` int32 [num_layers * 4]: chunks of each layer's sites, one after the
-    other; `chunks` int64 [num_chunks, 5]; `scales` fp32 [num_chunks]; `vectors` int64 [num_layers * 4, 2]: factor and
-    bias offsets, None where there are no such vectors.
-    """
+    """The rows of the table for one adapter, as arrays."""
 
+    #: Chunks of each layer's sites, one site after the other, int32 [num_layers * 4].
     counts: NDArray[np.int32]
+    #: Fields of each chunk up to `num_columns`, int64 [num_chunks, 5].
     chunks: NDArray[np.int64]
+    #: Scale of each chunk, fp32 [num_chunks].
     scales: NDArray[np.float32]
+    #: Factor and bias offsets of each site, int64 [num_layers * 4, 2]; None for an adapter without such vectors.
     vectors: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LoraTable:
-    """The table on the device. `sites` int64 [num_residents, num_layers, 4, 8], `chunks` int64 [num_chunks, 5]
-    (the fields of `Chunk` up to `num_columns`), `scales` fp32 [num_chunks]; `pool` is the flat page memory.
-    `part_ends` int64 [4, 2], on the host: where the first and the second part of a site's columns end.
+    """The table of resident adapters on the device; the docstring of this module gives its fields."""
 
-    `alignment`: all offsets, in_features and columns are multiples of it. With 8 (of 2 bytes) compiled kernels load
-    16 bytes at a time; they cannot know it of numbers that they read from the table."""
-
+    #: Flat memory of the pages.
     pool: Tensor
+    #: Fields of each resident's sites, int64 [num_residents, num_layers, 4, 8].
     sites: Tensor
+    #: Fields of `Chunk` up to `num_columns`, int64 [num_chunks, 5].
     chunks: Tensor
+    #: Scale of each chunk, fp32 [num_chunks].
     scales: Tensor
+    #: The memory of `pool` viewed as fp32, for factors and biases.
     pool_fp32: Tensor = field(repr=False)
+    #: Ends of the first and of the second part of each site's columns, int64 [4, 2], on the host.
     part_ends: NDArray[np.int64] = field(repr=False)
+    #: Number of which all offsets, in_features and columns are multiples. With 8 elements of 2 bytes compiled kernels
+    #: load 16 bytes at a time; they cannot infer this from numbers that they read from the table.
     alignment: int = 1
 
     @classmethod
@@ -117,9 +129,9 @@ class LoraTable:
         return cls(pool, sites, chunks, scales, pool.view(torch.float32), ends, alignment)
 
     def write(self, resident: int, first_chunk: int, layers: Sequence[Sequence[ResidentSite]]) -> int:
-        """Enter one adapter as row `resident`, its chunks from row `first_chunk` on; returns how many it has.
+        """Enter one adapter as row `resident`, its chunks from row `first_chunk` on. Returns its number of chunks.
 
-        `layers[layer][site]`. Steps launched before still read the old rows.
+        `layers`: indexed by layer, then by site. Steps that were launched earlier still read the old rows.
         """
         assert all(len(sites) == NUM_SITES for sites in layers), f"a layer has {NUM_SITES} packed sites"
         sites = [site for of_layer in layers for site in of_layer]
@@ -135,7 +147,7 @@ class LoraTable:
         return len(chunks)
 
     def write_rows(self, resident: int, first_chunk: int, rows: AdapterRows) -> None:
-        """`write` of an adapter that is in arrays already."""
+        """Enter one adapter that is in arrays already, as `write` does."""
         device, last = self.pool.device, first_chunk + len(rows.chunks)
         assert last <= len(self.chunks), f"chunks end at row {last}, the table has {len(self.chunks)}"
         uneven = rows.chunks[:, _PLACED_FIELDS] % self.alignment != 0

@@ -3,7 +3,7 @@
     header [16]             num_tiles, then num_items and num_splits of each packed site
     perm [max_rows]         step rows, rows of the same adapter side by side
     tiles [max_tiles, 5]    row_start (in perm), num_rows, plus, minus, scratch_row; most chunks first
-    items, per site [2, max_items]   the tile and the chunk position of each shrink: only what exists
+    items, per site [2, max_items]   the tile and the chunk position of each shrink that exists
 
 `plus` is the resident adapter of a tile's rows, `minus` the resident whose merged weights they must not see
 (mixture); -1 means none. Tiles cover every row, for the expands do more than LoRA; rows that need neither have no
@@ -37,17 +37,21 @@ _Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class SegmentLimits:
-    """Sizes of the buffer, fixed for the engine's life. `tile_rows` is a kernel's BLOCK_M: at least 16, the
-    smallest tensor core tile; decode segments are short, so 16 wastes least there, prefill takes 64.
-    `few_rows`: a tile of so many rows at most is expanded row by row, where one of 16 would be mostly waste; 0: none
-    is, so that the rounding of a row does not depend on their number. `scratch_rows`: rows of 16 fp32 in the scratch
-    planes, all splits together."""
+    """The sizes of the buffer and the limits of a step, fixed for the engine's life."""
 
+    #: Most rows of a step.
     max_rows: int
+    #: Most shrinks of a step at one site.
     max_items: int
+    #: Rows of 16 fp32 in the scratch planes, all splits together.
     scratch_rows: int
+    #: Most rows of a tile, a kernel's BLOCK_M: at least 16, the smallest tensor core tile. Decode segments are short,
+    #: so they waste least with 16; prefill takes 64.
     tile_rows: int = 16
+    #: Most splits of the contraction.
     max_splits: int = 16
+    #: Most rows of a tile that is expanded row by row, where a tensor core tile of 16 would be mostly waste; 0: no tile
+    #: is, so that the rounding of a row does not depend on the number of rows.
     few_rows: int = 4
 
     @property
@@ -60,19 +64,26 @@ class SegmentLimits:
 class Tile:
     """At most `tile_rows` rows of one adapter (and one merged adapter to take out)."""
 
+    #: First of its rows in `perm`.
     row_start: int
+    #: Rows of the tile.
     num_rows: int
+    #: Resident adapter of the rows; -1 for none.
     plus: int
+    #: Resident adapter whose merged weights the rows must not see; -1 for none.
     minus: int
+    #: First of its rows in each scratch plane.
     scratch_row: int
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Views of one int32 buffer on the host or the device; see the head of the module. Each is made once: a step's
-    kernels ask for them in every layer."""
+    """Views of one int32 buffer on the host or the device; the docstring of this module gives its layout. Each view is
+    made once, since a step's kernels use it in every layer."""
 
+    #: Sizes of the buffer.
     limits: SegmentLimits
+    #: The buffer, int32 [`limits.length`].
     buffer: Tensor
 
     @cached_property
@@ -90,7 +101,7 @@ class Segments:
 
     @cached_property
     def items(self) -> Tensor:
-        """[4, 2, max_items], by site: tiles, then chunk positions."""
+        """Tiles, then chunk positions of each site's shrinks, [4, 2, max_items]."""
         start = HEADER_LENGTH + self.limits.max_rows * (1 + TILE_FIELDS)
         return self.buffer[start : self.limits.length].view(NUM_SITES, 2, -1)
 
@@ -112,7 +123,7 @@ def plan_segments(
     num_programs: int,
     into: Tensor | None = None,
 ) -> Segments:
-    """Group the rows of a step, on the host, in a buffer of their own or in `into`, whatever that held before.
+    """Group the rows of a step by adapter, on the host, in a new buffer or in `into`, which is overwritten.
 
     `plus`, `minus` [num_rows]: resident numbers, -1 for none. `chunk_counts` [num_residents, 4]: most chunks of a
     resident in any layer, per site. `num_programs`: programs of the shrink's grid; contraction is split until all

@@ -1,5 +1,5 @@
-"""Logarithm of the sum of exponentials of each row, `log(sum(exp(x)))` over the last dimension: what log-probabilities
-are relative to. A row's bits depend on that row alone, which torch's reductions do not promise.
+"""Logarithm of the sum of exponentials of each row, `log(sum(exp(x)))` over the last dimension, from which
+log-probabilities are computed. A row's bits depend on that row alone, which torch's reductions do not promise.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from ..launch import uses_triton
 
 
 def log_sum_exp(x: Tensor) -> Tensor:
-    """fp32 [num_rows] of `x` [num_rows, num_columns], contiguous."""
+    """The logarithm of each row's sum of exponentials, fp32 [num_rows]; `x` [num_rows, num_columns] is contiguous."""
     assert x.is_contiguous(), "x must be contiguous"
     out = torch.empty(len(x), dtype=torch.float32, device=x.device)
     if uses_triton(x.device):

@@ -6,5 +6,5 @@ from torch import Tensor
 
 
 def sum_rows(out: Tensor, x: Tensor) -> None:
-    """See `log_sum_exp`."""
+    """Write `log(sum(exp(x)))` of each row of `x` to `out` [num_rows], in fp64."""
     out.copy_(x.double().logsumexp(-1))

@@ -42,7 +42,7 @@ def _log_sum_exp(out, x, num_columns, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 def sum_rows(out: Tensor, x: Tensor) -> None:
-    """See `log_sum_exp`."""
+    """Write `log(sum(exp(x)))` of each row of `x` to `out` [num_rows], one program per row."""
     num_columns = x.shape[1]
     launch(
         _log_sum_exp, len(x), out, x, num_columns, BLOCK=min(_BLOCK, max(16, next_power_of_2(num_columns))), num_warps=8

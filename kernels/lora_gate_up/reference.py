@@ -20,6 +20,6 @@ def gate_up(
     scratch: Tensor,
     layer: int,
 ) -> None:
-    """See `lora_gate_up`."""
+    """Write `act(gate) * up` to `out` [num_tokens, intermediate], with LoRA and biases, in fp64."""
     gate, up = expanded(y, bias, table, segments, scratch, layer, GATE_UP).chunk(2, dim=1)
     out.copy_((silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")) * up)

@@ -41,7 +41,7 @@ from ..layouts.segments import SPLITS_AT, Segments
 
 PROGRAMS_PER_MULTIPROCESSOR = 3
 _BLOCK_N, _PREFILL_BLOCK_N = 128, 32
-_WIDE_N = 512  # of a row by itself: 64 numbers of B in each thread
+_WIDE_N = 512  # columns at once of a row by itself: 64 numbers of B in each thread
 
 
 @triton.jit
@@ -164,7 +164,7 @@ def _gate_up(
                     gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
                     up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     if PDL:
-        gdc_wait()  # programs without items too: who waits for this kernel waits for those before it
+        gdc_wait()  # programs without items too: a kernel that waits for this one also waits for its predecessors
 
 
 def gate_up(
@@ -177,7 +177,7 @@ def gate_up(
     scratch: Tensor,
     layer: int,
 ) -> None:
-    """See `lora_gate_up`."""
+    """Write `act(gate) * up` to `out` [num_tokens, intermediate], with LoRA and biases, in one launch."""
     tile_rows = segments.limits.tile_rows
     num_programs = num_persistent_programs(y.device, PROGRAMS_PER_MULTIPROCESSOR)
     launch(

@@ -21,7 +21,7 @@ def qkv(
     scratch: Tensor,
     layer: int,
 ) -> None:
-    """See `lora_qkv_`."""
+    """Finish the query heads of `y` in place, and store keys and values in the pool, in fp64, token by token."""
     num_heads, num_kv_heads, head_dim = layout.num_heads, layout.num_kv_heads, layout.head_dim
     value = expanded(y, finish.bias, table, segments, scratch, layer, QKV).view(len(y), -1, head_dim)
     q, k, v = value[:, :num_heads], value[:, num_heads : num_heads + num_kv_heads], value[:, -num_kv_heads:]

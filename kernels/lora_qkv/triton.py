@@ -64,7 +64,7 @@ def _norm_weight(q_norm, k_norm, head, H: tl.constexpr, dims, in_dims, offset):
 
 @triton.jit
 def _chunks_of_head(sites, plus, minus, site_row, rows_per_resident, head, H: tl.constexpr, K: tl.constexpr):
-    """`tile_chunks` of a head: those of queries, keys or values."""
+    """`tile_chunks` of the member that has this head: queries, keys or values."""
     member = tl.where(head < H, 0, tl.where(head < H + K, 1, 2))
     return tile_chunks(sites, plus, minus, site_row, rows_per_resident, member, 2)
 
@@ -77,7 +77,7 @@ def _row_of_heads(
     H: tl.constexpr, K: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Row `r` of a tile, GROUP heads of one member from `head` on: those of `first_head` to `end_head`."""
+    """Computes row `r` of a tile for GROUP heads of one member from `head` on, within `first_head` to `end_head`."""
     row_start, num_rows, plus, minus, scratch_row = tile
     of_head = _chunks_of_head(sites, plus, minus, site_row, rows_per_resident, head, H, K)
     row = tl.load(perm + row_start + r).to(tl.int64)
@@ -280,7 +280,7 @@ def _qkv(
                     tl.store(pool_at, turned_first.to(pool.dtype.element_ty), mask=kept_pool)
                     tl.store(pool_at + HALF, turned_second.to(pool.dtype.element_ty), mask=kept_pool)
     if PDL:
-        gdc_wait()  # programs without items too: who waits for this kernel waits for those before it
+        gdc_wait()  # programs without items too: a kernel that waits for this one also waits for its predecessors
 
 
 def qkv(
@@ -292,7 +292,7 @@ def qkv(
     scratch: Tensor,
     layer: int,
 ) -> None:
-    """See `lora_qkv_`."""
+    """Finish the query heads of `y` in place, and store keys and values in the pool, in one launch."""
     half, tile_rows = finish.cos.shape[1], segments.limits.tile_rows
     # 16 columns are the narrowest tensor core tile
     half_block = max(16, next_power_of_2(half))
@@ -323,9 +323,10 @@ def qkv(
 
 
 def _heads_of_one_member(layout: HeadLayout, half: int) -> int:
-    """Heads that a row by itself computes at once, of queries, keys or values alone: as many as `_ROW_COLUMNS` hold, or
-    one. 0: rows are not computed by themselves, where rotated halves do not fill a head of a power of 2. Nor are they
-    where heads have norms, whose weights leave too few registers.
+    """Heads of one member that a row by itself computes at once: as many as fit into `_ROW_COLUMNS`, at least one.
+
+    0 when rows are not computed by themselves: when the rotated halves do not fill a head of a power of 2. Heads with
+    norms are not computed so either, since the norms' weights leave too few registers.
     """
     if 2 * half != layout.head_dim or half != next_power_of_2(half):
         return 0

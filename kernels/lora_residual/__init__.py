@@ -1,7 +1,7 @@
 """The end of a row-parallel linear layer (o, down): `out = residual + factor * (y + LoRA) + biases`, in place.
 
-`y` [num_tokens, out_features] is the layer's base product without bias, `residual` the stream it joins (None where
-a norm stands between them: then `y` is overwritten). LoRA comes from scratch; see `kernels.layouts.lora_table`.
+`y` [num_tokens, out_features] is the layer's base product without bias, `residual` the stream it joins (None when
+a norm is between them: then `y` is overwritten). LoRA comes from scratch; see `kernels.layouts.lora_table`.
 """
 
 from __future__ import annotations

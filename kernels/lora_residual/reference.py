@@ -20,6 +20,6 @@ def add_residual(
     layer: int,
     site: int,
 ) -> None:
-    """See `lora_residual_`."""
+    """Write `residual + factor * (y + LoRA) + biases` to `out` [num_tokens, out_features], in fp64."""
     value = expanded(y, bias, table, segments, scratch, layer, site)
     out.copy_(value if residual is None else value + residual.double())

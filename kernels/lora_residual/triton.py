@@ -34,8 +34,8 @@ from ..layouts.lora_table import NUM_SITES, LoraTable
 from ..layouts.segments import SPLITS_AT, Segments
 
 PROGRAMS_PER_MULTIPROCESSOR = 3
-_BLOCK_BYTES, _PREFILL_BLOCK_BYTES = 512, 128  # of a row of B
-_WIDE_N = 512  # of a row by itself: 64 numbers of B in each thread
+_BLOCK_BYTES, _PREFILL_BLOCK_BYTES = 512, 128  # bytes of a row of B
+_WIDE_N = 512  # columns at once of a row by itself: 64 numbers of B in each thread
 
 
 @triton.jit
@@ -143,7 +143,7 @@ def _add_residual(
                     )  # fmt: skip
                     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     if PDL:
-        gdc_wait()  # programs without items too: who waits for this kernel waits for those before it
+        gdc_wait()  # programs without items too: a kernel that waits for this one also waits for its predecessors
 
 
 def add_residual(
@@ -157,7 +157,7 @@ def add_residual(
     layer: int,
     site: int,
 ) -> None:
-    """See `lora_residual_`."""
+    """Write `residual + factor * (y + LoRA) + biases` to `out` [num_tokens, out_features], in one launch."""
     tile_rows = segments.limits.tile_rows
     num_programs = num_persistent_programs(y.device, PROGRAMS_PER_MULTIPROCESSOR)
     launch(

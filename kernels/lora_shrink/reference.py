@@ -10,7 +10,7 @@ from ..layouts.segments import SPLITS_AT, Segments
 
 
 def shrink(x: Tensor, table: LoraTable, segments: Segments, scratch: Tensor, layer: int, site: int) -> None:
-    """See `lora_shrink`."""
+    """Fill `scratch` with `x A_c^T` of every chunk of every tile: the whole sum in the first plane."""
     num_splits = int(segments.header[SPLITS_AT + site])
     plane_rows = len(scratch) // num_splits
     for tile in segments.tiles_list():

@@ -22,8 +22,8 @@ from ..layouts.lora_table import NUM_SITES, LoraTable
 from ..layouts.segments import ITEMS_AT, SPLITS_AT, Segments
 
 PROGRAMS_PER_MULTIPROCESSOR = 4
-_BLOCK_K_BYTES = 256  # of a row of A and of x
-_WIDE_K = 256  # of a row by itself: 32 sums in each thread
+_BLOCK_K_BYTES = 256  # bytes of a row of A and of x
+_WIDE_K = 256  # columns at once of a row by itself: 32 sums in each thread
 
 
 @triton.jit(do_not_specialize=["site", "site_row", "rows_per_resident", "max_items", "scratch_rows"])
@@ -91,7 +91,7 @@ def _shrink(
 
 
 def shrink(x: Tensor, table: LoraTable, segments: Segments, scratch: Tensor, layer: int, site: int) -> None:
-    """See `lora_shrink`."""
+    """Fill `scratch` with `x A_c^T` of every chunk of every tile: a plane for each split, in one launch."""
     num_programs = num_persistent_programs(x.device, PROGRAMS_PER_MULTIPROCESSOR)
     launch(
         _shrink, num_programs,

@@ -11,7 +11,7 @@ from .types import MergeJob
 
 
 def merge(jobs: Sequence[MergeJob], pair_dtype: torch.dtype, overflow: Tensor) -> None:
-    """See `merge_weights`."""
+    """Fill every job's `live` with the base and its pairs added in fp32; set `overflow` when one is not finite."""
     for job in jobs:
         value = job.base.float()
         for pair in job.pairs:

@@ -83,14 +83,15 @@ def _merge(
             value += tl.load(scales + first_pair + index_of_pair) * delta
         rounded = value.to(WEIGHT)
         tl.store(live + corner + at, rounded, mask=in_rows & in_columns)
-        # neither infinity nor NaN is below infinity; what is masked is 0
+        # neither infinity nor NaN is below infinity; masked places are 0
         is_finite = tl.abs(rounded.to(tl.float32)) < float("inf")
         if tl.max(tl.max(tl.where(is_finite, 0, 1), axis=1), axis=0) > 0:
             tl.store(overflow, 1)
 
 
 def merge(jobs: Sequence[MergeJob], pair_dtype: torch.dtype, overflow: torch.Tensor) -> None:
-    """See `merge_weights`. The lists go to the device in one copy each; nothing waits for it."""
+    """Fill every job's `live` in one launch; set `overflow` when a merged weight is not finite. The lists of layers and
+    pairs are copied to the device in one copy each; the host does not wait."""
     device, weight_dtype = jobs[0].live.device, jobs[0].live.dtype
     rows: list[tuple[int, ...]] = []
     pairs: list[tuple[int, int, int]] = []

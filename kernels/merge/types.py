@@ -11,15 +11,21 @@ from torch import Tensor
 class MergePair:
     """One adapter's contribution to one layer."""
 
+    #: A, [rank, in_features].
     a: Tensor
+    #: B, [out_features, rank].
     b: Tensor
+    #: Factor of their product.
     scale: float
 
 
 @dataclass(frozen=True, slots=True)
 class MergeJob:
-    """One layer, or rows of a packed one: `live` and `base` are contiguous views of equal shape."""
+    """One layer, or rows of a packed one, with the adapters' pairs that are merged into it."""
 
+    #: The merged weights, [out_features, in_features], a contiguous view that is overwritten.
     live: Tensor
+    #: The pristine weights, a contiguous view of the shape of `live`.
     base: Tensor
+    #: The pairs to add.
     pairs: tuple[MergePair, ...]

@@ -24,13 +24,14 @@ NUMBER = ctypes.c_float
 #: Number formats of the page pool (keys, values, adapters), and their numbers in vector.h.
 POOL_TYPES = {torch.float32: 0, torch.bfloat16: 3}
 _BF16_PAIRS = 1
-# As in kernels.h; to be raised with every change of a function's arguments: a library built before is not used.
+# Version of the functions' arguments, as in kernels.h; raise it with every change of them. A library with another
+# version is not used.
 _VERSION = 19
 
 
 @cache
 def native_function(name: str, *argument_types: Any) -> Callable[..., None] | None:
-    """The compiled function of this name, or None where there is no library."""
+    """The compiled function of this name, or None without a library."""
     library = _library()
     if library is None:
         return None
@@ -41,14 +42,14 @@ def native_function(name: str, *argument_types: Any) -> Callable[..., None] | No
 
 
 def adapter_type(dtype: torch.dtype, depths: Iterable[int]) -> int:
-    """How panels of an adapter's matrices at one layer hold numbers, as in vector.h: bf16 in pairs where all depths
+    """The type of the panels of an adapter's matrices at one layer, as in vector.h: bf16 in pairs when all depths
     (inputs, ranks) are even."""
     is_paired = dtype == torch.bfloat16 and not any(depth % 2 for depth in depths)
     return _BF16_PAIRS if is_paired else POOL_TYPES[dtype]
 
 
 def native_number(name: str) -> int:
-    """What the compiled function of this name, without arguments, returns; 0 where there is no library."""
+    """Calls the compiled function of this name, which has no arguments. Returns its number; 0 without a library."""
     library = _library()
     return int(getattr(library, name)()) if library is not None else 0
 

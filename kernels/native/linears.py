@@ -1,4 +1,4 @@
-"""What compiled kernels read of a linear layer whose weight is packed: `linear.h`."""
+"""`LinearRecord`: a linear layer with a packed weight, as compiled kernels read it (`linear.h`)."""
 
 from __future__ import annotations
 

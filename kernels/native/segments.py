@@ -1,4 +1,4 @@
-"""What compiled kernels read of the adapters of a step: `segments.h`."""
+"""Records of a step's adapters, as compiled kernels read them (`segments.h`)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ class SiteRecord(ctypes.Structure):
 
     @classmethod
     def of(cls, a: Tensor, rank: int, members: Sequence[tuple[int, int, int, int, Tensor, float]]) -> SiteRecord:
-        """`members`, at most `MAX_MEMBERS`: rank start and end, column start and end, B, scaling. A and B in panels."""
+        """The record of an adapter at one packed layer; `a` and each B are in panels.
+
+        `members`: at most `MAX_MEMBERS`, each rank start and end, column start and end, B, scaling.
+        """
         assert len(members) <= MAX_MEMBERS, f"{len(members)} members of a packed layer"
         records = [MemberRecord(*places, b.data_ptr(), scaling) for *places, b, scaling in members]
         depths = (a.numel() // rank, *(rank_end - rank_start for rank_start, rank_end, *_ in members))
@@ -56,7 +59,7 @@ class SiteRecord(ctypes.Structure):
         return cls(a.data_ptr(), num_bytes, rank, panels_type, len(records), (MemberRecord * MAX_MEMBERS)(*records))
 
 
-#: Numbers of 8 bytes in a `SiteRecord`, and those of them that are addresses.
+#: Numbers of 8 bytes in a `SiteRecord`.
 RECORD_NUMBERS = ctypes.sizeof(SiteRecord) // 8
 _FIELDS = (*(name for name, _ in SiteRecord._fields_[:-1]), "members")
 _OF_MEMBER = [name for name, _ in MemberRecord._fields_]
@@ -77,15 +80,15 @@ def record_table(records: Sequence[SiteRecord | None]) -> NDArray[np.int64]:
 
 
 def moved(table: NDArray[np.int64], num_bytes: int) -> NDArray[np.int64]:
-    """The records of a `record_table` with all matrices so many bytes further on in memory."""
+    """A copy of a `record_table` whose matrices are `num_bytes` further on in memory."""
     table = table.copy()
     table[:, _ADDRESSES] += num_bytes
     return table
 
 
 def addresses_and_ranks(table: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[num_records, 2]: where each record of a `record_table` lies, as long as the table does, and its rank; both 0 for
-    none."""
+    """The address and rank of each record of a `record_table`, [num_records, 2]; both 0 for an empty record. Valid as
+    long as the table."""
     ranks = table[:, _RANK]
     addresses = table.ctypes.data + np.arange(len(table)) * (RECORD_NUMBERS * 8)
     return np.stack([np.where(ranks > 0, addresses, 0), ranks], axis=1)
@@ -98,24 +101,24 @@ class SegmentsRecord(ctypes.Structure):
 
 
 class SiteSegments(NamedTuple):
-    """The segments of a step at one packed layer, for one compiled call.
+    """The segments of a step at one packed layer, for one compiled call. Valid as long as the adapters it names."""
 
-    `address`: of `Segment` records in the order of their rows, none over another; the last of them ends at `num_rows`.
-    `largest_rank`: of their sites; 0 where none has anything to add. Valid as long as the adapters it names.
-    """
-
+    #: Address of the `Segment` records, which are in the order of their rows and do not overlap.
     address: int
+    #: Number of segments.
     num_segments: int
+    #: Row at which the last segment ends.
     num_rows: int
+    #: Largest rank of the segments' sites; 0 when no segment adds anything.
     largest_rank: int
 
     @property
     def record(self) -> SegmentsRecord:
-        """What compiled kernels read."""
+        """The segments as compiled kernels read them."""
         return SegmentsRecord(self.address, self.num_segments, self.largest_rank)
 
     def num_scratch(self, in_features: int) -> int:
-        """Numbers of scratch: what rows shrink to; and the rows in bf16, where they are multiplied so."""
+        """Numbers of scratch for the shrunk rows, and for the rows in bf16 when they are multiplied in bf16."""
         return self.num_rows * (self.largest_rank + -(-in_features // 2))
 
 

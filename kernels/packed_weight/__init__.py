@@ -1,9 +1,9 @@
 """Packs weights of linear layers into the layout that a CPU multiplies with fastest: `pack(weight, products)`.
 
 Compiled kernels read panels: of fp32, bf16 or fp16 (`panels.py`), or of blocks of few bits (`blocks.py`), multiplied in
-fp32; or multiplied in bf16 or 8 bits (`dots.py`). Where there are none, torch's oneDNN has a layout of its own for fp32
-(`onednn.py`). GPUs multiply plain weights, and those of 8 bits in `fp8.py`. On a CPU a row's result has the same bits
-whatever rows are beside it.
+fp32; or multiplied in bf16 or 8 bits (`dots.py`). Without compiled kernels, torch's oneDNN has a layout of its own for
+fp32 (`onednn.py`). GPUs multiply plain weights, and weights of 8 bits in `fp8.py`. On a CPU a row's result has the same
+bits whatever rows are beside it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .dots import Bf16Weight, Int8Weight, has_dots
 from .onednn import OneDnnWeight, has_onednn
 from .panels import PanelWeight, StoredWeight, has_panels
 
-#: How the numbers of a weight and of its input are multiplied.
+#: Number format in which a weight and its input are multiplied.
 Products = Literal["float32", "bfloat16", "int8"]
 
 
@@ -38,24 +38,24 @@ class PackedWeight(Protocol):
         """[out_features, in_features]."""
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`x W^T + bias` in fp32, `x` [num_tokens, in_features] in fp32, bias [out_features]."""
+        """`x W^T + bias`, fp32 [num_tokens, out_features]; `x` is fp32 [num_tokens, in_features]."""
 
     def dense(self) -> Tensor:
-        """W in the plain layout and fp32: the numbers that are multiplied, bit for bit."""
+        """W in the plain layout and fp32, with the bits of the numbers that are multiplied."""
 
 
 def stored_class(products: Products, dtype: torch.dtype) -> type[StoredWeight]:
-    """The class of weights that compiled kernels read for such products. `dtype`: of their `numbers`."""
+    """The class of weights that compiled kernels read for these products. `dtype`: type of their `numbers`."""
     return BlockWeight if products == "float32" and dtype == torch.uint8 else _PACKED_CLASSES[products]
 
 
 def can_widen_blocks(products: Products) -> bool:
-    """Whether `BlockWeight` serves such products on this machine."""
+    """Whether this machine has kernels for `BlockWeight` with these products."""
     return products == "float32" and has_panels()
 
 
 def can_multiply(products: Products) -> bool:
-    """Whether there are kernels for such products on this machine."""
+    """Whether this machine has kernels for these products."""
     return has_panels() or has_onednn() if products == "float32" else has_dots(products)
 
 

@@ -13,10 +13,10 @@ from ..native import native_number
 from .panels import StoredWeight, unpack
 
 _OFFSETS = {4: 8, 8: 128}
-# The type's number in vector.h, and bits for what panels.h calls the coding.
+# The type's number in vector.h, and the bits of its coding, as in panels.h.
 _BLOCKS = 4
 _HAS_BYTES, _HAS_WIDE_SCALES, _HAS_SHIFTS, _IS_SHORT = 1 << 8, 1 << 9, 1 << 10, 1 << 11
-# At the end of the numbers: the type.
+# Bytes of the type at the end of the numbers.
 _TYPE_BYTES = 8
 
 
@@ -24,13 +24,16 @@ _TYPE_BYTES = 8
 class Blocks:
     """A weight [out_features, in_features] whose numbers are `scale * (code - offset) + shift`, rounded once to fp32.
 
-    `codes`: uint8, [out_features, in_features], all below 16 where `bits` is 4. `scales` and `shifts`: fp32,
-    [out_features, number of blocks of a row], blocks of 16 or 32. Without shifts codes have an offset: 8 or 128.
+    A block has 16 or 32 numbers of a row.
     """
 
+    #: Codes, uint8 [out_features, in_features]; all are below 16 when `bits` is 4.
     codes: Tensor
+    #: Scale of each block, fp32 [out_features, blocks of a row].
     scales: Tensor
+    #: Shift of each block, fp32 [out_features, blocks of a row]; None for codes with an offset, 8 or 128.
     shifts: Tensor | None
+    #: Bits of a code, 4 or 8.
     bits: int
 
     @property
@@ -40,7 +43,7 @@ class Blocks:
 
     @property
     def offset(self) -> int:
-        """Subtracted from codes."""
+        """The number subtracted from codes; 0 with shifts."""
         return 0 if self.shifts is not None else _OFFSETS[self.bits]
 
     def dense(self) -> Tensor:
@@ -52,7 +55,7 @@ class Blocks:
 
     @classmethod
     def joined(cls, parts: Sequence[Blocks]) -> Blocks:
-        """Weights of as many inputs above one another: as short as the shortest blocks, as wide as the widest codes."""
+        """Weights of equal in_features stacked along their outputs, with the shortest blocks and the widest codes."""
         size, bits = min(part.size for part in parts), max(part.bits for part in parts)
         has_shifts = any(part.shifts is not None for part in parts)
         same = [part._coded_as(size, bits, has_shifts=has_shifts) for part in parts]
@@ -65,7 +68,7 @@ class Blocks:
         )
 
     def _coded_as(self, size: int, bits: int, *, has_shifts: bool) -> Blocks:
-        """The same numbers in another coding that has room for them."""
+        """The blocks with equal numbers in another coding that can hold them."""
         times = self.size // size
         scales = self.scales.repeat_interleave(times, 1)
         if self.shifts is not None:
@@ -76,7 +79,7 @@ class Blocks:
 
 
 class BlockWeight(StoredWeight):
-    """See `PackedWeight`. `numbers`: bytes of panels, then their type."""
+    """A packed weight in blocks of few bits, multiplied in fp32. `numbers`: bytes of panels, then their type."""
 
     def __init__(self, blocks: Blocks) -> None:
         out_features, in_features = blocks.codes.shape
@@ -105,18 +108,18 @@ class BlockWeight(StoredWeight):
 
     @classmethod
     def of_numbers(cls, numbers: Tensor, shape: tuple[int, int]) -> Self:
-        """See `StoredWeight`."""
+        """The weight with these `numbers`, which end with the type of the panels."""
         packed = super().of_numbers(numbers, shape)
         packed._type = int.from_bytes(numbers[-_TYPE_BYTES:].numpy().tobytes(), "little")
         return packed
 
     @property
     def panels_type(self) -> int:
-        """See `StoredWeight`."""
+        """Type of the panels, as in vector.h."""
         return self._type
 
     def dense(self) -> Tensor:
-        """See `PackedWeight`."""
+        """W in the plain layout and fp32."""
         return unpack(self.numbers, self._type, self.shape)
 
 

@@ -17,10 +17,10 @@ from .panels import PANEL_TYPES, StoredWeight, unpack
 
 _MOST_CODE = 127
 _OFFSET = 128
-# A sum of so many products of 8 bits fits in 32.
+# Most inputs of an output: a sum of as many products of 8 bits fits in 32 bits.
 _MOST_INPUTS = 65536
 _KINDS = {"bfloat16": 0, "int8": 1}  # as in dots.h
-# Behind a row's codes: its scale and their sum.
+# Numbers behind a row's codes: its scale, and the sum of the codes.
 _SCALE_NUMBERS = 2
 
 
@@ -30,7 +30,7 @@ def has_dots(products: Literal["bfloat16", "int8"]) -> bool:
 
 
 class Bf16Weight(StoredWeight):
-    """See `PackedWeight`. The weight is rounded to bf16."""
+    """A packed weight rounded to bf16 and multiplied in bf16."""
 
     kind = _KINDS["bfloat16"]
 
@@ -40,21 +40,21 @@ class Bf16Weight(StoredWeight):
         self.numbers = _panels(pad(plain, (0, plain.shape[1] % 2)).contiguous().view(torch.int32)).view(torch.bfloat16)
 
     def num_codes(self, num_rows: int) -> int:
-        """See `StoredWeight`."""
+        """Numbers of 32 bits to which `num_rows` rows of x are encoded."""
         return num_rows * (-(-self.shape[1] // 2) + _SCALE_NUMBERS)
 
     def dense(self) -> Tensor:
-        """See `PackedWeight`."""
+        """W, rounded to bf16, in the plain layout and fp32."""
         depth = self.numbers.numel() // self.shape[0]
         return unpack(self.numbers, PANEL_TYPES[torch.bfloat16], (self.shape[0], depth))[:, : self.shape[1]]
 
 
 class Int8Weight(StoredWeight):
-    """See `PackedWeight`. The weight is `code * scale`, codes -127 .. 127, a scale for each output.
+    """A packed weight multiplied in 8 bits: `code * scale`, codes -127 .. 127, a scale for each output.
 
     A row with a number that is not finite gives NaN.
 
-    `numbers`: codes above zero by an offset, then scales in fp32, as bytes.
+    `numbers`: codes plus `_OFFSET`, then scales in fp32, as bytes.
     """
 
     kind = _KINDS["int8"]
@@ -69,22 +69,22 @@ class Int8Weight(StoredWeight):
         self.numbers = torch.cat([_panels(groups).view(torch.uint8), scales.view(torch.uint8)])
 
     def num_codes(self, num_rows: int) -> int:
-        """See `StoredWeight`."""
+        """Numbers of 32 bits to which `num_rows` rows of x are encoded."""
         return num_rows * (-(-self.shape[1] // 4) + _SCALE_NUMBERS)
 
     @property
     def panels_type(self) -> int:
-        """See `StoredWeight`: bytes are not multiplied in fp32."""
+        """Always 0: this class has no panels that are multiplied in fp32."""
         return 0
 
     def dense(self) -> Tensor:
-        """See `PackedWeight`: what the codes stand for."""
+        """W, the codes times their scales, in the plain layout and fp32."""
         codes = _rows(self.numbers[: -4 * self.shape[0]].view(torch.int32), self.shape[0]).view(torch.uint8)
         return (codes[:, : self.shape[1]].float() - _OFFSET) * self.scales[:, None]
 
     @property
     def scales(self) -> Tensor:
-        """See `StoredWeight`."""
+        """Scale of each output, fp32 [out_features]."""
         return self.numbers[-4 * self.shape[0] :].view(torch.float32)
 
 
@@ -97,7 +97,7 @@ def _panels(groups: Tensor) -> Tensor:
 
 
 def _rows(panels: Tensor, num_rows: int) -> Tensor:
-    """`_panels` undone."""
+    """Groups [num_rows, num_groups] (int32) from panels; undoes `_panels`."""
     width = native_number("panel_columns")
     num_groups, num_full = len(panels) // num_rows, num_rows // width * width
     full = panels[: num_full * num_groups].view(-1, num_groups, width).transpose(1, 2).reshape(-1, num_groups)

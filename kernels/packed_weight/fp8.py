@@ -13,14 +13,14 @@ from torch.nn.functional import linear
 
 from ..launch import uses_triton
 
-#: The products on a GPU ask that in_features and out_features are multiples of it.
+#: Number of which in_features and out_features must be multiples for products on a GPU.
 ALIGNED_FEATURES = 16
 _LARGEST = 448.0
 
 
 class Fp8Weight:
-    """See `PackedWeight`. `codes` e4m3 [out_features, in_features], `scales` fp32 [out_features, 1]; `dtype`: that of
-    the weight that it was made of."""
+    """A packed weight multiplied in e4m3. `codes` e4m3 [out_features, in_features], `scales` fp32 [out_features, 1];
+    `dtype`: type of the weight that was packed."""
 
     def __init__(self, weight: Tensor) -> None:
         assert can_be_fp8(weight), f"a weight {tuple(weight.shape)} is no multiple of {ALIGNED_FEATURES}"
@@ -34,7 +34,7 @@ class Fp8Weight:
         return out_features, in_features
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """See `PackedWeight`; x and the result are in one type, bf16 on a GPU."""
+        """`x W^T + bias` [num_tokens, out_features] in the type of `x`, which is bf16 on a GPU."""
         codes, scales = quantize_rows(x)
         if x.device.type == "cuda":
             y = torch._scaled_mm(codes, self.codes.t(), scales, self.scales.t(), out_dtype=x.dtype)
@@ -43,17 +43,17 @@ class Fp8Weight:
         return y if bias is None else y.add_(bias)
 
     def dense(self) -> Tensor:
-        """See `PackedWeight`."""
+        """W, the codes times their scales, in the plain layout and fp32."""
         return self.codes.float() * self.scales
 
 
 def can_be_fp8(weight: Tensor) -> bool:
-    """Whether products of 8 bits serve a weight of this shape."""
+    """Whether a weight of this shape can be multiplied in e4m3."""
     return not any(n % ALIGNED_FEATURES for n in weight.shape)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes, e4m3 of x's shape, and scales, fp32 [num_rows, 1], of `x` [num_rows, num_columns].
+    """Codes (e4m3, of x's shape) and scales (fp32 [num_rows, 1]) of the rows of `x` [num_rows, num_columns].
 
     A number that is not finite becomes NaN, so that no product of its row is a number.
     """
@@ -65,7 +65,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_by_torch(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The plain twin of the kernel."""
+    """`quantize_rows` for every device, the plain twin of the kernel."""
     finite = torch.where(x.isfinite(), x.float(), 0.0)
     largest = finite.abs().amax(1, keepdim=True)
     # a number over a tensor is the number times the reciprocal in torch, rounded twice

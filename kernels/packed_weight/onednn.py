@@ -7,12 +7,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 _PACKING_HINT_ROWS = 64
-# Fewer rows take other paths in oneDNN: one row rounds otherwise, and no row may depend on its company.
+# Least rows of a product. Fewer rows take other paths in oneDNN, which round one row otherwise, and no row may depend
+# on the rows beside it.
 _FEWEST_ROWS = 4
 
 
 class OneDnnWeight:
-    """See `PackedWeight`. The operators are torch's but not documented."""
+    """A packed weight in oneDNN's layout, multiplied in fp32 by operators of torch that are not documented."""
 
     def __init__(self, weight: Tensor) -> None:
         self._out_features, self._in_features = weight.shape
@@ -20,18 +21,18 @@ class OneDnnWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """See `PackedWeight`."""
+        """[out_features, in_features]."""
         return self._out_features, self._in_features
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """See `PackedWeight`."""
+        """`x W^T + bias`, fp32 [num_tokens, out_features]."""
         if 0 < len(x) < _FEWEST_ROWS:
             return self.multiply(pad(x, (0, 0, 0, _FEWEST_ROWS - len(x))), bias)[: len(x)]
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
         return product
 
     def dense(self) -> Tensor:
-        """See `PackedWeight`."""
+        """W in the plain layout and fp32."""
         return self._packed.to_dense()
 
 

@@ -1,7 +1,7 @@
-"""Packs weights into panels of transposed rows, see `../native/panels.h`.
+"""Packs weights into panels of transposed rows (`../native/panels.h`).
 
 Panels hold a weight in its own number format; products are in fp32 and have the same bits in every format. A panel is
-as wide as two vectors of the processor, so what one machine packs is not for another.
+as wide as two vectors of the processor, so panels of one machine cannot be used on another.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from ..native.segments import NO_SEGMENTS, SiteSegments
 
 #: Number formats of weights in panels, and their numbers in vector.h: bf16 in pairs.
 PANEL_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# Of plain rows
+# Number formats of plain rows, and their numbers in vector.h.
 _ROW_TYPES = {torch.float32: 0, torch.bfloat16: 3, torch.float16: 2}
-#: To be raised when the same weight is packed into other numbers: panels are kept in files (`engine/models`).
+#: Version of the packing; raise it when a weight is packed into other numbers, since panels are kept in files
+#: (`engine/models`).
 PANELS_VERSION = 2
 
 
@@ -35,44 +36,43 @@ def has_panels() -> bool:
 
 
 class StoredWeight(ABC):
-    """A packed weight that compiled kernels read: it can be kept in a file and mapped from it.
+    """A packed weight that compiled kernels read: it can be kept in a file and mapped from it."""
 
-    `numbers`: flat, in the layout and the type of its class; `shape`: [out_features, in_features].
-    """
-
-    #: How it is multiplied, as in dots.h.
+    #: Number of the kind of products, as in dots.h.
     kind: ClassVar[int] = 2
+    #: The packed numbers, flat, in the layout and type of the class.
     numbers: Tensor
+    #: [out_features, in_features].
     shape: tuple[int, int]
 
     @classmethod
     def of_numbers(cls, numbers: Tensor, shape: tuple[int, int]) -> Self:
-        """The weight whose `numbers` another of this class had."""
+        """The weight with the `numbers` of another weight of this class."""
         packed = cls.__new__(cls)
         packed.numbers, packed.shape = numbers, shape
         return packed
 
     @property
     def panels_type(self) -> int:
-        """Of panels that are multiplied in fp32, as in vector.h."""
+        """Type of panels that are multiplied in fp32, as in vector.h."""
         return PANEL_TYPES[self.numbers.dtype]
 
     @property
     def scales(self) -> Tensor | None:
-        """Of its outputs, fp32, where it has codes of 8 bits."""
+        """Scale of each output, fp32 [out_features], of a weight with codes of 8 bits; None for others."""
         return None
 
     def record(self, bias: Tensor | None) -> LinearRecord:
-        """What compiled kernels read."""
+        """The linear layer as compiled kernels read it; valid as long as the weight and `bias`."""
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in (self.scales, bias))
         return LinearRecord(self.numbers.data_ptr(), *addresses, *self.shape, self.kind, self.panels_type)
 
     def num_codes(self, num_rows: int) -> int:
-        """Numbers of 32 bits that rows become before they are multiplied."""
+        """Numbers of 32 bits to which `num_rows` rows of x are encoded before products; 0 for products in fp32."""
         return 0
 
     def multiply(self, x: Tensor, bias: Tensor | None, lora: SiteSegments | None = None) -> Tensor:
-        """See `PackedWeight`. `lora`: is added to the product."""
+        """`x W^T + bias`, fp32 [num_tokens, out_features], plus the LoRA of the segments in `lora`."""
         x, lora = x.contiguous(), lora or NO_SEGMENTS
         y = torch.empty(len(x), self.shape[0])
         scratch = torch.empty(self.num_codes(len(x)) + lora.num_scratch(self.shape[1]))
@@ -84,11 +84,11 @@ class StoredWeight(ABC):
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """See `PackedWeight`."""
+        """W in the plain layout and fp32, with the bits of the numbers that are multiplied."""
 
 
 class PanelWeight(StoredWeight):
-    """See `PackedWeight`."""
+    """A packed weight in panels of fp32, bf16 or fp16, multiplied in fp32."""
 
     def __init__(self, weight: Tensor) -> None:
         plain = weight.contiguous()
@@ -113,19 +113,19 @@ class PanelWeight(StoredWeight):
         add_linear_panels(y.data_ptr(), x.data_ptr(), len(x), self.numbers.data_ptr(), *self.shape, scaling)
 
     def dense(self) -> Tensor:
-        """See `PackedWeight`."""
+        """W in the plain layout and fp32."""
         return unpack(self.numbers, self.panels_type, self.shape)
 
 
 def panels_dtype(dtype: torch.dtype, depth: int) -> torch.dtype:
-    """What panels of a weight of `dtype` with rows of `depth` numbers hold: the same, or fp32 where there is no such
-    kernel."""
+    """The type of the numbers in panels of a weight of `dtype` with rows of `depth` numbers: `dtype`, or fp32 when no
+    kernel reads it."""
     is_served = dtype in PANEL_TYPES and not (dtype == torch.bfloat16 and depth % 2)
     return dtype if is_served else torch.float32
 
 
 def unpack(panels: Tensor, panels_type: int, shape: tuple[int, int]) -> Tensor:
-    """The weight of `shape` in panels of a type, in fp32."""
+    """The weight of this shape from panels of this type, plain and in fp32."""
     plain = torch.empty(shape)
     unpack_weight = native_function("unpack_weight", ADDRESS, ADDRESS, COUNT, COUNT, COUNT)
     assert unpack_weight is not None, "compiled kernels are not there"
@@ -134,7 +134,7 @@ def unpack(panels: Tensor, panels_type: int, shape: tuple[int, int]) -> Tensor:
 
 
 class RowForm(IntEnum):
-    """How rows are put down: in panels, one after the other, or as columns of a matrix [in_features, num_rows]."""
+    """The form in which rows are written: in panels, one after the other, or as columns [in_features, num_rows]."""
 
     PANELS = 0
     ROWS = 1
@@ -142,22 +142,25 @@ class RowForm(IntEnum):
 
 
 class MatrixRows(NamedTuple):
-    """Where rows go that are packed: `first_row` and so on of a matrix of `num_rows` rows that begins with number
-    `start` of some memory. `type`: of its numbers, in panels see `native.adapter_type`, else as in `POOL_TYPES`.
-    """
+    """The place of packed rows in a matrix in some memory."""
 
+    #: Place of the matrix's first number in the memory.
     start: int
+    #: Type of its numbers: in panels as of `native.adapter_type`, else as in `POOL_TYPES`.
     type: int
+    #: First of the packed rows in the matrix.
     first_row: int
+    #: Rows of the whole matrix.
     num_rows: int
+    #: A `RowForm`.
     form: int = RowForm.PANELS
 
 
 def pack_matrices_(memory: Tensor, places: NDArray[np.int64], rows: Sequence[Tensor]) -> None:
     """Write each of `rows` [n, in_features] to its place in `memory` (flat, in a format of the page pool).
 
-    `places`: int64 [num_rows, 5], a `MatrixRows` each. It takes one thread and no lock of the interpreter: made for
-    threads that prepare adapters while others step.
+    `places`: int64 [number of `rows`, 5], a `MatrixRows` each. It uses one thread without the interpreter's lock: made
+    for threads that prepare adapters while others compute steps.
     """
     plain = [_as_rows(each, memory.dtype) for each in rows]
     sources = np.array(
@@ -175,5 +178,5 @@ def pack_matrices_(memory: Tensor, places: NDArray[np.int64], rows: Sequence[Ten
 
 
 def _as_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same, dense, in a format that is packed; others are turned into `dtype`."""
+    """The rows, dense; in `dtype` if their own format cannot be packed."""
     return rows.contiguous() if rows.dtype in _ROW_TYPES else rows.to(dtype).contiguous()

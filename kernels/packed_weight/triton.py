@@ -46,7 +46,7 @@ def _quantize(codes, scales, x, num_columns, BLOCK: tl.constexpr, PDL: tl.conste
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """See `quantize_rows`."""
+    """Codes (e4m3, of x's shape) and scales (fp32 [num_rows, 1]) of the rows of `x`, one program per row."""
     num_rows, num_columns = x.shape
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scales = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)

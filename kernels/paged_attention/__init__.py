@@ -34,7 +34,7 @@ def attend_pages(
     library: StepAttention | None = None,
 ) -> Tensor:
     """New tensor [num_tokens, H * head_dim]. `q` may be a view into a packed product; its features are contiguous.
-    `library`: what computes this step instead of our kernel (see `libraries`)."""
+    `library`: a library's attention that computes this step instead of our kernel (see `libraries`)."""
     assert q.stride(2) == 1, "features of a query must be contiguous"
     assert q.stride(1) == q.shape[2], "query heads of a token must be contiguous"
     assert q.shape[1:] == (layout.num_heads, layout.head_dim), f"q is {list(q.shape)}, layout {layout}"

@@ -8,7 +8,7 @@ context is split among programs:
 - Contexts are cut into segments (`work.SEGMENT_KEYS`), each summed by itself. They are added in their order, by the
   program that computed them or, where each has an item of its own, by `_combine`.
 - Weights, which are at most 1, are summed as whole multiples of 2^-23, in any order: sums of floating point numbers
-  would round by how a tile is shared out among threads. The largest score is the same in any order.
+  would round by how a tile is divided among threads. The largest score is the same in any order.
 - Tiles have 16 rows for decode rows and 32 for prompts, which Hopper multiplies by one instruction, `mma.sync` (64 rows
   would take `wgmma`). Multiplications and additions are never contracted, so that masked and unmasked code round alike.
 
@@ -37,7 +37,7 @@ from .triton import PROGRAMS_PER_MULTIPROCESSOR, _combine
 from .types import AttentionRule, Partials
 from .work import COMBINE_FIELDS, ITEM_FIELDS, AttentionWork, tile_rows_for
 
-_BLOCK_BYTES = 128  # of one feature of a block of keys: 64 keys of 2 bytes
+_BLOCK_BYTES = 128  # bytes of one feature of a block of keys: 64 keys of 2 bytes
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def _block(
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """`largest`, `total` and `acc` with BLOCK_N more keys. Unless IS_MASKED all queries see all of them."""
+    """`largest`, `total` and `acc` with BLOCK_N more keys. Unless IS_MASKED, all queries see all these keys."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     ONE: tl.constexpr = 0x3F800000  # the bits of 1.0; those of 1.0 + w are w x 2^23 more
     keys_at = start + tl.arange(0, BLOCK_N)
@@ -198,7 +198,7 @@ def attend(
     layer: int,
     rule: AttentionRule,
 ) -> None:
-    """See `attend_pages`."""
+    """Write the attention of each query to `out` [num_tokens, H, head_dim], with bits fixed by its sequence alone."""
     num_programs = num_persistent_programs(q.device, PROGRAMS_PER_MULTIPROCESSOR)
     tile_rows, block_d = work.limits.tile_rows, max(16, next_power_of_2(layout.head_dim))
     block_bytes = _BLOCK_BYTES if block_d <= 128 else _BLOCK_BYTES // 2
@@ -213,7 +213,7 @@ def attend(
         SEGMENT=work.limits.segment_keys, SPANS_SEGMENTS=tile_rows == tile_rows_for(layout, q.dtype, False, True),
         BLOCK_M=tile_rows, BLOCK_N=16 if is_interpreted() else block_bytes // q.element_size(),
         EXACT=is_exact_dot(q.dtype), num_warps=4, num_stages=2, enable_fp_fusion=False,
-        # of itself the compiler leaves a prompt's tile of narrow heads 128, too few
+        # without a limit the compiler gives a prompt's tile of narrow heads 128 registers, too few
         maxnreg=most_registers(q.dtype, 3) if tile_rows > 16 and block_d <= 64 else None,
     )  # fmt: skip
     if work.limits.split_keys:

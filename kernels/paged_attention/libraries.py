@@ -1,7 +1,7 @@
 """Attention over prompts by libraries, in place of our kernel: `varlen` of torch, and FlashInfer where it is installed.
 
-Only steps with prompts ask for it, which are launched kernel by kernel; decode rows have our kernel in any case. Keys
-and values lie in pages. FlashInfer reads them there. Torch's kernel wants those of a sequence side by side, so they are
+Only steps with prompts use it, which are launched kernel by kernel; decode rows always use our kernel. Keys and values
+are in pages. FlashInfer reads pages. Torch's kernel needs a sequence's keys side by side, so keys and values are
 gathered once per layer: 33 MB for 8,192 tokens of Llama-3-8B, some 20 us beside 250 to 950 us of attention.
 
 `LORABATCH_PROMPT_ATTENTION` names one (`own`, which is also the default, `varlen` or `flashinfer`). `varlen` was
@@ -32,34 +32,38 @@ _WORKSPACE_BYTES = 128 << 20  # what FlashInfer's documentation advises
 
 @dataclass(frozen=True, slots=True)
 class PromptSpans:
-    """Sequences of a step, in the order of its rows, on the host. `num_queries`, `num_keys` int64 [num_sequences]: new
-    tokens, and all up to the last of these; `pages` int64: those that hold the keys, one sequence after the other."""
+    """The sequences of a step, in the order of its rows, on the host."""
 
+    #: New tokens of each sequence, int64 [num_sequences].
     num_queries: NDArray[np.int64]
+    #: All tokens of each sequence up to its last new one, int64 [num_sequences].
     num_keys: NDArray[np.int64]
+    #: Pages that hold the keys, int64, one sequence after the other.
     pages: NDArray[np.int64]
 
 
 class StepAttention(Protocol):
-    """A library's attention for one step; every layer asks."""
+    """A library's attention for one step, called by every layer."""
 
     def attend(self, q: Tensor, pool: Tensor, layout: HeadLayout, layer: int, rule: AttentionRule) -> Tensor:
-        """As `attend_pages`, [num_tokens, H * head_dim]."""
+        """The attention of the step's tokens in one layer, [num_tokens, H * head_dim], as of `attend_pages`."""
 
 
 class PromptAttention(Protocol):
     """A library's attention over prompts."""
 
     def of_step(self, spans: PromptSpans, layout: HeadLayout, device: torch.device) -> StepAttention:
-        """What the layers of a step ask. Nothing waits for the device."""
+        """Prepares one step and returns the attention that its layers call. The host does not wait for the device."""
 
 
 def choose_prompt_attention(
     device: torch.device, dtype: torch.dtype, layout: HeadLayout, rules: frozenset[AttentionRule], *, is_exact: bool
 ) -> tuple[PromptAttention | None, str | None]:
-    """The library that `LORABATCH_PROMPT_ATTENTION` names, and why ours serves instead where it cannot; None: ours.
+    """The library that `LORABATCH_PROMPT_ATTENTION` names (None: our kernel), and a sentence when it cannot be used and
+    our kernel serves instead.
 
-    `rules`: of all layers. `is_exact`: a row's sum must not depend on the rows beside it, which no library promises.
+    `rules`: rules of all layers. `is_exact`: whether a row's sum must not depend on the rows beside it, which no
+    library promises.
     """
     asked = os.environ.get("LORABATCH_PROMPT_ATTENTION", "own")
     if asked == "own":
@@ -116,7 +120,7 @@ def _installed(asked: str, device: torch.device, dtype: torch.dtype) -> PromptAt
 
 
 def _starts(counts: NDArray[np.int64]) -> Tensor:
-    """int32 [num_sequences + 1]: where each begins, and the end of the last."""
+    """The begin of each sequence, and the end of the last one, int32 [num_sequences + 1]."""
     return torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
 
 
@@ -129,8 +133,8 @@ def _paged(pool: Tensor, layout: HeadLayout, layer: int) -> tuple[Tensor, Tensor
 
 
 class VarlenAttention:
-    """`torch.nn.attention.varlen.varlen_attn`, whose arguments differ between versions of torch. `has_windows`: it
-    knows sliding windows."""
+    """`torch.nn.attention.varlen.varlen_attn`, whose arguments differ between versions of torch. `has_windows`: whether
+    it supports sliding windows."""
 
     def __init__(self, varlen_attn: Callable[..., Any]) -> None:
         self._varlen_attn = varlen_attn
@@ -138,7 +142,7 @@ class VarlenAttention:
         self.has_windows = "window_size" in self._parameters
 
     def of_step(self, spans: PromptSpans, layout: HeadLayout, device: torch.device) -> StepAttention:
-        """See `PromptAttention`."""
+        """Prepares one step: copies the places of its keys to the device. The host does not wait."""
         num_pages = -(-spans.num_keys // layout.page_tokens)
         sequence = np.repeat(np.arange(len(spans.num_keys)), spans.num_keys)
         position = np.arange(len(sequence)) - (np.cumsum(spans.num_keys) - spans.num_keys)[sequence]
@@ -154,7 +158,8 @@ class VarlenAttention:
         )
 
     def call(self, q: Tensor, keys: Tensor, values: Tensor, step: _VarlenStep, rule: AttentionRule) -> Tensor:
-        """[num_tokens, H, D]. A query's place is counted from the end of its sequence's keys."""
+        """Calls the library with the arguments that it knows; returns [num_tokens, H, D]. A query's place is counted
+        from the end of its sequence's keys."""
         options: dict[str, Any] = {}
         if self.has_windows:
             options["window_size"] = (-1 if rule.window is None else rule.window - 1, 0)
@@ -176,25 +181,31 @@ class VarlenAttention:
 
 @dataclass(frozen=True, slots=True)
 class _VarlenStep:
-    """`places` int64 [2, num_keys]: page of each key, and its place in the page."""
+    """The attention of one step by torch's kernel."""
 
+    #: The library.
     attention: VarlenAttention
+    #: Begin of each sequence's queries, and the end of the last, int32 [num_sequences + 1].
     query_starts: Tensor
+    #: Begin of each sequence's keys, and the end of the last, int32 [num_sequences + 1].
     key_starts: Tensor
+    #: Page of each key, and its place in the page, int64 [2, num_keys].
     places: Tensor
+    #: Most queries of a sequence.
     most_queries: int
+    #: Most keys of a sequence.
     most_keys: int
 
     def attend(self, q: Tensor, pool: Tensor, layout: HeadLayout, layer: int, rule: AttentionRule) -> Tensor:
-        """See `StepAttention`."""
+        """The attention of one layer, [num_tokens, H * head_dim]; gathers keys and values first."""
         page, offset = self.places
         keys, values = (paged[page, :, offset] for paged in _paged(pool, layout, layer))
         return self.attention.call(q, keys, values, self, rule).reshape(len(q), -1)
 
 
 class FlashInferAttention:
-    """FlashInfer's prefill over paged keys and values. `make_wrapper`: its `BatchPrefillWithPagedKVCacheWrapper` with
-    memory of its own; one serves each rule of the layers, since it plans a step for one."""
+    """FlashInfer's prefill over paged keys and values. `make_wrapper`: makes a `BatchPrefillWithPagedKVCacheWrapper`
+    with memory of its own; each rule of the layers has one, since a wrapper plans a step for one rule."""
 
     def __init__(self, make_wrapper: Callable[[], Any], dtype: torch.dtype) -> None:
         self._make_wrapper = make_wrapper
@@ -202,11 +213,11 @@ class FlashInferAttention:
         self._wrapper_of: dict[AttentionRule, Any] = {}
 
     def of_step(self, spans: PromptSpans, layout: HeadLayout, device: torch.device) -> StepAttention:
-        """See `PromptAttention`."""
+        """Prepares one step, which is planned when a layer calls it."""
         return _FlashInferStep(self, spans)
 
     def planned(self, rule: AttentionRule, spans: PromptSpans, layout: HeadLayout) -> Any:
-        """A wrapper that has planned the step. Lists are given on the host: it would copy them there, and wait."""
+        """A wrapper that has planned the step. It takes lists on the host; device lists it would copy, and wait for."""
         if rule not in self._wrapper_of:
             self._wrapper_of[rule] = self._make_wrapper()
         wrapper = self._wrapper_of[rule]
@@ -238,7 +249,7 @@ class _FlashInferStep:
     planned: dict[AttentionRule, Any] = field(default_factory=dict)
 
     def attend(self, q: Tensor, pool: Tensor, layout: HeadLayout, layer: int, rule: AttentionRule) -> Tensor:
-        """See `StepAttention`."""
+        """The attention of one layer, [num_tokens, H * head_dim]; plans the step for the layer's rule first."""
         if rule not in self.planned:
             self.planned[rule] = self.attention.planned(rule, self.spans, layout)
         out: Tensor = self.planned[rule].run(q.contiguous(), _paged(pool, layout, layer))

@@ -21,7 +21,8 @@ def attend(
     layer: int,
     rule: AttentionRule,
 ) -> None:
-    """See `attend_pages`. Partial items are recomputed whole, so `partials` stays unused."""
+    """Write the attention of each query to `out` [num_tokens, H, head_dim], in fp64. Partial items are recomputed
+    whole, so `partials` stays unused."""
     num_pages = len(pool) // layout.page_elements
     pages = pool[: num_pages * layout.page_elements].view(
         num_pages, layout.num_layers, 2, layout.num_kv_heads, layout.page_tokens, layout.head_dim

@@ -29,8 +29,8 @@ from .types import AttentionRule, Partials
 from .work import COMBINE_FIELDS, ITEM_FIELDS, AttentionWork
 
 PROGRAMS_PER_MULTIPROCESSOR = 4  # 96 registers x 128 threads, 38 KiB of shared memory each
-_BLOCK_BYTES = 128  # of one feature of a block of keys: 64 keys of 2 bytes
-_PREFILL_ROWS = 64  # of a tile, from where on it is one of prefill; a group of so many heads is computed as such
+_BLOCK_BYTES = 128  # bytes of one feature of a block of keys: 64 keys of 2 bytes
+_PREFILL_ROWS = 64  # least rows of a tile of prefill; decode tiles for groups of as many heads are computed alike
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def _block(
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """`largest`, `total` and `acc` with BLOCK_N more keys. Unless IS_MASKED all queries see all of them."""
+    """`largest`, `total` and `acc` with BLOCK_N more keys. Unless IS_MASKED, all queries see all these keys."""
     LOG2_E: tl.constexpr = 1.4426950408889634  # weights are powers of 2, one instruction each
     keys_at = start + tl.arange(0, BLOCK_N)
     is_key = keys_at < end
@@ -182,7 +182,7 @@ def attend(
     layer: int,
     rule: AttentionRule,
 ) -> None:
-    """See `attend_pages`."""
+    """Write the attention of each query to `out` [num_tokens, H, head_dim], in one launch or two."""
     num_programs = num_persistent_programs(q.device, PROGRAMS_PER_MULTIPROCESSOR)
     tile_rows, block_d = work.limits.tile_rows, max(16, next_power_of_2(layout.head_dim))
     block_bytes = _BLOCK_BYTES if block_d <= 128 else _BLOCK_BYTES // 2

@@ -1,4 +1,4 @@
-"""How one step attends: plans over extents for CPUs, the rule and the scratch of the paged operator.
+"""Plans of a step's attention over extents, for CPUs; the rule and the scratch of the paged operator.
 
 A sequence's keys and values are stored in *extents*: runs of pages whose memory is laid out as
 `[num_layers, 2 (key, value), num_kv_heads, capacity_tokens, head_dim]`. On CPU a sequence owns one extent that
@@ -24,20 +24,19 @@ LEAST_BLOCK_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class SpanTable:
-    """New tokens of each sequence of a step.
+    """The new tokens of each sequence of a step, a span each, cut into blocks of work."""
 
-    `rows` int64 [num_spans, 5]: first step row, number of tokens, tokens stored before, offset of the sequence's
-    extent in elements of the pool, its capacity in tokens. `block_tokens`: new tokens of a block, the unit of work.
-    `block_starts` [num_spans + 1]: blocks before each span.
-    """
-
+    #: First step row, number of tokens, tokens stored before, offset of the sequence's extent in elements of the pool,
+    #: and its capacity in tokens; int64 [num_spans, 5].
     rows: NDArray[np.int64]
+    #: New tokens of a block, the unit of work.
     block_tokens: int
+    #: Blocks before each span, and all blocks; int64 [num_spans + 1].
     block_starts: NDArray[np.int64]
 
     @classmethod
     def of(cls, spans: Sequence[tuple[int, int, int, int, int]], queries_per_key: int) -> SpanTable:
-        """From the rows as tuples. `queries_per_key`: query heads that share a key head."""
+        """The table of spans, each a tuple as in `rows`. `queries_per_key`: query heads that share a key head."""
         rows = np.array(spans, dtype=np.int64)
         block_tokens = min(max(LEAST_BLOCK_TOKENS, BLOCK_ROWS // queries_per_key), int(rows[:, 1].max()))
         blocks = -(-rows[:, 1] // block_tokens)
@@ -46,68 +45,79 @@ class SpanTable:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Decoding sequences whose extents are evenly spaced in memory: one attention call serves all of them.
+    """Decoding sequences whose extents are evenly spaced in memory: one attention call serves all of them."""
 
-    `rows`: positions in the permuted decode order, `start:end`. `offset`, `stride`: first extent and distance
-    between extents, in elements of the pool. `mask`: additive, [rows, 1, 1, max_context], or None if all
-    contexts are equally long.
-    """
-
+    #: First of the group's rows in `AttentionPlan.decode_rows`.
     start: int
+    #: End of the group's rows there.
     end: int
+    #: Offset of the first extent, in elements of the pool.
     offset: int
+    #: Distance between extents, in elements of the pool.
     stride: int
+    #: Tokens of an extent.
     capacity_tokens: int
+    #: Keys of the longest context.
     max_context: int
+    #: Additive mask, [rows, 1, 1, max_context]; None if all contexts are equally long.
     mask: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Consecutive new tokens of one sequence: step rows `start:end`, after `num_past` tokens already stored.
+    """Consecutive new tokens of one sequence: step rows `start:end`."""
 
-    `mask`: additive, [end - start, context or more], or None when plain causal masking from position 0 is meant.
-    """
-
+    #: First step row.
     start: int
+    #: End of the step rows.
     end: int
+    #: Offset of the sequence's extent, in elements of the pool.
     offset: int
+    #: Tokens of the extent.
     capacity_tokens: int
+    #: Tokens of the sequence that are stored already.
     num_past: int
+    #: Additive mask, [end - start, context or more]; None for plain causal masking from position 0.
     mask: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """How one step attends. `decode_rows` [S]: step rows of decoding sequences, in the order of the groups.
+    """The attention of one step on a CPU: `spans` for the compiled kernel, or groups and chunks for torch."""
 
-    Where the compiled kernel serves, `spans` says it all and the rest is empty. `is_exact`: all rows come as chunks
-    with masks, and a token's result has the same bits in whatever chunk it stands.
-    """
-
+    #: Step rows of decoding sequences, [S], in the order of the groups; None without any, or with `spans`.
     decode_rows: Tensor | None = None
+    #: Groups of decoding sequences; empty with `spans`.
     groups: Sequence[DecodeGroup] = ()
+    #: Chunks of new tokens of other sequences; empty with `spans`.
     chunks: Sequence[PrefillChunk] = ()
+    #: All sequences, for the compiled kernel; None when torch computes.
     spans: SpanTable | None = None
+    #: Latest tokens that a token sees; None for all.
     window: int | None = None
+    #: Whether all rows are chunks with masks, so that a token's result has the same bits in every chunk.
     is_exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """How scores become weights in one layer. `window`: latest tokens seen, None for all; `softcap`: None for none."""
+    """The constants by which scores become weights in one layer."""
 
+    #: Factor of scores.
     scale: float
+    #: Latest tokens that a token sees; None for all.
     window: int | None = None
+    #: Cap of scores; None for no cap.
     softcap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Partials:
-    """Results of decode items that share a sequence: `values` fp32 [max_items, H, head_dim] (sums, not divided),
-    `stats` fp32 [max_items, H, 2] (largest score in units of log2, sum of weights)."""
+    """Results of decode items that share a sequence."""
 
+    #: Weighted sums of values, not divided, fp32 [max_items, H, head_dim].
     values: Tensor
+    #: Largest score in units of log2, and sum of weights, fp32 [max_items, H, 2].
     stats: Tensor
 
     @classmethod

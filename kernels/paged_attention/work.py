@@ -28,32 +28,38 @@ from ..layouts.heads import HeadLayout
 HEADER_LENGTH = 4
 ITEM_FIELDS = 7
 COMBINE_FIELDS = 3
-#: Keys of a segment of a context where bits are fixed, see `invariant.py`.
+#: Keys of a segment of a context when bits are fixed, see `invariant.py`.
 SEGMENT_KEYS = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`num_queries` new tokens of one sequence: step rows from `row`, at positions from `position`, its pages in
-    row `sequence` of the block tables."""
+    """The new tokens of one sequence of a step."""
 
+    #: First step row.
     row: int
+    #: New tokens.
     num_queries: int
+    #: Position of the first new token in its sequence.
     position: int
+    #: Row of the block tables with the sequence's pages.
     sequence: int
 
 
 @dataclass(frozen=True, slots=True)
 class WorkLimits:
-    """Sizes of the buffer and how work is cut. `tile_rows`: the kernel's BLOCK_M, query tokens times heads of a
-    group. `split_keys`: keys of one decode item at most; 0: contexts are not cut, and nothing is combined.
-    `segment_keys`: keys that are summed by themselves, and between which contexts are cut, so that a query's bits
-    depend on its sequence alone (`invariant.py`); 0: they need not."""
+    """The sizes of the buffer, and the sizes into which work is cut."""
 
+    #: Most items of a step.
     max_items: int
+    #: Most combines of a step.
     max_combines: int
+    #: Rows of a tile, the kernel's BLOCK_M: query tokens times heads of a group.
     tile_rows: int
+    #: Most keys of one decode item; 0: contexts are not cut, and nothing is combined.
     split_keys: int
+    #: Keys that are summed by themselves, and at whose multiples contexts are cut, so that a query's bits depend on its
+    #: sequence alone (`invariant.py`); 0: the bits need not be fixed.
     segment_keys: int = 0
 
     @property
@@ -66,7 +72,9 @@ class WorkLimits:
 class AttentionWork:
     """Views of the buffer, on the host or the device, each made once. `num_partials` is at most `max_items`."""
 
+    #: Sizes of the buffer.
     limits: WorkLimits
+    #: The buffer, int32 [`limits.length`].
     buffer: Tensor
 
     @cached_property
@@ -85,7 +93,7 @@ class AttentionWork:
 
 def tile_rows_for(layout: HeadLayout, dtype: torch.dtype, is_decode: bool, is_exact: bool = False) -> int:
     """Rows of an attention tile in a step of decoding rows alone, or in one with prompts: at least the query heads of a
-    token that share a key head. See `triton.py` and `invariant.py` for the sizes."""
+    token that share a key head. `triton.py` and `invariant.py` explain the sizes."""
     in_prefill = 32 if is_exact else 128 if layout.head_dim <= 128 and dtype.itemsize == 2 else 64
     return max(16 if is_decode else in_prefill, 1 << (layout.group - 1).bit_length())
 
@@ -93,8 +101,8 @@ def tile_rows_for(layout: HeadLayout, dtype: torch.dtype, is_decode: bool, is_ex
 def plan_attention(
     spans: Iterable[Span], queries_per_key_head: int, limits: WorkLimits, into: Tensor | None = None
 ) -> AttentionWork:
-    """List the work of a step, on the host, longest items first, in a buffer of its own or in `into`, whatever that
-    held before. Raises ValueError when the buffer is too small."""
+    """List the work of a step, on the host, longest items first, in a new buffer or in `into`, which is overwritten.
+    Raises ValueError when the buffer is too small."""
     if limits.segment_keys:
         assert limits.split_keys in (0, limits.segment_keys), f"items of {limits.split_keys} keys are no segments"
     tile_tokens = limits.tile_rows // queries_per_key_head

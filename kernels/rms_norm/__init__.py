@@ -14,7 +14,7 @@ _COMPILED_ARGUMENTS = (ADDRESS, ADDRESS, COUNT, ADDRESS, COUNT, COUNT, NUMBER)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x`: [..., features], `weight`: [features]; returns the shape and dtype of `x`.
+    """The norm of `x` [..., features] times `weight` [features], in the shape and dtype of `x`.
 
     The mean is taken in fp32 whatever the dtype, and the product with `weight` in the dtype of `x`, the order
     in which the model families define it.
@@ -37,7 +37,7 @@ def rms_norm_by_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_from_zero(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm` with `1 + weight` for the weight; shapes and dtypes likewise.
+    """The norm of `x` [..., features] times `1 + weight`, in the shape and dtype of `x`.
 
     Everything up to the product is fp32 and rounded once, as Gemma defines it.
     """

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """See `add_rms_norm`."""
+    """Add `y` to `x` in place, if given, and return the norm of `x`, computed in fp64."""
     wide = x.double() if y is None else x.double() + y.double()
     if y is not None:
         x.copy_(wide)

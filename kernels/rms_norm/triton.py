@@ -40,7 +40,7 @@ def _norm(
 
 
 def norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """See `add_rms_norm`."""
+    """Add `y` to `x` in place, if given, and return the norm of `x`, in one launch."""
     out = torch.empty_like(x)
     if len(x):
         features = x.shape[1]

@@ -16,11 +16,11 @@ _COMPILED_ARGUMENTS = (ADDRESS, ADDRESS, ADDRESS, COUNT, ADDRESS, COUNT, ADDRESS
 
 
 class KeyPlaces(NamedTuple):
-    """Where keys and values of a step's tokens go in a flat pool, in rows of head_dim numbers: `rows` [num_tokens, 2 K]
-    in layer 0, `layer_stride` [num_tokens, 1] further in each of the next.
-    """
+    """Places for the keys and values of a step's tokens in a flat pool, in rows of head_dim numbers."""
 
+    #: Rows of each token's key and value heads in layer 0, [num_tokens, 2 K].
     rows: Tensor
+    #: Rows from one layer to the next, [num_tokens, 1].
     layer_stride: Tensor
 
 

@@ -15,22 +15,22 @@ from torch import Tensor
 from ..native import ADDRESS, COUNT, native_function
 from .types import NO_TOKEN, Choices, share_of, weights_of
 
-# Sorting a whole vocabulary is avoided: top-p looks at the largest candidates first, and widens when they fall short.
+# Candidates of top-p at first, the largest; more are looked at when these fall short, to avoid sorting a vocabulary.
 _FIRST_CANDIDATES = 256
-# The largest of many are looked for within this distance of the largest, then twice as far and so on.
+# Tokens with the largest logits are looked for within a distance of the largest one: `_NEAR`, then twice as far and so
+# on below `_FAR`; only when at most one in `_FEW` is wanted.
 _NEAR, _FAR, _FEW = 4.0, 256.0, 8
-# Of all weights: where less than 2^-_LEAST_LEFT is left, too few bits of what is left are in them.
+# Draws without replacement end when less than 2^-_LEAST_LEFT of all weight is left: the weights left have too few bits.
 _LEAST_LEFT = 20
 _FURTHER_ARGUMENTS = (ADDRESS, COUNT, ADDRESS, COUNT, COUNT, ADDRESS, ADDRESS, ADDRESS, COUNT)
 _COMPILED_ARGUMENTS = (ADDRESS, ADDRESS, COUNT, COUNT, *[ADDRESS] * 5, COUNT, ADDRESS, COUNT)
 
 
 def choose_tokens(logits: Tensor, choices: Choices, allowed: NDArray[np.int32] | None = None) -> list[int]:
-    """A token for each choice from `logits` [num_rows, vocab_size]; `NO_TOKEN` where its largest is no finite
-    number.
+    """A token for each choice from `logits` [num_rows, vocab_size]; `NO_TOKEN` when its largest logit is not finite.
 
-    `allowed`: [num_choices, num_words], bit `i % 32` of word `i // 32` where token `i` may be chosen (None: all may).
-    Bits beyond the vocabulary say nothing.
+    `allowed`: [num_choices, num_words], bit `i % 32` of word `i // 32` is set when token `i` may be chosen (None: all
+    may). Bits beyond the vocabulary are ignored.
     """
     is_served = logits.dtype == torch.float32 and logits.stride(1) == 1
     compiled = native_function("choose_tokens", *_COMPILED_ARGUMENTS) if is_served else None
@@ -48,9 +48,8 @@ def choose_tokens(logits: Tensor, choices: Choices, allowed: NDArray[np.int32] |
 def choose_further_tokens(
     logits: Tensor, choices: Choices, tokens: NDArray[np.int64], uniforms: NDArray[np.float64]
 ) -> list[Iterable[int]]:
-    """For each choice without cuts the tokens that it would have been without its one of `tokens` [num_choices], which
-    it was, and those before: the next largest ones, or draws without replacement by `uniforms` [num_choices, count].
-    Fewer where too little is left to choose from.
+    """Up to `count` further tokens for each choice without cuts, none of them its token in `tokens` [num_choices]: the
+    next largest, or draws without replacement by `uniforms` [num_choices, count]. Fewer when too little is left.
     """
     is_served = logits.dtype == torch.float32 and logits.stride(1) == 1
     compiled = native_function("choose_further_tokens", *_FURTHER_ARGUMENTS) if is_served else None
@@ -67,7 +66,7 @@ def choose_further_tokens(
 
 
 def _further_by_torch(logits: Tensor, temperature: float, token: int, uniforms: list[float]) -> Iterator[int]:
-    """Of one row; `logits` [vocab_size] are overwritten."""
+    """Yields the further tokens of one row; `logits` [vocab_size] are overwritten."""
     weights = weights_of(logits, float(logits.max()), temperature)
     least = int(weights.sum()) >> _LEAST_LEFT
     for u in uniforms:
@@ -101,7 +100,7 @@ def choose_by_torch(logits: Tensor, choices: Choices, allowed: NDArray[np.int32]
 def largest_tokens(logits: Tensor, count: int) -> Tensor:
     """Ids of the `count` largest of `logits` [vocab_size], in falling order, equals in order of their ids."""
     if count * _FEW < len(logits):
-        # looked for among those near the largest: a tenth of the time
+        # a search among the tokens near the largest takes a tenth of the time
         largest, distance = float(logits.max()), _NEAR
         while distance < _FAR:
             near = (logits >= largest - distance).nonzero()[:, 0]
@@ -114,7 +113,7 @@ def largest_tokens(logits: Tensor, count: int) -> Tensor:
 
 
 def _draw(logits: Tensor, largest: float, temperature: float, top_k: int, top_p: float, u: float) -> int:
-    """One token from `logits` [vocab_size], of which `largest` is the largest."""
+    """One token drawn from `logits` [vocab_size], whose largest is `largest`."""
     vocab_size = logits.numel()
     if top_k == 0 and top_p >= 1.0:
         return _pick(weights_of(logits, largest, temperature), u)
@@ -124,7 +123,7 @@ def _draw(logits: Tensor, largest: float, temperature: float, top_k: int, top_p:
         ids = largest_tokens(logits, width)
         candidates = weights_of(logits[ids], largest, temperature)
         reached = candidates.cumsum(-1)
-        # top-p is a share of what top-k leaves
+        # top-p is a share of the weight that top-k leaves
         goal = share_of(int(reached[-1]) if total is None else total, top_p)
         num_kept = max(1, int((reached - candidates < goal).sum())) if top_p < 1 else width
         if top_k or num_kept < width or width == vocab_size:

@@ -21,7 +21,7 @@ def uniform(seed: int, stream: int, position: int) -> float:
 
 
 def sample(tokens: Tensor, logits: Tensor, rows: SamplingRows) -> None:
-    """See `sample_tokens`."""
+    """Write a token for each row of `logits` to `tokens` [num_rows]."""
     for row, values in enumerate(logits.float()):
         temperature, top_k, top_p = float(rows.temperature[row]), int(rows.top_k[row]), float(rows.top_p[row])
         if temperature == 0:

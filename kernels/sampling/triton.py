@@ -1,10 +1,11 @@
 """Sampling on a GPU, without sorting: a few passes over the logits, each by many programs per row.
 
 Weights are whole numbers, so that parts of a row add up to the same sum in any order. `_find_largest` finds the largest
-logit of each split of a row, then `_narrow` sums what is at or above each of eight bounds. The cut is between two of
-them, and the next `_narrow` sets its bounds there, where more candidates are between them than fit a copy. `_copy`
-copies these, in order of token ids. `_draw`, one program per row, finds the cut among them, adds up what is kept of
-each split, and goes through the one in which the token is. Rows that need none of this end at once.
+logit of each split of a row, then `_narrow` sums the weights at or above each of eight bounds. The cut is between two
+of the bounds. If more candidates are between these two than fit into a copy, the next `_narrow` sets its bounds between
+them. `_copy` copies the candidates, in order of token ids. `_draw`, one program per row, finds the cut among them, adds
+up the kept weights of each split, and goes through the split in which the token is. Rows that need none of this end at
+once.
 
 Candidates that still do not fit (logits whose density no bounds divide, or top-k of thousands with top-p) are looked
 for in the row instead. Not run on a GPU yet.
@@ -20,11 +21,11 @@ from torch import Tensor
 from ..launch import is_interpreted
 from .types import SamplingRows
 
-# Programs per row (few where they run one after the other); bounds of a round.
+# Programs per row (few in the interpreter, where they run one after the other); bounds of a round; rounds.
 _SPLITS, _BOUNDS, _ROUNDS = 2 if is_interpreted() else 16, 8, 4
 _LANES, _LANE_BYTES = 128, 16  # of a block of logits
 _CAPACITY = 4096  # candidates of a row
-# Lowest bits of an fp32 number that order no two numbers of a type.
+# Type of logits -> lowest bits of an fp32 number that are equal in all numbers of the type.
 _SPARE_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 
@@ -38,7 +39,7 @@ def _mixed(state, key):
 
 @triton.jit
 def _uniform(seed, stream, position):
-    """See `reference.uniform`."""
+    """The number in [0, 1) of (seed, stream, position), with the bits of `reference.uniform`."""
     state = _mixed(seed ^ seed, seed)
     state = _mixed(state, stream)
     state = _mixed(state, position)
@@ -47,7 +48,7 @@ def _uniform(seed, stream, position):
 
 @triton.jit
 def _weights(value, largest, slope):
-    """See `types.weights_of`."""
+    """Weights of logits as whole numbers, int64, with the bits of `types.weights_of`."""
     exponent = (value - largest) * slope
     exponent = tl.where(exponent > -48.0, exponent, -48.0)
     shifted = exponent - 0.5 + 12582912.0
@@ -112,7 +113,7 @@ def _find_largest(
 
 @triton.jit
 def _sums(masses, counts, index, round, num_rows, SPLITS: tl.constexpr, BOUNDS: tl.constexpr):
-    """What a round found of a row: mass and number at or above each bound, [SPLITS, BOUNDS]."""
+    """Mass and number of a row's logits at or above each bound of a round, both [SPLITS, BOUNDS]."""
     places = tl.arange(0, SPLITS)[:, None] * BOUNDS + tl.arange(0, BOUNDS)[None, :]
     places += (round * num_rows + index) * SPLITS * BOUNDS
     return tl.load(masses + places), tl.load(counts + places)
@@ -145,15 +146,15 @@ def _cuts(masses, counts, top_ks, top_ps, index, num_rows, SPLITS: tl.constexpr,
 
 @triton.jit
 def _bracket(mass, count, top_k, top_p, whole, BOUNDS: tl.constexpr):
-    """The places of two bounds: what is at or above the one stays, what is below the other does not. `mass`,
-    `count`: of a row, [BOUNDS]."""
+    """The places of two bounds: logits at or above the first stay, logits below the second do not. `mass`, `count`: of
+    the whole row at or above each bound, [BOUNDS]."""
     places = tl.arange(0, BOUNDS)
     goal = tl.maximum(_share_of(whole, top_p), 1)
     is_enough = tl.where(top_k > 0, count >= top_k, mass >= goal)
     last = tl.maximum(tl.min(tl.where(is_enough, places, BOUNDS - 1), axis=0), 1)
     first = last - 1
     if (top_k > 0) & (top_p < 1.0):
-        # top-p is a share of what top-k leaves, at least what is above
+        # top-p is a share of the mass that top-k leaves, which is at least the mass above the cut's first bound
         goal = _share_of(_at(mass, first, BOUNDS), top_p)
         first = tl.minimum(first, tl.min(tl.where(mass >= goal, places, BOUNDS), axis=0) - 1)
         first = tl.maximum(first, 0)
@@ -279,8 +280,8 @@ def _search(
     source, num, low, high, most, slope, goal, IS_COUNT: tl.constexpr, key, last_key, mass, count,
     BLOCK: tl.constexpr, SPARE_BITS: tl.constexpr,
 ):  # fmt: skip
-    """The largest key, from `key` to `last_key`, at which the candidates at or above it reach `goal`; their mass and
-    number, which are given for `key`; mass and number of those above it."""
+    """The largest key, from `key` to `last_key`, for which the candidates at or above it reach `goal`; the mass and
+    number of these candidates (`mass`, `count` are theirs for `key`); mass and number of the candidates above it."""
     mass_above, count_above = mass * 0, count * 0
     while key < last_key:
         middle = key + (last_key - key + 1) // 2
@@ -304,7 +305,7 @@ def _search(
 
 @triton.jit
 def _weight_at(key, most, slope, SPARE_BITS: tl.constexpr):
-    """Of a logit with this key; 1 at least."""
+    """The weight of a logit with this key, at least 1."""
     bits = (key << SPARE_BITS).to(tl.int32)
     bits = tl.where(bits < 0, bits ^ (0x7FFFFFFF >> SPARE_BITS << SPARE_BITS), bits)
     return tl.maximum(_weights(bits.to(tl.float32, bitcast=True), most, slope), 1)
@@ -323,8 +324,9 @@ def _cut(
     source, num, ids_at, is_copied, low, high, most, slope, top_k, top_p, whole, mass_before, count_before, at_mass,
     at_count, last_tie, BLOCK: tl.constexpr, SPARE_BITS: tl.constexpr,
 ):  # fmt: skip
-    """Where kept tokens end: a key and, of the tokens at it, the last; and the mass of what is kept. `whole`: of the
-    row; `mass_before`, `count_before`: of what is above all candidates; `at_mass`, `at_count`: of these."""
+    """The end of the kept tokens: a key, and the last kept token of those at the key; also the mass of all kept tokens.
+    `whole`: mass of the row; `mass_before`, `count_before`: mass and number of the logits above all candidates;
+    `at_mass`, `at_count`: mass and number of the candidates."""
     least = tl.full((BLOCK,), 4294967296, tl.int64)
     greatest = tl.full((BLOCK,), -4294967296, tl.int64)
     for start in range(0, num, BLOCK):
@@ -366,8 +368,8 @@ def _split_of(
     stays, target, source, num, ids_at, is_copied, low, high, most, slope, key, last_tie, split_size,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, SPARE_BITS: tl.constexpr,
 ):  # fmt: skip
-    """The split in which the running sum of kept weights exceeds `target`, and the sum before it. `stays`: what is kept
-    of each beside candidates, [SPLITS]."""
+    """The split in which the running sum of kept weights exceeds `target`, and the sum before it. `stays`: the mass of
+    each split above all candidates, which is kept, [SPLITS]."""
     split, last_split, before = last_tie * 0, last_tie * 0 + SPLITS - 1, target * 0
     while split < last_split:
         middle = (split + last_split) // 2
@@ -414,7 +416,7 @@ def _draw(
     SPLITS: tl.constexpr, BOUNDS: tl.constexpr, ROUNDS: tl.constexpr, LANES: tl.constexpr, PER_LANE: tl.constexpr,
     SPARE_BITS: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row."""
+    """Draws the token of a row."""
     index = tl.program_id(0)
     splits = tl.arange(0, SPLITS)
     of_splits = tl.load(largest + index * SPLITS + splits)
@@ -466,7 +468,7 @@ def _draw(
 
 
 def sample(tokens: Tensor, logits: Tensor, rows: SamplingRows) -> None:
-    """See `sample_tokens`."""
+    """Write a token for each row of `logits` to `tokens` [num_rows]."""
     (num_rows, vocab_size), device = logits.shape, logits.device
     if not num_rows:
         return

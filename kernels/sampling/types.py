@@ -1,4 +1,4 @@
-"""How each row of logits is sampled, and what a logit weighs in a draw."""
+"""The sampling options of rows of logits, and the weight of a logit in a draw."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-# Beyond these the draw is the same to the last bit: among the largest alone, or among all alike. Quotients of fp32
-# logits stay numbers between them.
+# Limits of temperatures. Beyond them a draw is the same to the last bit: among the largest logits alone, or among all
+# alike. Between them, quotients of fp32 logits stay numbers.
 SMALLEST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-30, 1e30
-# In place of a token where the logits choose none: NaN or infinity among them, or nothing left to choose.
+# Stands for no token, when the logits choose none: NaN or infinity among them, or nothing left to choose.
 NO_TOKEN = -1
 LOG2_E = 1.4426950408889634
-# Of 2^f for f from 0 to 1, to 1.7e-7 of it in fp32: coefficients of f^5 to f^1; that of f^0 is 1.
+# Coefficients of f^5 to f^1 in a polynomial for 2^f, f from 0 to 1; the coefficient of f^0 is 1. Its relative error in
+# fp32 is at most 1.7e-7.
 POWERS_OF_2 = (
     0.0018671301659196615,
     0.009017029777169228,
@@ -28,32 +29,34 @@ POWERS_OF_2 = (
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """How each row is sampled, tensors of length num_rows on the device of the logits.
+    """The sampling options of each row, as tensors of length num_rows on the device of the logits."""
 
-    `temperature` fp32 (0: argmax; else from `SMALLEST_TEMPERATURE` to `LARGEST_TEMPERATURE`),
-    `top_k` int32 (0: off), `top_p` fp64 (1: off); `seeds`, `streams`, `positions` int64, read as 64 bits without a
-    sign.
-    """
-
+    #: Temperature, fp32: 0 for argmax, else from `SMALLEST_TEMPERATURE` to `LARGEST_TEMPERATURE`.
     temperature: Tensor
+    #: Most tokens that are kept, int32; 0: off.
     top_k: Tensor
+    #: Share of the weight that is kept, fp64; 1: off.
     top_p: Tensor
+    #: First key of the row's uniform number, int64 read as 64 bits without a sign.
     seeds: Tensor
+    #: Second key of the row's uniform number, in the form of `seeds`.
     streams: Tensor
+    #: Third key of the row's uniform number, in the form of `seeds`.
     positions: Tensor
 
 
 class Choices(NamedTuple):
-    """How tokens are chosen on a CPU, arrays [num_rows].
+    """The sampling options of each choice on a CPU, as arrays [num_choices]."""
 
-    `places`: int64, rows of the logits. `temperature`: fp64, 0 for the largest logit. `top_k`: int64, 0 is off.
-    `top_p`: fp64, 1 is off. `uniforms`: fp64 in [0, 1), not read at temperature 0.
-    """
-
+    #: Row of the logits, int64.
     places: NDArray[np.int64]
+    #: Temperature, fp64; 0 for the largest logit.
     temperature: NDArray[np.float64]
+    #: Most tokens that are kept, int64; 0: off.
     top_k: NDArray[np.int64]
+    #: Share of the weight that is kept, fp64; 1: off.
     top_p: NDArray[np.float64]
+    #: Uniform number in [0, 1), fp64; not read at temperature 0.
     uniforms: NDArray[np.float64]
 
 

@@ -32,9 +32,9 @@ __all__ = [
 
 
 class PreparedLora:
-    """Spans of a step, whose LoRA is added at every packed layer of it, and in further steps of the same rows.
+    """The spans of a step, whose LoRA is added at every packed layer, and in further steps with these rows.
 
-    Spans may overlap: a row gets what every one of them adds, in their order. In panels, a row's result does not
+    Spans may overlap: a row gets the LoRA of each of its spans, in their order. In panels, a row's result does not
     depend on the other rows of the step, bit for bit; otherwise it may.
     """
 
@@ -52,17 +52,17 @@ class PreparedLora:
 
     @property
     def tables(self) -> Sequence[SegmentTable] | None:
-        """What compiled kernels add, one table after the other; None where matrices are not in panels."""
+        """Tables of segments that compiled kernels add one after the other; None when matrices are not in panels."""
         return self._tables if self._tables or not self._spans else None
 
     def of_product(self, site: int) -> SiteSegments | None:
-        """What a compiled product (`StoredWeight.multiply`) adds by itself at the packed layer number `site` of
-        adapters: spans up to the first that lies over another. None: nothing, and `add_rest_` adds all."""
+        """The segments that a compiled product (`StoredWeight.multiply`) adds by itself at packed layer number `site`:
+        spans up to the first that overlaps another. None: no segments, and `add_rest_` adds all."""
         segments = self._tables[0].sites[site] if self._tables else None
         return segments if segments and segments.largest_rank else None
 
     def add_rest_(self, y: Tensor, x: Tensor, site: int) -> None:
-        """Add what `of_product` does not name."""
+        """Add the LoRA of the segments that `of_product` does not return."""
         for table in self._tables[1:]:
             table.add_(y, x, site)
         if not self._tables:
@@ -77,7 +77,7 @@ class PreparedLora:
 
 
 def add_lora_(y: Tensor, x: Tensor, segments: Sequence[LoraSegment]) -> None:
-    """`PreparedLora`, used once."""
+    """Add every segment's LoRA to `y` in place, at one packed layer."""
     PreparedLora([LoraSpan(s.start, s.end, AdapterSites.of([s.site])) for s in segments]).add_(y, x, 0)
 
 

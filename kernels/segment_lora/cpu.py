@@ -17,10 +17,10 @@ from .types import LoraSpan
 
 
 class SegmentTable:
-    """Segments of compiled calls, one call for each packed layer: first row, end row, record of the site or 0. In the
-    order of their rows, none over another.
+    """The segments of compiled calls, one call for each packed layer: first row, end row, record of the site or 0. They
+    are in the order of their rows and do not overlap.
 
-    One table serves all layers of a step: most steps have other rows than the one before, and 120 tables of eight
+    One table serves all layers of a step: most steps have other rows than the step before, and 120 tables of eight
     segments took 3 ms.
     """
 
@@ -35,7 +35,7 @@ class SegmentTable:
         first, size = self._table.ctypes.data, self._table[0].nbytes
         places = range(first, first + len(self._table) * size, size)
         columns = zip(places, repeat(len(spans)), repeat(spans[-1].end), self._ranks.tolist(), strict=False)
-        #: By packed layer.
+        #: Segments at each packed layer.
         self.sites = [SiteSegments._make(of_site) for of_site in columns]
 
     @property
@@ -48,7 +48,7 @@ class SegmentTable:
         return self.sites[0]._replace(largest_rank=int(self._ranks.max())).num_scratch(in_features)
 
     def add_(self, y: Tensor, x: Tensor, site: int) -> None:
-        """Add to y [num_tokens, out_features] what the segments make of x [num_tokens, in_features], both fp32."""
+        """Add the segments' LoRA of x [num_tokens, in_features] to y [num_tokens, out_features], both fp32."""
         segments = self.sites[site]
         if not segments.largest_rank:
             return

@@ -10,7 +10,7 @@ from .types import LoraSegment
 
 
 def add_lora_reference(y: Tensor, x: Tensor, segments: Sequence[LoraSegment]) -> Tensor:
-    """What `add_lora_` leaves in `y`, as a new fp64 tensor [num_tokens, out_features]."""
+    """`y` plus every segment's LoRA, as a new fp64 tensor [num_tokens, out_features]."""
     result = y.double().clone()
     for segment in segments:
         if segment.site is None:

@@ -18,29 +18,35 @@ from ..native.segments import SiteRecord, addresses_and_ranks, record_table
 class LoraMember:
     """One linear layer's share of a packed layer: rows of the stacked A, columns of the packed output."""
 
+    #: First of its rows in the stacked A.
     rank_start: int
+    #: End of its rows in the stacked A.
     rank_end: int
+    #: First of its columns in the packed output.
     column_start: int
+    #: End of its columns in the packed output.
     column_end: int
-    b: Tensor  # [rank, out_features of the member]; or panels of its transpose, flat
+    #: B, [rank, out_features of the member]; or panels of its transpose, flat.
+    b: Tensor
+    #: Factor of its product.
     scaling: float
 
 
 @dataclass(frozen=True)
 class LoraSiteWeights:
-    """One adapter at one packed layer: stacked A [sum of ranks, in_features] and the members' B.
+    """One adapter at one packed layer."""
 
-    `in_panels`: A and the transposed B are in panels (`kernels.packed_weight`) of their `adapter_type`, flat, as
-    compiled kernels read them.
-    """
-
+    #: Stacked A, [sum of ranks, in_features]; or its panels, flat.
     a: Tensor
+    #: The members, each with its B.
     members: tuple[LoraMember, ...]
+    #: Whether A and the transposed B are in panels (`kernels.packed_weight`) of their `adapter_type`, as compiled
+    #: kernels read them.
     in_panels: bool = False
 
     @cached_property
     def record(self) -> SiteRecord | None:
-        """What compiled kernels read, or None where matrices are not in panels."""
+        """The matrices as compiled kernels read them; None when they are not in panels."""
         if not self.in_panels:
             return None
         members = [(m.rank_start, m.rank_end, m.column_start, m.column_end, m.b, m.scaling) for m in self.members]
@@ -50,8 +56,8 @@ class LoraSiteWeights:
 class AdapterSites:
     """One adapter at the packed layers of a model, in an order that all adapters share.
 
-    `table`: what compiled kernels read, a `native.segments.record_table` (None: matrices are not in panels). `sites`:
-    the matrices as views, None where the adapter leaves a layer alone; made when they are asked for.
+    `table`: the matrices as compiled kernels read them, a `native.segments.record_table` (None: they are not in
+    panels). `sites`: makes the matrices as views, None for a layer that the adapter leaves alone.
     """
 
     def __init__(
@@ -59,12 +65,12 @@ class AdapterSites:
     ) -> None:
         self._sites = sites
         self._table = table
-        #: [num_sites, 2]: address of the site's record and its rank, both 0 where there is none. None: not in panels.
+        #: Address of each site's record and its rank, [num_sites, 2], both 0 without a record. None: not in panels.
         self.records = None if table is None else addresses_and_ranks(table)
 
     @classmethod
     def of(cls, sites: Sequence[LoraSiteWeights | None]) -> AdapterSites:
-        """These sites, all in panels or none."""
+        """The adapter with these sites, all in panels or none."""
         in_panels = {site.in_panels for site in sites if site is not None}
         assert len(in_panels) < 2, "some matrices are in panels and some are not"
         if False in in_panels:
@@ -73,7 +79,7 @@ class AdapterSites:
 
     @cached_property
     def sites(self) -> Sequence[LoraSiteWeights | None]:
-        """See above."""
+        """The matrices at each layer, made at first use; None for a layer that the adapter leaves alone."""
         return tuple(self._sites())
 
     @property
@@ -91,8 +97,9 @@ class LoraSpan(NamedTuple):
 
 
 class LoraSegment(NamedTuple):
-    """`LoraSpan` at one packed layer; None where the adapter leaves it alone."""
+    """A `LoraSpan` at one packed layer."""
 
     start: int
     end: int
+    #: The adapter's matrices; None when it leaves the layer alone.
     site: LoraSiteWeights | None

@@ -1,4 +1,4 @@
-"""Makes logits of tokens that are not allowed minus infinity, by a bit for each token."""
+"""Sets the logits of tokens that are not allowed to minus infinity, by a bit for each token."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _COMPILED_ARGUMENTS = (ADDRESS, COUNT, ADDRESS, COUNT, ADDRESS, COUNT, COUNT)
 
 
 def mask_tokens_(logits: Tensor, allowed: Tensor, rows: Sequence[int] | None = None) -> None:
-    """`logits`: [num_rows, vocab_size]; `allowed`: [num_masks, num_words] int32, bit `i % 32` of word `i // 32` for
-    token `i`, on the device of the logits. Bits beyond the vocabulary say nothing. `rows`: of each mask, each once
-    (None: all in their order).
+    """Mask `logits` [num_rows, vocab_size] in place.
+
+    `allowed`: int32 [num_masks, num_words], bit `i % 32` of word `i // 32` for token `i`, on the device of the logits;
+    bits beyond the vocabulary are ignored. `rows`: row of each mask, each once (None: all rows in order).
     """
     rows = range(len(logits)) if rows is None else rows
     is_served = logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.stride(1) == 1
@@ -31,7 +32,7 @@ def mask_tokens_(logits: Tensor, allowed: Tensor, rows: Sequence[int] | None = N
 
 
 def mask_tokens_by_torch_(logits: Tensor, allowed: Tensor) -> None:
-    """`mask_tokens_` for every device and dtype. A row after the other: the bits of all as numbers would be large."""
+    """`mask_tokens_` for every device and dtype, one row after the other: unpacked bits of all rows would be large."""
     places = torch.arange(32, dtype=torch.int32, device=logits.device)
     for row, words in zip(logits, allowed, strict=True):
         is_forbidden = ((words[:, None] >> places) & 1) == 0

@@ -1,5 +1,5 @@
-"""Changes logits of tokens that stand in prompt or completion: `repetition_penalty`, `frequency_penalty` and
-`presence_penalty`, in that order.
+"""Changes logits of tokens that occur in prompt or completion: applies `repetition_penalty`, then `frequency_penalty`
+and `presence_penalty`.
 """
 
 from __future__ import annotations
@@ -20,22 +20,26 @@ _COMPILED_ARGUMENTS = (ADDRESS, COUNT, COUNT, ADDRESS, COUNT, ADDRESS, ADDRESS, 
 
 
 class PenalisedRow(NamedTuple):
-    """`place`: its row of the logits. `prompt`: int64, each token once, ascending. `generated`: as it came.
+    """The tokens and penalties of one row of logits."""
 
-    `repetition` divides positive logits of all these tokens and multiplies others (1: off). `frequency` is taken from
-    the logit of a generated token for each time that it came, `presence` once.
-    """
-
+    #: Row of the logits.
     place: int
+    #: Tokens of the prompt, each once, ascending, int64.
     prompt: NDArray[np.int64]
+    #: Tokens of the completion so far, in order.
     generated: Sequence[int]
+    #: Divides positive logits, and multiplies negative ones, of tokens in prompt and completion; 1: off.
     repetition: float = 1.0
+    #: Subtracted from a token's logit for each time that it was generated.
     frequency: float = 0.0
+    #: Subtracted once from the logit of a generated token.
     presence: float = 0.0
 
 
 def penalise_tokens_(logits: Tensor, rows: Sequence[PenalisedRow]) -> None:
-    """`logits`: [num_rows, vocab_size], of which each of `rows` is another. Tokens beyond the vocabulary have none."""
+    """Penalise `logits` [num_rows, vocab_size] in place. Each of `rows` has a place of its own; tokens beyond the
+    vocabulary are ignored.
+    """
     is_served = logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.stride(1) == 1
     compiled = native_function("penalise_tokens", *_COMPILED_ARGUMENTS) if is_served else None
     if compiled is None or not rows:
@@ -57,7 +61,7 @@ def penalise_tokens_(logits: Tensor, rows: Sequence[PenalisedRow]) -> None:
 
 
 def penalise_row_by_torch_(logits: Tensor, row: PenalisedRow) -> None:
-    """`penalise_tokens_` for `logits` [vocab_size] of every device and dtype."""
+    """`penalise_tokens_` of one row, `logits` [vocab_size], for every device and dtype."""
 
     def known(tokens: NDArray[np.int64]) -> Tensor:
         return to_device(torch.from_numpy(tokens[tokens < len(logits)]), logits.device)
