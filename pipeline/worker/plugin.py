@@ -163,7 +163,7 @@ class RunPlugin(WorkerPlugin):
 
     def check_output(self) -> None:
         """Raise `OutputConflictError` when the output is another job's by now, or this job's with other adapters, so
-        that this run's answers do not belong into it.
+        that this run's answers have no place in it.
         """
         self.store.check_current(self.record())
 
