@@ -3,7 +3,7 @@
     python install/packages.py torch              the pinned torch, in its CPU build where there is no GPU
     python install/packages.py lorabatch[demo]    this checkout, editable, with the extras it names
 
-Versions are those of `constraints.txt`.
+Versions come from `constraints.txt`.
 """
 
 from __future__ import annotations
