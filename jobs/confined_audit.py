@@ -76,7 +76,7 @@ class Auditors:
         question = _Question(name, str(folder.absolute()), str(self._model_folder.absolute()), check_values)
         num_bytes = _bytes_of(folder)
         cpu_s = _CPU_S + min(num_bytes, self._model_bytes) // _CHECKED_BYTES_PER_CPU_S
-        # Tensors are read one by one, those of tied layers two by two.
+        # Tensors are read one by one, tensors of tied layers two by two.
         memory_bytes = MEMORY_BYTES + 2 * min(num_bytes, self._largest_bytes)
         process = self._free.get()
         try:

@@ -1,7 +1,7 @@
 """Reads job files: YAML 1.2 of bounded size, in which aliases stand for few values and no key is given twice.
 
-Plain words are those of YAML 1.2's core schema: `yes`, `12:30` and `2026-01-31` are texts, as people mean them. Options
-that take text (`choice`, `stop`, `name`, …) have it as it is written, `1.10` too.
+Plain words follow YAML 1.2's core schema: `yes`, `12:30` and `2026-01-31` are texts, as people mean them. Options that
+take text (`choice`, `stop`, `name`, …) keep it as it is written, also `1.10`.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class ErrorBudget:
 
     @classmethod
     def parse(cls, text: str) -> ErrorBudget:
-        """From `"25"` (rows) or `"10%"`. Raises ValueError with the expectation."""
+        """Parses a budget such as `"25"` (rows) or `"10%"`. Raises ValueError with the expectation."""
         text = text.strip()
         expected = f"{text!r}: expected a count of rows such as 25, or a share of them such as 10%"
         try:

@@ -180,7 +180,7 @@ def damage_of(error: Exception) -> str:
     """A clause for what reading a damaged Parquet file raised; any other error is raised again."""
     from pyarrow import ArrowException
 
-    # Arrow's own OSError has no number; those of file systems and stores do, or are of a kind of their own.
+    # Arrow's own OSError has no number; errors of file systems and stores have one, or a class of their own.
     is_damage = isinstance(error, ArrowException) or (type(error) is OSError and error.errno is None)
     if not is_damage and type(error) not in (ValueError, UnicodeDecodeError):
         raise error

@@ -143,7 +143,7 @@ class InputFile(_Frozen):
     row_group_rows: tuple[int, ...]
     #: Column -> its value in all rows, from the names of the file's folders.
     partition: PartitionValues = {}
-    #: Version of the file, which tells files with equal footers apart; None in records of earlier versions.
+    #: Version of the file, which distinguishes files with equal footers; None in records of earlier versions.
     version: FileVersion | None = None
 
 

@@ -1,7 +1,8 @@
 """`JobSpec`: the options of a job. Each field is declared once, with its help and its limits.
 
-The command line, the job file, the documentation and the messages about wrong values are made from these fields; those
-of sampling come from `engine.request.SamplingParams`. A spec is frozen and touches no storage; `validation.py` does.
+The command line, the job file, the documentation and the messages about wrong values are made from these fields; the
+fields of sampling come from `engine.request.SamplingParams`. A spec is frozen and touches no storage; `validation.py`
+does.
 """
 
 from __future__ import annotations

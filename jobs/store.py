@@ -391,11 +391,11 @@ class JobStore:
         return self._read_json(_SUMMARY) if self.location.exists(_SUMMARY) else None
 
     def write_agreement(self, agreement: Agreement) -> None:
-        """Store how answers agree with those in float32."""
+        """Store the comparison of answers with answers in float32."""
         self.location.write(_AGREEMENT, json.dumps(agreement.to_json()).encode())
 
     def read_agreement(self) -> Agreement | None:
-        """How answers agree with those in float32, or None when nothing was compared or the record is damaged."""
+        """The comparison of answers with answers in float32; None when there is none, or its record is damaged."""
         try:
             return Agreement.from_json(parse_json(self.location.read(_AGREEMENT).decode()))
         except (MissingFileError, *MALFORMED):

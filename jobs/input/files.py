@@ -191,7 +191,7 @@ def _add_by_content(found: _Found) -> None:
     """
 
     def begins_so(path: str) -> bool:
-        # Not `found.fs`: a connection of SFTP is for one thread.
+        # A filesystem for this thread, instead of `found.fs`: a connection of SFTP is for one thread.
         fs, _ = open_store(found.url, found.options)
         if isinstance(fs, LocalFileSystem) and not os.path.isfile(path):
             return False  # a pipe, or a link to a folder
@@ -350,7 +350,7 @@ def _read_twice(files: Sequence[tuple[_Found, str]]) -> list[str]:
 
 def _names(addresses: Sequence[str]) -> list[str]:
     """A short name for each file, unique in the job: the file's own name, with folders when names alone repeat."""
-    # On the web, what follows the question mark may open the file.
+    # On the web, the text after a question mark may be a secret that opens the file.
     plain = [redacted_url(a).partition("?")[0] if a.startswith(_WEB) else a for a in addresses]
     short = [address.rpartition("/")[2] for address in plain]
     if len(set(short)) == len(short):
@@ -382,7 +382,7 @@ class _KindsOfSchemas:
 def _read_footer(found: _Found, path: str, name: str, kinds: _KindsOfSchemas) -> Footer | str:
     """The footer, or a sentence that says why the file is refused."""
     try:
-        # Not `found.fs`: a connection of SFTP is for one thread.
+        # A filesystem for this thread, instead of `found.fs`: a connection of SFTP is for one thread.
         fs, _ = open_store(found.url, found.options)
         version = file_version(fs, path)
         with fs.open(path, "rb") as file:

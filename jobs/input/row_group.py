@@ -66,7 +66,7 @@ class RowGroup:
     has_old_calendar: tuple[bool, bool] = (False, False)
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """Its rows, at most a thousand at a time and, single rows apart, at most 64 MiB."""
+        """The rows in batches of at most a thousand rows and, single rows apart, at most 64 MiB."""
         row_bytes = max(self.num_bytes // max(self.num_rows, 1), 1)
         num_rows = min(max(_BATCH_BYTES // row_bytes, 1), _MAX_BATCH_ROWS)
         for batch in self._checked(self.file.iter_batches(num_rows, [self.number], columns=self.columns), num_rows):
@@ -99,7 +99,7 @@ class RowGroup:
         return timestamps or (days and not pa.types.is_timestamp(kind))
 
     def table(self) -> pa.Table:
-        """All its rows."""
+        """The rows of the row group as one table."""
         return self.file.read_row_group(self.number, columns=self.columns)
 
 
