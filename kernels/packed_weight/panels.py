@@ -146,7 +146,7 @@ class MatrixRows(NamedTuple):
 
     #: Place of the matrix's first number in the memory.
     start: int
-    #: Type of its numbers: in panels as of `native.adapter_type`, else as in `POOL_TYPES`.
+    #: Type of its numbers: in panels as `native.adapter_type` gives it, else as in `POOL_TYPES`.
     type: int
     #: First of the packed rows in the matrix.
     first_row: int

@@ -46,7 +46,7 @@ class StepAttention(Protocol):
     """A library's attention for one step, called by every layer."""
 
     def attend(self, q: Tensor, pool: Tensor, layout: HeadLayout, layer: int, rule: AttentionRule) -> Tensor:
-        """The attention of the step's tokens in one layer, [num_tokens, H * head_dim], as of `attend_pages`."""
+        """The attention of the step's tokens in one layer, [num_tokens, H * head_dim], as `attend_pages` gives it."""
 
 
 class PromptAttention(Protocol):
