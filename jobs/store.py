@@ -294,7 +294,7 @@ class JobStore:
         return self.location.exists(self._index(chunk_id)) and self.location.exists(self._rows(chunk_id))
 
     def write_plan_facts(self, facts: Mapping[str, Any]) -> None:
-        """Replace `plan.json`, the facts about shards: these may change, the shards do not."""
+        """Replace `plan.json`, the facts about shards, which may change while the shards stay."""
         self.location.write(_PLAN_FACTS, json.dumps(facts).encode())
 
     def has_plan(self) -> bool:

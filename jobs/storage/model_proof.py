@@ -67,8 +67,8 @@ class _Held:
 
 
 class ModelProof:
-    """A check of one model folder, made before the folder is loaded. `expected_sha256`: hash as of `model_sha256`; ""
-    turns the check off.
+    """A check of one model folder, made before the folder is loaded. `expected_sha256`: hash that `model_sha256` gives;
+    "" turns the check off.
 
     Raises `OSError` when a file cannot be opened.
     """
