@@ -215,7 +215,7 @@ def audit(
 
 @app.command()
 def status(output: OutputArgument, storage_options: StorageOption = None, as_json: JsonOption = False) -> None:
-    """Where a job stands, from its output location alone.
+    """Show how far a job is, from its output location alone.
 
     With --json the exit code says it too: 0 done, 1 failed, 3 running or waiting, 4 silent, 130 stopped; 2 no job.
     """

@@ -216,7 +216,7 @@ def _bound(found: DryRun) -> list[str]:
         return []
     over = found.forecast.predicted_s / found.bound_s
     least = f"No run of these rows on as many workers takes less than {found.bound_s:.1f} s"
-    return [f"{least}; predicted are {over:.2f} times that"]
+    return [f"{least}; predicted are {over:.2f} times as long"]
 
 
 def _engines(found: DryRun) -> list[str]:

@@ -170,7 +170,7 @@ class SamplingParams:
     )
     #: Logits to subtract; 0 changes nothing.
     presence_penalty: float = _option(
-        0.0, "Taken from the logit of every token of the completion so far.", "from -2 to 2", lambda p: -2 <= p <= 2
+        0.0, "Subtracted from the logits of tokens already generated.", "from -2 to 2", lambda p: -2 <= p <= 2
     )
     #: Logits to subtract per occurrence; 0 changes nothing.
     frequency_penalty: float = _option(
@@ -179,7 +179,7 @@ class SamplingParams:
     #: Factor; 1 changes nothing.
     repetition_penalty: float = _option(
         1.0,
-        "Divides the logits, where positive, of tokens in prompt and completion, else multiplies them; 1 is off.",
+        "Divides positive logits and multiplies negative ones, of tokens in prompt and completion; 1 is off.",
         "a positive finite number",
         lambda p: 0.0 < p < float("inf"),
     )

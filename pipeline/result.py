@@ -127,12 +127,12 @@ class JobResult:
         parts = [f"measured {self.working_s:,.1f} s"]
         # The prediction is for all rows, not for this run's only.
         if self.predicted_s and not self.num_reused:
-            parts.append(f"predicted {self.predicted_s:,.1f} s ({self.working_s / self.predicted_s:.2f} times that)")
+            parts.append(f"predicted {self.predicted_s:,.1f} s ({self.working_s / self.predicted_s:.2f} times as long)")
             if self.corrected_s:
                 ratio = self.working_s / self.corrected_s
-                parts.append(f"after the first steps {self.corrected_s:,.1f} s ({ratio:.2f} times that)")
+                parts.append(f"after the first steps {self.corrected_s:,.1f} s ({ratio:.2f} times as long)")
         if self.bound_s:
-            parts.append(f"lower bound {self.bound_s:,.1f} s ({self.working_s / self.bound_s:.2f} times that)")
+            parts.append(f"lower bound {self.bound_s:,.1f} s ({self.working_s / self.bound_s:.2f} times as long)")
         else:
             parts.append("lower bound not known")
         return ", ".join(parts)

@@ -38,11 +38,11 @@ def test_its_text_names_each_kind_of_error_and_where_the_first_is() -> None:
 def test_what_was_predicted_and_the_bound_stand_beside_what_it_took() -> None:
     found = replace(RESULT, predicted_s=10.0, working_s=8.5, bound_s=5.0)
     assert found.to_text().splitlines()[2] == (
-        "from the first shard opened to the last part written: measured 8.5 s, predicted 10.0 s (0.85 times that), "
-        "lower bound 5.0 s (1.70 times that)"
+        "from the first shard opened to the last part written: measured 8.5 s, predicted 10.0 s (0.85 times as long), "
+        "lower bound 5.0 s (1.70 times as long)"
     )
     corrected = replace(found, corrected_s=8.6).to_text()
-    assert "predicted 10.0 s (0.85 times that), after the first steps 8.6 s (0.99 times that), lower" in corrected
+    assert "predicted 10.0 s (0.85 times as long), after the first steps 8.6 s (0.99 times as long), lower" in corrected
     assert replace(found, bound_s=None).to_text().splitlines()[2].endswith(", lower bound not known")
     resumed = replace(found, num_reused=1).to_text()
     assert "predicted" not in resumed

@@ -119,7 +119,7 @@ def test_where_lengths_are_unknown_the_plan_says_what_it_assumes_and_how_far_it_
     text = " ".join(console.export_text().split())
     assert "any length up to max_tokens, half of it on average" in text
     over = found.forecast.predicted_s / found.bound_s
-    assert f"takes less than {found.bound_s:.1f} s; predicted are {over:.2f} times that" in text
+    assert f"takes less than {found.bound_s:.1f} s; predicted are {over:.2f} times as long" in text
     assert f"{shortest_s:.1f} s if they take a quarter of it, {longest_s:.1f} s if they take all" in text
     assert f"Placement of the shards, each priced alone: {found.forecast.placement.makespan_s:.1f} s, at best" in text
 

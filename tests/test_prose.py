@@ -1,0 +1,107 @@
+"""Docstrings, comments and documents that can be read once: subjects first, fields documented one by one."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CODE = sorted(
+    ROOT / name
+    for name in subprocess.check_output(["git", "ls-files", "*.py"], cwd=ROOT, text=True).split()
+    if not name.startswith(("tests/", "docs/"))
+)
+#: With these a sentence begins whose subject is elsewhere.
+WITHOUT_SUBJECT = re.compile(r"(Of|As|The same|See|What|Where)\b")
+#: Fields from which on each has a comment of its own.
+_MANY_FIELDS = 5
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"))
+
+
+def docstrings() -> Iterator[tuple[str, str]]:
+    """Place and text of each."""
+    for path in CODE:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node)
+                if text:
+                    yield f"{path.relative_to(ROOT)}:{node.body[0].lineno}", text
+
+
+def comments() -> Iterator[tuple[str, str]]:
+    """Place and text of each; lines that follow each other are one."""
+    for path in CODE:
+        found: list[tuple[int, str]] = []
+        before = -1
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text("utf-8")).readline):
+            if token.type != tokenize.COMMENT:
+                continue
+            text, line = token.string.lstrip("#: "), token.start[0]
+            is_alone = token.line.lstrip().startswith("#")
+            if is_alone and line == before + 1:
+                found[-1] = (found[-1][0], f"{found[-1][1]} {text}")
+            else:
+                found.append((line, text))
+            before = line if is_alone else -1
+        yield from ((f"{path.relative_to(ROOT)}:{line}", text) for line, text in found)
+
+
+def test_sentences_begin_with_their_subject() -> None:
+    texts = [*docstrings(), *comments()]
+    assert len(texts) > 5000
+    assert [place for place, text in texts if WITHOUT_SUBJECT.match(text)] == []
+
+
+def test_what_is_counted_is_named() -> None:
+    assert [place for place, text in [*docstrings(), *comments()] if re.search(r"\bso many\b", text)] == []
+
+
+def test_each_field_has_a_comment_of_its_own() -> None:
+    without = []
+    for path in CODE:
+        lines = path.read_text("utf-8").splitlines()
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            kinds = " ".join(map(ast.unparse, [*node.decorator_list, *node.bases]))
+            fields = [line for line in node.body if isinstance(line, ast.AnnAssign)]
+            if len(fields) >= _MANY_FIELDS and re.search(r"dataclass|BaseModel|_Frozen", kinds):
+                bare = [field for field in fields if not lines[field.lineno - 2].lstrip().startswith("#")]
+                without += [f"{path.relative_to(ROOT)}:{field.lineno} {ast.unparse(field.target)}" for field in bare]
+    assert without == []
+
+
+def test_no_comment_is_a_heading() -> None:
+    """A file that needs headings is two files."""
+    found = []
+    for path in CODE:
+        lines = ["", *path.read_text("utf-8").splitlines(), ""]
+        for number, (before, line, after) in enumerate(zip(lines, lines[1:], lines[2:], strict=False), 1):
+            if line.lstrip().startswith("# ") and not before.strip() and not after.strip():
+                found.append(f"{path.relative_to(ROOT)}:{number}")
+    assert found == []
+
+
+def test_documents_begin_with_a_subject_and_have_short_lines() -> None:
+    files = subprocess.check_output(["git", "ls-files", "*.md"], cwd=ROOT, text=True).split()
+    beginnings, long = [], []
+    for name in files:
+        text = (ROOT / name).read_text("utf-8")
+        first = next(line for line in text.splitlines() if line.strip() and not line.startswith("#"))
+        beginnings += [name] if WITHOUT_SUBJECT.match(first) else []
+        prose = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
+        # tables, code and links are as long as they are
+        lines = [line for line in prose.splitlines() if not re.match(r" {4}|\s*\||#", line)]
+        long += [f"{name}: {line}" for line in lines if len(re.sub(r"`.*?`|\]\(.*?\)", "", line)) > 100]
+    assert beginnings == []
+    assert long == []
