@@ -118,9 +118,10 @@ def measure_files(folder: Path, num_files: int) -> None:
 
 
 def measure_shards(folder: Path, num_shards: int) -> None:
-    """Five rows of one token in each."""
-    job, num_rows = make_job(folder, 5 * num_shards, 5000), 5 * num_shards
-    run_and_print(job, num_rows, f"{num_shards} shards", rows_per_shard=5)
+    """A hundred rows of one token in each, in batches as an engine on a CPU has them."""
+    num_rows = 100 * num_shards
+    job = make_job(folder, num_rows, 20_000)
+    run_and_print(job, num_rows, f"{num_shards} shards", rows_per_shard=100, batch_rows=64)
 
 
 def run_and_print(job: EchoJob, num_rows: int, what: str, **options: Any) -> None:
