@@ -28,8 +28,13 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text("utf-8"))
 
 
+@cache
+def texts() -> list[tuple[str, str]]:
+    """Place and text of each docstring and comment."""
+    return [*docstrings(), *comments()]
+
+
 def docstrings() -> Iterator[tuple[str, str]]:
-    """Place and text of each."""
     for path in CODE:
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -39,7 +44,7 @@ def docstrings() -> Iterator[tuple[str, str]]:
 
 
 def comments() -> Iterator[tuple[str, str]]:
-    """Place and text of each; lines that follow each other are one."""
+    """Lines that follow each other are one."""
     for path in CODE:
         found: list[tuple[int, str]] = []
         before = -1
@@ -57,13 +62,12 @@ def comments() -> Iterator[tuple[str, str]]:
 
 
 def test_sentences_begin_with_their_subject() -> None:
-    texts = [*docstrings(), *comments()]
-    assert len(texts) > 5000
-    assert [place for place, text in texts if WITHOUT_SUBJECT.match(text)] == []
+    assert len(texts()) > 5000
+    assert [place for place, text in texts() if WITHOUT_SUBJECT.match(text)] == []
 
 
 def test_what_is_counted_is_named() -> None:
-    assert [place for place, text in [*docstrings(), *comments()] if re.search(r"\bso many\b", text)] == []
+    assert [place for place, text in texts() if re.search(r"\bso many\b", text)] == []
 
 
 def test_each_field_has_a_comment_of_its_own() -> None:

@@ -65,6 +65,7 @@ def exported_choices(output: Path, target: Path) -> dict[str, Any]:
     return {custom_id: (body["choices"], body["usage"]) for custom_id, body in bodies.items()}
 
 
+@pytest.mark.long
 def test_a_schema_for_the_job_gives_typed_answers_beside_rows_with_their_own_constraint(
     tiny_llama: Path, tmp_path: Path
 ) -> None:

@@ -57,6 +57,7 @@ def test_parts_that_change_while_the_job_runs_are_computed_again(echo_job: EchoJ
     assert (result.num_rows, result.num_parts) == (96, len(echo_job.parts()))
 
 
+@pytest.mark.long
 def test_a_job_that_was_done_computes_again_what_has_become_of_its_parts(
     echo_job: EchoJob, shared_client: Client
 ) -> None:

@@ -236,6 +236,7 @@ def test_inputs_are_read_together_and_folder_names_name_adapters(echo_job: EchoJ
     echo_job.assert_answered(rows + more)
 
 
+@pytest.mark.long
 def test_a_row_that_kills_engines_becomes_one_error_row(echo_job: EchoJob, shared_client: Client) -> None:
     rows = make_rows(60)
     rows[10]["prompt_token_ids"] = [POISON, POISON]

@@ -56,7 +56,7 @@ MERGED_ONLY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["plain", "some merged"])
+@pytest.fixture(scope="module", params=["plain", pytest.param("some merged", marks=pytest.mark.long)])
 def folders(
     request: pytest.FixtureRequest,
     tiny_llama: Path,

@@ -63,7 +63,15 @@ CASES = {
 Result = tuple[Tensor, Tensor]  # of the kernel and of its twin, a row of numbers for each row
 
 
-@pytest.fixture(params=CASES.values(), ids=CASES.keys())
+# What they have, others have too.
+_LONG = ("rank 8", "rank 20", "one token", "identical popularity")
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(case, id=name, marks=[pytest.mark.long] if name in _LONG else []) for name, case in CASES.items()
+    ]
+)
 def case(request: pytest.FixtureRequest) -> Case:
     found: Case = request.param
     return found

@@ -105,6 +105,7 @@ def test_rows_beside_a_merged_adapter_take_it_out_again(tiny_llama: Path, tiny_a
     assert [found["mixture"][f"{i}"].mode for i in range(3)] == ["mixture", "merged", "mixture"]
 
 
+@pytest.mark.long
 def test_rows_with_rules_have_the_answers_of_a_cpu_beside_rows_that_run_ahead(tiny_llama: Path) -> None:
     options: list[dict[str, Any]] = [
         {"regex": "[a-c]{2,4}"}, {}, {"repetition_penalty": 1.5, "logprobs": True}, {},
