@@ -239,8 +239,9 @@ def _memory(planned: CpuMemory) -> str:
     parts = (planned.unmerged, planned.weights, planned.pool, planned.working, planned.merged)
     whole, weights, pool, working, merged = (f"{part / 1e9:.1f}" for part in parts)
     return (
-        f"Each engine takes at most {whole} GB of memory: {weights} for the base model, which engines of a machine "
-        f"share, {pool} for keys, values and adapters, {working} to compute; {merged} more once adapters are merged"
+        f"Each engine takes at most {whole} GB of memory: {weights} for the base model (shared by engines of a machine "
+        f"where their cache keeps it), {pool} for keys, values and adapters, {working} to compute"
+        + (f"; {merged} more once adapters are merged" if planned.merged else "")
     )
 
 

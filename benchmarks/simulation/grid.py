@@ -295,7 +295,9 @@ def main() -> None:
     parser.add_argument("--batches", type=float, default=4.0)
     parser.add_argument("--storage", type=float, default=40.0, help="GB/s of adapter loads; host memory by default")
     parser.add_argument("--machine", choices=sorted(MACHINES), default=_MACHINE, help="cost model of the workers")
-    parser.add_argument("--adding", type=int, metavar="SEEDS", help="only add slower workers, with so many seeds")
+    parser.add_argument(
+        "--adding", type=int, metavar="SEEDS", help="only add slower workers, with this number of seeds"
+    )
     parser.add_argument("--parts", action="store_true", help="only what the makespans on equal workers are made of")
     parser.add_argument("--output", type=Path, help="a JSON file of all jobs")
     chosen = parser.parse_args()

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...engine.local_cache import temporary_folder
-from ...engine.memory.limits import CpuMemory, cpu_memory
+from ...engine.memory.limits import CpuMemory, cpu_memory, keeps_merged_copy
 from ...jobs.opening import OpenedJob, open_job
 from ...jobs.option_values import check_speeds, parse_speeds
 from ...jobs.record import AdapterRecord
@@ -72,7 +72,9 @@ class DryRun:
         settings = self.settings
         if settings.device.kind != "cpu":
             return None
-        return cpu_memory(settings.engine, settings.model, settings.limits, self.weight_bytes)
+        memory = cpu_memory(settings.engine, settings.model, settings.limits, self.weight_bytes)
+        merges = keeps_merged_copy(settings.engine) or bool(settings.merged_only)
+        return memory if merges else replace(memory, merged=0)
 
 
 def dry_run(values: Mapping[str, Any], job_file: Path | None = None, speeds: str | None = None) -> DryRun:

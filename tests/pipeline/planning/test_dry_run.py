@@ -209,6 +209,7 @@ def test_a_plan_names_the_engines_limits_and_says_when_their_device_is_assumed(o
     found = printed(device="cpu")
     assert "Engines: 8 rows and 512 tokens a step" in found
     assert re.search(r"Each engine takes at most \d\.\d GB of memory: .* more once adapters are merged", found)
+    assert "once adapters are merged" not in printed(device="cpu", mode="unmerged")
     assert "The device is not known" not in found
     assert "Engines of 2 processes each: 8 rows and 512 tokens a step" in printed(device="cpu", tensor_parallel=2)
     # a GPU that no machine has
