@@ -17,7 +17,6 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .engine.long_work import listening
 from .jobs.spec import JobSpec
 from .jobs.status.job_status import JobStatus, read_status, request_cancel, wait_for_end
 from .jobs.status.logs import log_lines
@@ -25,6 +24,7 @@ from .jobs.storage.limits import waits_said
 from .jobs.storage.location import absolute
 from .jobs.storage.redaction import redacted_url
 from .jobs.store import JobStore, part_name
+from .system.long_work import listening
 
 if TYPE_CHECKING:
     import dask.dataframe as dd

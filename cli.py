@@ -436,9 +436,9 @@ def _run(spec: JobSpec, ending: _Ending) -> None:
     """Run a job in the foreground and print its summary, beside the line for machines to standard error."""
     from .console.progress import ConsoleProgress
     from .console.terminal import echo
-    from .engine.long_work import listening
     from .jobs.input.without_pandas import leave_out_pandas
     from .pipeline.run import run as run_job
+    from .system.long_work import listening
 
     ending.spec = spec
     leave_out_pandas()
@@ -490,9 +490,10 @@ def errors_as_exit_codes(*, as_json: bool = False) -> Iterator[_Ending]:
     """
     from .console.terminal import echo
     from .engine.errors import EngineError
-    from .engine.long_work import listening
     from .jobs.errors import JobError
     from .jobs.storage.limits import waits_said
+    from .system.long_work import listening
+    from .system.untrusted import NoProcessError
 
     ending = _Ending(as_json, say=partial(echo, err=True))
     try:
@@ -501,7 +502,7 @@ def errors_as_exit_codes(*, as_json: bool = False) -> Iterator[_Ending]:
         return
     except JobError as error:
         message, exit_code = str(error), error.exit_code
-    except EngineError as error:
+    except (EngineError, NoProcessError) as error:
         message, exit_code = str(error), 2
     except KeyboardInterrupt:
         message, exit_code = "interrupted. Run the same command again to go on.", 130

@@ -30,7 +30,7 @@ _POLL_S = 0.02
 # More than a command checks by itself before engines start.
 _MANY_ROWS = 5000
 _PROCESSES = {
-    "lorabatch.engine.confinement": "counting child",
+    "lorabatch.system.confinement": "counting child",
     "multiprocessing.spawn": "worker",
     "lorabatch.engine.server.process": "engine",
     "-m lorabatch": "command",

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ..engine.untrusted import printable
+from ..system.untrusted import printable
 
 
 class _PlainConsole(Console):

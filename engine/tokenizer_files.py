@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ..system.untrusted import parse_json, read_regular
 from .errors import ModelFilesError
-from .untrusted import parse_json, read_regular
 
 MAX_TOKENIZER_BYTES = 128 << 20  # those of 260,000 tokens have 35 MB
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"

@@ -1,6 +1,6 @@
 """Audits adapters in child processes, so that a folder that crashes the libraries which read it fails alone.
 
-`Auditors` holds the child processes; `run` is the task that they execute. `engine/confinement.py` confines them.
+`Auditors` holds the child processes; `run` is the task that they execute. `system/confinement.py` confines them.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from queue import LifoQueue
 from typing import Any
 
 from ..engine.config import read_model_config
-from ..engine.confinement import MEMORY_BYTES, ConfinedError, ConfinedProcess
 from ..engine.errors import ModelFilesError
 from ..engine.model_config.model import ModelConfig
 from ..engine.peft.audit import AdapterAudit, audit_adapter
 from ..engine.peft.findings import reason
 from ..engine.peft.names import base_layout
-from ..engine.server.codec import MessageError, from_plain, to_plain
 from ..engine.text.conversation import header_note
 from ..engine.text.template_probe import traits_of_folder
 from ..engine.text.tokenizer import Tokenizer
+from ..system.codec import MessageError, from_plain, to_plain
+from ..system.confinement import MEMORY_BYTES, ConfinedError, ConfinedProcess
 
 MAX_PROCESSES = 4
 _TASK = "jobs.confined_audit"

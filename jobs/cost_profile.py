@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..engine.local_cache import default_cache_root
-from ..engine.untrusted import MALFORMED, parse_json
 from ..scheduler.cost import CostModel, FitQuality
+from ..system.local_cache import default_cache_root
+from ..system.untrusted import MALFORMED, parse_json
 from .errors import JobRequestError
 
 _FORMAT = 1

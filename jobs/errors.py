@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from ..engine.untrusted import MALFORMED, printable, shown_name
+from ..system.untrusted import MALFORMED, printable, shown_name
 
 
 class JobError(Exception):

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..engine.local_cache import default_cache_root, file_lock, make_private
-from ..engine.untrusted import MALFORMED, parse_json
 from ..scheduler.cost import CostModel
 from ..scheduler.estimates.lengths import AnswerLengths
+from ..system.local_cache import default_cache_root, file_lock, make_private
+from ..system.untrusted import MALFORMED, parse_json
 from .agreement import Agreement
 from .cost_profile import machine, profile_name
 

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import yaml
 
-from ..engine.untrusted import MALFORMED, read_regular, shown_name
+from ..system.untrusted import MALFORMED, read_regular, shown_name
 from .errors import JobRequestError
 from .option_problems import field_name
 from .spec import JobSpec

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from ..engine.untrusted import shortened
+from ..system.untrusted import shortened
 from .storage.redaction import scrubbed
 
 # Spellings of an option that are accepted beside the field's name.

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from ..engine.request import FIRST_OPTIONS, SAMPLING_OPTIONS, SamplingParams
 from ..engine.text.conversation import RENDERING_OPTIONS
-from ..engine.untrusted import parse_json, shortened
+from ..system.untrusted import parse_json, shortened
 from .errors import DamagedRecordError, naming_damage
 from .option_values import TLS_FIELDS
 from .progress import RowTotals, time_left

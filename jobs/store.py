@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..engine.untrusted import MALFORMED, parse_json
+from ..system.untrusted import MALFORMED, parse_json
 from .agreement import Agreement
 from .errors import DamagedRecordError, MissingFileError, OutputConflictError, StorageError, naming_damage
 from .record import JobRecord, JobState, changed_adapters

@@ -31,7 +31,7 @@ from ..engine.text.conversation import (
 )
 from ..engine.text.sampling_check import MAX_TOKENS, problems_with_model
 from ..engine.text.tokenizer import Tokenizer
-from ..engine.untrusted import read_regular, shown, shown_name
+from ..system.untrusted import read_regular, shown, shown_name
 from .adapters import find_adapters
 from .cost_profile import read_profile
 from .errors import JobRequestError, StorageError

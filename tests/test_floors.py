@@ -13,6 +13,7 @@ import pytest
 # What a room must not load, and its modules that are imported one after another in one interpreter.
 LIGHT = {"torch", "triton", "dask", "distributed", "pyarrow", "transformers", "typer", "pandas", "bokeh"}
 ROOMS = {
+    "system": (LIGHT | {"numpy"}, tuple(f"lorabatch.system.{name}" for name in ("untrusted", "confinement", "codec"))),
     "plain": (
         LIGHT,
         (
@@ -67,7 +68,7 @@ def test_every_package_folder_is_listed_for_installation() -> None:
     root = Path(__file__).parent.parent
     settings = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     listed = set(settings["tool"]["setuptools"]["packages"])
-    rooms = ("benchmarks", "console", "demo", "engine", "jobs", "kernels", "pipeline", "scheduler")
+    rooms = ("benchmarks", "console", "demo", "engine", "jobs", "kernels", "pipeline", "scheduler", "system")
     folders = [path.parent for room in rooms for path in (root / room).rglob("__init__.py")]
     found = {"lorabatch"} | {".".join(("lorabatch", *folder.relative_to(root).parts)) for folder in folders}
     assert listed == found

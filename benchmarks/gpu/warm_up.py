@@ -31,11 +31,11 @@ from lorabatch.benchmarks.gpu.kernel_cases import kernel_cases
 from lorabatch.benchmarks.gpu.layer import StepLayer
 from lorabatch.benchmarks.gpu.model_folder import write_model_folder
 from lorabatch.benchmarks.gpu.shapes import TINY, ModelShape
-from lorabatch.engine.confinement import end_with
 from lorabatch.engine.runner.compile_ahead import CompileAhead, Compiled, EngineKernels, result_of, start_compiler
 from lorabatch.engine.runner.compile_process import Noted, compile_noted, note_kernels, note_launches
 from lorabatch.kernels.invariant_linear import invariant_linear
 from lorabatch.kernels.merge import merge_weights
+from lorabatch.system.confinement import end_with
 
 # Without a GPU an H200's, to see that they compile.
 _H200_CAPABILITY = 90

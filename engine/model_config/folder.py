@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ...system.untrusted import parse_object, read_regular, shown_name
 from ..errors import ModelFilesError
-from ..untrusted import parse_object, read_regular, shown_name
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Files that are read beside the weights, and what they say. Their content is part of the model's identity.

@@ -16,13 +16,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ...system.untrusted import parse_json
 from ..config import EngineConfig
 from ..errors import ModelFilesError
 from ..model_config.folder import has_tensor, weight_files
 from ..model_config.model import HEAD, ModelConfig
 from ..model_config.partition import Partition, Piece
 from ..peft.cut import taken
-from ..untrusted import parse_json
 from .gguf.blocks import METADATA_KEY, GgufWeight, Weight, plain
 
 # Tensors that older checkpoints carry and that the configuration determines.

@@ -33,8 +33,8 @@ from torch.nn.functional import pad
 from ...kernels.native import native_build
 from ...kernels.packed_weight import PackedWeight, Products, stored_class
 from ...kernels.packed_weight.panels import PANEL_TYPES, PANELS_VERSION, StoredWeight
+from ...system.local_cache import default_cache_root, file_lock, make_private
 from ...version import __version__
-from ..local_cache import default_cache_root, file_lock, make_private
 from ..model_config.folder import weight_files
 from ..model_config.model import HEAD, PACKED_SITES, ModelConfig
 from ..model_config.partition import Partition

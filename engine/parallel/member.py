@@ -19,14 +19,14 @@ from typing import BinaryIO
 
 import torch
 
+from ...system.codec import MessageError
+from ...system.confinement import end_with
 from ..config import read_model_config
-from ..confinement import end_with
 from ..errors import AdapterRefusedError, EngineError
 from ..memory.registry import AdapterRegistry
 from ..model_config.partition import group_of
 from ..models.part import PartOfModel
 from ..runner.backend import choose_backend
-from ..server.codec import MessageError
 from ..server.frames import write_frame
 from ..server.process import HEARTBEAT_INTERVAL_S, claim_stdout, is_out_of_memory, read_messages
 from .collectives import Collectives, Counters

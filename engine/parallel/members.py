@@ -18,9 +18,9 @@ from typing import IO, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from ...system.codec import MessageError
 from ..config import EngineConfig
 from ..errors import EngineError
-from ..server.codec import MessageError
 from ..server.frames import encode_frame, read_frame
 from .collectives import Collectives, Counters, MemberLostError, buffer_numbers, memory_bytes, shared_memory
 from .device_sums import DeviceSums

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
+from ...scheduler.cost import CostModel
+from ...system.codec import Codec
 from ..config import EngineConfig
 from ..memory.packed import AdapterLayout
 from ..runner.gpu_graphs import GraphKey
-from ..server.codec import Codec
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,5 +173,5 @@ ToMember = (
     | RestoreBase
 )
 FromMember = MemberReady | Connected | Merged | MemberFailed
-TO_MEMBER: Codec[ToMember] = Codec(*get_args(ToMember))
+TO_MEMBER: Codec[ToMember] = Codec(*get_args(ToMember), named=(CostModel,))
 FROM_MEMBER: Codec[FromMember] = Codec(*get_args(FromMember))

@@ -16,10 +16,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ...system.untrusted import MALFORMED, STOPS, printable, shown_name
 from ..errors import AdapterRefusedError, ModelFilesError
 from ..model_config.model import ModelConfig
 from ..tokenizer_files import has_vocabulary, tokenizer_sha256, whose_tokenizer
-from ..untrusted import MALFORMED, STOPS, printable, shown_name
 from .config import AdapterConfig, judge_keys, read_adapter_config
 from .content import Changes, ParameterChange, check_all_values, find_changes
 from .findings import Ledger, Verdict

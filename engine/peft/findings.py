@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from ..untrusted import printable, shown, shown_name
+from ...system.untrusted import printable, shown, shown_name
 
 Verdict = Literal["exact", "exact-by-merge", "refused"]
 USED = "used"

@@ -11,8 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ...system.untrusted import parse_object, read_regular, shown, shown_name
 from ..errors import AdapterRefusedError
-from ..untrusted import parse_object, read_regular, shown, shown_name
 from .tensor_file import Header, TensorEntry, read_header
 
 CONFIG_NAME = "adapter_config.json"

@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..confinement import ConfinedError, confined
+from ...system.confinement import ConfinedError, confined
+from ...system.untrusted import shown
 from ..errors import AdapterRefusedError
-from ..untrusted import shown
 
 # Forms in which PEFT uses a pattern; what stands for the pattern is `{}`.
 WHOLE = "{}"

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...system.untrusted import parse_object, shown
 from ..errors import AdapterRefusedError
-from ..untrusted import parse_object, shown
 
 # Pairs on every expert of the largest mixtures are 100,000 tensors and 18 MB of header.
 MAX_HEADER_BYTES = 32 << 20

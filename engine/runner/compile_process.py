@@ -25,9 +25,9 @@ from triton.runtime.cache import triton_key
 
 from ...kernels import launch
 from ...kernels.merge.triton import merge
+from ...system.confinement import end_with
+from ...system.local_cache import file_lock
 from ..config import EngineConfig, read_model_config
-from ..confinement import end_with
-from ..local_cache import file_lock
 from ..memory.limits import RUN_PAGES
 from ..memory.packed import pack_adapter
 from ..memory.pool import PageLayout, PageRun

@@ -12,11 +12,12 @@ from typing import IO, Any, TypeVar
 
 import msgpack
 
+from ...scheduler.cost import CostModel
+from ...system.codec import Codec, MessageError
+from ...system.untrusted import shown_name
 from ..config import EngineConfig
 from ..request import ExportedRow, Result, TopLogprobs
 from ..telemetry import EngineTelemetry
-from ..untrusted import shown_name
-from .codec import Codec, MessageError
 
 _LENGTH = struct.Struct("<I")
 MessageT = TypeVar("MessageT")
@@ -135,7 +136,9 @@ class Fatal:
 
 ToEngine = Start | RegisterAdapter | ExpectRows | AddRows | ExportRows | AbortRows | Stop
 FromEngine = Ready | Results | Exported | Heartbeat | Progress | Fatal
-TO_ENGINE: Codec[ToEngine] = Codec(Start, RegisterAdapter, ExpectRows, AddRows, ExportRows, AbortRows, Stop)
+TO_ENGINE: Codec[ToEngine] = Codec(
+    Start, RegisterAdapter, ExpectRows, AddRows, ExportRows, AbortRows, Stop, named=(CostModel,)
+)
 FROM_ENGINE: Codec[FromEngine] = Codec(Ready, Results, Exported, Heartbeat, Progress, Fatal)
 
 

@@ -22,12 +22,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from ...system.codec import Codec, MessageError
+from ...system.untrusted import LogFormatter, NoProcessError
 from ..config import EngineConfig
 from ..errors import EngineError, curable
 from ..request import ExportedRow, Result
 from ..telemetry import EngineTelemetry
-from ..untrusted import LogFormatter
-from .codec import Codec, MessageError
 from .frames import (
     FROM_ENGINE,
     TO_ENGINE,
@@ -164,7 +164,7 @@ class EngineProcess:
             case RegisterAdapter(adapter_id, folder, name):
                 try:
                     engine.register_adapter(adapter_id, Path(folder), name)
-                except EngineError as error:
+                except (EngineError, NoProcessError) as error:
                     self._refused_adapters[adapter_id] = curable(error)
             case ExpectRows():
                 engine.expect_rows(message.adapter_id, message.num_rows)

@@ -24,9 +24,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..confinement import ConfinedError, confined
+from ...system.confinement import ConfinedError, confined
+from ...system.untrusted import STOPS, printable, shortened, shown_name
 from ..errors import ChatTemplateError, ModelFilesError
-from ..untrusted import STOPS, printable, shortened, shown_name
 from .conversation import AS_USUAL, Conversation, RenderOptions, content_text
 from .left_out import Messages, left_out
 

@@ -15,10 +15,10 @@ from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from ..confinement import ConfinedError, confined
+from ...system.confinement import ConfinedError, confined
+from ...system.untrusted import STOPS, shown_name
 from ..errors import ChatTemplateError, ModelFilesError, TokenizerError
 from ..tokenizer_files import TOKENIZER, TokenizerFiles
-from ..untrusted import STOPS, shown_name
 from .conversation import Conversation
 from .literal import LiteralText, RenderedMessages
 from .tokenizer import DEFAULT_TEMPLATE, Tokenizer, named_by_model, templates_of

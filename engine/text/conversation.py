@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..untrusted import parse_json, shown, shown_name
+from ...system.untrusted import parse_json, shown, shown_name
 
 #: Options of a job, and columns of its rows, that say how messages are rendered.
 RENDERING_OPTIONS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")

@@ -20,11 +20,11 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
-from ..confinement import ConfinedError, confined
+from ...system.confinement import ConfinedError, confined
+from ...system.untrusted import shown
 from ..errors import TokenizerError
 from ..request import Request
 from ..sequence import Sequence
-from ..untrusted import shown
 from .choices import ChoiceMatcher, ChoiceTree, tree_of
 from .json_schema import SchemaProblemError, enforceable
 from .reasoning import AnswerTokens

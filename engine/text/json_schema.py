@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import unquote, urljoin
 
-from ..untrusted import parse_object, shown, shown_name
+from ...system.untrusted import parse_object, shown, shown_name
 from .ecma_pattern import PatternError, rust_pattern
 
 #: Treatment of a keyword.

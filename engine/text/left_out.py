@@ -14,8 +14,8 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+from ...system.untrusted import shown_name
 from ..errors import ChatTemplateError
-from ..untrusted import shown_name
 from .conversation import RenderOptions
 
 #: Roles that every template takes; in some, one of them is whatever is not the other.

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..confinement import ConfinedError, ConfinedProcess, confined
+from ...system.confinement import ConfinedError, ConfinedProcess, confined
+from ...system.untrusted import read_regular
 from ..errors import ChatTemplateError
 from ..tokenizer_files import ADDED, SETTINGS, SPECIAL_MAP, TEMPLATE, TOOL_TEMPLATE, TokenizerFiles
-from ..untrusted import read_regular
 from .chat_template import CPU_S, MEMORY_BYTES, ChatTemplate, render_here
 from .conversation import BLANKS, NAMES, REASONING, RenderOptions
 from .tokenizer import DEFAULT_TEMPLATE, templates_of

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer as TokenizerFile
 
+from ...system.untrusted import STOPS, shown_name
 from ..config import read_json
 from ..errors import ChatTemplateError, ModelFilesError, TokenizerError
 from ..request import Request
 from ..tokenizer_files import SETTINGS, TEMPLATE, TOOL_TEMPLATE, TokenizerFiles
-from ..untrusted import STOPS, shown_name
 from .chat_template import ChatTemplate
 from .conversation import AS_USUAL, Conversation, RenderOptions
 from .expansion import long_token_problem

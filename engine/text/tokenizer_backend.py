@@ -14,9 +14,9 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as TokenizerFile
 
+from ...system.untrusted import MALFORMED, STOPS, shown, shown_name
 from ..errors import ModelFilesError
 from ..tokenizer_files import ADDED, SETTINGS, SPECIAL_MAP, TOKENIZER, TokenizerFiles
-from ..untrusted import MALFORMED, STOPS, shown, shown_name
 from .expansion import expansion_problem
 from .tokenizer_settings import TokenizerSettings, read_settings
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from ..untrusted import shown, shown_name
+from ...system.untrusted import shown, shown_name
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 #: Key of `tokenizer_config.json` -> what is done with it. Other keys that end with `_token` name special tokens, too.

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...system.untrusted import MALFORMED
 from ..request import ToolCall
-from ..untrusted import MALFORMED
 
 _BLANK = re.compile(r"\s*")
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"

@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from ...engine.text.json_schema import pointed_at, resources
-from ...engine.untrusted import MALFORMED
+from ...system.untrusted import MALFORMED
 
 _MOST_NESTED = 32
 # Most parts of a schema, references followed. Real schemas have fewer; a schema of a hundred characters can stand for

@@ -13,7 +13,7 @@ import pyarrow.types as t
 
 from ...engine.request import SAMPLING_OPTIONS, LogitBias
 from ...engine.structured_output import FORMS
-from ...engine.untrusted import shown_name
+from ...system.untrusted import shown_name
 from ..record import JobRecord
 from ..spec import ALL_SETTINGS, COLUMN_ROLES, OUR_PREFIX, PROMPT_ROLES, SAMPLING_COLUMNS, SETTING_ROLES
 from .answer_type import answer_type

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from ...engine.untrusted import parse_json, shown_name
+from ...system.untrusted import parse_json, shown_name
 from .files import Footer
 from .spark_metadata import SPARK_SCHEMA_KEY, says_more
 

@@ -1,7 +1,7 @@
 """Opens row groups of Parquet files within a limit of memory.
 
 The headers of a row group's pages give an upper bound. If it exceeds the limit, a child process with limits of its own
-(`engine/confinement.py`) decodes the row group once and counts its bytes; a row group that is too large is refused
+(`system/confinement.py`) decodes the row group once and counts its bytes; a row group that is too large is refused
 before this process reads it.
 """
 
@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ...engine.confinement import ConfinedError, confined
-from ...engine.local_cache import temporary_folder
+from ...system.confinement import ConfinedError, confined
+from ...system.local_cache import temporary_folder
 from .column_types import INT96_UNIT, check_int96, int96_columns
 from .pages import decoded_bytes
 from .spark_metadata import check_calendar, old_calendar

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as t
 
-from ...engine.untrusted import parse_json, shown_name
+from ...system.untrusted import parse_json, shown_name
 from .column_types import nested_values
 
 #: Key of the JSON schema.

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...engine.request import SAMPLING_OPTIONS
-from ...engine.untrusted import shown, shown_name
+from ...system.untrusted import shown, shown_name
 from ..errors import JobError, JobRequestError, StorageError
 from ..input.file_metadata import SETTINGS_KEY
 from ..spec import SETTING_ROLES

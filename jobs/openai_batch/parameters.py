@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from ...engine.request import SAMPLING_OPTIONS
 from ...engine.text.conversation import read_tools
-from ...engine.untrusted import shown, shown_name
+from ...system.untrusted import shown, shown_name
 from ..spec import COLUMN_ROLES, PROMPT_ROLES
 
 _PROBLEMS_SHOWN = 5

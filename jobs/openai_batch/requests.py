@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-from ...engine.untrusted import parse_object, shown, shown_name
+from ...system.untrusted import parse_object, shown, shown_name
 from .parameters import ENDPOINTS, INT64, Endpoint, json_text, read_parameters, text
 
 #: Most bytes of a line: parsed JSON of many small values takes twenty times its size.

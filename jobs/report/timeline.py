@@ -13,8 +13,8 @@ from itertools import pairwise
 from math import ceil
 from typing import Any, Literal
 
-from ...engine.untrusted import MALFORMED
 from ...scheduler.scheduler import BEGINNING
+from ...system.untrusted import MALFORMED
 from ..status.worker_names import WorkerNames
 
 SpanEnd = Literal["committed", "failed", "recalled", "lost", "open"]

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from ...engine.untrusted import MALFORMED
 from ...scheduler.scheduler import BEGINNING
+from ...system.untrusted import MALFORMED
 from ..errors import naming_damage
 from ..progress import RowTotals, clock
 from ..store import JobStore

@@ -23,10 +23,10 @@ from typing import Any
 from fsspec.callbacks import Callback
 
 from ...engine.errors import ModelFilesError
-from ...engine.local_cache import default_cache_root, file_lock, make_private, temporary_folder
-from ...engine.long_work import LongWork
 from ...engine.model_config.folder import READ, weight_files
 from ...engine.models.gguf.converted import resolve_gguf
+from ...system.local_cache import default_cache_root, file_lock, make_private, temporary_folder
+from ...system.long_work import LongWork
 from ..errors import StorageError
 from .limits import note_moved
 from .location import options_for

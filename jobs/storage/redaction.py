@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...engine.untrusted import printable
+from ...system.untrusted import printable
 from ..errors import UnansweredError
 
 _MASK = "***"

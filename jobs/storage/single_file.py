@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from ...engine.local_cache import temporary_folder
+from ...system.local_cache import temporary_folder
 from ..errors import JobError, StorageError
 from .location import RENAMING_PROTOCOLS, Location
 from .redaction import redacted_url, storage_reason

@@ -18,8 +18,8 @@ from typing import Any
 
 from distributed import Client
 
-from ...engine.local_cache import file_lock, make_private
 from ...jobs.errors import JobFailedError
+from ...system.local_cache import file_lock, make_private
 from .background_state import BackgroundCluster
 from .connect import embedded, existing, open_client, page_address
 

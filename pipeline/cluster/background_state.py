@@ -17,7 +17,7 @@ from typing import Self
 
 from distributed.security import Security
 
-from ...engine.local_cache import default_cache_root, make_private
+from ...system.local_cache import default_cache_root, make_private
 from .security import security_with
 
 

@@ -16,9 +16,9 @@ from distributed.core import Status
 from distributed.deploy.spec import SpecCluster
 from distributed.security import Security
 
-from ...engine.local_cache import scratch_folder, temporary_folder
 from ...jobs.errors import JobError, JobFailedError, JobRequestError
 from ...jobs.spec import JobSpec
+from ...system.local_cache import scratch_folder, temporary_folder
 from .background_state import background_security
 from .devices import device_kind
 from .embedded_cluster import EmbeddedCluster

@@ -34,8 +34,8 @@ from distributed import Nanny, Worker, secede
 from distributed.protocol.pickle import dumps
 from distributed.threadpoolexecutor import ThreadPoolExecutor, thread_state, threads_lock
 
-from ...engine.untrusted import LogFormatter
 from ...jobs.input.without_pandas import leave_out_pandas
+from ...system.untrusted import LogFormatter
 
 logger = logging.getLogger(__name__)
 # Key in Dask's configuration: CPU threads of the spare engine process that a worker starts (`worker/spare.py`).

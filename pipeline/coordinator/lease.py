@@ -18,8 +18,8 @@ from distributed import Client, Scheduler, Status
 from distributed.diagnostics.plugin import SchedulerPlugin
 from tornado.ioloop import PeriodicCallback
 
-from ...engine.server.codec import Codec
 from ...scheduler.liveness import LivenessDetector
+from ...system.codec import Codec
 from ...version import __version__
 from ..messages import job_key
 

@@ -17,7 +17,7 @@ from typing import Any
 from distributed import Client, Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 
-from ...engine.server.codec import Codec
+from ...system.codec import Codec
 from ...version import __version__
 
 # Workers lost with an item after which it is given up, whatever else they ran: a task that is never alone on a worker

@@ -22,7 +22,7 @@ from ...engine.text.literal import RenderedMessages
 from ...engine.text.reasoning import is_begun_by, is_open_in
 from ...engine.text.sampling_check import problems_with_model
 from ...engine.text.tokenizer import Tokenizer
-from ...engine.untrusted import parse_json
+from ...system.untrusted import parse_json
 
 _SHOWN_CHARS = 60
 # Roles of system messages; "developer" is OpenAI's newer name.

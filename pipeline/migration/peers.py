@@ -12,9 +12,9 @@ import msgpack
 from distributed import Worker
 
 from ...engine.request import ExportedRow
-from ...engine.server.codec import Codec, MessageError
 from ...engine.server.frames import unpacked
-from ...engine.untrusted import printable
+from ...system.codec import Codec, MessageError
+from ...system.untrusted import printable
 from ..supervisor.open_shard import ServedRow
 
 logger = logging.getLogger(__name__)

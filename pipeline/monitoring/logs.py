@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from ...engine.local_cache import temporary_folder
-from ...engine.untrusted import LogFormatter, printable
 from ...jobs.errors import StorageError
 from ...jobs.store import JobStore
+from ...system.local_cache import temporary_folder
+from ...system.untrusted import LogFormatter, printable
 
 logger = logging.getLogger(__name__)
 LOCAL_INTERVAL_S = 2.0

@@ -21,7 +21,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from tornado import web
 from tornado.ioloop import IOLoop
 
-from ...engine.server.codec import Codec
+from ...system.codec import Codec
 from ...version import __version__
 from ..cluster.late_dashboard import LateDashboard
 from ..messages import CoordinatorStarted

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from distributed import Client, Worker
 
-from ...engine.server.codec import Codec
+from ...system.codec import Codec
 from ..messages import CoordinatorStarted, PublishedState, StopRun, StorageWait, WorkerReport
 
 MessageT = TypeVar("MessageT")

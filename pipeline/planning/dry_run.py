@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...engine.local_cache import temporary_folder
 from ...engine.memory.limits import CpuMemory, cpu_memory, keeps_merged_copy
 from ...jobs.opening import OpenedJob, open_job
 from ...jobs.option_values import check_speeds, parse_speeds
@@ -24,6 +23,7 @@ from ...jobs.status.notes import job_notes, messages_note, row_notes
 from ...jobs.validation import requested_job
 from ...scheduler.forecast import Forecast
 from ...scheduler.workload import Workload
+from ...system.local_cache import temporary_folder
 from ..cluster.connect import connected, count_workers, num_embedded_workers
 from ..cluster.devices import Device, find_device, find_device_of_workers
 from ..dataset.chunk import IndexJob

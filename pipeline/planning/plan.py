@@ -21,7 +21,6 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ...engine.local_cache import temporary_folder
 from ...engine.request import Request
 from ...jobs.errors import DamagedRecordError, InputRowsError, naming_damage
 from ...jobs.input.columns import DEFAULT_ID_COLUMN
@@ -31,6 +30,7 @@ from ...jobs.store import JobStore
 from ...scheduler.estimates.lengths import PRIOR_SHARE, expected_tokens
 from ...scheduler.planning.waves import Shard, ShardPlan, dispatch_order
 from ...scheduler.workload import BASE_MODEL, AdapterInfo, Workload
+from ...system.local_cache import temporary_folder
 from ..dataset import schema as prepared
 from ..dataset.answers import encode_answers
 from ..dataset.index import IndexTotals

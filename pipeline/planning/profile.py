@@ -23,7 +23,6 @@ from typing import Literal
 
 from ...engine.config import BaseQuantization, DeviceKind, EngineConfig, products_format
 from ...engine.engine import Engine
-from ...engine.local_cache import make_private, temporary_folder
 from ...engine.peft import audit_adapter
 from ...engine.peft.random import write_random_adapter
 from ...engine.request import Request, SamplingParams
@@ -41,6 +40,7 @@ from ...scheduler.cost import (
     fit_quality,
     meeting_total,
 )
+from ...system.local_cache import make_private, temporary_folder
 from ..cluster.connect import DEFAULT_WORKERS, embedded
 from ..cluster.devices import device_kind
 from ..supervisor.spare import TRIM_VARIABLE

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import IO
 
 from ...engine.errors import EngineError
-from ...engine.server.codec import MessageError
 from ...engine.server.frames import (
     FROM_ENGINE,
     TO_ENGINE,
@@ -30,6 +29,7 @@ from ...engine.server.frames import (
     read_frame,
 )
 from ...jobs.storage.model_proof import ModelProblem, ModelProof
+from ...system.codec import MessageError
 from ..messages import EngineSettings
 from .spare import SpareEngine, start_engine_process
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from echo_job import ECHO_FOLDER, EchoJob, make_rows, wait_until
 
-from lorabatch.engine.local_cache import file_lock
 from lorabatch.jobs.status.job_status import STALE_AFTER_S, read_status
 from lorabatch.jobs.store import JobStore
+from lorabatch.system.local_cache import file_lock
 
 CLI = [sys.executable, str(ECHO_FOLDER / "echo_cli.py")]
 SHORT_LIVED = "from lorabatch.pipeline.cluster import background as b; b.serve(b.Path({!r}), 1, idle_limit_s=1.0)"

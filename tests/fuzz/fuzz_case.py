@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hypothesis.strategies import SearchStrategy
 
-from lorabatch.engine.untrusted import printable
+from lorabatch.system.untrusted import printable
 
 CPU_S = 20.0
 MEMORY_BYTES = 1 << 30

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from lorabatch.engine.config import EngineConfig
-from lorabatch.engine.server.codec import MessageError, to_plain
 from lorabatch.engine.server.frames import FROM_ENGINE, TO_ENGINE, FromEngine, ToEngine, read_frame, unpacked
 from lorabatch.engine.telemetry import EngineTelemetry
 from lorabatch.pipeline.messages import CoordinatorStarted, PublishedState, StopRun, WorkerReport
 from lorabatch.pipeline.migration import peers
 from lorabatch.pipeline.monitoring.topics import CONTROL, REPORTS, STATES
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M
+from lorabatch.system.codec import MessageError, to_plain
 
 
 def _messages(*kinds: Any) -> SearchStrategy[Any]:

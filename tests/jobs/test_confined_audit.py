@@ -19,12 +19,12 @@ import pytest
 
 import lorabatch
 from lorabatch.engine.config import read_model_config
-from lorabatch.engine.errors import NoProcessError
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.jobs import confined_audit
 from lorabatch.jobs.adapters import audit_all
 from lorabatch.jobs.confined_audit import Auditors
 from lorabatch.jobs.record import AdapterRecord
+from lorabatch.system.untrusted import NoProcessError
 
 NESTED = "[" * 100_000 + "]" * 100_000
 # Its map says that it has 16 GB; the library aborts where it cannot have them.

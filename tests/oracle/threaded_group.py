@@ -15,9 +15,9 @@ from lorabatch.engine.engine import Engine
 from lorabatch.engine.parallel.cpu_backend import choose_group
 from lorabatch.engine.parallel.member import Inbox, serve
 from lorabatch.engine.parallel.messages import TO_MEMBER
-from lorabatch.engine.server.codec import MessageError
 from lorabatch.engine.server.frames import read_frame
 from lorabatch.scheduler.batching import Batcher
+from lorabatch.system.codec import MessageError
 
 
 class ThreadedMember:

@@ -27,10 +27,10 @@ from json_schema import kind_of, print_counts
 from masked_rows import MaskedRows
 
 from lorabatch.demo.base_model import base_model_folder
-from lorabatch.engine.confinement import confined
 from lorabatch.engine.request import SamplingParams
 from lorabatch.engine.text.grammar import grammar_problem
 from lorabatch.jobs.input.answer_type import answer_type
+from lorabatch.system.confinement import confined
 
 _ANSWERS, _MOST_TOKENS = 4, 600
 # Of CPU, for the client and a worker; the confined process has limits of its own.

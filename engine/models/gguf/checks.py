@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ....system.untrusted import STOPS, shown_name
 from ...errors import EngineError, ModelFilesError, UnsupportedModelError
-from ...untrusted import STOPS, shown_name
 from .config import ROPE_FACTORS, model_config
 from .file import GgufFile
 from .tokenizer import check_tokenizer

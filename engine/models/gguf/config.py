@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ....system.untrusted import shown
 from ...config import UNREAD_KEYS
 from ...errors import ModelFilesError, UnsupportedModelError
-from ...untrusted import shown
 from .file import GgufFile
 from .keys import ARCHITECTURES, named_keys
 

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from safetensors.torch import save_file
 
+from ....system.local_cache import make_private, temporary_folder
+from ....system.long_work import LongWork
+from ....system.untrusted import STOPS
 from ...config import BLOCKS_KEY
 from ...errors import EngineError, ModelFilesError
-from ...local_cache import make_private, temporary_folder
-from ...long_work import LongWork
-from ...untrusted import STOPS
 from .blocks import KINDS, METADATA_KEY, GgufWeight, Weight, plain
 from .checks import checkpoint_names, unfitting
 from .config import model_config, token_id_config

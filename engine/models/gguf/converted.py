@@ -6,7 +6,7 @@ import glob
 import hashlib
 from pathlib import Path
 
-from ...local_cache import default_cache_root, file_lock
+from ....system.local_cache import default_cache_root, file_lock
 from .checks import check_convertible
 from .file import open_binary, open_gguf
 

@@ -15,8 +15,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ....system.untrusted import shown, shown_name
 from ...errors import ModelFilesError, UnsupportedModelError
-from ...untrusted import shown, shown_name
 from .keys import ARCHITECTURES, refused_keys
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...untrusted import shown, shown_name
+from ....system.untrusted import shown, shown_name
 
 #: GGUF architecture -> transformers class. The keys of both are read alike.
 ARCHITECTURES: Mapping[str, str] = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ....system.untrusted import shown
 from ...errors import UnsupportedModelError
-from ...untrusted import shown
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

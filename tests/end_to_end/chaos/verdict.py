@@ -13,8 +13,8 @@ import echo_engine
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lorabatch.engine.local_cache import scratch_folder, temporary_folder
 from lorabatch.jobs.store import JobStore
+from lorabatch.system.local_cache import scratch_folder, temporary_folder
 from lorabatch.tests.end_to_end.chaos.material import Material
 from lorabatch.tests.end_to_end.chaos.scenario import Scenario
 from lorabatch.tests.end_to_end.chaos.sorted_output import digest, sorted_output

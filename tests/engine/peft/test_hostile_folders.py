@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from lorabatch.engine.confinement import confined
-from lorabatch.engine.errors import NoProcessError
 from lorabatch.engine.peft import audit_adapter
+from lorabatch.system.confinement import confined
+from lorabatch.system.untrusted import NoProcessError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 INDEX = "adapter_model.safetensors.index.json"

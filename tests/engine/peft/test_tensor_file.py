@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from lorabatch.engine.errors import AdapterRefusedError
 from lorabatch.engine.peft.tensor_file import MAX_SHARED_BYTES, TensorReader, read_header
-from lorabatch.engine.untrusted import parse_object
+from lorabatch.system.untrusted import parse_object
 
 
 def write_raw(path: Path, header: Any, data: bytes = b"") -> Path:

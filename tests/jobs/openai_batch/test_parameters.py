@@ -19,7 +19,6 @@ from openai.types import completion_create_params as of_completions
 
 import lorabatch
 from lorabatch.engine.request import SAMPLING_OPTIONS
-from lorabatch.engine.untrusted import printable
 from lorabatch.jobs.input.columns import find_roles
 from lorabatch.jobs.openai_batch.parameters import (
     CHAT,
@@ -34,6 +33,7 @@ from lorabatch.jobs.openai_batch.parameters import (
     read_parameters,
     text,
 )
+from lorabatch.system.untrusted import printable
 
 CHAT_DEFAULTS = {"temperature": 1.0}
 

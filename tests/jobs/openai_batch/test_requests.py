@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorabatch.engine.untrusted import printable
 from lorabatch.jobs.openai_batch.requests import MAX_LINE_BYTES, BatchRequest, read_request
+from lorabatch.system.untrusted import printable
 
 from .batch_lines import MESSAGES, chat, completion
 

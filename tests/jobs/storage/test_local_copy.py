@@ -22,10 +22,10 @@ from uuid import uuid4
 import fsspec
 import pytest
 
-from lorabatch.engine.long_work import LongWork, listening
 from lorabatch.jobs.errors import StorageError
 from lorabatch.jobs.storage.local_copy import local_folder, model_sha256
 from lorabatch.jobs.storage.location import Location
+from lorabatch.system.long_work import LongWork, listening
 
 Place = tuple[str, dict[str, Any]]
 

@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lorabatch.engine.confinement import ConfinedProcess
 from lorabatch.engine.text.tokenizer import Tokenizer
 from lorabatch.jobs import confined_audit
 from lorabatch.jobs.errors import JobRequestError, StorageError
@@ -26,6 +25,7 @@ from lorabatch.jobs.validation import check_job
 from lorabatch.pipeline.dataset.chunk import IndexJob
 from lorabatch.pipeline.dataset.index import index_chunk, list_chunks
 from lorabatch.pipeline.dataset.schema import ADAPTER, ERROR, TOKENS, arrow_file
+from lorabatch.system.confinement import ConfinedProcess
 
 TEMPLATE = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from lorabatch.engine.untrusted import printable
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.monitoring.logs import LogShipper, job_log
+from lorabatch.system.untrusted import printable
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 from distributed import Client, LocalCluster
 
-from lorabatch.engine.server.codec import MessageError
 from lorabatch.pipeline.messages import CoordinatorStarted, StopRun
 from lorabatch.pipeline.monitoring.topics import CONTROL, STATES
+from lorabatch.system.codec import MessageError
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,11 @@ import msgpack
 import pytest
 
 from lorabatch.engine.request import ExportedRow, Request, SamplingParams
-from lorabatch.engine.server.codec import from_plain, to_plain
 from lorabatch.engine.telemetry import EngineTelemetry
 from lorabatch.pipeline.messages import FinishedRows, WorkerReport
 from lorabatch.pipeline.supervisor.metrics import EngineMeter
 from lorabatch.pipeline.supervisor.open_shard import OpenShard
+from lorabatch.system.codec import from_plain, to_plain
 
 SNAPSHOT = EngineTelemetry(
     num_running=3,

@@ -9,10 +9,10 @@ from typing import IO
 
 import pytest
 
-from lorabatch.engine.server.codec import MessageError
 from lorabatch.engine.server.frames import TO_ENGINE, AbortRows, Heartbeat, read_frame
 from lorabatch.pipeline.supervisor.process import FrameWriter
 from lorabatch.pipeline.supervisor.spare import engine_environment
+from lorabatch.system.codec import MessageError
 
 # Together a megabyte: a pipe takes 64 KiB.
 MESSAGES = [AbortRows((str(i), "x" * 1000)) for i in range(1000)]

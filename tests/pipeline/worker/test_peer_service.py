@@ -14,7 +14,6 @@ import pytest
 from distributed import Scheduler, Worker
 from echo_host import Host, finish, open_shard, until
 
-from lorabatch.engine.server.codec import MessageError
 from lorabatch.jobs.errors import StorageError
 from lorabatch.jobs.record import AdapterRecord
 from lorabatch.pipeline.migration.peers import (
@@ -34,6 +33,7 @@ from lorabatch.pipeline.migration.peers import (
 )
 from lorabatch.pipeline.worker.adapters import AdapterCache
 from lorabatch.pipeline.worker.peer_service import PeerService
+from lorabatch.system.codec import MessageError
 
 RUN = "run"
 ALPHA = "sha-alpha"

@@ -25,7 +25,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.errors import ModelFilesError, UnsupportedModelError
-from lorabatch.engine.long_work import listening
 from lorabatch.engine.models.decoder import Decoder
 from lorabatch.engine.models.gguf.blocks import METADATA_KEY
 from lorabatch.engine.models.gguf.convert import convert_gguf
@@ -34,6 +33,7 @@ from lorabatch.engine.models.load import load_weights
 from lorabatch.engine.models.weight_cache import WeightCache
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.kernels.packed_weight import can_widen_blocks
+from lorabatch.system.long_work import listening
 
 NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS = 4, 2, 2
 SIZES = {

@@ -16,11 +16,11 @@ from gguf import GGMLQuantizationType, GGUFWriter
 
 from lorabatch.engine.config import unknown_config_keys
 from lorabatch.engine.errors import UnsupportedModelError
-from lorabatch.engine.long_work import LongWork, listening
 from lorabatch.engine.models.gguf.checks import check_convertible
 from lorabatch.engine.models.gguf.config import model_config
 from lorabatch.engine.models.gguf.file import KINDS_NOT_READ, KINDS_READ, GgufFile, open_gguf
 from lorabatch.engine.models.gguf.keys import ARCHITECTURES, KEYS, key_of
+from lorabatch.system.long_work import LongWork, listening
 
 ROOT = Path(__file__).parents[4]
 HIDDEN, HEADS, VOCABULARY = 64, 4, 258

@@ -14,7 +14,10 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from .errors import NoProcessError
+
+class NoProcessError(Exception):
+    """The machine cannot start the process in which untrusted data is read; the data is not at fault."""
+
 
 #: Exceptions that handlers of bad data let pass: they are never about the data.
 STOPS = (KeyboardInterrupt, SystemExit, MemoryError, NoProcessError)

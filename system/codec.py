@@ -18,13 +18,10 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from ...scheduler.cost import CostModel
-from ..untrusted import shown
+from .untrusted import shown
 
 MessageT = TypeVar("MessageT")
 _Convert = Callable[[Any], Any]
-#: Types that annotations name for type checkers only: importing them takes numpy.
-_NOT_IMPORTED = {"CostModel": CostModel}
 _UNKNOWN_SHOWN = 8
 _PLAIN = (bool, int, float, str, bytes, NoneType, Any)
 
@@ -34,22 +31,24 @@ class MessageError(ValueError):
 
 
 class Codec(Generic[MessageT]):
-    """Encodes and decodes the messages of one protocol. `types`: frozen dataclasses with names of their own.
+    """Encodes and decodes the messages of one protocol. `types`: frozen dataclasses with names of their own. `named`:
+    types that annotations of fields name, but that their modules import for type checkers only.
 
     Raises TypeError for a type with a field that cannot travel.
     """
 
-    def __init__(self, *types: type[MessageT]) -> None:
+    def __init__(self, *types: type[MessageT], named: tuple[type, ...] = ()) -> None:
         self._types = {kind.__name__: kind for kind in types}
+        self._named = named
         for kind in self._types.values():
-            _converters(kind, kind.__name__)
+            _converters(kind, kind.__name__, named)
 
     def encode(self, message: MessageT) -> dict[str, Any]:
         """The message as plain values, its type's name under `type`. Raises `MessageError` for another type's."""
         name = type(message).__name__
         if self._types.get(name) is not type(message):
             raise MessageError(f"type={name!r}: expected one of {', '.join(self._types)}")
-        return {"type": name, **to_plain(message)}
+        return {"type": name, **_to_plain(self._named, message)}
 
     def decode(self, plain: Any) -> MessageT:
         """The message that `encode` was given. Raises `MessageError`."""
@@ -59,20 +58,29 @@ class Codec(Generic[MessageT]):
         kind = self._types.get(name) if isinstance(name, str) else None
         if kind is None:
             raise MessageError(f"type={shown(name)}: expected one of {', '.join(self._types)}")
-        message: MessageT = from_plain(kind, {name: value for name, value in plain.items() if name != "type"})
+        values = {name: value for name, value in plain.items() if name != "type"}
+        message: MessageT = _from_plain(kind, self._named, values)
         return message
 
 
 def to_plain(value: Any) -> dict[str, Any]:
     """A dataclass as a dict of its fields, nested ones too."""
-    kind: Any = type(value)
-    encoders, _ = _dataclass_converters(kind)
-    return {name: encode(getattr(value, name)) for name, encode in encoders.items()}
+    return _to_plain((), value)
 
 
 def from_plain(kind: Any, plain: Mapping[str, Any]) -> Any:
     """The dataclass of type `kind` that `to_plain` was given. Raises `MessageError`."""
-    _, decoders = _dataclass_converters(kind)
+    return _from_plain(kind, (), plain)
+
+
+def _to_plain(named: tuple[type, ...], value: Any) -> dict[str, Any]:
+    kind: Any = type(value)
+    encoders, _ = _dataclass_converters(kind, named)
+    return {name: encode(getattr(value, name)) for name, encode in encoders.items()}
+
+
+def _from_plain(kind: Any, named: tuple[type, ...], plain: Mapping[str, Any]) -> Any:
+    _, decoders = _dataclass_converters(kind, named)
     if not isinstance(plain, Mapping):
         raise MessageError(f"{kind.__name__}: {shown(plain)}, expected its fields")
     if plain.keys() != decoders.keys():
@@ -92,14 +100,16 @@ def _decoded(kind: Any, name: str, decode: _Convert, value: Any) -> Any:
 
 
 @cache
-def _dataclass_converters(kind: Any) -> tuple[dict[str, _Convert], dict[str, _Convert]]:
-    """Functions that encode and decode each field of a dataclass, by name."""
-    hints = get_type_hints(kind, localns=_NOT_IMPORTED)
-    converters = {field.name: _converters(hints[field.name], f"{kind.__name__}.{field.name}") for field in fields(kind)}
+def _dataclass_converters(kind: Any, named: tuple[type, ...]) -> tuple[dict[str, _Convert], dict[str, _Convert]]:
+    """Functions that encode and decode each field of a dataclass, by name. `named`: see `Codec`."""
+    hints = get_type_hints(kind, localns={each.__name__: each for each in named})
+    converters = {
+        field.name: _converters(hints[field.name], f"{kind.__name__}.{field.name}", named) for field in fields(kind)
+    }
     return {name: pair[0] for name, pair in converters.items()}, {name: pair[1] for name, pair in converters.items()}
 
 
-def _converters(hint: Any, place: str) -> tuple[_Convert, _Convert]:
+def _converters(hint: Any, place: str, named: tuple[type, ...]) -> tuple[_Convert, _Convert]:
     """Functions that encode and decode a value with this annotation. `place`: field of the annotation, for messages."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint in _PLAIN or origin is Literal:
@@ -107,27 +117,26 @@ def _converters(hint: Any, place: str) -> tuple[_Convert, _Convert]:
     if hint is Path:
         return str, Path
     if isinstance(hint, type) and is_dataclass(hint):
-        described: Any = hint
-        _dataclass_converters(described)
-        return to_plain, partial(from_plain, hint)
+        _dataclass_converters(hint, named)
+        return partial(_to_plain, named), partial(_from_plain, hint, named)
     if origin in (Union, UnionType):
-        return _optional(arguments, place)
+        return _optional(arguments, place, named)
     if origin is tuple and arguments[1:] == (...,):
-        encode, decode = _converters(arguments[0], place)
+        encode, decode = _converters(arguments[0], place, named)
         if decode is _same:
             return list, tuple
         return partial(_list_of, encode), partial(_tuple_of, decode)
     if origin is tuple:
-        each = [_converters(argument, place) for argument in arguments]
+        each = [_converters(argument, place, named) for argument in arguments]
         return partial(_zipped, list, [pair[0] for pair in each]), partial(_zipped, tuple, [pair[1] for pair in each])
     if origin in (Mapping, dict):
-        encode, decode = _converters(arguments[1], place)
+        encode, decode = _converters(arguments[1], place, named)
         return partial(_dict_of, encode), partial(_dict_of, decode)
     raise TypeError(f"{place}: {hint!r} cannot travel in a message")
 
 
-def _optional(arguments: tuple[Any, ...], place: str) -> tuple[_Convert, _Convert]:
-    converters = [_converters(argument, place) for argument in arguments if argument is not NoneType]
+def _optional(arguments: tuple[Any, ...], place: str, named: tuple[type, ...]) -> tuple[_Convert, _Convert]:
+    converters = [_converters(argument, place, named) for argument in arguments if argument is not NoneType]
     if all(pair == (_same, _same) for pair in converters):
         return _same, _same
     if len(converters) > 1:

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from lorabatch.engine import local_cache as module
-from lorabatch.engine.local_cache import file_lock, scratch_folder, temporary_folder
+from lorabatch.system import local_cache as module
+from lorabatch.system.local_cache import file_lock, scratch_folder, temporary_folder
 
 # Adds one to a number in a file, which goes wrong when two do it at once.
 _COUNT = """
 import sys
 from pathlib import Path
-from lorabatch.engine.local_cache import file_lock
+from lorabatch.system.local_cache import file_lock
 lock, counter = map(Path, sys.argv[1:3])
 for _ in range(int(sys.argv[3])):
     with file_lock(lock):
@@ -27,7 +27,7 @@ for _ in range(int(sys.argv[3])):
 _HOLD = """
 import sys
 from pathlib import Path
-from lorabatch.engine.local_cache import file_lock
+from lorabatch.system.local_cache import file_lock
 with file_lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -36,7 +36,7 @@ with file_lock(Path(sys.argv[1])):
 _WORK = """
 import sys
 from pathlib import Path
-from lorabatch.engine.local_cache import temporary_folder
+from lorabatch.system.local_cache import temporary_folder
 with temporary_folder(Path(sys.argv[1]), "work-") as folder:
     (folder / "file").touch()
     print(folder, flush=True)

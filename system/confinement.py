@@ -26,8 +26,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from .errors import NoProcessError
-from .untrusted import printable, shortened
+from .untrusted import NoProcessError, printable, shortened
 
 MEMORY_BYTES = 3 << 30
 _PACKAGE = __package__.rpartition(".")[0]
@@ -121,7 +120,7 @@ class ConfinedProcess:
         self._end()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"{_PACKAGE}.engine.confinement"],
+                [sys.executable, "-m", f"{_PACKAGE}.system.confinement"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lorabatch.engine.confinement import ConfinedError, ConfinedProcess
 from lorabatch.engine.peft.patterns import PART
+from lorabatch.system.confinement import ConfinedError, ConfinedProcess
 
 PATTERNS = "engine.peft.patterns"
 # How a chat template is asked to render: no tools, no variables, for a new answer.
@@ -75,7 +75,7 @@ def test_what_a_task_has_left_in_memory_is_not_charged_to_the_next(process: Conf
 def test_limits_of_the_user_that_are_lower_hold() -> None:
     code = (
         "import resource as r; r.setrlimit(r.RLIMIT_AS, (1 << 31, 1 << 31)); r.setrlimit(r.RLIMIT_CPU, (60, 60));"
-        "from lorabatch.engine.confinement import confined;"
+        "from lorabatch.system.confinement import confined;"
         f"print(confined().run({PATTERNS!r}, [['(a)+'], {PART!r}, ['aa']], 500))"
     )
     outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -12,9 +12,9 @@ import pytest
 
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.request import ExportedRow, Request, Result, SamplingParams
-from lorabatch.engine.server.codec import Codec, MessageError, from_plain, to_plain
 from lorabatch.engine.telemetry import EngineTelemetry
-from lorabatch.scheduler.cost import CPU_SMOLLM2_135M
+from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, CostModel
+from lorabatch.system.codec import Codec, MessageError
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,9 @@ def test_what_engines_exchange_comes_back_as_it_was() -> None:
         Result.refused(request, "no"),
         EngineTelemetry(1, ("sha",), "mixture", 3, 4, 5, 6, 7),
     ]
+    codec: Codec[object] = Codec(EngineConfig, ExportedRow, Result, EngineTelemetry, named=(CostModel,))
     for value in values:
-        assert from_plain(type(value), msgpack.unpackb(msgpack.packb(to_plain(value)))) == value
+        assert codec.decode(msgpack.unpackb(msgpack.packb(codec.encode(value)))) == value
 
 
 def test_an_unknown_type_is_named_with_those_expected() -> None:

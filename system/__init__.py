@@ -1,0 +1,1 @@
+"""Holds what every room may use: untrusted data, confined processes, local files, the codec of messages."""
