@@ -183,6 +183,8 @@ class Progress(Event):
     prefilling_rows: int = 0
     #: Tokens that its rows, waiting ones too, must compute before they all decode.
     prefill_tokens_left: int = 0
+    #: Share of prompt tokens that its engine reused instead of computing them, from 0 to 1.
+    reused_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

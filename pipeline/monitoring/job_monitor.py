@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from ...jobs.record import JobState, WorkerState
 from ...jobs.status.worker_names import WorkerNames
-from ...scheduler.estimates.lengths import PRIOR_SHARE, AnswerLengths, LengthDistribution, LengthEstimator
-from ...scheduler.estimates.time_left import TimeLeft, Work
+from ...scheduler.estimates.time_left import TimeLeft
 from ...scheduler.planning.bound import JobWork
 from ...scheduler.planning.waves import Shard
 from ..messages import PromptReuse, ShardOutcome, WorkerReport
@@ -25,32 +21,28 @@ class JobMonitor:
     def __init__(
         self,
         shards: Iterable[Shard],
-        committed_rows: Mapping[int, int],
+        committed: Collection[int],
         adapter_names: Mapping[str, str],
         before: JobState | None = None,
-        known_lengths: Mapping[str, AnswerLengths] | None = MappingProxyType({}),
         num_reused: int = 0,
     ) -> None:
-        """Begin with the parts that exist already. `committed_rows`: shard -> rows of its part; `num_reused` of all
-        these rows are of earlier runs. `before`: state with their errors and tokens, and with the numbers of rows that
-        were known to be done and reused. `known_lengths`: adapter -> lengths of its answers in earlier jobs, as the
-        plan knew them; None when the plan knew all lengths exactly.
+        """Begin with the parts that exist already. `committed`: their shards; `num_reused` of their rows are of earlier
+        runs. `before`: state with their errors and tokens, and with the numbers of rows that were known to be done and
+        reused.
         """
         self._shards = {shard.shard_id: shard for shard in shards}
         self._names = dict(adapter_names)
-        self._rows_before = sum(committed_rows.values())
         self._before = before or JobState("starting", 0.0)
         self._num_reused = num_reused
         self._worker_names = WorkerNames(self._before.worker_addresses)
         self._most_done = self._before.rows_done
-        self._committed = set(committed_rows)
+        self._num_rows = sum(shard.num_rows for shard in self._shards.values())
+        self._committed = set(committed)
         self._outcomes: dict[int, ShardOutcome] = {}
         self._reports: dict[str, WorkerReport] = {}
         self._fill = BatchFill()
         # Rows that were done at the last sign of progress, and its time in seconds since the epoch.
         self._moved: tuple[int, float] | None = None
-        uncommitted = [shard for shard in self._shards.values() if shard.shard_id not in committed_rows]
-        self._left = WorkLeft(uncommitted, known_lengths)
 
     def unknown_outcome(self, shard_id: int, worker: str) -> ShardOutcome:
         """The outcome of a shard whose part exists although its worker is gone: rows only. The final count reads the
@@ -61,8 +53,6 @@ class JobMonitor:
     def committed(self, outcome: ShardOutcome) -> None:
         """Take in the outcome of a shard whose part is written."""
         self._outcomes[outcome.shard_id] = outcome
-        if outcome.shard_id not in self._committed:
-            self._left.committed(self._shards[outcome.shard_id])
         self._committed.add(outcome.shard_id)
 
     @property
@@ -88,9 +78,6 @@ class JobMonitor:
         if not is_tail:
             self._fill.reported(report)
         self._reports[report.worker] = report
-        for rows in report.finished:
-            name = self.adapter_name(rows.adapter_id) if rows.adapter_id else ""
-            self._left.lengths.finished(rows.output_tokens, rows.num_rows, name)
 
     def saw(self, workers: Iterable[str]) -> None:
         """Note that these workers are in the cluster."""
@@ -104,31 +91,17 @@ class JobMonitor:
         """Name of the adapter with a content hash; the beginning of the hash for an unknown adapter."""
         return self._names.get(adapter_id, adapter_id[:12])
 
-    @property
-    def reused_share(self) -> float:
-        """Share of prompt tokens that engines reused instead of computing them: mean of the workers' last reports."""
-        rates = [report.telemetry.prefix_hit_rate or 0.0 for report in self._reports.values()]
-        return sum(rates) / len(rates) if rates else 0.0
-
-    def work_left(self, num_places: int, done: Work | None = None) -> Work:
-        """Work that is left for rows without an answer, less the part of running rows that engines have computed.
-        `num_places`: rows that all engines together run at once. `done`: work that engines have done so far; None for
-        nothing.
+    def state(self, now_s: float, rows_left: int, left: TimeLeft | None = None) -> JobState:
+        """The job's state at one time, while shards run. `now_s`: seconds since the epoch. `rows_left`: rows without a
+        result, as the scheduler counts them. Finished rows of a lost worker are in its journals, and are found again
+        when its shards are opened: the rows that are done are never fewer than before.
         """
-        unfinished = self._unfinished()
-        opened = [(self._shards[i], rows) for i, rows in unfinished.items() if i not in self._committed]
-        telemetry = [report.telemetry for report in self._reports.values()]
-        num_running, running_tokens = sum(t.num_running for t in telemetry), sum(t.running_tokens for t in telemetry)
-        return self._left.now(num_places, done or Work(), opened, num_running, running_tokens)
-
-    def state(self, now_s: float, left: TimeLeft | None = None) -> JobState:
-        """The job's state at one time, while shards run. `now_s`: seconds since the epoch."""
-        rows = sum(shard.num_rows for shard in self._shards.values())
-        done, before, outcomes = self._rows_done(), self._before, self._outcomes.values()
+        done = self._most_done = max(self._most_done, self._num_rows - rows_left)
+        before, outcomes = self._before, self._outcomes.values()
         return JobState(
             phase="running" if any(report.state == "ready" for report in self._reports.values()) else "loading engines",
             updated_at_s=now_s,
-            rows=rows,
+            rows=self._num_rows,
             rows_done=done,
             rows_error=before.rows_error + sum(outcome.num_errors for outcome in outcomes),
             rows_reused=max(before.rows_reused, self._num_reused + sum(outcome.num_reused for outcome in outcomes)),
@@ -152,28 +125,6 @@ class JobMonitor:
             self._moved = rows_done, now_s
         return max(0.0, now_s - self._moved[1])
 
-    def _rows_done(self) -> int:
-        """Rows of committed shards and finished rows of open shards; never fewer than returned before. Finished rows of
-        a lost worker are in its journals, and are found again when its shards are opened.
-        """
-        started = sum(
-            self._shards[shard_id].num_rows - rows
-            for shard_id, rows in self._unfinished().items()
-            if shard_id not in self._committed
-        )
-        done = self._rows_before + sum(outcome.num_rows for outcome in self._outcomes.values()) + started
-        self._most_done = max(self._most_done, done)
-        return self._most_done
-
-    def _unfinished(self) -> dict[int, int]:
-        """Open shard -> its rows without a result."""
-        unfinished: dict[int, int] = {}
-        for report in self._reports.values():
-            for shard_id, rows in report.open_shards:
-                if shard_id in self._shards:
-                    unfinished[shard_id] = min(rows, unfinished.get(shard_id, rows))
-        return unfinished
-
     def _present(self) -> list[str]:
         """Workers that report, `w0` first."""
         named = [worker for worker in self._worker_names.addresses if worker in self._reports]
@@ -196,144 +147,6 @@ class JobMonitor:
             adapter_loads=telemetry.adapter_loads,
             adapter_stall_s=telemetry.adapter_stall_s,
         )
-
-
-class _Rows(NamedTuple):
-    """Number of some rows, tokens of their prompts, and tokens that they are predicted to generate."""
-
-    rows: float = 0.0
-    prompt: float = 0.0
-    predicted: float = 0.0
-
-    @classmethod
-    def sum(cls, counts: Iterable[Iterable[float]]) -> _Rows:
-        """Sums of the counts of several groups of rows."""
-        return cls(*(sum(column) for column in zip(cls(), *counts, strict=True)))
-
-
-class WorkLeft:
-    """Adds up the work of shards that are not committed, by the set of adapters of their rows. `known_lengths`: adapter
-    -> lengths of its answers in earlier jobs; None when the plan knew all lengths exactly.
-    """
-
-    def __init__(
-        self, shards: Iterable[Shard], known_lengths: Mapping[str, AnswerLengths] | None = MappingProxyType({})
-    ) -> None:
-        earlier = known_lengths or {}
-        self._known = frozenset(earlier)
-        #: Lengths of this run's answers so far.
-        self.lengths = LengthEstimator()
-        # Adapters -> rows, prompt tokens, predicted output tokens.
-        self._sums: defaultdict[tuple[str, ...], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-        with_work = [shard for shard in shards if shard.has_engine_work]
-        for shard in with_work:
-            self._add(shard, 1.0)
-        self._total = _Rows.sum(self._sums.values())
-        # A shard names the adapters of its rows, not the number of rows of each.
-        for adapters, counts in self._sums.items():
-            share = counts[0] / self._total.rows / max(1, len(adapters))
-            for name in self._known.intersection(adapters or ("",)):
-                self.lengths.had(earlier[name], share)
-        # Distribution of the lengths of answers when the plan knew all of them; else None.
-        self._planned = (
-            None
-            if known_lengths is not None
-            else LengthDistribution.of_groups(
-                (s.num_rows, _predicted(s) / s.num_rows, max(1, s.longest_output_tokens)) for s in with_work
-            )
-        )
-
-    def committed(self, shard: Shard) -> None:
-        """Subtract the work of a shard whose part is written."""
-        self._add(shard, -1.0)
-
-    def _add(self, shard: Shard, share: float) -> None:
-        if shard.has_engine_work:
-            counts = self._sums[shard.adapters]
-            for i, value in enumerate((shard.num_rows, shard.prompt_tokens, _predicted(shard))):
-                counts[i] += share * value
-
-    def now(
-        self,
-        num_places: int,
-        done: Work,
-        opened: Iterable[tuple[Shard, int]] = (),
-        num_running: int = 0,
-        running_tokens: int = 0,
-    ) -> Work:
-        """Work that is left, as `JobMonitor.work_left` returns it. `opened`: open shards and their numbers of rows
-        without a result. `running_tokens`: tokens that running rows have generated.
-        """
-        groups = self._without_result(opened)
-        num_rows, prompt, predicted = _Rows.sum(groups.values())
-        if not num_rows:
-            return Work()
-        num_running = min(num_running, round(num_rows))
-        num_waiting = max(0.0, num_rows - num_running)
-        # Some running rows may still have prompt tokens to compute.
-        prompt_left = min(prompt, max(prompt * num_waiting / num_rows, self._total.prompt - done.prompt_tokens))
-        generated = running_tokens / max(1, num_running)
-        waiting = num_waiting / num_rows
-        if self._planned is None:
-            most = predicted / num_rows / PRIOR_SHARE
-            spread = self.lengths.distribution(num_running, generated, most, done.num_steps)
-            whole, guessed = self._expected(groups, spread.left(), predicted / num_rows)
-            output = whole * waiting + num_running * spread.left(generated)
-            guessed *= output / whole
-            num_steps = spread.steps_left(num_running, generated, num_waiting, num_places)
-        else:
-            output, guessed = self._known_left(num_rows, running_tokens), 0.0
-            spread = self._planned
-            num_steps = spread.steps_left(num_running, generated, num_waiting, num_places)
-            # Waiting rows are shorter than others when the longest have begun first.
-            num_steps *= output / (num_waiting * spread.left() + num_running * spread.left(generated))
-        return Work(num_rows, prompt_left, output, guessed, num_steps)
-
-    def _known_left(self, num_rows: float, running_tokens: int) -> float:
-        """Tokens that are not generated yet, when all lengths are known. Finished rows that no report has counted were
-        answered by an earlier run.
-        """
-        total, lengths = self._total, self.lengths
-        num_before = max(0.0, total.rows - num_rows - lengths.num_finished)
-        before = num_before * total.predicted / total.rows
-        return max(num_rows, total.predicted - before - lengths.finished_tokens - running_tokens)
-
-    def _without_result(self, opened: Iterable[tuple[Shard, int]]) -> dict[tuple[str, ...], _Rows]:
-        """Rows without a result, by the set of adapters of their shards' rows."""
-        done = WorkLeft(())
-        for shard, rows_left in opened:
-            done._add(shard, 1 - rows_left / shard.num_rows)
-        groups = {}
-        for adapters, counts in self._sums.items():
-            left = _Rows(*(count - less for count, less in zip(counts, done._sums[adapters], strict=True)))
-            if left.rows >= 0.5:
-                groups[adapters] = left
-        return groups
-
-    def _expected(
-        self, groups: Mapping[tuple[str, ...], _Rows], mean: float, predicted_mean: float
-    ) -> tuple[float, float]:
-        """Output tokens that these rows have in all, and the part of them that is a guess. `mean`: expected tokens of a
-        row of any adapter; `predicted_mean`: the plan's prediction of it. Adapters differ as their finished rows do,
-        else as predicted.
-        """
-        output = guessed = 0.0
-        finished = self.lengths.finished_mean
-        for adapters, (rows, _, predicted) in groups.items():
-            measured = self.lengths.measured_together(adapters)
-            if measured is not None and finished:
-                output += rows * measured * mean / finished
-            elif self._known.issuperset(adapters or ("",)):
-                output += predicted
-            else:
-                output += predicted * mean / predicted_mean
-                guessed += predicted * mean / predicted_mean * self.lengths.share_guessed
-        return output, guessed
-
-
-def _predicted(shard: Shard) -> int:
-    """Predicted output tokens of a shard, at least one for each row: engines compute one even for an empty answer."""
-    return max(shard.num_rows, shard.predicted_output_tokens)
 
 
 class BatchFill:

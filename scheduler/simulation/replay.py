@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..cost import CostModel
+from ..estimates.time_left import PlannedJob
 from ..messages import Command, Event
 from ..migration import ReplicaMemory, TailSettings
 from ..planning.waves import Shard
@@ -46,7 +47,9 @@ def replay(shards: Sequence[Shard], event_log: Iterable[Mapping[str, Any]]) -> R
         if origin.get("version") != EVENTS_VERSION:
             num_passed_over += 1
             continue
-        scheduler = make_scheduler(shards, committed=origin["committed"], settings=_settings(origin["settings"]))
+        scheduler = make_scheduler(
+            shards, committed=origin["committed"], settings=settings_from_json(origin["settings"])
+        )
         for step in steps:
             given = [command.to_json() for command in scheduler.handle(Event.from_json(step.event))]
             # Both are read back from JSON: tuples have become lists in the record.
@@ -74,8 +77,10 @@ def _runs(event_log: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any
     return runs
 
 
-def _settings(raw: Mapping[str, Any]) -> SchedulerSettings:
+def settings_from_json(raw: Mapping[str, Any]) -> SchedulerSettings:
+    """The settings in the line with which a scheduler's part of the event log begins."""
     tail = None if raw["tail"] is None else TailSettings(**raw["tail"])
     cost = None if raw["cost"] is None else CostModel.from_json(raw["cost"])
     memory = None if raw.get("memory") is None else ReplicaMemory(**raw["memory"])
-    return SchedulerSettings(**{**raw, "tail": tail, "cost": cost, "memory": memory})
+    planned = None if raw["planned"] is None else PlannedJob.from_json(raw["planned"])
+    return SchedulerSettings(**{**raw, "tail": tail, "cost": cost, "memory": memory, "planned": planned})
