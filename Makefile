@@ -20,7 +20,7 @@ test: $(VENV)/.test lint types imports
 	$(PYTEST) -m "not long" $(TESTS)
 
 test-all: $(VENV)/.test $(VENV)/.tools lint types imports
-	$(PYTEST) --hypothesis-profile=long
+	$(PYTEST) --hypothesis-profile=long $(TESTS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
