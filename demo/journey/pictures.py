@@ -226,8 +226,8 @@ def modes() -> Picture:
         picture.rectangle((left, 20), (width, 240), "#f6f8fa")
         picture.text((left + 14, 44), mode, is_bold=True, size=15)
         picture.text((left + 14, 72), "weights in memory", colour=QUIET, size=12)
-        picture.rectangle((left + 130, 56), (96, 24), PALE[4 if merged is None else merged], INK)
-        picture.text((left + 178, 73), weights, anchor="middle")
+        picture.rectangle((left + 138, 56), (94, 24), PALE[4 if merged is None else merged], INK)
+        picture.text((left + 185, 73), weights, anchor="middle")
         for number, (adapter, formula) in enumerate(segments):
             top = 98 + number * 52
             picture.rectangle((left + 14, top), (8, 40), COLOURS[adapter], "none", radius=2)

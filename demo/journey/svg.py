@@ -14,7 +14,7 @@ COLOURS = ("#2f6fde", "#d9822b", "#3a9a5b", "#a04fb5", "#8a9199")
 PALE = ("#dce8fb", "#fbe8d3", "#dcf0e2", "#f0e0f4", "#eceef0")
 INK, QUIET, LINE = "#1f2328", "#57606a", "#6e7781"
 _FONT = "Helvetica, Arial, sans-serif"
-LINE_HEIGHT = 16.0
+_LINE_HEIGHT = 16.0
 
 
 class Picture:
@@ -62,7 +62,7 @@ class Picture:
         for number, line in enumerate([lines] if isinstance(lines, str) else lines):
             weight = ' font-weight="bold"' if is_bold else ""
             self._parts.append(
-                f'<text x="{x:g}" y="{y + number * LINE_HEIGHT:g}" text-anchor="{anchor}" fill="{colour}" '
+                f'<text x="{x:g}" y="{y + number * _LINE_HEIGHT:g}" text-anchor="{anchor}" fill="{colour}" '
                 f'font-size="{size:g}"{weight}>{escape(line)}</text>'
             )
 
@@ -70,9 +70,9 @@ class Picture:
         """A rectangle with a bold title and lines below it, all centred."""
         self.rectangle(place, size, fill)
         (x, y), (width, height) = place, size
-        first = y + height / 2 - len(lines) * LINE_HEIGHT / 2 + 5
+        first = y + height / 2 - len(lines) * _LINE_HEIGHT / 2 + 5
         self.text((x + width / 2, first), title, anchor="middle", is_bold=True)
-        self.text((x + width / 2, first + LINE_HEIGHT), lines, anchor="middle", colour=QUIET, size=12)
+        self.text((x + width / 2, first + _LINE_HEIGHT), lines, anchor="middle", colour=QUIET, size=12)
 
     def arrow(self, *points: Point, is_double: bool = False, dashes: str = "") -> None:
         """A line through the points with a head at its end. Three points are a curve that the middle one pulls."""

@@ -41,6 +41,7 @@ def test_files_of_the_code_that_the_page_names_exist(page: str) -> None:
     named = re.findall(r"`([\w/]+\.py)`", page)
     assert len(named) > 30
     assert [name for name in named if not (ROOT / name).is_file()] == []
+    assert len(re.findall(r"^\| `[\w/]+\.py`", page, re.MULTILINE)) == 8
 
 
 def test_the_page_shows_every_picture(page: str) -> None:
