@@ -91,7 +91,7 @@ def shown(text: Path) -> list[list[str]]:
 
 
 def test_documents_are_found_and_show_commands() -> None:
-    assert {"README.md", "operations.md"} <= {text.name for text in TEXTS}
+    assert {"README.md", "running.md"} <= {text.name for text in TEXTS}
     assert sum(len(shown(text)) for text in TEXTS) > 20
 
 
@@ -121,7 +121,7 @@ def test_examples_show_commands_of_dask() -> None:
     assert ["run", "/job/job.yaml"] in [words[:2] for words in shown(ROOT / "docs" / "examples" / "kubernetes.yaml")]
 
 
-@pytest.mark.parametrize("name", ["deploy.md", "operations.md"])
+@pytest.mark.parametrize("name", ["guides/clusters.md", "guides/running.md"])
 def test_options_named_alone_are_of_a_command_of_ours_or_of_dask(name: str) -> None:
     known = options_of(CLI).union(*map(options_of, DASK.values()))
     for line in code(ROOT / "docs" / name):
@@ -130,7 +130,7 @@ def test_options_named_alone_are_of_a_command_of_ours_or_of_dask(name: str) -> N
 
 
 def test_settings_shown_for_dask_are_those_of_the_installed_one() -> None:
-    (shown_settings,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "deploy.md").read_text("utf-8"), re.DOTALL)
+    (shown_settings,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "guides" / "clusters.md").read_text("utf-8"), re.DOTALL)
     known: Any = yaml.safe_load((Path(distributed.__file__).parent / "distributed.yaml").read_text("utf-8"))
 
     def assert_known(asked: dict[str, Any], known: dict[str, Any]) -> None:
@@ -186,13 +186,13 @@ def table_lines(text: str, header: str) -> list[str]:
 
 
 def test_the_job_file_that_is_shown_is_a_job() -> None:
-    text = (ROOT / "docs" / "data-formats.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "keys.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     JobSpec(**yaml.safe_load(example))
 
 
 def test_the_table_of_the_job_file_says_what_the_options_of_the_command_line_say() -> None:
-    text = (ROOT / "docs" / "data-formats.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "keys.md").read_text(encoding="utf-8")
     expected = [
         f"| `{o.key}` | {'required' if o.is_required else o.default} | {o.help} |" for o in job_options().values()
     ]
@@ -201,7 +201,7 @@ def test_the_table_of_the_job_file_says_what_the_options_of_the_command_line_say
 
 
 def test_the_sampling_columns_of_the_documented_input_are_those_that_rows_may_have() -> None:
-    text = (ROOT / "docs" / "data-formats.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "keys.md").read_text(encoding="utf-8")
     lines = [line for line in table_lines(text, "| column | type |") if "| as in the job file |" in line]
     assert tuple(re.findall(r"`(\w+)`", "".join(lines))) == SAMPLING_COLUMNS
 
