@@ -2,7 +2,7 @@
 
 A step's time is linear in what the step does (`StepLoad`), with coefficients that are never negative. Linear is enough
 because a step is the sum of reading the weights, the products per token, reading the KV cache, and the adapters' share;
-tests and `docs/internals/simulation.md` say how well it holds. The coefficients come from `fit` on the steps that `lorabatch
+tests and `benchmarks/README.md` say how well it holds. The coefficients come from `fit` on the steps that `lorabatch
 profile` measures (least squares, R² reported), or from a preset in `MACHINES`. Presets of papers are derived from what
 the papers print, so that their experiments can be repeated; the project's own carry the numbers of its benchmarks.
 

@@ -1,4 +1,4 @@
-"""The tables of docs/reference/model-folder.md are those of the code. `python tests/test_boundary_docs.py` writes them anew."""
+"""Tables of docs/reference/model-folder.md are those of the code. `python tests/test_boundary_docs.py` writes them."""
 
 from __future__ import annotations
 

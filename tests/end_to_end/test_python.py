@@ -1,4 +1,4 @@
-"""The Python functions on real clusters: what `docs/guides/python.md` shows, and handles on jobs that end in every way."""
+"""The Python functions on real clusters: examples of `docs/guides/python.md`, handles on jobs that end in every way."""
 
 from __future__ import annotations
 
