@@ -44,14 +44,15 @@ def add_what_the_site_needs(_app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def tables_of_contents(text: str, folder: Path) -> str:
-    """A hidden table of contents for each section of a map: the pages that it links to."""
+    """A hidden table of contents for each section of a map: the page that each of its lines links to first."""
     found = []
     for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
-        pages = dict.fromkeys(
+        targets = [link[1] for line in section.splitlines() if (link := _LINK.search(line))]
+        pages = [
             target.removesuffix(".md")
-            for target, _ in _LINK.findall(section)
+            for target in targets
             if target.endswith(".md") and (folder / target).resolve().is_relative_to(FOLDER)
-        )
+        ]
         found.append(
             "\n".join(["", "```{toctree}", ":hidden:", f":caption: {section.splitlines()[0]}", "", *pages, "```", ""])
         )
