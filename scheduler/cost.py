@@ -2,7 +2,7 @@
 
 A step's time is linear in what the step does (`StepLoad`), with coefficients that are never negative. Linear is enough
 because a step is the sum of reading the weights, the products per token, reading the KV cache, and the adapters' share;
-tests and `docs/simulation.md` say how well it holds. The coefficients come from `fit` on the steps that `lorabatch
+tests and `benchmarks/README.md` say how well it holds. The coefficients come from `fit` on the steps that `lorabatch
 profile` measures (least squares, R² reported), or from a preset in `MACHINES`. Presets of papers are derived from what
 the papers print, so that their experiments can be repeated; the project's own carry the numbers of its benchmarks.
 
@@ -286,7 +286,7 @@ CPU_SMOLLM2_135M = CostModel(
     prefill_pair_s=9e-7,
     lora_token_s=4.6e-5,
     first_merge_s=1.4,
-    # 49,152 logits, by one thread (docs/kernels.md)
+    # 49,152 logits, by one thread (docs/internals/kernels.md)
     draw_s=3.5e-5,
 )
 # H200, Llama-3-8B bf16, by arithmetic from the compiled kernels (benchmarks/results/2026-11-26-h200-preset.md): no GPU

@@ -1,7 +1,7 @@
 """One of two replicas takes four times as long: how close a job gets to the ideal split, over many sizes of jobs.
 
 Where the queue runs dry by chance just when the slow replica ends a batch, there is little to gain; over all sizes
-there is much. `docs/operations.md` has the same of real processes.
+there is much. `benchmarks/README.md` has the same of real processes.
 """
 
 from __future__ import annotations
