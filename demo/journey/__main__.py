@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...engine.local_cache import temporary_folder
+from ...system.local_cache import temporary_folder
 from .recorded_run import record_demo
 from .stations import STATIONS, Journey
 
