@@ -12,8 +12,8 @@ import numpy as np
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.baselines.dlora_migration import ReplicaLoad, RowGroup, plan_migration
 from lorabatch.scheduler.batching import ClusteredBatcher
-from lorabatch.scheduler.cost import H200_LLAMA_3_8B
 from lorabatch.scheduler.forecast import place_job
+from lorabatch.scheduler.machines import H200_LLAMA_3_8B
 from lorabatch.scheduler.messages import Command, Event
 from lorabatch.scheduler.planning.placement import PlacementProblem, place_shards
 from lorabatch.scheduler.planning.waves import ShardPlan

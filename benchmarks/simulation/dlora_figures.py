@@ -17,7 +17,8 @@ from lorabatch.scheduler.baselines.dlora_migration import MigrationSettings
 from lorabatch.scheduler.baselines.loraserve import place_round_robin, replicate_for_bursts
 from lorabatch.scheduler.baselines.serving import ProactiveDispatcher, RoundRobinDispatcher
 from lorabatch.scheduler.batching import Batcher
-from lorabatch.scheduler.cost import DLORA_A800_LLAMA_2_7B, CostModel
+from lorabatch.scheduler.cost import CostModel
+from lorabatch.scheduler.machines import DLORA_A800_LLAMA_2_7B
 from lorabatch.scheduler.simulation.replica import ReplicaSettings
 from lorabatch.scheduler.simulation.synthetic import (
     bursty_arrivals,

@@ -3,7 +3,7 @@
 python -m lorabatch.benchmarks.simulation.gpu_changes [--rows 2000]
 
 Before: rows enter as soon as there is a place, with memory for all of `max_tokens`. After: prompts enter together (ADR
-83), and rows take memory as they grow (ADR 84). Llama-3-8B on one GPU as `scheduler/cost.py` assumes it.
+83), and rows take memory as they grow (ADR 84). Llama-3-8B on one GPU as `scheduler/machines.py` assumes it.
 """
 
 from __future__ import annotations

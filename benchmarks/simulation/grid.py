@@ -28,8 +28,9 @@ from lorabatch.benchmarks.simulation.lengths import Lengths, read_trace, synthet
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.baselines.batchers import UnmergedBatcher
 from lorabatch.scheduler.batching import Batcher, ReplicaFacts
-from lorabatch.scheduler.cost import MACHINES, CostModel
+from lorabatch.scheduler.cost import CostModel
 from lorabatch.scheduler.estimates.lengths import LengthEstimator, expected_tokens
+from lorabatch.scheduler.machines import MACHINES
 from lorabatch.scheduler.planning.bound import JobBound, job_bound
 from lorabatch.scheduler.planning.waves import Shard, ShardPlan
 from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings

@@ -2,7 +2,7 @@
 
 python -m lorabatch.benchmarks.simulation.growing_rows [--rows 2000]
 
-Llama-3-8B on one GPU as `scheduler/cost.py` assumes it, with the settings of a job. Each job runs three times: rows
+Llama-3-8B on one GPU as `scheduler/machines.py` assumes it, with the settings of a job. Each job runs three times: rows
 hold memory for all of `max_tokens`; they grow; and they hold what they will need, which is not known.
 """
 

@@ -25,7 +25,8 @@ from lorabatch.scheduler.baselines.serving import (
     LeastLoadDispatcher,
     RoutedDispatcher,
 )
-from lorabatch.scheduler.cost import LORASERVE_A100_LLAMA_7B, CostModel
+from lorabatch.scheduler.cost import CostModel
+from lorabatch.scheduler.machines import LORASERVE_A100_LLAMA_7B
 from lorabatch.scheduler.simulation.replica import ReplicaSettings
 from lorabatch.scheduler.simulation.synthetic import (
     draw_adapters,

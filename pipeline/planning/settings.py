@@ -43,7 +43,7 @@ from ...jobs.opening import OpenedJob
 from ...jobs.spec import JobSpec, policy_problem
 from ...jobs.storage.local_copy import is_remote
 from ...scheduler.batching import Batcher, ReplicaFacts
-from ...scheduler.cost import MACHINES, CostModel
+from ...scheduler.cost import CostModel
 from ...scheduler.estimates.lengths import PRIOR_SHARE, AnswerLengths, AnswerModel, spread_quantiles
 from ...scheduler.forecast import (
     CutRows,
@@ -55,6 +55,7 @@ from ...scheduler.forecast import (
     plan_dealt,
     row_seconds,
 )
+from ...scheduler.machines import MACHINES
 from ...scheduler.migration import ReplicaMemory, TailSettings
 from ...scheduler.planning.bound import JobBound, job_bound
 from ...scheduler.planning.waves import ShardPlan, shard_rows, with_whole_groups

@@ -20,9 +20,9 @@ from lorabatch.scheduler.batching import (
     clustered_order,
     without_vain_merge,
 )
-from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
 from lorabatch.scheduler.cost_batching import PromptsTogether
 from lorabatch.scheduler.estimates.lengths import LengthEstimator
+from lorabatch.scheduler.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
 from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
 from lorabatch.scheduler.simulation.synthetic import make_workload
 from lorabatch.scheduler.simulation.timeline import Timeline

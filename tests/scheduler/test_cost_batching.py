@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from lorabatch.scheduler.baselines.dlora_batching import DloraBatcher
 from lorabatch.scheduler.baselines.serving import RoundRobinDispatcher, ServingSettings, ServingSimulation
 from lorabatch.scheduler.batching import Batcher, BatchView, ClusteredBatcher, InClusters, MergeWaveBatcher
-from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, DLORA_A800_LLAMA_2_7B, H200_LLAMA_3_8B, CostModel
+from lorabatch.scheduler.cost import CostModel
 from lorabatch.scheduler.cost_batching import CostBatcher
 from lorabatch.scheduler.estimates.lengths import LengthEstimator
+from lorabatch.scheduler.machines import CPU_SMOLLM2_135M, DLORA_A800_LLAMA_2_7B, H200_LLAMA_3_8B
 from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
 from lorabatch.scheduler.simulation.synthetic import (
     draw_adapters,

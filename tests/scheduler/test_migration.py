@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import astuple, replace
 
-from lorabatch.scheduler.cost import CPU_SMOLLM2_135M as CPU
-from lorabatch.scheduler.cost import H200_LLAMA_3_8B
+from lorabatch.scheduler.machines import CPU_SMOLLM2_135M as CPU
+from lorabatch.scheduler.machines import H200_LLAMA_3_8B
 from lorabatch.scheduler.messages import MigrateRows, Progress, ReplicaJoined, RunShard, ShardFailed, StepTotals
 from lorabatch.scheduler.migration import Pace, TailRows, TailSettings, lend, rows_to_lend, tail_rows
 from lorabatch.scheduler.planning.waves import Shard

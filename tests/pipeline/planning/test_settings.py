@@ -21,8 +21,8 @@ from lorabatch.kernels import cpu_instructions
 from lorabatch.pipeline.cluster.devices import Device, find_device, least_device
 from lorabatch.pipeline.planning.settings import RunSettings, some_of
 from lorabatch.scheduler.batching import Batcher, ReplicaFacts
-from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, MACHINES
 from lorabatch.scheduler.estimates.lengths import AnswerLengths
+from lorabatch.scheduler.machines import CPU_SMOLLM2_135M, MACHINES
 from lorabatch.scheduler.simulation import run as simulated
 from lorabatch.scheduler.simulation.replica import SimulatedReplica
 from lorabatch.scheduler.simulation.synthetic import make_adapters, make_workload

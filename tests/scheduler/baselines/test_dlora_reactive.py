@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.baselines.dlora_reactive import CoMigration
-from lorabatch.scheduler.cost import H200_LLAMA_3_8B as COST
+from lorabatch.scheduler.machines import H200_LLAMA_3_8B as COST
 from lorabatch.scheduler.messages import MigrateRows, Progress, ReplicaJoined
 from lorabatch.scheduler.migration import ReplicaMemory, TailSettings
 from lorabatch.scheduler.planning.waves import Shard

@@ -15,7 +15,7 @@ from lorabatch.scheduler.baselines.serving import (
     ServingSettings,
     ServingSimulation,
 )
-from lorabatch.scheduler.cost import DLORA_A800_LLAMA_2_7B as COST
+from lorabatch.scheduler.machines import DLORA_A800_LLAMA_2_7B as COST
 from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
 from lorabatch.scheduler.simulation.synthetic import (
     draw_adapters,

@@ -6,8 +6,8 @@ from dataclasses import astuple, replace
 
 import pytest
 
-from lorabatch.scheduler.cost import CPU_SMOLLM2_135M as CPU
 from lorabatch.scheduler.estimates.pace import MeanRow, PaceEstimator, StepBudget, mean_row
+from lorabatch.scheduler.machines import CPU_SMOLLM2_135M as CPU
 from lorabatch.scheduler.messages import Progress, StepTotals
 from lorabatch.scheduler.planning.waves import Shard
 

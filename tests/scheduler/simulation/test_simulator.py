@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from lorabatch.scheduler.baselines.batchers import UnmergedBatcher
-from lorabatch.scheduler.cost import CPU_SMOLLM2_135M
-from lorabatch.scheduler.cost import H200_LLAMA_3_8B as COST
+from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
+from lorabatch.scheduler.machines import H200_LLAMA_3_8B as COST
 from lorabatch.scheduler.messages import Progress, RunShard
 from lorabatch.scheduler.migration import TailSettings
 from lorabatch.scheduler.planning.waves import ShardLimits, plan_shards
