@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lorabatch.engine.batching.policy import choose_batcher
+from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.simulation.run import run_planned
 from lorabatch.scheduler.simulation.synthetic import (
@@ -77,12 +78,12 @@ def settings_of(shape: Shape) -> RunSettings:
 def held_grown_and_known(shape: Shape, rows: Workload) -> tuple[JobMetrics, JobMetrics, JobMetrics]:
     """A job on one worker under each rule. All three runs have the shards of the second."""
     settings = settings_of(shape)
-    plan = settings.cut(rows, 1).plan
+    plan = prediction.cut_rows(settings, rows, 1).plan
     assert rows.output_tokens is not None
     known = replace(rows, max_tokens=rows.output_tokens)
 
     def run(workload: Workload, *, rows_grow: bool) -> JobMetrics:
-        replica = replace(settings.replica(), rows_grow=rows_grow)
+        replica = replace(prediction.replica_settings(settings), rows_grow=rows_grow)
         return run_planned(
             workload,
             plan,

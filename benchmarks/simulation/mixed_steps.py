@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.simulation.synthetic import (
     draw_adapters,
@@ -56,7 +57,7 @@ def at_once_and_held_back(shape: Shape, rows: Workload) -> tuple[JobMetrics, Job
     settings = RunSettings.of_machine("h200-llama-3-8b", batch_rows=shape.batch_rows)
     free = replace(settings.engine, cost=replace(settings.cost, mixed_step_s=0.0))
     at_once = replace(settings, engine=free, prices=settings.cost)
-    return at_once.simulate(rows, 1).metrics, settings.simulate(rows, 1).metrics
+    return prediction.simulate(at_once, rows, 1).metrics, prediction.simulate(settings, rows, 1).metrics
 
 
 def table(num_rows: int) -> Iterator[str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lorabatch.benchmarks.simulation.lengths import Lengths
+from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.simulation.synthetic import (
     draw_adapters,
@@ -85,8 +86,11 @@ def compare(lengths: Lengths, num_rows: int, seeds: tuple[int, ...] = (21, 22, 2
 
 
 def _compare_job(job: Job) -> Comparison:
-    runs = {name: SETTINGS.under(policy).simulate(job.workload, NUM_REPLICAS) for policy, name in COMPARED.items()}
-    runs["planner"] = SETTINGS.simulate(job.workload, NUM_REPLICAS)
+    runs = {
+        name: prediction.simulate(SETTINGS.under(policy), job.workload, NUM_REPLICAS)
+        for policy, name in COMPARED.items()
+    }
+    runs["planner"] = prediction.simulate(SETTINGS, job.workload, NUM_REPLICAS)
     makespan = {name: run.metrics.makespan_s for name, run in runs.items()}
     return Comparison(job.name, makespan, runs["planner"].metrics.merged_share)
 
@@ -107,7 +111,7 @@ def compare_loads(lengths: Lengths, num_rows: int, seed: int = 21) -> list[Loads
     for job in jobs(lengths, num_rows, seed)[2:]:
         seconds = []
         for is_ahead in (False, True):
-            run = replace(SETTINGS, shares_adapters=is_ahead).simulate(job.workload, NUM_REPLICAS)
+            run = prediction.simulate(replace(SETTINGS, shares_adapters=is_ahead), job.workload, NUM_REPLICAS)
             seconds.append((run.metrics.makespan_s, run.metrics.load_share))
         found.append(LoadsAhead(job.name, *seconds))
     return found

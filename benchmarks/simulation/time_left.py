@@ -22,6 +22,7 @@ from lorabatch.benchmarks.simulation.lengths import kept_answers
 from lorabatch.engine.telemetry import EngineTelemetry
 from lorabatch.pipeline.messages import FinishedRows, ShardOutcome, WorkerReport
 from lorabatch.pipeline.monitoring.job_monitor import JobMonitor, WorkLeft
+from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.batching import ReplicaFacts
 from lorabatch.scheduler.estimates.lengths import AnswerLengths, LengthEstimator
@@ -163,8 +164,8 @@ class Watched:
 def play(job: Job) -> tuple[float, list[tuple[float, TimeLeft]]]:
     """Seconds that the job took, and what was shown while it ran."""
     planned, num_workers = job.planned, len(job.slowness)
-    cut = planned.cut(job.rows, num_workers)
-    predicted_s = planned.play_expected(job.rows, cut.plan, num_workers).metrics.makespan_s
+    cut = prediction.cut_rows(planned, job.rows, num_workers)
+    predicted_s = prediction.play_expected(planned, job.rows, cut.plan, num_workers).metrics.makespan_s
     work = WorkLeft(cut.plan.shards, job.known_lengths).now(job.settings.limits.batch_rows * num_workers, Work())
     timeline = Timeline.empty(job.rows.num_rows, num_workers)
     scheduler = make_scheduler(cut.plan.shards, settings=planned.scheduler(num_workers, job.rows.adapters))
@@ -177,7 +178,8 @@ def play(job: Job) -> tuple[float, list[tuple[float, TimeLeft]]]:
     )
     replicas = [_replica(job, number, timeline) for number in range(num_workers)]
     cluster = Cluster((0.0,) * num_workers, hop_s=_HOP_S)
-    outcome = JobSimulation(job.rows, cut.plan, watched, replicas, cluster, timeline, job.settings.replica()).run()
+    settings = prediction.replica_settings(job.settings)
+    outcome = JobSimulation(job.rows, cut.plan, watched, replicas, cluster, timeline, settings).run()
     assert outcome.failure is None, outcome.failure
     return outcome.makespan_s, watched.shown
 
@@ -192,7 +194,8 @@ def _replica(job: Job, number: int, timeline: Timeline) -> SimulatedReplica:
         lengths=lengths,
     )
     cost, batcher = job.settings.cost.scaled(job.slowness[number]), job.planned.batcher(facts)
-    return SimulatedReplica(number, job.rows, cost, batcher, job.settings.replica(), timeline, lengths)
+    settings = prediction.replica_settings(job.settings)
+    return SimulatedReplica(number, job.rows, cost, batcher, settings, timeline, lengths)
 
 
 def table(found: Sequence[tuple[Job, float, list[tuple[float, TimeLeft]]]]) -> str:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.baselines.dealing import by_pending_time, by_routing, in_turn, routing_of
 from lorabatch.scheduler.estimates.lengths import expected_tokens
@@ -36,7 +37,7 @@ def rows_to_deal(draw, least_rows=0):
 
 def shards_of(rows, policy, placement):
     settings = RunSettings.of_machine("h200-llama-3-8b", batch_rows=16).under(policy, placement)
-    return settings.cut(rows.workload, rows.num_replicas).plan
+    return prediction.cut_rows(settings, rows.workload, rows.num_replicas).plan
 
 
 @given(rows=rows_to_deal(), policy=st.sampled_from(list(POLICIES)), placement=st.sampled_from(list(PLACEMENTS)))
@@ -65,7 +66,7 @@ def test_shards_of_rows_in_input_order_go_to_one_replica_after_the_other(rows):
 def test_rows_keep_the_order_of_the_input_which_need_not_be_theirs():
     workload = make_workload((), np.full(7, -1, np.int32), np.full(7, 5, np.int32), np.full(7, 9, np.int32))
     object.__setattr__(workload, "input_place", np.array([3, 1, 0, 2, 6, 5, 4]))
-    plan = RunSettings.of_machine("h200-llama-3-8b").under("s-lora").cut(workload, 2, 7).plan
+    plan = prediction.cut_rows(RunSettings.of_machine("h200-llama-3-8b").under("s-lora"), workload, 2, 7).plan
     assert [plan.rows_of(i).tolist() for i in range(len(plan.shards))] == [[2], [1], [3], [0], [6], [5], [4]]
 
 
