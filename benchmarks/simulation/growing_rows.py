@@ -23,7 +23,7 @@ from lorabatch.scheduler.simulation.synthetic import (
     draw_lengths,
     make_adapters,
     make_workload,
-    uniform_popularity,
+    power_popularity,
 )
 from lorabatch.scheduler.simulation.timeline import JobMetrics
 from lorabatch.scheduler.workload import Workload
@@ -64,7 +64,7 @@ def workload(shape: Shape, num_rows: int) -> Workload:
     generator = np.random.default_rng(shape.max_tokens)
     prompt = draw_lengths(generator, num_rows, shape.prompt_tokens, 0.7, 3000)
     output = draw_lengths(generator, num_rows, shape.output_tokens, shape.spread, _LONGEST)
-    adapter = draw_adapters(generator, num_rows, uniform_popularity(shape.num_adapters))
+    adapter = draw_adapters(generator, num_rows, power_popularity(shape.num_adapters, 0.0))
     adapters = make_adapters([_RANK] * shape.num_adapters)
     return make_workload(adapters, adapter, prompt, output, max_tokens=shape.max_tokens)
 

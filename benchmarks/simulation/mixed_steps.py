@@ -21,7 +21,7 @@ from lorabatch.scheduler.simulation.synthetic import (
     draw_lengths,
     make_adapters,
     make_workload,
-    uniform_popularity,
+    power_popularity,
 )
 from lorabatch.scheduler.simulation.timeline import JobMetrics
 from lorabatch.scheduler.workload import Workload
@@ -48,7 +48,7 @@ def workload(shape: Shape, num_adapters: int, num_rows: int) -> Workload:
     generator = np.random.default_rng(num_adapters)
     prompt = draw_lengths(generator, num_rows, shape.prompt_tokens, 0.7, 3000)
     output = draw_lengths(generator, num_rows, shape.output_tokens, 0.7, _MAX_TOKENS)
-    adapter = draw_adapters(generator, num_rows, uniform_popularity(num_adapters))
+    adapter = draw_adapters(generator, num_rows, power_popularity(num_adapters, 0.0))
     return make_workload(make_adapters([_RANK] * num_adapters), adapter, prompt, output, max_tokens=_MAX_TOKENS)
 
 

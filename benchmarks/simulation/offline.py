@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from lorabatch.benchmarks.simulation.draws import top_five_popularity
 from lorabatch.benchmarks.simulation.lengths import Lengths
 from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
@@ -17,8 +18,6 @@ from lorabatch.scheduler.simulation.synthetic import (
     make_adapters,
     make_workload,
     power_popularity,
-    top_five_popularity,
-    uniform_popularity,
 )
 from lorabatch.scheduler.workload import Workload
 
@@ -46,11 +45,11 @@ def jobs(lengths: Lengths, num_rows: int, seed: int) -> list[Job]:
     mixed = [8, 16, 32, 64, 128]
     kinds = {
         "one adapter": (np.ones(1), [16]),
-        "2 adapters, even": (uniform_popularity(2), [16, 16]),
+        "2 adapters, even": (power_popularity(2, 0.0), [16, 16]),
         "8 adapters, Zipf": (power_popularity(8, 1.0), [16] * 8),
         "50 adapters, top five 70 %": (top_five_popularity(50), mixed * 10),
         "200 adapters, Zipf": (power_popularity(200, 1.0), mixed * 40),
-        "200 adapters, even": (uniform_popularity(200), mixed * 40),
+        "200 adapters, even": (power_popularity(200, 0.0), mixed * 40),
     }
     made = []
     for name, (popularity, ranks) in kinds.items():

@@ -166,13 +166,6 @@ class SimulatedReplica:
         prompts = int(self._workload.computed_of(rows).sum())
         self._lengths.asked(int(self._workload.max_tokens[rows].sum()), len(rows), prompts)
 
-    def take_waiting(self, adapter: int, num_rows: int) -> NDArray[np.int64]:
-        """Remove and return up to `num_rows` waiting rows of one adapter, the last to arrive first."""
-        positions = np.flatnonzero(self._workload.adapter_index[self.waiting] == adapter)[-num_rows:]
-        taken = self.waiting[positions]
-        self.waiting = np.delete(self.waiting, positions)
-        return taken
-
     def hand_over(self, rows: NDArray[np.int64], num_rows: int) -> dict[int, int]:
         """Remove the last `num_rows` of `rows` that are here; row -> tokens generated so far.
 

@@ -273,10 +273,10 @@ def test_a_steps_budget_counts_computed_tokens_only():
 def test_a_row_on_loan_computes_its_whole_prompt_again():
     given_ = ([0], [100], [9])
     lent, _ = make_replica(*given_, shared_tokens=[64])
-    lent.take_waiting(0, 1)
+    lent.hand_over(np.array([0]), 1)
     lent.take_over({0: 5})
     whole, _ = make_replica(*given_)
-    whole.take_waiting(0, 1)
+    whole.hand_over(np.array([0]), 1)
     whole.take_over({0: 5})
     assert run_out(lent) == run_out(whole)
 
@@ -307,7 +307,7 @@ def test_an_absent_adapter_is_loaded_once_and_again_after_eviction():
 
 def test_the_last_rows_to_arrive_are_given_away_first():
     engine, _ = make_replica([0, 1, 0, 0], [9] * 4, [2] * 4)
-    assert engine.take_waiting(0, 2).tolist() == [2, 3]
+    assert engine.hand_over(np.array([0, 2, 3]), 2) == {2: 0, 3: 0}
     assert engine.waiting.tolist() == [0, 1]
 
 
