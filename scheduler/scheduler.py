@@ -24,6 +24,7 @@ from .dispatch import (
 )
 from .estimates.lengths import PRIOR_SHARE, LengthEstimator
 from .estimates.pace import PaceEstimator, mean_row
+from .lending import TailSettings
 from .liveness import LivenessDetector
 from .messages import (
     Command,
@@ -43,7 +44,7 @@ from .messages import (
     Tick,
     WorkersSeen,
 )
-from .migration import MigrationRule, ReplicaMemory, TailMigration, TailSettings
+from .migration import MigrationRule, ReplicaMemory, TailMigration
 from .planning.waves import Shard
 from .shares import Share, WorkShares
 

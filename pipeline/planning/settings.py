@@ -42,8 +42,9 @@ from ...scheduler.batching import Batcher, ReplicaFacts
 from ...scheduler.cost import CostModel
 from ...scheduler.estimates.lengths import PRIOR_SHARE, AnswerLengths
 from ...scheduler.forecast import WaveMode
+from ...scheduler.lending import TailSettings
 from ...scheduler.machines import MACHINES
-from ...scheduler.migration import ReplicaMemory, TailSettings
+from ...scheduler.migration import ReplicaMemory
 from ...scheduler.policies import POLICIES, dealing
 from ...scheduler.scheduler import SchedulerSettings
 from ...scheduler.workload import AdapterInfo

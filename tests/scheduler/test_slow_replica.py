@@ -13,8 +13,8 @@ import pytest
 
 from lorabatch.scheduler.baselines.batchers import UnmergedBatcher
 from lorabatch.scheduler.cost import StepLoad
+from lorabatch.scheduler.lending import TailSettings
 from lorabatch.scheduler.machines import CPU_SMOLLM2_135M as CPU
-from lorabatch.scheduler.migration import TailSettings
 from lorabatch.scheduler.planning.waves import ShardLimits, plan_shards
 from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
 from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica

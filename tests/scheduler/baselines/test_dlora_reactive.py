@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.baselines.dlora_reactive import CoMigration
+from lorabatch.scheduler.lending import TailSettings
 from lorabatch.scheduler.machines import H200_LLAMA_3_8B as COST
 from lorabatch.scheduler.messages import MigrateRows, Progress, ReplicaJoined
-from lorabatch.scheduler.migration import ReplicaMemory, TailSettings
+from lorabatch.scheduler.migration import ReplicaMemory
 from lorabatch.scheduler.planning.waves import Shard
 from lorabatch.scheduler.policies import make_scheduler
 from lorabatch.scheduler.scheduler import SchedulerSettings

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from lorabatch.scheduler.baselines.batchers import UnmergedBatcher
+from lorabatch.scheduler.lending import TailSettings
 from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
 from lorabatch.scheduler.machines import H200_LLAMA_3_8B as COST
 from lorabatch.scheduler.messages import Progress, RunShard
-from lorabatch.scheduler.migration import TailSettings
 from lorabatch.scheduler.planning.waves import ShardLimits, plan_shards
 from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
 from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
