@@ -22,7 +22,7 @@ from lorabatch.benchmarks.simulation.serving_run import (
 )
 from lorabatch.benchmarks.simulation.serving_simulation import ProactiveDispatcher, Requests, RoundRobinDispatcher
 from lorabatch.scheduler.baselines.batchers import MergedBatcher, UnmergedBatcher
-from lorabatch.scheduler.baselines.dlora_batching import Credits, DloraBatcher, Thresholds, dlora_batcher
+from lorabatch.scheduler.baselines.dlora_batching import Credits, DloraBatcher, Thresholds
 from lorabatch.scheduler.baselines.dlora_migration import MigrationSettings
 from lorabatch.scheduler.batching import Batcher
 from lorabatch.scheduler.cost import CostModel
@@ -98,7 +98,8 @@ def batcher(
     num_adapters: int, *, thresholds: tuple[float, float] | None = None, credit_batches: float | None = None
 ) -> DloraBatcher:
     """dLoRA's, perhaps with other start values of alpha and beta, or other credits of each adapter."""
-    made = dlora_batcher(np.full(num_adapters, 8.0), COST, BATCH)
+    ranks = np.full(num_adapters, 8.0)
+    made = DloraBatcher(COST, lambda: ranks, BATCH, mean_context=500.0)
     if thresholds is not None:
         made.inner.thresholds = Thresholds(*thresholds)
     if credit_batches is not None:

@@ -170,7 +170,7 @@ def dealt(instance: Instance, make: Maker, *, by_work: bool) -> float:
             replica.add(np.concatenate(pieces))
             now = 0.0
             while replica.num_rows:
-                now = replica.step(now).end_s
+                now, _ = replica.step(now)
             ends.append(now)
     return max(ends)
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lorabatch.scheduler.baselines.dealing import furthest_behind, pending_seconds
 from lorabatch.scheduler.baselines.dlora_migration import MigrationSettings, ReplicaLoad, RowGroup, plan_migration
 from lorabatch.scheduler.cost import CostModel
-from lorabatch.scheduler.simulation.replica import SimulatedReplica, StepOutcome
+from lorabatch.scheduler.simulation.replica import SimulatedReplica
 from lorabatch.scheduler.workload import Workload
 
 
@@ -158,7 +158,7 @@ class ServingSimulation:
         self._is_resident = np.zeros((num_adapters, len(self._replicas)), dtype=bool)
         self._load_s = np.array([cost.load_seconds(a.weight_bytes, "host") for a in workload.adapters])
         self._place = np.full(workload.num_rows, -1, np.int64)
-        self._heap: list[tuple[float, int, int, StepOutcome]] = []
+        self._heap: list[tuple[float, int, int, NDArray[np.int64]]] = []
         self._is_stepping = [False] * len(self._replicas)
         self._order = 0
         self._history: list[NDArray[np.float64]] = []
@@ -225,15 +225,15 @@ class ServingSimulation:
     def _start(self, now: float, replica: int, until_s: float) -> None:
         if self._replicas[replica].num_rows == 0:
             return
-        outcome = self._replicas[replica].step(now, until_s)
+        end_s, finished = self._replicas[replica].step(now, until_s)
         self._is_stepping[replica] = True
         self._order += 1
-        heapq.heappush(self._heap, (outcome.end_s, self._order, replica, outcome))
+        heapq.heappush(self._heap, (end_s, self._order, replica, finished))
 
     def _stepped(self, now: float, next_arrival_s: float) -> None:
-        _, _, replica, outcome = heapq.heappop(self._heap)
+        _, _, replica, finished = heapq.heappop(self._heap)
         self._is_stepping[replica] = False
-        self._take_from_queue(replica, outcome.finished)
+        self._take_from_queue(replica, finished)
         self._is_resident[:, replica] = False
         self._is_resident[self._replicas[replica].resident, replica] = True
         waiting = self._workload.adapter_index[self._replicas[replica].waiting]

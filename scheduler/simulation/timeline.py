@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..workload import Workload
+from .passes import Passes
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +69,16 @@ class Timeline:
             preempted=np.zeros(num_replicas, np.int64),
             peak_adapters=np.zeros(num_replicas, np.int64),
         )
+
+    def count(self, replica: int, passes: Passes, seconds: float, *, is_merged: bool) -> None:
+        """Count passes of a replica. `seconds`: their time, merges and waits for adapters included."""
+        is_prompt = passes.chunk > 0
+        self.busy_s[replica] += seconds
+        self.num_steps[replica] += passes.number
+        self.row_steps[replica] += int(passes.tokens.sum())
+        self.prompt_tokens[replica] += int(passes.chunk.sum())
+        self.merged_steps[replica] += passes.number * is_merged
+        self.mixed_steps[replica] += passes.number * bool(is_prompt.any() and not is_prompt.all())
 
     def computing_s(self, replica: int) -> float:
         """Seconds in steps of one replica, without merges and waits for adapters."""

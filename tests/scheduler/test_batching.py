@@ -267,7 +267,7 @@ def test_no_fixed_size_of_groups_is_better_than_what_rows_held_back_waste(output
         replica.add(np.arange(num_rows))
         end_s = 0.0
         while replica.num_rows:
-            end_s = replica.step(end_s).end_s
+            end_s, _ = replica.step(end_s)
         return end_s
 
     ours = seconds(PromptsTogether(ClusteredBatcher(), H200_LLAMA_3_8B, lambda: np.zeros(0)))

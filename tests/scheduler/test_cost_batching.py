@@ -57,7 +57,7 @@ def simulated(workload: Workload, cost: CostModel, batcher: Batcher, **settings_
     replica.add(np.arange(workload.num_rows))
     now_s = 0.0
     while replica.num_rows:
-        now_s = replica.step(now_s).end_s
+        now_s, _ = replica.step(now_s)
     return timeline
 
 

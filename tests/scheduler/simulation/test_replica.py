@@ -58,10 +58,9 @@ def make_replica(
 def run_out(engine):
     now, finished = 0.0, []
     while engine.num_rows:
-        outcome = engine.step(now)
-        assert outcome.end_s > now
-        now = outcome.end_s
-        finished += outcome.finished.tolist()
+        before, (now, ended) = now, engine.step(now)
+        assert now > before
+        finished += ended.tolist()
         engine.check_integrity()
     return now, finished
 
@@ -267,7 +266,7 @@ def test_prompts_that_are_scored_cost_logits_and_a_step_scores_no_more_than_an_e
 
 def test_a_steps_budget_counts_computed_tokens_only():
     engine, _ = make_replica([0] * 4, [100] * 4, [1] * 4, shared_tokens=[0, 90, 90, 90], max_step_tokens=130)
-    assert len(engine.step(0.0).finished) == 4
+    assert len(engine.step(0.0)[1]) == 4
 
 
 def test_a_row_on_loan_computes_its_whole_prompt_again():
