@@ -23,7 +23,7 @@ from .dispatch import (
     rows_behind,
 )
 from .estimates.lengths import PRIOR_SHARE, LengthEstimator
-from .estimates.pace import PaceEstimator, mean_row
+from .estimates.pace import PaceEstimator, planned_work
 from .lending import TailSettings
 from .liveness import LivenessDetector
 from .messages import (
@@ -125,9 +125,9 @@ class Scheduler:
         self._replica_seen_s = 0.0
         self._sources = AdapterSources() if settings.shares_adapters else None
         self._lengths = LengthEstimator()
-        rows = mean_row(shards)
-        self._lengths.asked(round(rows.num_rows * rows.output_tokens / PRIOR_SHARE), rows.num_rows)
-        self._paces = PaceEstimator(settings.cost, rows)
+        work = planned_work(shards)
+        self._lengths.asked(round(work.output_tokens / PRIOR_SHARE), round(work.num_rows))
+        self._paces = PaceEstimator(settings.cost, work)
         batches, num_replicas = settings.open_batches, settings.expected_replicas
         self._shares = WorkShares(batches, num_replicas, self._queue, self._paces, self._lengths)
         self._migration = migration

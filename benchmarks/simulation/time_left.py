@@ -21,12 +21,13 @@ import numpy as np
 from lorabatch.benchmarks.simulation.lengths import kept_answers
 from lorabatch.engine.telemetry import EngineTelemetry
 from lorabatch.pipeline.messages import FinishedRows, ShardOutcome, WorkerReport
-from lorabatch.pipeline.monitoring.job_monitor import JobMonitor, WorkLeft
+from lorabatch.pipeline.monitoring.job_monitor import JobMonitor
 from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.batching import ReplicaFacts
 from lorabatch.scheduler.estimates.lengths import AnswerLengths, LengthEstimator
 from lorabatch.scheduler.estimates.time_left import PlannedJob, TimeLeft, Work
+from lorabatch.scheduler.estimates.work_left import WorkLeft
 from lorabatch.scheduler.messages import Command, Event, Progress, ShardCommitted
 from lorabatch.scheduler.planning.waves import ShardPlan
 from lorabatch.scheduler.policies import make_scheduler

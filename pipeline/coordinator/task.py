@@ -26,6 +26,7 @@ from ...jobs.store import part_name
 from ...scheduler.cost import CostModel
 from ...scheduler.estimates.lengths import AnswerLengths
 from ...scheduler.estimates.time_left import PlannedJob, Work
+from ...scheduler.estimates.work_left import WorkLeft
 from ...scheduler.planning.bound import JobWork, work_bound
 from ...scheduler.policies import make_scheduler
 from ..cluster.connect import count_workers, open_client, scheduler_loss_reported
@@ -36,7 +37,7 @@ from ..dataset.index import IndexTotals, deadly_chunk, index_chunk, list_chunks
 from ..dataset.reader import read_shard
 from ..dataset.writer import empty_part
 from ..migration.peers import Peers
-from ..monitoring.job_monitor import JobMonitor, WorkLeft
+from ..monitoring.job_monitor import JobMonitor
 from ..monitoring.reporter import JobReporter, latest_state, state_before, state_publisher
 from ..monitoring.topics import WAITS
 from ..planning.plan import JobPlan, plan_job, read_plan, reopen_shard, reopen_shards, serving_adapters

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
 
 from ...jobs.record import JobState, WorkerState
 from ...jobs.status.worker_names import WorkerNames
-from ...scheduler.estimates.lengths import PRIOR_SHARE, AnswerLengths, LengthDistribution, LengthEstimator
+from ...scheduler.estimates.lengths import AnswerLengths
 from ...scheduler.estimates.time_left import TimeLeft, Work
+from ...scheduler.estimates.work_left import WorkLeft
 from ...scheduler.planning.bound import JobWork
 from ...scheduler.planning.waves import Shard
 from ..messages import PromptReuse, ShardOutcome, WorkerReport
@@ -196,144 +195,6 @@ class JobMonitor:
             adapter_loads=telemetry.adapter_loads,
             adapter_stall_s=telemetry.adapter_stall_s,
         )
-
-
-class _Rows(NamedTuple):
-    """Number of some rows, tokens of their prompts, and tokens that they are predicted to generate."""
-
-    rows: float = 0.0
-    prompt: float = 0.0
-    predicted: float = 0.0
-
-    @classmethod
-    def sum(cls, counts: Iterable[Iterable[float]]) -> _Rows:
-        """Sums of the counts of several groups of rows."""
-        return cls(*(sum(column) for column in zip(cls(), *counts, strict=True)))
-
-
-class WorkLeft:
-    """Adds up the work of shards that are not committed, by the set of adapters of their rows. `known_lengths`: adapter
-    -> lengths of its answers in earlier jobs; None when the plan knew all lengths exactly.
-    """
-
-    def __init__(
-        self, shards: Iterable[Shard], known_lengths: Mapping[str, AnswerLengths] | None = MappingProxyType({})
-    ) -> None:
-        earlier = known_lengths or {}
-        self._known = frozenset(earlier)
-        #: Lengths of this run's answers so far.
-        self.lengths = LengthEstimator()
-        # Adapters -> rows, prompt tokens, predicted output tokens.
-        self._sums: defaultdict[tuple[str, ...], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-        with_work = [shard for shard in shards if shard.has_engine_work]
-        for shard in with_work:
-            self._add(shard, 1.0)
-        self._total = _Rows.sum(self._sums.values())
-        # A shard names the adapters of its rows, not the number of rows of each.
-        for adapters, counts in self._sums.items():
-            share = counts[0] / self._total.rows / max(1, len(adapters))
-            for name in self._known.intersection(adapters or ("",)):
-                self.lengths.had(earlier[name], share)
-        # Distribution of the lengths of answers when the plan knew all of them; else None.
-        self._planned = (
-            None
-            if known_lengths is not None
-            else LengthDistribution.of_groups(
-                (s.num_rows, _predicted(s) / s.num_rows, max(1, s.longest_output_tokens)) for s in with_work
-            )
-        )
-
-    def committed(self, shard: Shard) -> None:
-        """Subtract the work of a shard whose part is written."""
-        self._add(shard, -1.0)
-
-    def _add(self, shard: Shard, share: float) -> None:
-        if shard.has_engine_work:
-            counts = self._sums[shard.adapters]
-            for i, value in enumerate((shard.num_rows, shard.prompt_tokens, _predicted(shard))):
-                counts[i] += share * value
-
-    def now(
-        self,
-        num_places: int,
-        done: Work,
-        opened: Iterable[tuple[Shard, int]] = (),
-        num_running: int = 0,
-        running_tokens: int = 0,
-    ) -> Work:
-        """Work that is left, as `JobMonitor.work_left` returns it. `opened`: open shards and their numbers of rows
-        without a result. `running_tokens`: tokens that running rows have generated.
-        """
-        groups = self._without_result(opened)
-        num_rows, prompt, predicted = _Rows.sum(groups.values())
-        if not num_rows:
-            return Work()
-        num_running = min(num_running, round(num_rows))
-        num_waiting = max(0.0, num_rows - num_running)
-        # Some running rows may still have prompt tokens to compute.
-        prompt_left = min(prompt, max(prompt * num_waiting / num_rows, self._total.prompt - done.prompt_tokens))
-        generated = running_tokens / max(1, num_running)
-        waiting = num_waiting / num_rows
-        if self._planned is None:
-            most = predicted / num_rows / PRIOR_SHARE
-            spread = self.lengths.distribution(num_running, generated, most, done.num_steps)
-            whole, guessed = self._expected(groups, spread.left(), predicted / num_rows)
-            output = whole * waiting + num_running * spread.left(generated)
-            guessed *= output / whole
-            num_steps = spread.steps_left(num_running, generated, num_waiting, num_places)
-        else:
-            output, guessed = self._known_left(num_rows, running_tokens), 0.0
-            spread = self._planned
-            num_steps = spread.steps_left(num_running, generated, num_waiting, num_places)
-            # Waiting rows are shorter than others when the longest have begun first.
-            num_steps *= output / (num_waiting * spread.left() + num_running * spread.left(generated))
-        return Work(num_rows, prompt_left, output, guessed, num_steps)
-
-    def _known_left(self, num_rows: float, running_tokens: int) -> float:
-        """Tokens that are not generated yet, when all lengths are known. Finished rows that no report has counted were
-        answered by an earlier run.
-        """
-        total, lengths = self._total, self.lengths
-        num_before = max(0.0, total.rows - num_rows - lengths.num_finished)
-        before = num_before * total.predicted / total.rows
-        return max(num_rows, total.predicted - before - lengths.finished_tokens - running_tokens)
-
-    def _without_result(self, opened: Iterable[tuple[Shard, int]]) -> dict[tuple[str, ...], _Rows]:
-        """Rows without a result, by the set of adapters of their shards' rows."""
-        done = WorkLeft(())
-        for shard, rows_left in opened:
-            done._add(shard, 1 - rows_left / shard.num_rows)
-        groups = {}
-        for adapters, counts in self._sums.items():
-            left = _Rows(*(count - less for count, less in zip(counts, done._sums[adapters], strict=True)))
-            if left.rows >= 0.5:
-                groups[adapters] = left
-        return groups
-
-    def _expected(
-        self, groups: Mapping[tuple[str, ...], _Rows], mean: float, predicted_mean: float
-    ) -> tuple[float, float]:
-        """Output tokens that these rows have in all, and the part of them that is a guess. `mean`: expected tokens of a
-        row of any adapter; `predicted_mean`: the plan's prediction of it. Adapters differ as their finished rows do,
-        else as predicted.
-        """
-        output = guessed = 0.0
-        finished = self.lengths.finished_mean
-        for adapters, (rows, _, predicted) in groups.items():
-            measured = self.lengths.measured_together(adapters)
-            if measured is not None and finished:
-                output += rows * measured * mean / finished
-            elif self._known.issuperset(adapters or ("",)):
-                output += predicted
-            else:
-                output += predicted * mean / predicted_mean
-                guessed += predicted * mean / predicted_mean * self.lengths.share_guessed
-        return output, guessed
-
-
-def _predicted(shard: Shard) -> int:
-    """Predicted output tokens of a shard, at least one for each row: engines compute one even for an empty answer."""
-    return max(shard.num_rows, shard.predicted_output_tokens)
 
 
 class BatchFill:
