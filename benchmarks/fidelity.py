@@ -33,6 +33,7 @@ from lorabatch.engine.peft.random import write_random_adapter
 from lorabatch.jobs.cost_profile import machine, read_profile
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.store import JobStore
+from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.dry_run import dry_run
 from lorabatch.pipeline.run import run
 
@@ -134,7 +135,7 @@ def measure_demo(cost_model: Path, folder: Path) -> list[Fidelity]:
     measured_s = measured_makespan_s(JobStore(str(folder / "output")))
     answers = ds.dataset(folder / "output", format="parquet").to_table(columns=["id", "adapter", "completion_tokens"])
     workload = replace(found.workload, output_tokens=_in_index_order(answers, spec))
-    known_s = found.settings.simulate(workload, NUM_WORKERS).metrics.makespan_s
+    known_s = prediction.simulate(found.settings, workload, NUM_WORKERS).metrics.makespan_s
     sizes = (workload.num_rows, int(workload.prompt_tokens.sum()), int(answers["completion_tokens"].to_numpy().sum()))
     return [
         Fidelity(DEMO, *sizes, predicted_s=found.forecast.predicted_s, measured_s=measured_s, has_lengths=False),

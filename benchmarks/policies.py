@@ -42,6 +42,7 @@ from lorabatch.jobs.spec import JobSpec
 from lorabatch.pipeline.cluster.connect import embedded
 from lorabatch.pipeline.cluster.devices import find_device
 from lorabatch.pipeline.messages import EngineSettings
+from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.dry_run import dry_run
 from lorabatch.pipeline.planning.profile import ProfileRequest, profile_model
 from lorabatch.pipeline.planning.settings import RunSettings
@@ -250,7 +251,7 @@ def _simulated(spec: JobSpec, workers: int, systems: Sequence[str]) -> dict[str,
     output[found.workload.input_order] = tokens
     workload = replace(found.workload, output_tokens=output)
     return {
-        system: found.settings.under(*SYSTEMS[system]).simulate(workload, workers).metrics.makespan_s
+        system: prediction.simulate(found.settings.under(*SYSTEMS[system]), workload, workers).metrics.makespan_s
         for system in systems
     }
 

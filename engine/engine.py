@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ..kernels.sampling import NO_TOKEN
 from ..scheduler.batching import Batcher, BatchView, ReplicaFacts, StepPlan, all_unmerged
-from ..scheduler.cost import StepSample
 from ..scheduler.estimates.lengths import LengthEstimator
 from ..scheduler.estimates.pace import StepBudget
+from ..scheduler.fitting import StepSample
 from .batching.admission import Room
 from .batching.batch import RunningBatch
 from .batching.policy import choose_batcher

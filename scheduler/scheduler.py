@@ -24,6 +24,7 @@ from .dispatch import (
 )
 from .estimates.run_estimates import RunEstimates
 from .estimates.time_left import PlannedJob, TimeLeft
+from .lending import TailSettings
 from .liveness import LivenessDetector
 from .messages import (
     Command,
@@ -43,7 +44,7 @@ from .messages import (
     Tick,
     WorkersSeen,
 )
-from .migration import MigrationRule, ReplicaMemory, TailMigration, TailSettings
+from .migration import MigrationRule, ReplicaMemory, TailMigration
 from .planning.waves import Shard
 from .shares import Share, WorkShares
 

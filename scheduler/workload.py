@@ -41,8 +41,6 @@ class Workload:
     max_tokens: NDArray[np.int32]
     #: Equal for rows whose prompts begin alike; 0 when unknown.
     prefix_hash: NDArray[np.uint64]
-    #: Seconds at which each row arrives (None, as offline: all are there at 0).
-    release_s: NDArray[np.float64] | None = None
     #: True output lengths, which only a simulation knows (None: unknown).
     output_tokens: NDArray[np.int32] | None = None
     #: Tokens at the beginning of each prompt that another row has computed and a prefix cache copies (None: no tokens).
@@ -118,8 +116,6 @@ class Workload:
         if self.fixed_tokens is not None:
             fits = (self.fixed_tokens >= 0) & (self.fixed_tokens <= self.max_tokens)
             _assert_rows("fixed_tokens", self.fixed_tokens, fits)
-        if self.release_s is not None:
-            _assert_rows("release_s", self.release_s, np.isfinite(self.release_s) & (self.release_s >= 0))
         if self.output_tokens is not None:
             within = (self.output_tokens >= 0) & (self.output_tokens <= self.max_tokens)
             _assert_rows("output_tokens", self.output_tokens, within)
@@ -130,7 +126,6 @@ class Workload:
             ("prompt_tokens", self.prompt_tokens, np.int32),
             ("max_tokens", self.max_tokens, np.int32),
             ("prefix_hash", self.prefix_hash, np.uint64),
-            ("release_s", self.release_s, np.float64),
             ("output_tokens", self.output_tokens, np.int32),
             ("shared_tokens", self.shared_tokens, np.int32),
             ("is_drawn", self.is_drawn, np.bool_),

@@ -5,15 +5,17 @@ from __future__ import annotations
 import resource
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import numpy as np
 
+from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.baselines.dlora_migration import ReplicaLoad, RowGroup, plan_migration
 from lorabatch.scheduler.batching import ClusteredBatcher
-from lorabatch.scheduler.cost import H200_LLAMA_3_8B
 from lorabatch.scheduler.forecast import place_job
+from lorabatch.scheduler.machines import H200_LLAMA_3_8B
 from lorabatch.scheduler.messages import Command, Event
 from lorabatch.scheduler.planning.placement import PlacementProblem, place_shards
 from lorabatch.scheduler.planning.waves import ShardPlan
@@ -75,13 +77,13 @@ def planning_scale() -> PlanningScale:
     """Waves, modes and placement with its bound, as `lorabatch plan` makes them."""
     workload = _zipf_job(1_000_000, 1_000)
     start = time.perf_counter()
-    cut = SETTINGS.cut(workload, 100)
+    cut = prediction.cut_rows(SETTINGS, workload, 100)
     placement = place_job(workload.adapters, cut.plan.shards, cut.shard_s, SETTINGS.cost, 100)
     seconds = time.perf_counter() - start
     start = time.perf_counter()
-    sample = SETTINGS.sample(workload.num_rows, 100, max_rows=5_000)
+    sample = prediction.sample(SETTINGS, workload.num_rows, 100, max_rows=5_000)
     sample.add(workload, cut)
-    sample.predict(SETTINGS.play)
+    sample.predict(partial(prediction.play, SETTINGS))
     forecast_s = time.perf_counter() - start
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return PlanningScale(seconds, forecast_s, peak_bytes, placement.gap, len(cut.plan.shards))
@@ -112,7 +114,7 @@ def scale_row(num_rows: int, num_adapters: int, num_replicas: int) -> ScaleRow:
     """
     workload = _zipf_job(num_rows, num_adapters)
     start = time.process_time()
-    plan = SETTINGS.cut(workload, num_replicas).plan
+    plan = prediction.cut_rows(SETTINGS, workload, num_replicas).plan
     plan_s = time.process_time() - start
     start = time.process_time()
     scheduler = _simulate(workload, plan, num_replicas)
@@ -140,7 +142,7 @@ def _zipf_job(num_rows: int, num_adapters: int) -> Workload:
 
 
 def _simulate(workload: Workload, plan: ShardPlan, num_replicas: int) -> TimedScheduler:
-    settings = replace(SETTINGS.replica(), leap_steps=16, is_coarse=True, look_ahead=1024)
+    settings = replace(prediction.replica_settings(SETTINGS), leap_steps=16, is_coarse=True, look_ahead=1024)
     timeline = Timeline.empty(workload.num_rows, num_replicas)
     replicas = [
         SimulatedReplica(i, workload, H200_LLAMA_3_8B, ClusteredBatcher(), settings, timeline)
@@ -193,7 +195,7 @@ def _zipf_problem() -> PlacementProblem:
     """Shards of the real planner, seconds from the cost model, one load per adapter and replica."""
     workload = _zipf_job(10_000, 100)
     settings = RunSettings.of_machine("h200-llama-3-8b", batch_rows=64)
-    plan = settings.cut(workload, 16).plan
+    plan = prediction.cut_rows(settings, workload, 16).plan
     number = {adapter.name: i for i, adapter in enumerate(workload.adapters)}
     seconds = H200_LLAMA_3_8B.row_seconds(workload.prompt_tokens, workload.max_tokens / 2, batch_rows=64)
     return PlacementProblem(

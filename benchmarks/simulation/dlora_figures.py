@@ -8,28 +8,33 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from lorabatch.benchmarks.simulation.draws import bursty_arrivals, bursty_arrivals_per_adapter
 from lorabatch.benchmarks.simulation.figure import Claim, Figure
 from lorabatch.benchmarks.simulation.lengths import Lengths
-from lorabatch.benchmarks.simulation.serving_run import MIGRATION, Policy, at_rate, serve, sustained_factor
+from lorabatch.benchmarks.simulation.placements import place_round_robin, replicate_for_bursts
+from lorabatch.benchmarks.simulation.serving_run import (
+    MIGRATION,
+    Policy,
+    ServingMetrics,
+    at_rate,
+    serve,
+    sustained_factor,
+)
+from lorabatch.benchmarks.simulation.serving_simulation import ProactiveDispatcher, Requests, RoundRobinDispatcher
 from lorabatch.scheduler.baselines.batchers import MergedBatcher, UnmergedBatcher
-from lorabatch.scheduler.baselines.dlora_batching import Credits, DloraBatcher, Thresholds, dlora_batcher
+from lorabatch.scheduler.baselines.dlora_batching import Credits, DloraBatcher, Thresholds
 from lorabatch.scheduler.baselines.dlora_migration import MigrationSettings
-from lorabatch.scheduler.baselines.loraserve import place_round_robin, replicate_for_bursts
-from lorabatch.scheduler.baselines.serving import ProactiveDispatcher, RoundRobinDispatcher
 from lorabatch.scheduler.batching import Batcher
-from lorabatch.scheduler.cost import DLORA_A800_LLAMA_2_7B, CostModel
+from lorabatch.scheduler.cost import CostModel
+from lorabatch.scheduler.machines import DLORA_A800_LLAMA_2_7B
 from lorabatch.scheduler.simulation.replica import ReplicaSettings
 from lorabatch.scheduler.simulation.synthetic import (
-    bursty_arrivals,
-    bursty_arrivals_per_adapter,
     draw_adapters,
     draw_lengths,
     make_adapters,
     make_workload,
     power_popularity,
 )
-from lorabatch.scheduler.simulation.timeline import ServingMetrics
-from lorabatch.scheduler.workload import Workload
 
 BATCH = 32
 SLO_S = 0.5  # per output token (section 7.1)
@@ -80,20 +85,21 @@ def requests(
     *,
     scale: float = 1.0,
     arrive: Arrive = together,
-) -> Workload:
+) -> Requests:
     """Bursty arrivals, popularity by a power law; rank 8 throughout, as in section 7.1."""
     generator = np.random.default_rng(seed)
     prompt, output = lengths.draw(generator, num_rows, scale=scale)
     adapter = draw_adapters(generator, num_rows, power_popularity(num_adapters, exponent))
     release = arrive(generator, adapter, rate)
-    return make_workload(make_adapters([8] * num_adapters), adapter, prompt, output, release_s=release)
+    return Requests(make_workload(make_adapters([8] * num_adapters), adapter, prompt, output), release)
 
 
 def batcher(
     num_adapters: int, *, thresholds: tuple[float, float] | None = None, credit_batches: float | None = None
 ) -> DloraBatcher:
     """dLoRA's, perhaps with other start values of alpha and beta, or other credits of each adapter."""
-    made = dlora_batcher(np.full(num_adapters, 8.0), COST, BATCH)
+    ranks = np.full(num_adapters, 8.0)
+    made = DloraBatcher(COST, lambda: ranks, BATCH, mean_context=500.0)
     if thresholds is not None:
         made.inner.thresholds = Thresholds(*thresholds)
     if credit_batches is not None:
@@ -154,9 +160,9 @@ def _over_skew(
     }
 
 
-def _latency(workload: Workload) -> float:
+def _latency(asked: Requests) -> float:
     policy = Policy("dLoRA", lambda: batcher(8), ProactiveDispatcher)
-    return serve(workload, policy, COST, REPLICA, 1)[0].latency_per_token_s
+    return serve(asked, policy, COST, REPLICA, 1)[0].latency_per_token_s
 
 
 def figure_11(lengths: Lengths, num_rows: int, seed: int) -> list[Figure]:
@@ -200,7 +206,7 @@ def _balancing(
 ) -> dict[str, dict[str, list[float]]]:
     """Policies at a load that is a share of the throughput of the same rows, all there at the start."""
     num_adapters = 32
-    start = place_round_robin(num_adapters, NUM_REPLICAS).fraction > 0
+    start = place_round_robin(num_adapters, NUM_REPLICAS) > 0
     weights, memory = np.full(num_adapters, 1.6e7), np.full(NUM_REPLICAS, 2e8)
     placed = replicate_for_bursts(start, power_popularity(num_adapters, 1.0), weights, memory, 1e6)
 
@@ -217,14 +223,14 @@ def _balancing(
     )
     found: dict[str, list[ServingMetrics]] = {policy.name: [] for policy in policies}
     for scale in points:
-        workload = requests(lengths, num_rows, num_adapters, 1.0, 8.0, seed, scale=scale, arrive=arrive)
-        assert workload.output_tokens is not None
+        asked = requests(lengths, num_rows, num_adapters, 1.0, 8.0, seed, scale=scale, arrive=arrive)
+        assert asked.rows.output_tokens is not None
         if arrive is not at_once:
-            together_now = replace(workload, release_s=np.zeros(num_rows))
+            together_now = replace(asked, release_s=np.zeros(num_rows))
             most = serve(together_now, policies[1], COST, replica, NUM_REPLICAS)[0].output_tokens_per_s
-            workload = at_rate(workload, load * most / float(workload.output_tokens.mean()) / 8.0)
+            asked = at_rate(asked, load * most / float(asked.rows.output_tokens.mean()) / 8.0)
         for policy in policies:
-            found[policy.name].append(serve(workload, policy, COST, replica, NUM_REPLICAS)[0])
+            found[policy.name].append(serve(asked, policy, COST, replica, NUM_REPLICAS)[0])
     return {
         QUEUEING: {name: [m.queueing_s for m in of_policy] for name, of_policy in found.items()},
         LATENCY: {name: [m.latency_per_token_s for m in of_policy] for name, of_policy in found.items()},
@@ -238,8 +244,8 @@ def figure_12(lengths: Lengths, num_rows: int, seed: int) -> list[Figure]:
     whole_models, peft, vllm = replace(COST, merge_s=0.0), "PEFT", "vLLM (uniform allocation)"
     values: dict[str, list[float]] = {"dLoRA": [], peft: [], vllm: []}
     for num_adapters in points:
-        workload = requests(lengths, num_rows, num_adapters, 0.5, 9.0, seed)
-        placed = place_round_robin(num_adapters, NUM_REPLICAS).fraction > 0
+        asked = requests(lengths, num_rows, num_adapters, 0.5, 9.0, seed)
+        placed = place_round_robin(num_adapters, NUM_REPLICAS) > 0
         if num_adapters < NUM_REPLICAS:
             placed = np.ones((num_adapters, NUM_REPLICAS), dtype=bool)
 
@@ -250,13 +256,14 @@ def figure_12(lengths: Lengths, num_rows: int, seed: int) -> list[Figure]:
             return batcher(num_adapters)
 
         # 13 GB per whole model; an 80 GB device holds five beside their caches.
-        models = replace(workload, adapters=tuple(replace(a, weight_bytes=13 * 10**9) for a in workload.adapters))
+        whole = tuple(replace(adapter, weight_bytes=13 * 10**9) for adapter in asked.rows.adapters)
+        models = replace(asked, rows=replace(asked.rows, adapters=whole))
         dlora = Policy("dLoRA", make, ProactiveDispatcher, migrate_every_s=5.0)
         one_model = Policy("", MergedBatcher, one_each)
         five = replace(REPLICA, adapter_slots=5)
         for name, (rows, policy, cost, replica) in {
-            "dLoRA": (workload, dlora, COST, REPLICA),
-            peft: (workload, one_model, COST, REPLICA),
+            "dLoRA": (asked, dlora, COST, REPLICA),
+            peft: (asked, one_model, COST, REPLICA),
             vllm: (models, one_model, whole_models, five),
         }.items():
             values[name].append(serve(rows, policy, cost, replica, NUM_REPLICAS)[0].output_tokens_per_s)

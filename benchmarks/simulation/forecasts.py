@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ import numpy as np
 from lorabatch.benchmarks.fidelity_results import RESULTS
 from lorabatch.benchmarks.provenance import cpu_name
 from lorabatch.benchmarks.simulation.lengths import Lengths, kept_answers, read_trace, synthetic_lengths
+from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.forecast import Forecast, forecast_job
 from lorabatch.scheduler.simulation.synthetic import draw_adapters, make_adapters, make_workload, power_popularity
@@ -55,7 +57,7 @@ def by_prompt() -> list[str]:
         for adapter in (BASE_MODEL, 0):
             columns = (np.full(128, value, np.int32) for value in (adapter, prompt, 60))
             rows = make_workload(make_adapters([16], 160_000), *columns, max_tokens=60)
-            seconds.append(settings.forecast(rows, 1, max_rows=128).predicted_s)
+            seconds.append(prediction.forecast(settings, rows, 1, max_rows=128).predicted_s)
         lines.append(f"| {prompt} | {seconds[0]:.1f} s | {seconds[1]:.1f} s |")
     return [*lines, ""]
 
@@ -111,8 +113,8 @@ def after_earlier(lengths: Lengths, seeds: Sequence[int]) -> list[str]:
             generator, num_rows = np.random.default_rng(seed), batch_rows * num_workers * num_batches
             before, job = (four_adapters(lengths, num_rows, generator) for _ in range(2))
             settings = replace(RunSettings.of_machine(machine, batch_rows=batch_rows), lengths=kept_answers(before))
-            predicted_s = settings.forecast(job, num_workers, max_rows=num_rows).predicted_s
-            found.append(predicted_s / settings.simulate(job, num_workers).metrics.makespan_s - 1)
+            predicted_s = prediction.forecast(settings, job, num_workers, max_rows=num_rows).predicted_s
+            found.append(predicted_s / prediction.simulate(settings, job, num_workers).metrics.makespan_s - 1)
         sizes = f"{np.mean(found):+.1%} | {np.mean(np.abs(found)):.1%}"
         lines.append(f"| {machine} | {batch_rows} | {num_workers} | {num_batches} | {sizes} |")
         print(lines[-1], flush=True)
@@ -129,8 +131,10 @@ def four_adapters(lengths: Lengths, num_rows: int, generator: np.random.Generato
 def timed(settings: RunSettings, rows: Workload, num_workers: int, played_rows: int) -> tuple[Forecast, float]:
     """A forecast that plays about `played_rows` rows, and the CPU's seconds for it, planning included."""
     start = time.process_time()
-    cut = settings.cut(rows, num_workers)
-    found = forecast_job(rows, cut, settings.cost, num_workers, settings.play_expected, played_rows)
+    cut = prediction.cut_rows(settings, rows, num_workers)
+    found = forecast_job(
+        rows, cut, settings.cost, num_workers, partial(prediction.play_expected, settings), played_rows
+    )
     return found, time.process_time() - start
 
 

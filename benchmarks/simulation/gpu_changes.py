@@ -3,7 +3,7 @@
 python -m lorabatch.benchmarks.simulation.gpu_changes [--rows 2000]
 
 Before: rows enter as soon as there is a place, with memory for all of `max_tokens`. After: prompts enter together (ADR
-83), and rows take memory as they grow (ADR 84). Llama-3-8B on one GPU as `scheduler/cost.py` assumes it.
+83), and rows take memory as they grow (ADR 84). Llama-3-8B on one GPU as `scheduler/machines.py` assumes it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from lorabatch.benchmarks.simulation.growing_rows import Shape, settings_of, workload
 from lorabatch.engine.batching.policy import choose_batcher
+from lorabatch.pipeline.planning import prediction
 from lorabatch.scheduler.batching import Batcher, ReplicaFacts
 from lorabatch.scheduler.simulation.run import run_planned
 from lorabatch.scheduler.simulation.timeline import JobMetrics
@@ -25,7 +26,7 @@ SHAPES = tuple(Shape(gigabytes, 60, 200, 0.7, 2048, count) for gigabytes in (80,
 def before_and_after(shape: Shape, num_rows: int) -> tuple[JobMetrics, JobMetrics]:
     """A job on one worker under the rules of both. Both runs have the shards of the second."""
     settings, rows = settings_of(shape), workload(shape, num_rows)
-    plan = settings.cut(rows, 1).plan
+    plan = prediction.cut_rows(settings, rows, 1).plan
 
     def run(*, is_after: bool) -> JobMetrics:
         def batcher(facts: ReplicaFacts) -> Batcher:
@@ -33,7 +34,7 @@ def before_and_after(shape: Shape, num_rows: int) -> tuple[JobMetrics, JobMetric
             price = facts.cost.mixed_step_s if is_after else 0.0
             return choose_batcher(settings.engine, replace(facts, cost=replace(facts.cost, mixed_step_s=price)))
 
-        replica = replace(settings.replica(), rows_grow=is_after)
+        replica = replace(prediction.replica_settings(settings), rows_grow=is_after)
         return run_planned(rows, plan, settings.cost, replica, 1, batcher, settings.scheduler(1)).metrics
 
     return run(is_after=False), run(is_after=True)

@@ -25,11 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lorabatch.benchmarks.simulation.lengths import Lengths, read_trace, synthetic_lengths
+from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.baselines.batchers import UnmergedBatcher
 from lorabatch.scheduler.batching import Batcher, ReplicaFacts
-from lorabatch.scheduler.cost import MACHINES, CostModel
+from lorabatch.scheduler.cost import CostModel
 from lorabatch.scheduler.estimates.lengths import LengthEstimator, expected_tokens
+from lorabatch.scheduler.machines import MACHINES
 from lorabatch.scheduler.planning.bound import JobBound, job_bound
 from lorabatch.scheduler.planning.waves import Shard, ShardPlan
 from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
@@ -126,7 +128,7 @@ Maker = Callable[[], Batcher]
 
 def ours(instance: Instance) -> float:
     """Makespan of the plan and the scheduler that a real job has."""
-    found = instance.settings.simulate(instance.workload, len(instance.slowness), instance.slowness)
+    found = prediction.simulate(instance.settings, instance.workload, len(instance.slowness), instance.slowness)
     return found.metrics.makespan_s
 
 
@@ -140,7 +142,7 @@ def queue(instance: Instance) -> float:
 
 def dealt(instance: Instance, make: Maker, *, by_work: bool) -> float:
     """Rows are dealt once: shards of one adapter by work and speed (LPT), or rows in turn as they come."""
-    workload, slowness, limits = instance.workload, instance.slowness, instance.settings.replica()
+    workload, slowness, limits = instance.workload, instance.slowness, prediction.replica_settings(instance.settings)
     rows_of: list[list[NDArray[np.int64]]] = [[] for _ in slowness]
     if by_work:
         row_s = instance.cost.row_seconds(
@@ -168,7 +170,7 @@ def dealt(instance: Instance, make: Maker, *, by_work: bool) -> float:
             replica.add(np.concatenate(pieces))
             now = 0.0
             while replica.num_rows:
-                now = replica.step(now).end_s
+                now, _ = replica.step(now)
             ends.append(now)
     return max(ends)
 
@@ -200,7 +202,7 @@ def _in_input_order(workload: Workload) -> ShardPlan:
 
 
 def _play(instance: Instance, plan: ShardPlan, scheduler: Scheduler, make: Maker) -> float:
-    workload, slowness, limits = instance.workload, instance.slowness, instance.settings.replica()
+    workload, slowness, limits = instance.workload, instance.slowness, prediction.replica_settings(instance.settings)
     timeline = Timeline.empty(workload.num_rows, len(slowness))
     replicas = [
         SimulatedReplica(number, workload, instance.cost.scaled(slow), make(), limits, timeline)
@@ -228,7 +230,7 @@ def bound(instance: Instance, cost: CostModel | None = None) -> JobBound:
 
 def parts(instance: Instance) -> dict[str, float]:
     """Parts of this project's makespan on equal workers, in seconds of a mean worker. The first three are the bound."""
-    found = instance.settings.simulate(instance.workload, len(instance.slowness), instance.slowness)
+    found = prediction.simulate(instance.settings, instance.workload, len(instance.slowness), instance.slowness)
     timeline, cost, num_workers = found.timeline, instance.cost, len(instance.slowness)
     without_adapters = replace(cost, lora_step_s=0, adapter_s=0, rank_s=0, rank_token_s=0, lora_token_s=0)
     rows_s, with_steps_s, all_s = (

@@ -2,7 +2,7 @@
 
 python -m lorabatch.benchmarks.simulation.growing_rows [--rows 2000]
 
-Llama-3-8B on one GPU as `scheduler/cost.py` assumes it, with the settings of a job. Each job runs three times: rows
+Llama-3-8B on one GPU as `scheduler/machines.py` assumes it, with the settings of a job. Each job runs three times: rows
 hold memory for all of `max_tokens`; they grow; and they hold what they will need, which is not known.
 """
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lorabatch.engine.batching.policy import choose_batcher
+from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.simulation.run import run_planned
 from lorabatch.scheduler.simulation.synthetic import (
@@ -22,7 +23,7 @@ from lorabatch.scheduler.simulation.synthetic import (
     draw_lengths,
     make_adapters,
     make_workload,
-    uniform_popularity,
+    power_popularity,
 )
 from lorabatch.scheduler.simulation.timeline import JobMetrics
 from lorabatch.scheduler.workload import Workload
@@ -63,7 +64,7 @@ def workload(shape: Shape, num_rows: int) -> Workload:
     generator = np.random.default_rng(shape.max_tokens)
     prompt = draw_lengths(generator, num_rows, shape.prompt_tokens, 0.7, 3000)
     output = draw_lengths(generator, num_rows, shape.output_tokens, shape.spread, _LONGEST)
-    adapter = draw_adapters(generator, num_rows, uniform_popularity(shape.num_adapters))
+    adapter = draw_adapters(generator, num_rows, power_popularity(shape.num_adapters, 0.0))
     adapters = make_adapters([_RANK] * shape.num_adapters)
     return make_workload(adapters, adapter, prompt, output, max_tokens=shape.max_tokens)
 
@@ -77,12 +78,12 @@ def settings_of(shape: Shape) -> RunSettings:
 def held_grown_and_known(shape: Shape, rows: Workload) -> tuple[JobMetrics, JobMetrics, JobMetrics]:
     """A job on one worker under each rule. All three runs have the shards of the second."""
     settings = settings_of(shape)
-    plan = settings.cut(rows, 1).plan
+    plan = prediction.cut_rows(settings, rows, 1).plan
     assert rows.output_tokens is not None
     known = replace(rows, max_tokens=rows.output_tokens)
 
     def run(workload: Workload, *, rows_grow: bool) -> JobMetrics:
-        replica = replace(settings.replica(), rows_grow=rows_grow)
+        replica = replace(prediction.replica_settings(settings), rows_grow=rows_grow)
         return run_planned(
             workload,
             plan,

@@ -8,35 +8,34 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from lorabatch.benchmarks.simulation.draws import draw_shifting, poisson_arrivals
 from lorabatch.benchmarks.simulation.figure import Claim, Figure
 from lorabatch.benchmarks.simulation.lengths import Lengths
-from lorabatch.benchmarks.simulation.serving_run import Policy, at_rate, serve, sustained_factor
-from lorabatch.scheduler.baselines.batchers import UnmergedBatcher
-from lorabatch.scheduler.baselines.loraserve import (
-    Routing,
-    assign_loraserve,
+from lorabatch.benchmarks.simulation.placements import (
     extrapolate,
+    permute_assignment,
     place_contiguous,
     place_random,
 )
-from lorabatch.scheduler.baselines.serving import (
+from lorabatch.benchmarks.simulation.serving_run import Policy, at_rate, serve, sustained_factor
+from lorabatch.benchmarks.simulation.serving_simulation import (
     Dispatcher,
     FewestTokensDispatcher,
     LeastLoadDispatcher,
+    Requests,
     RoutedDispatcher,
 )
-from lorabatch.scheduler.cost import LORASERVE_A100_LLAMA_7B, CostModel
+from lorabatch.scheduler.baselines.batchers import UnmergedBatcher
+from lorabatch.scheduler.baselines.loraserve import assign_loraserve
+from lorabatch.scheduler.cost import CostModel
+from lorabatch.scheduler.machines import LORASERVE_A100_LLAMA_7B
 from lorabatch.scheduler.simulation.replica import ReplicaSettings
 from lorabatch.scheduler.simulation.synthetic import (
     draw_adapters,
-    draw_shifting,
     make_adapters,
     make_workload,
-    poisson_arrivals,
     power_popularity,
-    uniform_popularity,
 )
-from lorabatch.scheduler.workload import Workload
 
 RANKS = (8, 16, 32, 64, 128)
 SLO_S = 10.0
@@ -65,7 +64,7 @@ class LoRAServePlanner:
     ranks: NDArray[np.int64]
     num_servers: int
     cost: CostModel = COST
-    previous: Routing | None = None
+    previous: NDArray[np.float64] | None = None
 
     def __call__(self, history: NDArray[np.float64]) -> Dispatcher:
         """The dispatcher for the coming time step."""
@@ -74,24 +73,24 @@ class LoRAServePlanner:
             for rank in np.unique(self.ranks)
         }
         demand = extrapolate(history) if len(history) else np.zeros(len(self.ranks))
-        self.previous = assign_loraserve(
-            self.ranks, demand, points, self.num_servers, previous=self.previous, weight_bytes=self.ranks.astype(float)
-        )
-        return RoutedDispatcher(self.previous)
+        placed = assign_loraserve(self.ranks, demand, points, self.num_servers)
+        if self.previous is not None:
+            placed = permute_assignment(placed, self.previous, self.ranks.astype(float))
+        self.previous = placed
+        return RoutedDispatcher(placed)
 
 
-def policies(workload: Workload, num_servers: int, seed: int, cost: CostModel = COST) -> dict[str, Policy]:
+def policies(asked: Requests, num_servers: int, seed: int, cost: CostModel = COST) -> dict[str, Policy]:
     """The four systems and two more, with the same kernel and the same first-come-first-served batching."""
-    ranks = np.array([adapter.rank for adapter in workload.adapters])
+    ranks = np.array([adapter.rank for adapter in asked.rows.adapters])
     planner = LoRAServePlanner(ranks, num_servers, cost)
     random = place_random(len(ranks), num_servers, np.random.default_rng(seed + 1))
     contiguous = place_contiguous(ranks, num_servers)
     # Time step zero knows last period's demand, as an operator's history would: the shares of the first rows.
-    assert workload.release_s is not None
-    first = workload.release_s <= workload.release_s.max() / 6
-    seen = np.bincount(workload.adapter_index[first], minlength=len(ranks)).astype(float)
-    every_s = float(workload.release_s.max()) / 6
-    whole = np.bincount(workload.adapter_index, minlength=len(ranks)).astype(float)
+    first = asked.release_s <= asked.release_s.max() / 6
+    seen = np.bincount(asked.rows.adapter_index[first], minlength=len(ranks)).astype(float)
+    every_s = float(asked.release_s.max()) / 6
+    whole = np.bincount(asked.rows.adapter_index, minlength=len(ranks)).astype(float)
     return {
         "LoRAServe": Policy(
             "LoRAServe",
@@ -110,16 +109,16 @@ def policies(workload: Workload, num_servers: int, seed: int, cost: CostModel = 
 
 def requests(
     lengths: Lengths, num_rows: int, ranks: Sequence[int], adapter: NDArray[np.int32], rate: float, seed: int
-) -> Workload:
+) -> Requests:
     """Poisson arrivals."""
     generator = np.random.default_rng(seed + 11)
     prompt, output = lengths.draw(generator, num_rows)
     release = poisson_arrivals(generator, num_rows, rate)
-    return make_workload(make_adapters(ranks), adapter, prompt, output, release_s=release)
+    return Requests(make_workload(make_adapters(ranks), adapter, prompt, output), release)
 
 
-def sustained_rate(base: Workload, name: str, num_servers: int, seed: int, cost: CostModel = COST) -> float:
-    """Requests per second, of a workload at `RATE_PER_SERVER`, with the P95 time to first token at 10 s."""
+def sustained_rate(base: Requests, name: str, num_servers: int, seed: int, cost: CostModel = COST) -> float:
+    """Requests per second, of requests at `RATE_PER_SERVER`, with the P95 time to first token at 10 s."""
 
     def excess(factor: float) -> float:
         scaled = at_rate(base, factor)
@@ -174,7 +173,7 @@ def figure_19(lengths: Lengths, num_rows: int, seed: int) -> list[Figure]:
     """Four servers, 25 adapters, three popularities of ranks: P95 time to first token near LoRAServe's limit."""
     generator = np.random.default_rng(seed + 5)
     ranks = [rank for rank in RANKS for _ in range(5)]
-    uniform = uniform_popularity(25)
+    uniform = power_popularity(25, 0.0)
     most_large = np.array([0.125] * 4 + [0.5]).repeat(5) / 5
     small_first = np.exp(-np.arange(5.0)).repeat(5)
     drawn = (
@@ -194,15 +193,15 @@ def figure_19(lengths: Lengths, num_rows: int, seed: int) -> list[Figure]:
     ]
 
 
-def _near_the_limit(base: Workload, seed: int) -> dict[str, float]:
+def _near_the_limit(base: Requests, seed: int) -> dict[str, float]:
     """P95 time to first token of every policy at 98 % of the rate that LoRAServe sustains."""
     rate = 0.98 * sustained_rate(base, "LoRAServe", 4, seed)
     return _ttft(at_rate(base, rate / (4 * RATE_PER_SERVER)), seed)
 
 
-def _ttft(workload: Workload, seed: int) -> dict[str, float]:
-    made = policies(workload, 4, seed)
-    return {name: serve(workload, made[name], COST, REPLICA, 4)[0].ttft_p95_s for name in NAMES}
+def _ttft(asked: Requests, seed: int) -> dict[str, float]:
+    made = policies(asked, 4, seed)
+    return {name: serve(asked, made[name], COST, REPLICA, 4)[0].ttft_p95_s for name in NAMES}
 
 
 def _columns(found: Sequence[dict[str, float]]) -> dict[str, list[float]]:
@@ -215,7 +214,7 @@ def figure_21(lengths: Lengths, num_rows: int, seed: int) -> list[Figure]:
     for num_servers in (4, 8):
         scale = num_servers // 4
         ranks = [rank for rank in RANKS for _ in range(5 * scale)]
-        adapter = draw_adapters(np.random.default_rng(seed + 3), num_rows * scale, uniform_popularity(len(ranks)))
+        adapter = draw_adapters(np.random.default_rng(seed + 3), num_rows * scale, power_popularity(len(ranks), 0.0))
         base = requests(lengths, num_rows * scale, ranks, adapter, RATE_PER_SERVER * num_servers, seed)
         for name, found in rates.items():
             found.append(sustained_rate(base, name, num_servers, seed))

@@ -2,8 +2,8 @@
 
 python -m lorabatch.benchmarks.simulation.mixed_steps [--rows 3000]
 
-One H200 with Llama-3-8B as `scheduler/cost.py` assumes it, with the settings of a job. Each job runs twice: rows enter
-as soon as there is a place, and held back as in real jobs.
+One H200 with Llama-3-8B as `scheduler/machines.py` assumes it, with the settings of a job. Each job runs twice: rows
+enter as soon as there is a place, and held back as in real jobs.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.simulation.synthetic import (
     draw_adapters,
     draw_lengths,
     make_adapters,
     make_workload,
-    uniform_popularity,
+    power_popularity,
 )
 from lorabatch.scheduler.simulation.timeline import JobMetrics
 from lorabatch.scheduler.workload import Workload
@@ -47,7 +48,7 @@ def workload(shape: Shape, num_adapters: int, num_rows: int) -> Workload:
     generator = np.random.default_rng(num_adapters)
     prompt = draw_lengths(generator, num_rows, shape.prompt_tokens, 0.7, 3000)
     output = draw_lengths(generator, num_rows, shape.output_tokens, 0.7, _MAX_TOKENS)
-    adapter = draw_adapters(generator, num_rows, uniform_popularity(num_adapters))
+    adapter = draw_adapters(generator, num_rows, power_popularity(num_adapters, 0.0))
     return make_workload(make_adapters([_RANK] * num_adapters), adapter, prompt, output, max_tokens=_MAX_TOKENS)
 
 
@@ -56,7 +57,7 @@ def at_once_and_held_back(shape: Shape, rows: Workload) -> tuple[JobMetrics, Job
     settings = RunSettings.of_machine("h200-llama-3-8b", batch_rows=shape.batch_rows)
     free = replace(settings.engine, cost=replace(settings.cost, mixed_step_s=0.0))
     at_once = replace(settings, engine=free, prices=settings.cost)
-    return at_once.simulate(rows, 1).metrics, settings.simulate(rows, 1).metrics
+    return prediction.simulate(at_once, rows, 1).metrics, prediction.simulate(settings, rows, 1).metrics
 
 
 def table(num_rows: int) -> Iterator[str]:

@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from lorabatch.benchmarks.simulation.draws import top_five_popularity
 from lorabatch.benchmarks.simulation.lengths import Lengths
+from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.simulation.synthetic import (
     draw_adapters,
     make_adapters,
     make_workload,
     power_popularity,
-    top_five_popularity,
-    uniform_popularity,
 )
 from lorabatch.scheduler.workload import Workload
 
@@ -45,11 +45,11 @@ def jobs(lengths: Lengths, num_rows: int, seed: int) -> list[Job]:
     mixed = [8, 16, 32, 64, 128]
     kinds = {
         "one adapter": (np.ones(1), [16]),
-        "2 adapters, even": (uniform_popularity(2), [16, 16]),
+        "2 adapters, even": (power_popularity(2, 0.0), [16, 16]),
         "8 adapters, Zipf": (power_popularity(8, 1.0), [16] * 8),
         "50 adapters, top five 70 %": (top_five_popularity(50), mixed * 10),
         "200 adapters, Zipf": (power_popularity(200, 1.0), mixed * 40),
-        "200 adapters, even": (uniform_popularity(200), mixed * 40),
+        "200 adapters, even": (power_popularity(200, 0.0), mixed * 40),
     }
     made = []
     for name, (popularity, ranks) in kinds.items():
@@ -85,8 +85,11 @@ def compare(lengths: Lengths, num_rows: int, seeds: tuple[int, ...] = (21, 22, 2
 
 
 def _compare_job(job: Job) -> Comparison:
-    runs = {name: SETTINGS.under(policy).simulate(job.workload, NUM_REPLICAS) for policy, name in COMPARED.items()}
-    runs["planner"] = SETTINGS.simulate(job.workload, NUM_REPLICAS)
+    runs = {
+        name: prediction.simulate(SETTINGS.under(policy), job.workload, NUM_REPLICAS)
+        for policy, name in COMPARED.items()
+    }
+    runs["planner"] = prediction.simulate(SETTINGS, job.workload, NUM_REPLICAS)
     makespan = {name: run.metrics.makespan_s for name, run in runs.items()}
     return Comparison(job.name, makespan, runs["planner"].metrics.merged_share)
 
@@ -107,7 +110,7 @@ def compare_loads(lengths: Lengths, num_rows: int, seed: int = 21) -> list[Loads
     for job in jobs(lengths, num_rows, seed)[2:]:
         seconds = []
         for is_ahead in (False, True):
-            run = replace(SETTINGS, shares_adapters=is_ahead).simulate(job.workload, NUM_REPLICAS)
+            run = prediction.simulate(replace(SETTINGS, shares_adapters=is_ahead), job.workload, NUM_REPLICAS)
             seconds.append((run.metrics.makespan_s, run.metrics.load_share))
         found.append(LoadsAhead(job.name, *seconds))
     return found

@@ -1,4 +1,4 @@
-"""One serving run from a workload and named policies, and the search for the rate a policy can sustain."""
+"""One serving run of requests under a named policy, its metrics, and the search for the rate a policy can sustain."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
+from lorabatch.benchmarks.simulation.serving_simulation import (
+    Dispatcher,
+    Replan,
+    Requests,
+    ServingSettings,
+    ServingSimulation,
+)
 from lorabatch.scheduler.baselines.dlora_migration import MigrationSettings
-from lorabatch.scheduler.baselines.serving import Dispatcher, Replan, ServingSettings, ServingSimulation
 from lorabatch.scheduler.batching import Batcher
 from lorabatch.scheduler.cost import CostModel
 from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
-from lorabatch.scheduler.simulation.timeline import ServingMetrics, Timeline, serving_metrics
-from lorabatch.scheduler.workload import Workload
+from lorabatch.scheduler.simulation.timeline import Timeline
 
 # Waiting rows have computed nothing yet, so moving them costs little and small imbalances are worth it.
 MIGRATION = MigrationSettings(gamma=1.02, trigger=1.05, least_gain=0.01)
@@ -40,15 +46,14 @@ class Policy:
 
 
 def serve(
-    workload: Workload, policy: Policy, cost: CostModel, settings: ReplicaSettings, num_replicas: int
+    requests: Requests, policy: Policy, cost: CostModel, settings: ReplicaSettings, num_replicas: int
 ) -> tuple[ServingMetrics, Timeline]:
     """Run to the end; a run with arrivals is cut off at twenty times their span."""
-    assert workload.release_s is not None
-    timeline = Timeline.empty(workload.num_rows, num_replicas)
+    timeline = Timeline.empty(requests.rows.num_rows, num_replicas)
     replicas = [
-        SimulatedReplica(i, workload, cost, policy.make_batcher(), settings, timeline) for i in range(num_replicas)
+        SimulatedReplica(i, requests.rows, cost, policy.make_batcher(), settings, timeline) for i in range(num_replicas)
     ]
-    span = float(workload.release_s.max())
+    span = float(requests.release_s.max())
     serving = ServingSettings(
         batch_rows=settings.max_batch_rows,
         migrate_every_s=policy.migrate_every_s,
@@ -56,14 +61,54 @@ def serve(
         replan_every_s=policy.replan_every_s,
         give_up_s=20 * span if span > 0 else float("inf"),
     )
-    ServingSimulation(workload, replicas, policy.make_dispatcher(), cost, serving, policy.replan).run()
-    return serving_metrics(workload, timeline), timeline
+    ServingSimulation(requests, replicas, policy.make_dispatcher(), cost, serving, policy.replan).run()
+    return serving_metrics(requests, timeline), timeline
 
 
-def at_rate(workload: Workload, factor: float) -> Workload:
-    """The workload with its requests arriving `factor` times as fast."""
-    assert workload.release_s is not None
-    return replace(workload, release_s=workload.release_s / factor)
+def at_rate(requests: Requests, factor: float) -> Requests:
+    """The requests, arriving `factor` times as fast."""
+    return replace(requests, release_s=requests.release_s / factor)
+
+
+@dataclass(frozen=True, slots=True)
+class ServingMetrics:
+    """Metrics of requests that arrived over time."""
+
+    #: dLoRA's average latency: end-to-end seconds over output tokens, both summed.
+    latency_per_token_s: float
+    #: End-to-end seconds, 90th percentile over requests.
+    latency_p90_s: float
+    #: Mean seconds from release to admission.
+    queueing_s: float
+    #: Seconds from release to the first token, 95th percentile over requests.
+    ttft_p95_s: float
+    #: Output tokens per second, from the first release to the last finish.
+    output_tokens_per_s: float
+
+
+def serving_metrics(requests: Requests, timeline: Timeline) -> ServingMetrics:
+    """Metrics over all requests."""
+    assert requests.rows.output_tokens is not None, "a simulation knows the true lengths"
+    released, tokens = requests.release_s, np.maximum(1, requests.rows.output_tokens)
+    is_done = np.isfinite(timeline.finish_s)
+    latency = _or_infinite(timeline.finish_s - released)
+    span = float(timeline.finish_s[is_done].max() - released.min()) if is_done.any() else float("inf")
+    return ServingMetrics(
+        latency_per_token_s=float(latency.sum() / tokens.sum()),
+        latency_p90_s=_quantile(latency, 0.9),
+        queueing_s=float(_or_infinite(timeline.admit_s - released).mean()),
+        ttft_p95_s=_quantile(_or_infinite(timeline.first_token_s - released), 0.95),
+        output_tokens_per_s=float(tokens[is_done].sum() / span),
+    )
+
+
+def _or_infinite(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.where(np.isnan(seconds), np.inf, seconds)
+
+
+def _quantile(values: NDArray[np.float64], share: float) -> float:
+    """The value below which `share` of them are; never interpolates, so that infinities stay what they are."""
+    return float(np.sort(values)[min(len(values) - 1, int(share * len(values)))]) if len(values) else 0.0
 
 
 def sustained_factor(excess: Callable[[float], float], *, low: float, high: float, rounds: int = 4) -> float:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lorabatch.benchmarks.simulation.lengths import kept_answers
+from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.batching import ReplicaFacts
 from lorabatch.scheduler.estimates.lengths import AnswerLengths, LengthEstimator
@@ -126,8 +127,8 @@ class Watched:
 def play(job: Job) -> tuple[float, list[tuple[float, TimeLeft]]]:
     """Seconds that the job took, and what was shown while it ran."""
     planned, num_workers = job.planned, len(job.slowness)
-    cut = planned.cut(job.rows, num_workers)
-    predicted_s = planned.play_expected(job.rows, cut.plan, num_workers).metrics.makespan_s
+    cut = prediction.cut_rows(planned, job.rows, num_workers)
+    predicted_s = prediction.play_expected(planned, job.rows, cut.plan, num_workers).metrics.makespan_s
     num_places = job.settings.limits.batch_rows * num_workers
     work = WorkLeft(cut.plan.shards, job.known_lengths, LengthEstimator()).now(num_places, Work())
     timeline = Timeline.empty(job.rows.num_rows, num_workers)
@@ -138,7 +139,8 @@ def play(job: Job) -> tuple[float, list[tuple[float, TimeLeft]]]:
     watched = Watched(make_scheduler(cut.plan.shards, settings=settings))
     replicas = [_replica(job, number, timeline) for number in range(num_workers)]
     cluster = Cluster((0.0,) * num_workers, hop_s=_HOP_S)
-    outcome = JobSimulation(job.rows, cut.plan, watched, replicas, cluster, timeline, job.settings.replica()).run()
+    limits = prediction.replica_settings(job.settings)
+    outcome = JobSimulation(job.rows, cut.plan, watched, replicas, cluster, timeline, limits).run()
     assert outcome.failure is None, outcome.failure
     return outcome.makespan_s, watched.shown
 
@@ -153,7 +155,8 @@ def _replica(job: Job, number: int, timeline: Timeline) -> SimulatedReplica:
         lengths=lengths,
     )
     cost, batcher = job.settings.cost.scaled(job.slowness[number]), job.planned.batcher(facts)
-    return SimulatedReplica(number, job.rows, cost, batcher, job.settings.replica(), timeline, lengths)
+    settings = prediction.replica_settings(job.settings)
+    return SimulatedReplica(number, job.rows, cost, batcher, settings, timeline, lengths)
 
 
 def table(found: Sequence[tuple[Job, float, list[tuple[float, TimeLeft]]]]) -> str:

@@ -15,7 +15,7 @@ from ...engine.models.step_batch import StepEntry
 from ...engine.request import ExportedRow, Result
 from ...engine.sequence import Sequence as RowSequence
 from ...engine.server.frames import AddRows, ExpectRows, RegisterAdapter, Results
-from ...scheduler.cost import StepSample
+from ...scheduler.fitting import StepSample
 
 #: Environment variable that names the folder for the notes of all engines.
 FOLDER = "LORABATCH_JOURNEY_FOLDER"

@@ -25,7 +25,8 @@ from ...kernels.packed_weight.panels import StoredWeight, has_panels
 from ...kernels.paged_attention.compiled import can_attend_compiled
 from ...kernels.paged_attention.libraries import PromptAttention, choose_prompt_attention
 from ...kernels.paged_attention.types import AttentionRule
-from ...scheduler.cost import CPU_SMOLLM2_135M, H200_LLAMA_3_8B, CostModel
+from ...scheduler.cost import CostModel
+from ...scheduler.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
 from ..config import EngineConfig, dtype_on, pool_format
 from ..errors import DeviceError
 from ..memory.allocation import MemoryPlan, host_tier_bytes, plan_pool, zeroed_memory

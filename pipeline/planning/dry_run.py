@@ -29,6 +29,7 @@ from ..cluster.devices import Device, find_device, find_device_of_workers
 from ..dataset.chunk import IndexJob
 from ..dataset.index import IndexTotals, index_chunk, list_chunks
 from ..result import KindOfError
+from . import prediction
 from .plan import check_rows
 from .settings import RunSettings
 
@@ -94,22 +95,24 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None, speeds: str
         indexed = _index(job)
         with check_rows(job.store, job.record, indexed) as checked:
             workload = checked.whole()
-        predict = partial(settings.forecast, workload, num_workers, max_rows=_SIMULATED_ROWS, slowness=slowness)
+        predict = partial(
+            prediction.forecast, settings, workload, num_workers, max_rows=_SIMULATED_ROWS, slowness=slowness
+        )
         forecast = predict()
         range_s = None
-        if settings.guesses_lengths(workload):
+        if prediction.guesses_lengths(settings, workload):
             range_s = (predict(length_share=0.25).predicted_s, predict(length_share=1.0).predicted_s)
         weight_bytes = sum(file.stat().st_size for file in job.model_folder.glob("*.safetensors"))
         return DryRun(
             spec,
             job.record.adapters,
             checked.kinds,
-            settings.with_reuse(workload),
+            prediction.with_reuse(settings, workload),
             num_workers,
             weight_bytes,
             settings,
             forecast,
-            settings.bound(workload, num_workers, slowness).seconds,
+            prediction.bound(settings, workload, num_workers, slowness).seconds,
             range_s,
             slowness,
             (

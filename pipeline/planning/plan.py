@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -37,6 +38,7 @@ from ..dataset.index import IndexTotals
 from ..dataset.reader import ShardRows, read_shard
 from ..dataset.writer import answers_in_part
 from ..result import KindOfError
+from . import prediction
 from .external_sort import INDEXED_ROW, IndexedRows, ScratchFile, SortedRows, are_further, read_chunks
 from .settings import RunSettings
 from .validation import DuplicateIds, RowErrors, check_budget
@@ -135,11 +137,11 @@ def plan_job(
     """
     with check_rows(store, record, indexed) as checked, ShardDraft() as draft:
         num_rows = checked.rows.num_rows
-        sample = settings.sample(num_rows, num_replicas, max_rows=_SIMULATED_ROWS)
+        sample = prediction.sample(settings, num_rows, num_replicas, max_rows=_SIMULATED_ROWS)
         if settings.is_dealt:
             block_rows = max(num_rows, 1)
         for rows, workload in checked.blocks(block_rows):
-            cut = settings.cut(workload, num_replicas, num_rows)
+            cut = prediction.cut_rows(settings, workload, num_replicas, num_rows)
             draft.add(rows, checked.names, cut.plan)
             sample.add(workload, cut)
         if num_rows > block_rows:
@@ -149,7 +151,7 @@ def plan_job(
             num_rows=num_rows,
             errors=checked.kinds,
             adapter_names=draft.adapter_names,
-            predicted_s=sample.predict(settings.play_expected),
+            predicted_s=sample.predict(partial(prediction.play_expected, settings)),
         )
         with draft.references({_FACTS_KEY: json.dumps(plan_facts(plan))}) as references:
             is_ours = store.write_plan(references)

@@ -11,9 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ...engine.batching.policy import choose_batcher
 from ...engine.config import (
     EngineConfig,
@@ -26,7 +23,6 @@ from ...engine.config import (
 )
 from ...engine.memory.limits import (
     ITEM_BYTES,
-    ROWS_GROW,
     EngineLimits,
     adapter_growth,
     engine_limits,
@@ -43,26 +39,15 @@ from ...jobs.opening import OpenedJob
 from ...jobs.spec import JobSpec, policy_problem
 from ...jobs.storage.local_copy import is_remote
 from ...scheduler.batching import Batcher, ReplicaFacts
-from ...scheduler.cost import MACHINES, CostModel
-from ...scheduler.estimates.lengths import PRIOR_SHARE, AnswerLengths, AnswerModel, spread_quantiles
-from ...scheduler.forecast import (
-    CutRows,
-    Forecast,
-    JobSample,
-    WaveMode,
-    cut_job,
-    forecast_job,
-    plan_dealt,
-    row_seconds,
-)
-from ...scheduler.migration import ReplicaMemory, TailSettings
-from ...scheduler.planning.bound import JobBound, job_bound
-from ...scheduler.planning.waves import ShardPlan, shard_rows, with_whole_groups
-from ...scheduler.policies import POLICIES, RowsToDeal, dealing
+from ...scheduler.cost import CostModel
+from ...scheduler.estimates.lengths import PRIOR_SHARE, AnswerLengths
+from ...scheduler.forecast import WaveMode
+from ...scheduler.lending import TailSettings
+from ...scheduler.machines import MACHINES
+from ...scheduler.migration import ReplicaMemory
+from ...scheduler.policies import POLICIES, dealing
 from ...scheduler.scheduler import SchedulerSettings
-from ...scheduler.simulation.replica import ReplicaSettings
-from ...scheduler.simulation.run import PolicyRun, run_planned
-from ...scheduler.workload import AdapterInfo, Workload
+from ...scheduler.workload import AdapterInfo
 from ..cluster.connect import threads_per_engine
 from ..cluster.devices import Device
 from .step_prices import MACHINE_MODELS, choose_cost
@@ -71,16 +56,9 @@ from .step_prices import MACHINE_MODELS, choose_cost
 _HOP_S = 0.3
 # Least seconds that a move must gain: for less, measured paces are too rough to decide by.
 _LEAST_GAIN_S = 0.5
-# Most steps of an exact leap of the simulator: shards that arrive meanwhile wait for its end.
-_LEAP_STEPS = 8
-# Rows that a simulated batcher looks at: all that wait, as an engine's batcher does.
-_ALL_ROWS = 1 << 30
 # Batches of rows that a worker has open under policies that deal rows out, whose batchers choose among all of a
 # worker's rows.
 _DEALT_BATCHES = 64.0
-# Rows of a sample that is played, and the least number of full batches in it, over all of its replicas.
-_SAMPLE_ROWS = 4_000
-_LEAST_BATCHES = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,203 +280,6 @@ class RunSettings:
     def batcher(self, facts: ReplicaFacts) -> Batcher:
         """A batcher for one engine, or for one simulated replica."""
         return choose_batcher(self.engine, facts)
-
-    def replica(self) -> ReplicaSettings:
-        """A simulated replica with the limits of the engines."""
-        limits = self.limits
-        # bytes by which the pages of adapters are counted
-        token_bytes = int(limits.token_bytes / adapter_growth(self.model, self.engine.tensor_parallel))
-        return ReplicaSettings(
-            max_batch_rows=limits.batch_rows,
-            max_step_tokens=limits.step_tokens,
-            kv_tokens=limits.pool_bytes // limits.token_bytes,
-            page_tokens=limits.page_tokens,
-            run_pages=limits.run_pages,
-            token_bytes=0 if self.engine.mode == "merged" else token_bytes,
-            rows_grow=ROWS_GROW[self.device.kind] and self.length_share < 1,
-            adapter_source="storage",
-            loads_beside_steps=self.device.kind != "cpu",
-            look_ahead=_ALL_ROWS,
-            leap_steps=_LEAP_STEPS,
-        )
-
-    def with_reuse(self, workload: Workload) -> Workload:
-        """The rows with `shared_tokens` rounded down to tokens that an engine of this job copies instead of computing
-        them: whole pages, never a prompt's last token. They are None when engines do not share beginnings of prompts.
-        """
-        if workload.shared_tokens is None or not self.shares_prefixes:
-            return replace(workload, shared_tokens=None)
-        page_tokens = self.limits.page_tokens
-        shared = np.minimum(workload.shared_tokens, np.maximum(workload.prompt_tokens - 1, 0))
-        return replace(workload, shared_tokens=(shared // page_tokens * page_tokens).astype(np.int32))
-
-    def cut(
-        self, rows: Workload, num_workers: int, job_rows: int | None = None, length_share: float | None = None
-    ) -> CutRows:
-        """Cut a job, or a block of its rows, into shards. `job_rows`: rows of the whole job, which decide the size of
-        shards; None when `rows` are the whole job.
-        """
-        batch_rows = self.limits.batch_rows
-        num_rows = rows.num_rows if job_rows is None else job_rows
-        rows_per_shard = self.rows_per_shard or shard_rows(num_rows, batch_rows, num_workers)
-        predicted = self.expected_tokens(rows, length_share)
-        rows = self.with_reuse(rows)
-        cut = self._cut(rows, predicted, num_workers, rows_per_shard)
-        plan = with_whole_groups(cut.plan, rows, predicted)
-        return cut if plan is cut.plan else CutRows.of(plan, predicted, cut.row_s)
-
-    def _cut(self, rows: Workload, predicted: NDArray[np.float64], num_workers: int, rows_per_shard: int) -> CutRows:
-        batch_rows, deal = self.limits.batch_rows, dealing(self.policy, self.placement)
-        if deal is None:
-            return cut_job(
-                rows,
-                predicted,
-                self.cost,
-                batch_rows,
-                num_workers,
-                rows_per_shard=rows_per_shard,
-                mode=self.wave_mode,
-                prices=self.prices,
-            )
-        row_s = row_seconds(rows, predicted, self.cost, batch_rows)
-        to_deal = RowsToDeal(rows, predicted, row_s, self.cost, num_workers, batch_rows, rows_per_shard)
-        policy = POLICIES[self.policy]
-        plan = plan_dealt(
-            to_deal,
-            deal(to_deal),
-            shard_mode=None if policy.deal is None else policy.shard_mode,
-            mode=self.wave_mode,
-        )
-        return CutRows.of(plan, predicted, row_seconds(rows, predicted, self.step_prices, batch_rows))
-
-    def expected_tokens(self, rows: Workload, length_share: float | None = None) -> NDArray[np.float64]:
-        """Tokens that rows will generate on average, float64 `[num_rows]`: their fixed number, else as in earlier jobs
-        with their adapter, else a share of `max_tokens`.
-        """
-        expected = self._answers(rows.adapters, length_share).mean(rows.max_tokens, rows.adapter_index)
-        fixed = rows.fixed_tokens
-        return expected if fixed is None else np.where(fixed > 0, fixed, expected)
-
-    def with_answers(
-        self, rows: Workload, length_share: float | None = None, quantile: NDArray[np.float64] | None = None
-    ) -> Workload:
-        """The rows with lengths of answers drawn from the expected distribution. `quantile`: quantile of each row's
-        length, from 0 to below 1; by default spread evenly over the rows, and always the same for a row of the input.
-        """
-        if quantile is None:
-            quantile = spread_quantiles(rows.places)
-        model = self._answers(rows.adapters, length_share)
-        drawn, fixed = model.drawn(rows.max_tokens, rows.adapter_index, quantile), rows.fixed_tokens
-        return replace(rows, output_tokens=drawn if fixed is None else np.where(fixed > 0, fixed, drawn))
-
-    def _answers(self, adapters: Sequence[AdapterInfo], length_share: float | None) -> AnswerModel:
-        earlier = [self.lengths.get(name) for name in (*(adapter.name for adapter in adapters), "")]
-        return AnswerModel(self.length_share if length_share is None else length_share, earlier)
-
-    def guesses_lengths(self, rows: Workload) -> bool:
-        """Whether there are rows whose length of answer is a guess: it is not fixed, and earlier jobs did not have the
-        row's adapter.
-        """
-        names = [*(adapter.name for adapter in rows.adapters), ""]
-        is_known = np.array([name in self.lengths for name in names])[rows.adapter_index]
-        if rows.fixed_tokens is not None:
-            is_known |= rows.fixed_tokens > 0
-        return self.length_share < 1 and bool((~is_known & (rows.max_tokens > 0)).any())
-
-    def play(
-        self, rows: Workload, plan: ShardPlan, num_workers: int, slowness: Sequence[float] | None = None
-    ) -> PolicyRun:
-        """Play a plan on simulated workers. The rows need true lengths, which only the simulated engines see.
-
-        `slowness`: seconds of each worker's steps over those of the cost model, which only the workers have.
-        """
-        merged_only = [adapter.name in self.merged_only for adapter in rows.adapters]
-
-        def make_batcher(facts: ReplicaFacts) -> Batcher:
-            return self.batcher(replace(facts, must_merge=merged_only.__getitem__, cost=self.cost))
-
-        rows = self.with_reuse(rows)
-        return run_planned(
-            rows,
-            plan,
-            self.step_prices,
-            self.replica(),
-            num_workers,
-            make_batcher,
-            self.scheduler(num_workers, rows.adapters),
-            slowness,
-        )
-
-    def play_expected(self, rows: Workload, plan: ShardPlan, num_workers: int) -> PolicyRun:
-        """Play a plan on simulated workers, with lengths of answers drawn from the expected distribution."""
-        return self.play(self.with_answers(rows), plan, num_workers)
-
-    def forecast(
-        self,
-        rows: Workload,
-        num_workers: int,
-        *,
-        max_rows: int,
-        length_share: float | None = None,
-        slowness: Sequence[float] | None = None,
-    ) -> Forecast:
-        """Predict waves, their modes, placement and seconds of a job. A sample is played of a job with more than
-        `max_rows` rows.
-
-        `slowness`: seconds of each worker's steps over those of the cost model. A sample on fewer workers has some of
-        them, scaled to the mean speed of all.
-        """
-        rows = replace(rows, input_place=rows.places)
-        cut = self.cut(rows, num_workers, length_share=length_share)
-        played = self._rows_to_play(rows.num_rows, max_rows)
-
-        def play(rows: Workload, plan: ShardPlan, num_played: int) -> PolicyRun:
-            of_played = None if slowness is None else some_of(slowness, num_played)
-            return self.play(self.with_answers(rows, length_share), plan, num_played, of_played)
-
-        return forecast_job(self.with_reuse(rows), cut, self.cost, num_workers, play, played)
-
-    def bound(self, rows: Workload, num_workers: int, slowness: Sequence[float] | None = None) -> JobBound:
-        """Seconds below which no run of these rows ends, if answers have the lengths with which `forecast` plays them.
-        `slowness`: seconds of each worker's steps over those of the cost model.
-        """
-        rows = self.with_answers(rows)
-        assert rows.output_tokens is not None
-        return job_bound(
-            self.with_reuse(rows),
-            rows.output_tokens.astype(np.float64),
-            self.step_prices,
-            batch_rows=self.limits.batch_rows,
-            step_tokens=self.limits.step_tokens,
-            slowness=[1.0] * num_workers if slowness is None else slowness,
-            adapter_source="storage",
-        )
-
-    def sample(self, job_rows: int, num_workers: int, *, max_rows: int) -> JobSample:
-        """An empty sample of a job of `job_rows` rows, to which blocks of rows are added before it is played."""
-        return JobSample(job_rows, num_workers, self._rows_to_play(job_rows, max_rows))
-
-    def _rows_to_play(self, job_rows: int, max_rows: int) -> int:
-        """Number of rows to play: all rows of a job of up to `max_rows`, else enough to see the job's pace. Steps of
-        large batches take the simulator no longer than others.
-        """
-        least = _LEAST_BATCHES * self.limits.batch_rows
-        return job_rows if job_rows <= max(max_rows, least) else max(_SAMPLE_ROWS, least)
-
-    def simulate(self, rows: Workload, num_workers: int, slowness: Sequence[float] | None = None) -> PolicyRun:
-        """Plan a whole job as a run does, without its true lengths, and play it on simulated workers."""
-        return self.play(rows, self.cut(rows, num_workers).plan, num_workers, slowness)
-
-
-def some_of(slowness: Sequence[float], count: int) -> list[float]:
-    """Slowness of `count` workers, evenly spread from the fastest to the slowest, scaled to the mean speed of all."""
-    ordered = sorted(slowness)
-    chosen = [ordered[int((i + 0.5) * len(ordered) / count)] for i in range(count)]
-    if len(chosen) == len(slowness):
-        return list(slowness)
-    mean_speed = sum(1 / slow for slow in slowness) / len(slowness)
-    chosen_speed = sum(1 / slow for slow in chosen) / count
-    return [slow * chosen_speed / mean_speed for slow in chosen]
 
 
 def _mode(spec: JobSpec, device: Device, model: ModelConfig, model_folder: Path) -> Mode:

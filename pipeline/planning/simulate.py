@@ -22,7 +22,7 @@ from ...jobs.cost_profile import read_profile
 from ...jobs.errors import JobRequestError
 from ...jobs.option_values import check_speeds, parse_speeds
 from ...jobs.spec import policy_problem
-from ...scheduler.cost import MACHINES
+from ...scheduler.machines import MACHINES
 from ...scheduler.policies import PLACEMENTS, POLICIES
 from ...scheduler.simulation.run import PolicyRun
 from ...scheduler.simulation.synthetic import (
@@ -33,6 +33,7 @@ from ...scheduler.simulation.synthetic import (
     power_popularity,
 )
 from ...scheduler.workload import BASE_MODEL, Workload
+from . import prediction
 from .dry_run import dry_run
 from .settings import RunSettings
 
@@ -113,7 +114,7 @@ def simulate_job(request: SimulationRequest) -> SimulationResult:
     workload, settings = make_job(request)
     policies = request.policies or [name for name in POLICIES if not policy_problem(name, settings.engine.mode)]
     chosen = [settings.under(name, request.placement) for name in policies]
-    runs = [each.simulate(workload, request.workers, slowness) for each in chosen]
+    runs = [prediction.simulate(each, workload, request.workers, slowness) for each in chosen]
     request.output.mkdir(parents=True, exist_ok=True)
     results = {"rows": workload.num_rows, "workers": request.workers, "speeds": request.speeds}
     results |= {"cost_model": settings.cost_origin, "placement": request.placement}
@@ -133,7 +134,8 @@ def make_job(request: SimulationRequest) -> tuple[Workload, RunSettings]:
         if request.cost_model is not None and request.cost_model in MACHINES:
             engine = replace(settings.engine, cost=MACHINES[request.cost_model])
             settings = replace(settings, engine=engine, cost_origin=request.cost_model, prices=None)
-        return settings.with_answers(found.workload, quantile=generator.random(found.workload.num_rows)), settings
+        quantile = generator.random(found.workload.num_rows)
+        return prediction.with_answers(settings, found.workload, quantile=quantile), settings
     settings = _machine_settings(request)
     if request.trace is not None:
         prompts, outputs = read_trace_lengths(request.trace)

@@ -1,7 +1,7 @@
 """Deals the rows of an offline job out to replicas as other systems do.
 
 All rows are there at the start, and their policies send each request to a replica as it arrives: so the whole order is
-known before the job. dLoRA's and LoRAServe's rules are the dispatchers of the online experiments (`serving.py`).
+known before the job. Ties go to the smaller number.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..policies import RowsToDeal
-from .loraserve import Routing, assign_loraserve
-from .serving import ClusterView, Dispatcher, ProactiveDispatcher, RoutedDispatcher
+from .loraserve import assign_loraserve
 
 
 def in_turn(rows: RowsToDeal) -> NDArray[np.int64]:
@@ -23,18 +22,69 @@ def in_turn(rows: RowsToDeal) -> NDArray[np.int64]:
 
 
 def by_pending_time(rows: RowsToDeal) -> NDArray[np.int64]:
-    """Deal as dLoRA (section 5.1): each row to the replica with the least work queued, adapter loads included."""
-    return _dealt_by(ProactiveDispatcher(), rows)
+    """Deal as dLoRA (section 5.1): each row to the replica with the least work queued, adapter loads included.
+
+    Adapters are in storage at first.
+    """
+    workload, queue_s = rows.workload, np.zeros(rows.num_replicas)
+    is_resident = np.zeros((len(workload.adapters), rows.num_replicas), dtype=bool)
+    load_s = np.array([rows.cost.load_seconds(adapter.weight_bytes, "storage") for adapter in workload.adapters])
+    replica_of = np.zeros(workload.num_rows, np.int64)
+    for row in _with_work(rows).tolist():
+        adapter = int(workload.adapter_index[row])
+        replica = int(np.argmin(pending_seconds(adapter, queue_s, is_resident, load_s)))
+        queue_s[replica] += rows.row_s[row]
+        if adapter >= 0:
+            is_resident[adapter, replica] = True
+        replica_of[row] = replica
+    return replica_of
+
+
+def pending_seconds(
+    adapter: int, queue_s: NDArray[np.float64], is_resident: NDArray[np.bool_], load_s: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Queueing time plus loading the adapter where it is absent, float64 `[num_replicas]` (dLoRA section 5.1).
+
+    `adapter`: -1 for the base model. `is_resident` `[num_adapters, num_replicas]`, `load_s` `[num_adapters]`.
+    """
+    return queue_s if adapter < 0 else queue_s + np.where(is_resident[adapter], 0.0, load_s[adapter])
 
 
 def by_routing(rows: RowsToDeal) -> NDArray[np.int64]:
-    """Deal as LoRAServe (section IV): place adapters by rank and demand; each adapter's rows follow its shares."""
-    return _dealt_by(RoutedDispatcher(routing_of(rows)), rows)
+    """Deal as LoRAServe (section IV): place adapters by rank and demand; each adapter's rows follow its shares, rows of
+    the base model go to the replica with the least work.
+    """
+    workload, fraction, queue_s = rows.workload, routing_of(rows), np.zeros(rows.num_replicas)
+    sent_s = np.zeros_like(fraction)
+    replica_of = np.zeros(workload.num_rows, np.int64)
+    for row in _with_work(rows).tolist():
+        adapter, row_s = int(workload.adapter_index[row]), float(rows.row_s[row])
+        if adapter >= 0:
+            replica = furthest_behind(fraction[adapter], sent_s[adapter], row_s)
+            sent_s[adapter, replica] += row_s
+        else:
+            replica = int(np.argmin(queue_s))
+        queue_s[replica] += row_s
+        replica_of[row] = replica
+    return replica_of
 
 
-def routing_of(rows: RowsToDeal) -> Routing:
-    """LoRAServe's placement. The demand of an adapter, which the paper extrapolates from the past, is known: the tokens
-    of its rows. Operating points are the cost model's at this job's mean lengths.
+def furthest_behind(share: NDArray[np.float64], sent_s: NDArray[np.float64], row_s: float) -> int:
+    """The replica furthest behind its share of an adapter, of which it was sent rows of `sent_s` seconds.
+
+    LoRAServe sends a request to a server with the probability that is the server's share of the adapter's load (section
+    IV). Without draws, runs repeat and short runs are fair; shares are of predicted seconds, not of rows, for the
+    placement has split load.
+    """
+    behind = share * (sent_s.sum() + row_s) - sent_s
+    return int(np.argmax(np.where(share > 0, behind, -np.inf)))
+
+
+def routing_of(rows: RowsToDeal) -> NDArray[np.float64]:
+    """LoRAServe's placement: share of each adapter on each replica, float64 `[num_adapters, num_replicas]`.
+
+    The demand of an adapter, which the paper extrapolates from the past, is known: the tokens of its rows. Operating
+    points are the cost model's at this job's mean lengths.
     """
     workload, order = rows.workload, _with_work(rows)
     adapter, tokens = workload.adapter_index[order], (workload.prompt_tokens + rows.output_tokens)[order]
@@ -54,34 +104,11 @@ def routing_of(rows: RowsToDeal) -> Routing:
             )
             for rank in np.unique(ranks[used])
         }
-        fraction[used] = assign_loraserve(ranks[used], demand[used], points, rows.num_replicas).fraction
-    return Routing(fraction)
+        fraction[used] = assign_loraserve(ranks[used], demand[used], points, rows.num_replicas)
+    return fraction
 
 
 def _with_work(rows: RowsToDeal) -> NDArray[np.int64]:
     """Rows that an engine will see, in input order."""
     order = rows.workload.input_order
     return order[rows.workload.max_tokens[order] > 0]
-
-
-def _dealt_by(dispatcher: Dispatcher, rows: RowsToDeal) -> NDArray[np.int64]:
-    """Replica that a dispatcher chooses for each row, int64 `[num_rows]`.
-
-    All rows arrive at 0, one after the other in input order. Adapters are in storage at first.
-    """
-    workload, num_replicas = rows.workload, rows.num_replicas
-    view = ClusterView(
-        queue_s=np.zeros(num_replicas),
-        queue_tokens=np.zeros(num_replicas),
-        is_resident=np.zeros((len(workload.adapters), num_replicas), dtype=bool),
-        load_s=np.array([rows.cost.load_seconds(adapter.weight_bytes, "storage") for adapter in workload.adapters]),
-    )
-    replica_of = np.zeros(workload.num_rows, np.int64)
-    for row in _with_work(rows).tolist():
-        adapter, row_s = int(workload.adapter_index[row]), float(rows.row_s[row])
-        replica = replica_of[row] = dispatcher.choose(adapter, row_s, view)
-        view.queue_s[replica] += row_s
-        view.queue_tokens[replica] += workload.prompt_tokens[row] + rows.output_tokens[row]
-        if adapter >= 0:
-            view.is_resident[adapter, replica] = True
-    return replica_of

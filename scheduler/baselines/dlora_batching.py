@@ -51,11 +51,6 @@ def with_credits(facts: ReplicaFacts) -> Batcher:
     return MergeWaveBatcher(inner, facts.must_merge, None)
 
 
-def dlora_batcher(ranks: NDArray[np.float64], cost: CostModel, max_batch_rows: int) -> DloraBatcher:
-    """Make a `DloraBatcher` for adapters that are known from the start. `ranks` `[num_adapters]`."""
-    return DloraBatcher(cost, lambda: ranks, max_batch_rows, mean_context=500.0)
-
-
 class Credits:
     """One account per adapter; rows of the base model have the last.
 

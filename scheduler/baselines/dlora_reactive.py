@@ -9,7 +9,7 @@ import numpy as np
 
 from ..dispatch import ReplicaState
 from ..estimates.lengths import PRIOR_SHARE, LengthEstimator
-from ..estimates.pace import mean_row
+from ..estimates.pace import planned_work
 from ..messages import MigrateRows, Progress
 from ..migration import OpenShards, rows_here
 from ..planning.waves import Shard
@@ -35,8 +35,8 @@ class CoMigration:
         self._cost, self._memory = settings.cost, settings.memory
         self._settings = migration or MigrationSettings()
         self._lengths = LengthEstimator()
-        row = mean_row(shards)
-        self._lengths.asked(round(row.num_rows * row.output_tokens / PRIOR_SHARE), row.num_rows)
+        work = planned_work(shards)
+        self._lengths.asked(round(work.output_tokens / PRIOR_SHARE), round(work.num_rows))
         # The last report of each replica; dropped when rows have moved since.
         self._reports: dict[str, Progress] = {}
         self._looked_s = 0.0

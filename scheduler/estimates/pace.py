@@ -16,6 +16,7 @@ from ..cost import CostModel, StepLoad
 from ..messages import Progress
 from ..planning.waves import Shard
 from .step_costs import prices
+from .time_left import Work
 
 # Seconds of steps after which earlier ones count half.
 _HALF_LIFE_S = 20.0
@@ -48,21 +49,13 @@ class _Steps:
     predicted_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class MeanRow:
-    """Mean tokens of a job's rows that need an engine. `output_tokens`: predicted."""
-
-    num_rows: int
-    prompt_tokens: float
-    output_tokens: float
-
-
-def mean_row(shards: Sequence[Shard]) -> MeanRow:
-    """Mean row of these shards, among those that need an engine."""
-    num_rows = sum(shard.num_rows for shard in shards if shard.has_engine_work)
-    prompt = sum(shard.prompt_tokens for shard in shards if shard.has_engine_work)
-    output = sum(shard.predicted_output_tokens for shard in shards if shard.has_engine_work)
-    return MeanRow(num_rows, prompt / max(1, num_rows), output / max(1, num_rows))
+def planned_work(shards: Sequence[Shard]) -> Work:
+    """Work of the rows of these shards that need an engine, as planned."""
+    return Work(
+        sum(shard.num_rows for shard in shards if shard.has_engine_work),
+        sum(shard.prompt_tokens for shard in shards if shard.has_engine_work),
+        sum(shard.predicted_output_tokens for shard in shards if shard.has_engine_work),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +73,15 @@ class RelativePaces:
 class PaceEstimator:
     """Slowness of replicas: how many times as long their steps take as `cost` says.
 
-    It is 1 while nothing is known, and for ever without a cost model.
+    It is 1 while nothing is known, and for ever without a cost model. `work`: planned work of all rows of the job.
     """
 
-    def __init__(self, cost: CostModel | None, row: MeanRow) -> None:
+    def __init__(self, cost: CostModel | None, work: Work) -> None:
         self._cost = cost
         self._prices = None if cost is None else prices(cost)
-        self._row = row
+        # Means of a row.
+        self._prompt_tokens = work.prompt_tokens / max(1, work.num_rows)
+        self._output_tokens = work.output_tokens / max(1, work.num_rows)
         self._steps: dict[str, _Steps] = {}
         # Sums over all replicas of `taken_s` and of `predicted_s`.
         self._taken_s, self._predicted_s = 0.0, 0.0
@@ -166,7 +161,7 @@ class PaceEstimator:
     @property
     def _context_tokens(self) -> float:
         """KV slots that a row reads in a decode step, on average."""
-        return self._row.prompt_tokens + self._row.output_tokens / 2
+        return self._prompt_tokens + self._output_tokens / 2
 
     def row_seconds(self, output_tokens: float, batch_rows: int) -> tuple[float, float]:
         """Predicted seconds of a row that generates `output_tokens`; 0 without a cost model.
@@ -176,7 +171,7 @@ class PaceEstimator:
         """
         if self._cost is None:
             return 0.0, 0.0
-        each_s = float(self._cost.row_seconds(self._row.prompt_tokens, output_tokens, batch_rows=batch_rows))
+        each_s = float(self._cost.row_seconds(self._prompt_tokens, output_tokens, batch_rows=batch_rows))
         step = StepLoad(decode_rows=batch_rows, context_tokens=batch_rows * self._context_tokens)
         return each_s, output_tokens * float(self._cost.step_seconds(step))
 
@@ -187,7 +182,7 @@ class PaceEstimator:
         mostly finds it in its replica's memory.
         """
         shards = [shard for shard in shards if shard.has_engine_work]
-        each_s, _ = self.row_seconds(self._row.output_tokens, batch_rows)
+        each_s, _ = self.row_seconds(self._output_tokens, batch_rows)
         if self._cost is None or not each_s:
             return dict.fromkeys((shard.shard_id for shard in shards), 1.0)
         num_rows = np.array([shard.num_rows for shard in shards])

@@ -12,7 +12,7 @@ from ..cost import CostModel
 from ..messages import Progress
 from ..planning.waves import Shard
 from .lengths import PRIOR_SHARE, LengthEstimator
-from .pace import PaceEstimator, mean_row
+from .pace import PaceEstimator, planned_work
 from .step_costs import StepCosts
 from .time_left import PlannedJob, TimeLeft, Work
 from .work_left import WorkLeft
@@ -36,12 +36,12 @@ class RunEstimates:
         cost: CostModel | None,
         planned: PlannedJob | None,
     ) -> None:
-        rows = mean_row(shards)
+        work = planned_work(shards)
         #: Lengths of this run's answers so far.
         self.lengths = LengthEstimator()
-        self.lengths.asked(round(rows.num_rows * rows.output_tokens / PRIOR_SHARE), rows.num_rows)
+        self.lengths.asked(round(work.output_tokens / PRIOR_SHARE), round(work.num_rows))
         #: Slowness of the replicas that are there.
-        self.paces = PaceEstimator(cost, rows)
+        self.paces = PaceEstimator(cost, work)
         #: Seconds of the run as predicted from its first steps. None until they were seen, and when the plan's costs of
         #: steps were no guess.
         self.corrected_s: float | None = None

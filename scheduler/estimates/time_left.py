@@ -41,6 +41,16 @@ class Work:
     #: Forward passes of each engine until the last row has ended.
     num_steps: float = 0.0
 
+    def __add__(self, other: Work) -> Work:
+        """Work for the rows of both."""
+        return Work(
+            self.num_rows + other.num_rows,
+            self.prompt_tokens + other.prompt_tokens,
+            self.output_tokens + other.output_tokens,
+            self.guessed_tokens + other.guessed_tokens,
+            self.num_steps + other.num_steps,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TimeLeft:

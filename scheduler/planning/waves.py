@@ -22,6 +22,18 @@ from ..cost import CostModel, StepLoad
 from ..workload import BASE_MODEL, Workload
 
 ShardMode = Literal["none", "base", "unmerged", "merged", "mixture"]
+#: Least shards per replica when rows allow, so that late corrections have something to move and one lost shard costs
+#: little.
+SHARDS_PER_REPLICA = 16
+#: Rows below which a shard's fixed cost (a task, a file) shows.
+MIN_ROWS = 16
+#: Most rows of a shard, in full batches, unless the whole job would then exceed `_MAX_SHARDS`.
+MAX_BATCHES = 4
+_MAX_SHARDS = 8192
+# Work of one prompt token, one output token being 1.
+_PROMPT_TOKEN_WEIGHT = 0.1
+# Rows of a shard of the smallest jobs, so that a part holds more than one row.
+_FEW_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,74 +114,51 @@ class ShardPlan:
         assert [s.shard_id for s in self.shards] == list(range(len(self.shards))), "shard ids are not 0, 1, 2, …"
 
 
-@dataclass(frozen=True, slots=True)
-class ShardLimits:
-    """How finely a job is cut into shards."""
-
-    #: Least shards per replica when rows allow, so that late corrections have something to move and one lost shard
-    #: costs little.
-    shards_per_replica: int = 16
-    #: Rows below which a shard's fixed cost (a task, a file) shows.
-    min_rows: int = 16
-    #: Most rows of a shard, in full batches, unless the whole job would then exceed `max_shards`.
-    max_batches: int = 4
-    #: Most shards of a job.
-    max_shards: int = 8192
-    #: Work of one prompt token, one output token being 1.
-    prompt_token_weight: float = 0.1
-
-
-# Rows of a shard of the smallest jobs, so that a part holds more than one row.
-_FEW_ROWS = 4
-
-
 def plan_shards(
     workload: Workload,
     *,
     batch_rows: int,
     num_replicas: int,
     predicted_output_tokens: NDArray[np.float64] | None = None,
-    limits: ShardLimits | None = None,
     rows_per_shard: int | None = None,
 ) -> ShardPlan:
     """Order all rows and cut them into shards.
 
     `batch_rows`: sequences one replica decodes together. `predicted_output_tokens`: float64 `[num_rows]`, by default
-    `max_tokens`. `rows_per_shard`: number of average rows that a shard holds (None: from `limits` and the size of the
-    job). Zero rows give a plan of zero shards. The same input gives the same plan.
+    `max_tokens`. `rows_per_shard`: number of average rows that a shard holds (None: by the size of the job). Zero
+    rows give a plan of zero shards. The same input gives the same plan.
     """
     assert min(batch_rows, num_replicas) >= 1, f"batch_rows={batch_rows}, num_replicas={num_replicas}"
     if workload.num_rows == 0:
         return ShardPlan(np.zeros(0, np.int64), np.zeros(1, np.int64), ())
-    limits = limits or ShardLimits()
     output = workload.max_tokens.astype(np.float64) if predicted_output_tokens is None else predicted_output_tokens
-    work = np.where(workload.max_tokens > 0, output + limits.prompt_token_weight * workload.prompt_tokens, 0.0)
-    target_rows = rows_per_shard or shard_rows(workload.num_rows, batch_rows, num_replicas, limits)
+    work = np.where(workload.max_tokens > 0, output + _PROMPT_TOKEN_WEIGHT * workload.prompt_tokens, 0.0)
+    target_rows = rows_per_shard or shard_rows(workload.num_rows, batch_rows, num_replicas)
     pool = _pool_of_adapter(workload, target_rows)
     order = _row_order(workload, output, work, pool)
     wave = _wave_keys(workload, pool)[order]
-    cuts = _cut_shards(wave, workload.prefix_hash[order], work[order], target_rows, limits)
+    cuts = _cut_shards(wave, workload.prefix_hash[order], work[order], target_rows)
     return _in_dispatch_order(workload, order, cuts, wave, output, work)
 
 
-def shard_rows(num_rows: int, batch_rows: int, num_replicas: int, limits: ShardLimits | None = None) -> int:
+def shard_rows(num_rows: int, batch_rows: int, num_replicas: int) -> int:
     """Number of average rows that a shard should hold."""
-    limits = limits or ShardLimits()
-    wanted = -(-num_rows // (num_replicas * limits.shards_per_replica))
-    largest = max(limits.max_batches * batch_rows, -(-num_rows // limits.max_shards))
-    # A handful of rows is still spread: every replica gets four shards before `min_rows` counts, or two of a few rows.
+    wanted = -(-num_rows // (num_replicas * SHARDS_PER_REPLICA))
+    largest = max(MAX_BATCHES * batch_rows, -(-num_rows // _MAX_SHARDS))
+    # A handful of rows is still spread: every replica gets four shards before `MIN_ROWS` counts, or two of a few rows.
     few = max(num_rows // (4 * num_replicas), min(_FEW_ROWS, num_rows // (2 * num_replicas)))
-    smallest = max(1, min(limits.min_rows, few))
+    smallest = max(1, min(MIN_ROWS, few))
     return min(max(wanted, smallest), largest)
 
 
-def dispatch_order(shards: Sequence[Shard], limits: ShardLimits | None = None) -> list[int]:
+def dispatch_order(shards: Sequence[Shard]) -> list[int]:
     """Order in which shards that were planned apart should run.
 
     Most work comes first, in steps of a quarter of the largest; shards that need no engine come last.
     """
-    weight = (limits or ShardLimits()).prompt_token_weight
-    work = np.array([s.predicted_output_tokens + weight * s.prompt_tokens if s.has_engine_work else 0 for s in shards])
+    work = np.array(
+        [s.predicted_output_tokens + _PROMPT_TOKEN_WEIGHT * s.prompt_tokens if s.has_engine_work else 0 for s in shards]
+    )
     order: list[int] = np.argsort(-_coarse(work), kind="stable").tolist()
     return order
 
@@ -232,7 +221,6 @@ def _cut_shards(
     prefix: NDArray[np.uint64],
     work: NDArray[np.float64],
     target_rows: int,
-    limits: ShardLimits,
 ) -> NDArray[np.int64]:
     """Offsets `[num_shards + 1]` into the ordered rows: equal work within a wave, at most `2 * target_rows` rows."""
     num_rows = len(wave)
@@ -242,7 +230,7 @@ def _cut_shards(
     for start, end in zip(starts, np.append(starts[1:], num_rows), strict=True):
         done = np.cumsum(work[start:end])
         pieces = max(1, round(done[-1] / target_work)) if target_work > 0 else 1
-        pieces = min(pieces, max(1, (end - start) // min(limits.min_rows, target_rows)))
+        pieces = min(pieces, max(1, (end - start) // min(MIN_ROWS, target_rows)))
         wanted = done[-1] * np.arange(1, pieces) / pieces
         inner = start + np.searchsorted(done, wanted, side="left") + 1
         for cut in np.append(inner, end):

@@ -13,8 +13,9 @@ from typing import Any
 
 from ..cost import CostModel
 from ..estimates.time_left import PlannedJob
+from ..lending import TailSettings
 from ..messages import Command, Event
-from ..migration import ReplicaMemory, TailSettings
+from ..migration import ReplicaMemory
 from ..planning.waves import Shard
 from ..policies import make_scheduler
 from ..scheduler import BEGINNING, EVENTS_VERSION, SchedulerSettings

@@ -71,16 +71,6 @@ class ReplicaSettings:
     is_coarse: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepOutcome:
-    """Outcome of one step or leap."""
-
-    #: Seconds at which it is over.
-    end_s: float
-    #: Rows that ended in it, int64.
-    finished: NDArray[np.int64]
-
-
 class SimulatedReplica:
     """One engine of the simulator. Row numbers are the workload's; `number` is its place in the timeline.
 
@@ -166,13 +156,6 @@ class SimulatedReplica:
         prompts = int(self._workload.computed_of(rows).sum())
         self._lengths.asked(int(self._workload.max_tokens[rows].sum()), len(rows), prompts)
 
-    def take_waiting(self, adapter: int, num_rows: int) -> NDArray[np.int64]:
-        """Remove and return up to `num_rows` waiting rows of one adapter, the last to arrive first."""
-        positions = np.flatnonzero(self._workload.adapter_index[self.waiting] == adapter)[-num_rows:]
-        taken = self.waiting[positions]
-        self.waiting = np.delete(self.waiting, positions)
-        return taken
-
     def hand_over(self, rows: NDArray[np.int64], num_rows: int) -> dict[int, int]:
         """Remove the last `num_rows` of `rows` that are here; row -> tokens generated so far.
 
@@ -213,8 +196,11 @@ class SimulatedReplica:
         """Begin to load an adapter beside the work."""
         self._memory.fetch(adapter, now_s, source)
 
-    def step(self, now_s: float, until_s: float = float("inf")) -> StepOutcome:
-        """Run one step, or one leap that ends about `until_s` at the latest. There must be rows."""
+    def step(self, now_s: float, until_s: float = float("inf")) -> tuple[float, NDArray[np.int64]]:
+        """Run one step, or one leap that ends about `until_s` at the latest. There must be rows.
+
+        Returns the seconds at which it ends, and the rows that end in it, int64.
+        """
         self._grow()
         seen = self.waiting[: self._settings.look_ahead]
         view = self._view(seen, now_s)
@@ -457,8 +443,10 @@ class SimulatedReplica:
         tokens = np.clip(num_passes - prompt_end + is_prompt, 0, most)
         return chunk, np.where(chunk < unstored, 0, tokens), prompt_end
 
-    def _advance(self, now_s: float, overhead_s: float, is_served: NDArray[np.bool_], num_passes: int) -> StepOutcome:
-        """Compute what these passes hold, and count it."""
+    def _advance(
+        self, now_s: float, overhead_s: float, is_served: NDArray[np.bool_], num_passes: int
+    ) -> tuple[float, NDArray[np.int64]]:
+        """Compute what these passes hold, and count it. Returns what `step` does."""
         served = np.flatnonzero(is_served)
         chunk, tokens, prompt_end = self._cut(served, num_passes, self._prompt_budget(is_served))
         is_in = (chunk > 0) | (tokens > 0)
@@ -485,12 +473,7 @@ class SimulatedReplica:
         self._unstored[served] = left
         # Linear in between: exact when all rows of the leap last to its end.
         pass_s, timeline = seconds / num_passes, self._timeline
-        timeline.busy_s[self.number] += seconds
-        timeline.num_steps[self.number] += num_passes
-        timeline.row_steps[self.number] += int(tokens.sum())
-        timeline.prompt_tokens[self.number] += int(chunk.sum())
-        timeline.merged_steps[self.number] += num_passes * (self._merged is not None)
-        timeline.mixed_steps[self.number] += num_passes * bool(is_prompt.any() and not is_prompt.all())
+        timeline.count(self.number, done, seconds, is_merged=self._merged is not None)
         if not is_served.all():
             timeline.paused_steps[self.running[~is_served]] += num_passes
         if is_prompt.any():
@@ -503,7 +486,7 @@ class SimulatedReplica:
             self._lengths.finished(int(self._output[finished].sum()), len(finished))
             self._by_prompt.finished(self._workload.prompt_tokens[finished], self._output[finished])
             self._keep(self._remaining > 0)
-        return StepOutcome(now_s + seconds, finished)
+        return now_s + seconds, finished
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the books of running rows disagree."""

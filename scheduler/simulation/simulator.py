@@ -35,7 +35,7 @@ from ..messages import (
 )
 from ..planning.waves import ShardPlan
 from ..workload import BASE_MODEL, Workload
-from .replica import ReplicaSettings, SimulatedReplica, StepOutcome
+from .replica import ReplicaSettings, SimulatedReplica
 from .timeline import Timeline
 
 
@@ -94,8 +94,8 @@ class _Happening:
     kind: str = field(compare=False)
     #: Replica that it happens to (-1: to none).
     replica: int = field(compare=False, default=-1)
-    #: Outcome of the step that ends.
-    outcome: StepOutcome | None = field(compare=False, default=None)
+    #: Rows that end in the step that ends, int64.
+    finished: NDArray[np.int64] | None = field(compare=False, default=None)
     #: Shard that is committed (-1: none).
     shard: int = field(compare=False, default=-1)
     #: Command whose rows are at the helper.
@@ -172,13 +172,13 @@ class JobSimulation:
         kind: str,
         *,
         replica: int = -1,
-        outcome: StepOutcome | None = None,
+        finished: NDArray[np.int64] | None = None,
         shard: int = -1,
         move: MigrateRows | None = None,
         mishap: Mishap = "lost",
     ) -> None:
         self._order += 1
-        heapq.heappush(self._heap, _Happening(time_s, self._order, kind, replica, outcome, shard, move, mishap))
+        heapq.heappush(self._heap, _Happening(time_s, self._order, kind, replica, finished, shard, move, mishap))
 
     def _happen(self, now: float, happening: _Happening) -> None:
         replica = happening.replica
@@ -205,11 +205,11 @@ class JobSimulation:
                 assert happening.move is not None
                 self._migrate(now, happening.move)
             case "stepped" if self._is_alive[replica]:
-                assert happening.outcome is not None
+                assert happening.finished is not None
                 self._is_stepping[replica] = False
                 generated = int(self._timeline.row_steps[replica])
                 self._totals[replica] = self._timeline.computing_s(replica), self._replicas[replica].totals, generated
-                owners = self._book(now, replica, happening.outcome.finished)
+                owners = self._book(now, replica, happening.finished)
                 self._start_step(now, replica)
                 if not self._replicas[replica].num_rows:
                     owners.add(replica)
@@ -290,9 +290,9 @@ class JobSimulation:
 
     def _start_step(self, now: float, replica: int) -> None:
         if self._replicas[replica].num_rows:
-            outcome = self._replicas[replica].step(now)
-            self._is_stepping[replica], self._step_end_s[replica] = True, outcome.end_s
-            self._later(outcome.end_s, "stepped", replica=replica, outcome=outcome)
+            end_s, finished = self._replicas[replica].step(now)
+            self._is_stepping[replica], self._step_end_s[replica] = True, end_s
+            self._later(end_s, "stepped", replica=replica, finished=finished)
 
     def _book(self, now: float, replica: int, finished: NDArray[np.int64]) -> set[int]:
         """Count finished rows for the owner of their shard; return the owners of shards whose last row this was.

@@ -1,7 +1,6 @@
 """Times of everything that happened in a simulation (`Timeline`), and the metrics of a job (`job_metrics`).
 
-One array per fact, rows `[num_rows]` in input order, NaN until it has happened. Seconds unless a name says otherwise; a
-row that never finished counts as infinite.
+One array per fact, rows `[num_rows]` in input order, NaN until it has happened. Seconds unless a name says otherwise.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..workload import Workload
+from .passes import Passes
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +70,16 @@ class Timeline:
             peak_adapters=np.zeros(num_replicas, np.int64),
         )
 
+    def count(self, replica: int, passes: Passes, seconds: float, *, is_merged: bool) -> None:
+        """Count passes of a replica. `seconds`: their time, merges and waits for adapters included."""
+        is_prompt = passes.chunk > 0
+        self.busy_s[replica] += seconds
+        self.num_steps[replica] += passes.number
+        self.row_steps[replica] += int(passes.tokens.sum())
+        self.prompt_tokens[replica] += int(passes.chunk.sum())
+        self.merged_steps[replica] += passes.number * is_merged
+        self.mixed_steps[replica] += passes.number * bool(is_prompt.any() and not is_prompt.all())
+
     def computing_s(self, replica: int) -> float:
         """Seconds in steps of one replica, without merges and waits for adapters."""
         return float(self.busy_s[replica] - self.switch_s[replica] - self.load_s[replica])
@@ -80,39 +90,6 @@ class Timeline:
             array[rows] = np.nan
         self.replica[rows] = -1
         self.paused_steps[rows] = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ServingMetrics:
-    """Metrics of requests that arrived over time."""
-
-    #: dLoRA's average latency: end-to-end seconds over output tokens, both summed.
-    latency_per_token_s: float
-    #: End-to-end seconds, 90th percentile over requests.
-    latency_p90_s: float
-    #: Mean seconds from release to admission.
-    queueing_s: float
-    #: Seconds from release to the first token, 95th percentile over requests.
-    ttft_p95_s: float
-    #: Output tokens per second, from the first release to the last finish.
-    output_tokens_per_s: float
-
-
-def serving_metrics(workload: Workload, timeline: Timeline) -> ServingMetrics:
-    """Metrics over all rows. Needs release times and true lengths."""
-    assert workload.release_s is not None, "requests need release times"
-    assert workload.output_tokens is not None, "a simulation knows the true lengths"
-    released, tokens = workload.release_s, np.maximum(1, workload.output_tokens)
-    is_done = np.isfinite(timeline.finish_s)
-    latency = _or_infinite(timeline.finish_s - released)
-    span = float(timeline.finish_s[is_done].max() - released.min()) if is_done.any() else float("inf")
-    return ServingMetrics(
-        latency_per_token_s=float(latency.sum() / tokens.sum()),
-        latency_p90_s=_quantile(latency, 0.9),
-        queueing_s=float(_or_infinite(timeline.admit_s - released).mean()),
-        ttft_p95_s=_quantile(_or_infinite(timeline.first_token_s - released), 0.95),
-        output_tokens_per_s=float(tokens[is_done].sum() / span),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +131,3 @@ def job_metrics(workload: Workload, timeline: Timeline, makespan_s: float) -> Jo
         mixed_share=float(timeline.mixed_steps.sum()) / passes if passes else 0.0,
         num_preempted=int(timeline.preempted.sum()),
     )
-
-
-def _or_infinite(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.where(np.isnan(seconds), np.inf, seconds)
-
-
-def _quantile(values: NDArray[np.float64], share: float) -> float:
-    """The value below which `share` of them are; never interpolates, so that infinities stay what they are."""
-    return float(np.sort(values)[min(len(values) - 1, int(share * len(values)))]) if len(values) else 0.0

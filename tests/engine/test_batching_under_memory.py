@@ -16,7 +16,8 @@ from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.request import Request, Result, SamplingParams
 from lorabatch.scheduler.batching import Batcher, BatchView, StepPlan
-from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, DLORA_A800_LLAMA_2_7B, CostModel
+from lorabatch.scheduler.cost import CostModel
+from lorabatch.scheduler.machines import CPU_SMOLLM2_135M, DLORA_A800_LLAMA_2_7B
 
 PAGE_BYTES = 8192  # 16 tokens of the tiny model
 

@@ -25,9 +25,9 @@ from lorabatch.scheduler.batching import (
     MergeWaveBatcher,
     StepPlan,
 )
-from lorabatch.scheduler.cost import DLORA_A800_LLAMA_2_7B
 from lorabatch.scheduler.cost_batching import CostBatcher
 from lorabatch.scheduler.estimates.lengths import LengthEstimator
+from lorabatch.scheduler.machines import DLORA_A800_LLAMA_2_7B
 
 
 class Chosen:

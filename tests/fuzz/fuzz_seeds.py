@@ -26,7 +26,7 @@ from lorabatch.jobs.record import (
     public_spec,
 )
 from lorabatch.jobs.spec import JobSpec
-from lorabatch.scheduler.cost import CPU_SMOLLM2_135M
+from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
 from lorabatch.scheduler.messages import (
     MigrateRows,
     Progress,

@@ -48,8 +48,8 @@ from lorabatch.pipeline.dataset.answers import BegunRow, RowAnswer, decode_journ
 from lorabatch.pipeline.dataset.chunk import ChunkRef, DamagedChunkError, IndexJob, RowGroupRef, read_chunk
 from lorabatch.pipeline.dataset.chunk_rows import ChunkRows
 from lorabatch.pipeline.planning.plan import read_plan
-from lorabatch.scheduler.cost import CPU_SMOLLM2_135M
 from lorabatch.scheduler.estimates.lengths import AnswerLengths
+from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
 
 # Adapter folders
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorabatch.scheduler.batching import BatchView, FreeMemory
-from lorabatch.scheduler.cost import DLORA_A800_LLAMA_2_7B, H200_LLAMA_3_8B
 from lorabatch.scheduler.cost_batching import AdaptiveBatcher
+from lorabatch.scheduler.machines import DLORA_A800_LLAMA_2_7B, H200_LLAMA_3_8B
 
 RANKS = np.array([16.0, 16.0, 64.0])
 

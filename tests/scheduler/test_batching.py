@@ -20,9 +20,9 @@ from lorabatch.scheduler.batching import (
     clustered_order,
     without_vain_merge,
 )
-from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
 from lorabatch.scheduler.cost_batching import PromptsTogether
 from lorabatch.scheduler.estimates.lengths import LengthEstimator
+from lorabatch.scheduler.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
 from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
 from lorabatch.scheduler.simulation.synthetic import make_workload
 from lorabatch.scheduler.simulation.timeline import Timeline
@@ -267,7 +267,7 @@ def test_no_fixed_size_of_groups_is_better_than_what_rows_held_back_waste(output
         replica.add(np.arange(num_rows))
         end_s = 0.0
         while replica.num_rows:
-            end_s = replica.step(end_s).end_s
+            end_s, _ = replica.step(end_s)
         return end_s
 
     ours = seconds(PromptsTogether(ClusteredBatcher(), H200_LLAMA_3_8B, lambda: np.zeros(0)))

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.dispatch import AdapterSources, ShardQueue, rows_behind
 from lorabatch.scheduler.messages import Progress, ReplicaJoined, ReplicaLeft, RunShard
@@ -68,7 +69,7 @@ def test_a_job_ends_sooner_when_adapters_come_from_other_workers():
     cost = replace(settings.cost, storage_bytes_per_s=2e8, mixed_step_s=0.0)
     slow_storage = replace(settings.engine, cost=cost)
     from_storage, from_workers = (
-        replace(settings, engine=slow_storage, shares_adapters=is_shared).simulate(workload, 2).metrics
+        prediction.simulate(replace(settings, engine=slow_storage, shares_adapters=is_shared), workload, 2).metrics
         for is_shared in (False, True)
     )
     loads_s = [metrics.load_share * metrics.makespan_s for metrics in (from_workers, from_storage)]

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
+from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.forecast import JobSample, forecast_job
 from lorabatch.scheduler.simulation.synthetic import (
@@ -31,7 +33,9 @@ def make_job(adapter_index, *, max_tokens=200, output=100):
 
 def forecast(workload, num_replicas=2, max_rows=10_000, **changes):
     share = changes.pop("length_share", None)
-    return replace(SETTINGS, **changes).forecast(workload, num_replicas, max_rows=max_rows, length_share=share)
+    return prediction.forecast(
+        replace(SETTINGS, **changes), workload, num_replicas, max_rows=max_rows, length_share=share
+    )
 
 
 def in_mode(mode):
@@ -54,10 +58,13 @@ def test_a_forecast_with_the_right_lengths_is_the_simulated_makespan():
     workload = make_job([0] * 600 + [1] * 300)
     found = forecast(workload)
     assert found.simulated_rows == 900
-    assert found.predicted_s == SETTINGS.simulate(SETTINGS.with_answers(workload), 2).metrics.makespan_s
+    assert (
+        found.predicted_s
+        == prediction.simulate(SETTINGS, prediction.with_answers(SETTINGS, workload), 2).metrics.makespan_s
+    )
     known = make_job([0] * 600 + [1] * 300, output=200)
     settings = replace(SETTINGS, length_share=1.0)
-    assert forecast(known, length_share=1.0).predicted_s == settings.simulate(known, 2).metrics.makespan_s
+    assert forecast(known, length_share=1.0).predicted_s == prediction.simulate(settings, known, 2).metrics.makespan_s
 
 
 @pytest.mark.long
@@ -83,9 +90,9 @@ def large_job(num_rows, num_adapters, seed=0):
 )
 def test_of_a_large_job_a_sample_is_played_and_gives_nearly_the_same_seconds(num_rows, num_adapters, num_replicas):
     workload = large_job(num_rows, num_adapters)
-    cut = SETTINGS.cut(workload, num_replicas)
+    cut = prediction.cut_rows(SETTINGS, workload, num_replicas)
     whole, sampled = (
-        forecast_job(workload, cut, SETTINGS.cost, num_replicas, SETTINGS.play_expected, rows)
+        forecast_job(workload, cut, SETTINGS.cost, num_replicas, partial(prediction.play_expected, SETTINGS), rows)
         for rows in (num_rows, 1_500)
     )
     assert sampled.simulated_rows < whole.simulated_rows / 2
@@ -102,9 +109,11 @@ def test_blocks_of_a_large_job_give_the_seconds_of_the_whole():
     for rows in np.array_split(order, 3):
         columns = ("adapter_index", "prompt_tokens", "max_tokens", "prefix_hash", "output_tokens")
         block = replace(workload, **{name: getattr(workload, name)[rows] for name in columns})
-        sample.add(block, SETTINGS.cut(block, 4, 6_000))
+        sample.add(block, prediction.cut_rows(SETTINGS, block, 4, 6_000))
     assert sample.num_rows < 2_000
-    assert sample.predict(SETTINGS.play_expected) == pytest.approx(forecast(workload, 4).predicted_s, rel=0.1)
+    assert sample.predict(partial(prediction.play_expected, SETTINGS)) == pytest.approx(
+        forecast(workload, 4).predicted_s, rel=0.1
+    )
 
 
 def test_an_empty_job_takes_no_time():
@@ -113,7 +122,7 @@ def test_an_empty_job_takes_no_time():
 
 
 def test_big_waves_of_one_adapter_are_planned_merged_and_small_ones_not():
-    plan = SETTINGS.cut(make_job([0] * 3000 + [1] * 20 + [2] * 20), 2).plan
+    plan = prediction.cut_rows(SETTINGS, make_job([0] * 3000 + [1] * 20 + [2] * 20), 2).plan
     modes = {shard.adapters: shard.mode for shard in plan.shards}
     assert modes[("adapter-00000-r16",)] == "merged"
     assert all(mode == "unmerged" for adapters, mode in modes.items() if adapters != ("adapter-00000-r16",))
@@ -122,5 +131,5 @@ def test_big_waves_of_one_adapter_are_planned_merged_and_small_ones_not():
 def test_a_mode_that_was_asked_for_is_every_waves():
     workload = make_job([0] * 3000 + [1] * 20 + [-1] * 20)
     for mode, expected in (("merged", "merged"), ("unmerged", "unmerged"), ("exact", "unmerged")):
-        plan = replace(SETTINGS, **in_mode(mode)).cut(workload, 2).plan
+        plan = prediction.cut_rows(replace(SETTINGS, **in_mode(mode)), workload, 2).plan
         assert {shard.mode for shard in plan.shards} == {expected, "base"}

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from lorabatch.scheduler.baselines.batchers import UnmergedBatcher
-from lorabatch.scheduler.cost import CPU_SMOLLM2_135M as CPU
 from lorabatch.scheduler.cost import StepLoad
-from lorabatch.scheduler.migration import TailSettings
-from lorabatch.scheduler.planning.waves import ShardLimits, plan_shards
+from lorabatch.scheduler.lending import TailSettings
+from lorabatch.scheduler.machines import CPU_SMOLLM2_135M as CPU
+from lorabatch.scheduler.planning.waves import plan_shards
 from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
 from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
 from lorabatch.scheduler.simulation.simulator import Cluster, JobSimulation
@@ -34,8 +34,7 @@ def makespan_s(num_rows, cost, tail, num_adapters=1):
     workload = make_workload(
         make_adapters([8] * num_adapters), np.arange(num_rows) % num_adapters, np.full(num_rows, PROMPT, np.int32), rows
     )
-    limits = ShardLimits(min_rows=4, shards_per_replica=num_rows // 8)
-    plan = plan_shards(workload, batch_rows=BATCH, num_replicas=2, limits=limits)
+    plan = plan_shards(workload, batch_rows=BATCH, num_replicas=2, rows_per_shard=4)
     timeline = Timeline.empty(num_rows, 2)
     settings = ReplicaSettings(max_batch_rows=BATCH, max_step_tokens=8192)
     costs = (cost.scaled(SLOWNESS), cost)

@@ -47,6 +47,6 @@ def play_replica(
     replica.add(np.arange(len(rows)))
     now_s = 0.0
     while replica.num_rows:
-        now_s = replica.step(now_s).end_s
+        now_s, _ = replica.step(now_s)
         replica.check_integrity()
     return Played(steps, int(timeline.preempted[0]), now_s)

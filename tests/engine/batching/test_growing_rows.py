@@ -22,7 +22,7 @@ from lorabatch.engine.runner.runner import LaunchedStep
 from lorabatch.engine.runner.sampler import SampledTokens
 from lorabatch.engine.sequence import Sequence
 from lorabatch.scheduler.batching import BatchView, ClusteredBatcher, StepPlan
-from lorabatch.scheduler.cost import CPU_SMOLLM2_135M
+from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
 from lorabatch.scheduler.simulation.replica import ReplicaSettings
 from lorabatch.tests.engine.batching.simulated import Rows, numbers, play_replica
 

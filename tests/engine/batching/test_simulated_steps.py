@@ -14,8 +14,9 @@ from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.scheduler.batching import Batcher, ClusteredBatcher
-from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, CostModel
+from lorabatch.scheduler.cost import CostModel
 from lorabatch.scheduler.cost_batching import PromptsTogether
+from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
 from lorabatch.scheduler.simulation.replica import ReplicaSettings
 from lorabatch.tests.engine.batching.simulated import Rows, numbers, play_replica
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lorabatch.jobs.spec import PlacementName, PolicyName
+from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.policies import PLACEMENTS, POLICIES
 from lorabatch.scheduler.simulation.synthetic import (
@@ -35,7 +36,7 @@ def make_job(num_rows=500, num_adapters=12, seed=0):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_serves_every_row(policy, placement):
     workload = make_job(120)
-    run = SETTINGS.under(policy, placement).simulate(workload, 2)
+    run = prediction.simulate(SETTINGS.under(policy, placement), workload, 2)
     assert run.policy == policy
     assert np.isfinite(run.timeline.finish_s).all()
     assert run.metrics.makespan_s > 0
@@ -44,9 +45,9 @@ def test_every_policy_serves_every_row(policy, placement):
 @pytest.mark.long
 def test_a_planned_job_is_not_slower_than_the_online_policies():
     workload = make_job(1500)
-    planned = SETTINGS.simulate(workload, 2).metrics.makespan_s
+    planned = prediction.simulate(SETTINGS, workload, 2).metrics.makespan_s
     for policy in ("dlora", "s-lora", "vllm-like"):
-        online = SETTINGS.under(policy).simulate(workload, 2).metrics.makespan_s
+        online = prediction.simulate(SETTINGS.under(policy), workload, 2).metrics.makespan_s
         assert planned <= 1.02 * online
 
 

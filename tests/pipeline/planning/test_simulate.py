@@ -10,6 +10,7 @@ from rich.console import Console
 
 from lorabatch.console.tables import print_simulation
 from lorabatch.jobs.errors import JobRequestError
+from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.pipeline.planning.simulate import (
     SimulationRequest,
@@ -64,17 +65,17 @@ def test_answers_of_a_job_are_as_long_on_average_as_its_plan_expects() -> None:
     adapter_index, max_tokens = np.arange(4000, dtype=np.int32) % 2 - 1, np.full(4000, 100, np.int32)
     rows = make_workload(make_adapters([8]), adapter_index, np.full(4000, 9, np.int32), max_tokens)
     base, adapter = rows.adapter_index < 0, rows.adapter_index >= 0
-    drawn = settings.with_answers(rows).output_tokens
+    drawn = prediction.with_answers(settings, rows).output_tokens
     assert (drawn.min(), drawn.max()) == (1, 100)
     assert drawn.mean() == pytest.approx(50, rel=0.05)
     learned = replace(settings, lengths={rows.adapters[0].name: AnswerLengths.of([(1000, 80_000, False)])})
-    drawn = learned.with_answers(rows).output_tokens
+    drawn = prediction.with_answers(learned, rows).output_tokens
     assert drawn[adapter].mean() == pytest.approx(80, rel=0.05)
     assert drawn[base].mean() == pytest.approx(50, rel=0.05)
-    all_of_it = replace(settings, length_share=1.0).with_answers(rows)
+    all_of_it = prediction.with_answers(replace(settings, length_share=1.0), rows)
     assert set(all_of_it.output_tokens) == {100}
     fixed = replace(rows, fixed_tokens=np.where(base, 7, 0).astype(np.int32))
-    assert set(settings.with_answers(fixed).output_tokens[base]) == {7}
+    assert set(prediction.with_answers(settings, fixed).output_tokens[base]) == {7}
 
 
 @pytest.mark.long

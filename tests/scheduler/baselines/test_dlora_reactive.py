@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.baselines.dlora_reactive import CoMigration
-from lorabatch.scheduler.cost import H200_LLAMA_3_8B as COST
+from lorabatch.scheduler.lending import TailSettings
+from lorabatch.scheduler.machines import H200_LLAMA_3_8B as COST
 from lorabatch.scheduler.messages import MigrateRows, Progress, ReplicaJoined
-from lorabatch.scheduler.migration import ReplicaMemory, TailSettings
+from lorabatch.scheduler.migration import ReplicaMemory
 from lorabatch.scheduler.planning.waves import Shard
 from lorabatch.scheduler.policies import make_scheduler
 from lorabatch.scheduler.scheduler import SchedulerSettings
@@ -100,11 +102,11 @@ def test_a_simulated_job_under_dlora_serves_every_row_and_moves_rows_off_a_slow_
     moved = []
     monkeypatch.setattr(simulated, "JobSimulation", counting(simulated.JobSimulation, moved))
     settings = RunSettings.of_machine("h200-llama-3-8b", batch_rows=16).under("dlora")
-    run = settings.simulate(workload, 2, None if slow is None else (1.0, slow))
+    run = prediction.simulate(settings, workload, 2, None if slow is None else (1.0, slow))
     assert np.isfinite(run.timeline.finish_s).all()
     if slow is not None:
         assert sum(moved) > 0
-        still = replace(settings, migrates=False).simulate(workload, 2, (1.0, slow))
+        still = prediction.simulate(replace(settings, migrates=False), workload, 2, (1.0, slow))
         assert run.metrics.makespan_s < still.metrics.makespan_s
 
 

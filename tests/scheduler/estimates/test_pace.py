@@ -6,12 +6,13 @@ from dataclasses import astuple, replace
 
 import pytest
 
-from lorabatch.scheduler.cost import CPU_SMOLLM2_135M as CPU
-from lorabatch.scheduler.estimates.pace import MeanRow, PaceEstimator, StepBudget, mean_row
+from lorabatch.scheduler.estimates.pace import PaceEstimator, StepBudget, planned_work
+from lorabatch.scheduler.estimates.time_left import Work
+from lorabatch.scheduler.machines import CPU_SMOLLM2_135M as CPU
 from lorabatch.scheduler.messages import Progress, StepTotals
 from lorabatch.scheduler.planning.waves import Shard
 
-ROW = MeanRow(100, 40.0, 20.0)
+WORK = Work(100, 4000, 2000)
 #: Seconds of a step of ten decoding rows whose contexts are the mean row's.
 STEP_S = CPU.step_s + 10 * (CPU.decode_row_s + 50 * CPU.context_token_s)
 
@@ -23,7 +24,7 @@ def report(name: str, *, num_steps: int, engine_s: float, **others: float) -> Pr
 
 
 def test_a_replica_that_takes_three_times_as_long_is_three_times_as_slow() -> None:
-    paces = PaceEstimator(CPU, ROW)
+    paces = PaceEstimator(CPU, WORK)
     for num_steps in range(10, 1000, 10):
         paces.reported(report("slow", num_steps=num_steps, engine_s=3 * STEP_S * num_steps))
         paces.reported(report("fast", num_steps=num_steps, engine_s=STEP_S * num_steps))
@@ -33,14 +34,14 @@ def test_a_replica_that_takes_three_times_as_long_is_three_times_as_slow() -> No
 
 
 def test_prompts_do_not_make_a_replica_look_slow() -> None:
-    paces = PaceEstimator(CPU, ROW)
+    paces = PaceEstimator(CPU, WORK)
     prompt_s = 5000 * CPU.prefill_token_s
     paces.reported(report("a", num_steps=100, engine_s=100 * STEP_S + prompt_s, prefill_tokens=5000))
     assert paces.slowness("a") == pytest.approx(1.0)
 
 
 def test_adapters_and_long_prompts_do_not_make_a_replica_look_slow() -> None:
-    paces = PaceEstimator(CPU, ROW)
+    paces = PaceEstimator(CPU, WORK)
     lora_s = 100 * (CPU.lora_step_s + 8 * CPU.adapter_s) + 1000 * (CPU.lora_token_s + 16 * CPU.rank_token_s)
     did = {"num_lora_steps": 100, "num_adapters": 800, "lora_tokens": 1000, "rank_tokens": 16_000.0}
     pairs = {"prefill_pairs": 2e6}
@@ -50,7 +51,7 @@ def test_adapters_and_long_prompts_do_not_make_a_replica_look_slow() -> None:
 
 
 def test_a_replica_without_steps_counts_as_the_others() -> None:
-    paces = PaceEstimator(CPU, ROW)
+    paces = PaceEstimator(CPU, WORK)
     assert paces.slowness("new") == 1.0
     paces.reported(report("a", num_steps=1000, engine_s=2000 * STEP_S))
     assert paces.slowness("new") == pytest.approx(2.0)
@@ -58,14 +59,14 @@ def test_a_replica_without_steps_counts_as_the_others() -> None:
 
 
 def test_small_differences_are_none() -> None:
-    paces = PaceEstimator(CPU, ROW)
+    paces = PaceEstimator(CPU, WORK)
     paces.reported(report("a", num_steps=1000, engine_s=1000 * STEP_S))
     paces.reported(report("b", num_steps=1000, engine_s=1100 * STEP_S))
     assert paces.compare({"a", "b"}).factors == {"a": 1.0, "b": 1.0}
 
 
 def test_an_engine_that_starts_again_counts_from_there() -> None:
-    paces = PaceEstimator(CPU, ROW)
+    paces = PaceEstimator(CPU, WORK)
     paces.reported(report("a", num_steps=1000, engine_s=1000 * STEP_S))
     paces.reported(report("a", num_steps=5, engine_s=5 * STEP_S))
     paces.reported(report("a", num_steps=105, engine_s=105 * STEP_S))
@@ -73,7 +74,7 @@ def test_an_engine_that_starts_again_counts_from_there() -> None:
 
 
 def test_a_machine_that_becomes_busy_is_noticed_within_a_minute() -> None:
-    paces = PaceEstimator(CPU, ROW)
+    paces = PaceEstimator(CPU, WORK)
     engine_s = 0.0
     for second in range(600):
         engine_s += STEP_S * (10 if second < 300 else 100)
@@ -84,21 +85,21 @@ def test_a_machine_that_becomes_busy_is_noticed_within_a_minute() -> None:
 
 
 def test_without_a_cost_model_all_are_alike() -> None:
-    paces = PaceEstimator(None, ROW)
+    paces = PaceEstimator(None, WORK)
     paces.reported(report("a", num_steps=1000, engine_s=1e6))
     assert paces.compare({"a", "b"}).factors == {"a": 1.0, "b": 1.0}
     assert paces.is_known("b")
     assert paces.row_seconds(10, 8) == (0.0, 0.0)
 
 
-def test_the_mean_row_leaves_out_shards_without_engine_work() -> None:
+def test_the_planned_work_leaves_out_shards_without_engine_work() -> None:
     busy = Shard(0, 0, "unmerged", ("x",), 4, 400, 80)
-    assert mean_row([busy, replace(busy, shard_id=1, mode="none", num_rows=9)]) == MeanRow(4, 100.0, 20.0)
-    assert mean_row([]) == MeanRow(0, 0.0, 0.0)
+    assert planned_work([busy, replace(busy, shard_id=1, mode="none", num_rows=9)]) == Work(4, 400, 80)
+    assert planned_work([]) == Work()
 
 
 def test_a_cost_model_that_is_wrong_by_orders_of_magnitude_serves_too() -> None:
-    paces = PaceEstimator(CPU.scaled(1e-4), ROW)
+    paces = PaceEstimator(CPU.scaled(1e-4), WORK)
     for num_steps in range(10, 200, 10):
         paces.reported(report("slow", num_steps=num_steps, engine_s=3 * STEP_S * num_steps))
         paces.reported(report("fast", num_steps=num_steps, engine_s=STEP_S * num_steps))
@@ -143,8 +144,8 @@ def test_two_steps_of_one_budget_change_it_once() -> None:
 
 def test_rows_whose_adapters_take_longer_to_load_than_they_run_count_more() -> None:
     cost = replace(CPU, load_s=0.0, storage_bytes_per_s=1e9)
-    paces = PaceEstimator(cost, ROW)
-    each_s, _ = paces.row_seconds(ROW.output_tokens, 16)
+    paces = PaceEstimator(cost, WORK)
+    each_s, _ = paces.row_seconds(20.0, 16)
     rows_s = 10 * each_s
     shards = [
         Shard(0, 0, "unmerged", ("a", "b"), 10, 400, 200, adapter_bytes=int(3e9 * rows_s)),
@@ -153,7 +154,7 @@ def test_rows_whose_adapters_take_longer_to_load_than_they_run_count_more() -> N
     ]
     weights = paces.row_weights(shards, 16)
     assert weights == {0: pytest.approx(3.0, rel=1e-3), 1: pytest.approx(1.0), 2: pytest.approx(1.0)}
-    assert PaceEstimator(None, ROW).row_weights(shards, 16) == {0: 1.0, 1: 1.0, 2: 1.0}
+    assert PaceEstimator(None, WORK).row_weights(shards, 16) == {0: 1.0, 1: 1.0, 2: 1.0}
 
 
 def test_rows_with_long_prompts_count_more_and_those_without_engine_work_nothing() -> None:
@@ -162,7 +163,7 @@ def test_rows_with_long_prompts_count_more_and_those_without_engine_work_nothing
         Shard(1, 0, "unmerged", ("a",), 10, 400, 200),
         Shard(2, 1, "none", (), 10, 0, 0),
     ]
-    weights = PaceEstimator(CPU, ROW).row_weights(shards, 16)
-    each_s, _ = PaceEstimator(CPU, ROW).row_seconds(20.0, 16)
+    weights = PaceEstimator(CPU, WORK).row_weights(shards, 16)
+    each_s, _ = PaceEstimator(CPU, WORK).row_seconds(20.0, 16)
     assert weights == {0: pytest.approx(float(CPU.row_seconds(400.0, 20.0, batch_rows=16)) / each_s), 1: 1.0}
     assert weights[0] > 5

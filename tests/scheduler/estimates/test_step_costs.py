@@ -7,8 +7,9 @@ from dataclasses import astuple, replace
 import numpy as np
 import pytest
 
-from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, CostModel
+from lorabatch.scheduler.cost import CostModel
 from lorabatch.scheduler.estimates.step_costs import StepCosts, coefficients
+from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
 from lorabatch.scheduler.messages import StepTotals
 
 

@@ -8,10 +8,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorabatch.scheduler.cost import H200_LLAMA_3_8B as COST
+from lorabatch.scheduler.machines import H200_LLAMA_3_8B as COST
 from lorabatch.scheduler.planning.waves import (
+    MAX_BATCHES,
+    MIN_ROWS,
+    SHARDS_PER_REPLICA,
     Shard,
-    ShardLimits,
     dealt_shards,
     pays_to_merge,
     plan_shards,
@@ -103,13 +105,12 @@ def test_every_replica_gets_work_even_from_a_tiny_job():
 
 
 def test_shards_stay_between_the_limits():
-    limits = ShardLimits()
     workload = make_workload(np.random.default_rng(3).integers(0, 3, 20_000))
-    plan = plan_shards(workload, batch_rows=64, num_replicas=4, limits=limits)
+    plan = plan_shards(workload, batch_rows=64, num_replicas=4)
     sizes = np.diff(plan.shard_offsets)
-    assert len(plan.shards) >= 4 * limits.shards_per_replica * 0.8
-    assert sizes.max() <= 2 * limits.max_batches * 64
-    assert sizes.min() >= limits.min_rows
+    assert len(plan.shards) >= 4 * SHARDS_PER_REPLICA * 0.8
+    assert sizes.max() <= 2 * MAX_BATCHES * 64
+    assert sizes.min() >= MIN_ROWS
 
 
 def test_a_shard_survives_json():

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from lorabatch.scheduler.batching import ClusteredBatcher
-from lorabatch.scheduler.cost import H200_LLAMA_3_8B as COST
+from lorabatch.scheduler.lending import TailSettings
+from lorabatch.scheduler.machines import H200_LLAMA_3_8B as COST
 from lorabatch.scheduler.messages import ReplicaJoined, Tick
-from lorabatch.scheduler.migration import TailSettings
 from lorabatch.scheduler.planning.waves import plan_shards
 from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
 from lorabatch.scheduler.simulation.replay import replay

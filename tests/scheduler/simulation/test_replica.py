@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from lorabatch.scheduler.baselines.batchers import MergedBatcher, OneAtATimeBatcher, UnmergedBatcher
 from lorabatch.scheduler.batching import StepPlan
-from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, H200_LLAMA_3_8B, CostModel, StepLoad, lora_load, prompt_pairs
-from lorabatch.scheduler.cost import DLORA_A800_LLAMA_2_7B as COST
+from lorabatch.scheduler.cost import CostModel, StepLoad, lora_load, prompt_pairs
 from lorabatch.scheduler.cost_batching import AdaptiveBatcher
+from lorabatch.scheduler.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
+from lorabatch.scheduler.machines import DLORA_A800_LLAMA_2_7B as COST
 from lorabatch.scheduler.simulation.memory import SimulatedMemory
 from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
 from lorabatch.scheduler.simulation.synthetic import make_adapters, make_workload
@@ -57,10 +58,9 @@ def make_replica(
 def run_out(engine):
     now, finished = 0.0, []
     while engine.num_rows:
-        outcome = engine.step(now)
-        assert outcome.end_s > now
-        now = outcome.end_s
-        finished += outcome.finished.tolist()
+        before, (now, ended) = now, engine.step(now)
+        assert now > before
+        finished += ended.tolist()
         engine.check_integrity()
     return now, finished
 
@@ -266,16 +266,16 @@ def test_prompts_that_are_scored_cost_logits_and_a_step_scores_no_more_than_an_e
 
 def test_a_steps_budget_counts_computed_tokens_only():
     engine, _ = make_replica([0] * 4, [100] * 4, [1] * 4, shared_tokens=[0, 90, 90, 90], max_step_tokens=130)
-    assert len(engine.step(0.0).finished) == 4
+    assert len(engine.step(0.0)[1]) == 4
 
 
 def test_a_row_on_loan_computes_its_whole_prompt_again():
     given_ = ([0], [100], [9])
     lent, _ = make_replica(*given_, shared_tokens=[64])
-    lent.take_waiting(0, 1)
+    lent.hand_over(np.array([0]), 1)
     lent.take_over({0: 5})
     whole, _ = make_replica(*given_)
-    whole.take_waiting(0, 1)
+    whole.hand_over(np.array([0]), 1)
     whole.take_over({0: 5})
     assert run_out(lent) == run_out(whole)
 
@@ -306,7 +306,7 @@ def test_an_absent_adapter_is_loaded_once_and_again_after_eviction():
 
 def test_the_last_rows_to_arrive_are_given_away_first():
     engine, _ = make_replica([0, 1, 0, 0], [9] * 4, [2] * 4)
-    assert engine.take_waiting(0, 2).tolist() == [2, 3]
+    assert engine.hand_over(np.array([0, 2, 3]), 2) == {2: 0, 3: 0}
     assert engine.waiting.tolist() == [0, 1]
 
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from lorabatch.scheduler.baselines.batchers import UnmergedBatcher
-from lorabatch.scheduler.cost import CPU_SMOLLM2_135M
-from lorabatch.scheduler.cost import H200_LLAMA_3_8B as COST
+from lorabatch.scheduler.lending import TailSettings
+from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
+from lorabatch.scheduler.machines import H200_LLAMA_3_8B as COST
 from lorabatch.scheduler.messages import Progress, RunShard
-from lorabatch.scheduler.migration import TailSettings
-from lorabatch.scheduler.planning.waves import ShardLimits, plan_shards
+from lorabatch.scheduler.planning.waves import plan_shards
 from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
 from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
 from lorabatch.scheduler.simulation.simulator import Cluster, JobSimulation
@@ -114,8 +114,7 @@ def make_tail_job(tail, **cluster):
     """One shard of 20 long rows where steps grow with the batch; a second replica joins when all of it runs."""
     rows = np.full(20, 200, np.int32)
     workload = make_workload(make_adapters([8]), np.zeros(20, np.int32), rows, rows)
-    limits = ShardLimits(shards_per_replica=1, min_rows=20)
-    plan = plan_shards(workload, batch_rows=32, num_replicas=1, limits=limits)
+    plan = plan_shards(workload, batch_rows=32, num_replicas=1, rows_per_shard=20)
     assert len(plan.shards) == 1
     timeline = Timeline.empty(20, 2)
     settings = ReplicaSettings(max_batch_rows=32, max_step_tokens=8192)

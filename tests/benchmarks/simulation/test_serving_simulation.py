@@ -3,64 +3,65 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lorabatch.scheduler.baselines.batchers import UnmergedBatcher
-from lorabatch.scheduler.baselines.loraserve import Routing
-from lorabatch.scheduler.baselines.serving import (
+from lorabatch.benchmarks.simulation.draws import poisson_arrivals
+from lorabatch.benchmarks.simulation.serving_run import serving_metrics
+from lorabatch.benchmarks.simulation.serving_simulation import (
     ClusterView,
     FewestTokensDispatcher,
     LeastLoadDispatcher,
     ProactiveDispatcher,
+    Requests,
     RoundRobinDispatcher,
     RoutedDispatcher,
     ServingSettings,
     ServingSimulation,
 )
-from lorabatch.scheduler.cost import DLORA_A800_LLAMA_2_7B as COST
+from lorabatch.scheduler.baselines.batchers import UnmergedBatcher
+from lorabatch.scheduler.machines import DLORA_A800_LLAMA_2_7B as COST
 from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
 from lorabatch.scheduler.simulation.synthetic import (
     draw_adapters,
     draw_lengths,
     make_adapters,
     make_workload,
-    poisson_arrivals,
-    uniform_popularity,
+    power_popularity,
 )
-from lorabatch.scheduler.simulation.timeline import Timeline, serving_metrics
+from lorabatch.scheduler.simulation.timeline import Timeline
 
 
 def serve(dispatcher, *, num_rows=300, rate=2.0, num_replicas=2, seed=0, replan=None, **changes):
     rng = np.random.default_rng(seed)
     workload = make_workload(
         make_adapters([8] * 4),
-        draw_adapters(rng, num_rows, uniform_popularity(4)),
+        draw_adapters(rng, num_rows, power_popularity(4, 0.0)),
         draw_lengths(rng, num_rows, 200, 0.8, 1500),
         draw_lengths(rng, num_rows, 100, 1.0, 800),
-        release_s=poisson_arrivals(rng, num_rows, rate),
     )
+    requests = Requests(workload, poisson_arrivals(rng, num_rows, rate))
     timeline = Timeline.empty(num_rows, num_replicas)
     settings = ReplicaSettings(max_batch_rows=16, leap_steps=32)
     replicas = [SimulatedReplica(i, workload, COST, UnmergedBatcher(), settings, timeline) for i in range(num_replicas)]
-    simulation = ServingSimulation(workload, replicas, dispatcher, COST, ServingSettings(16, **changes), replan)
+    simulation = ServingSimulation(requests, replicas, dispatcher, COST, ServingSettings(16, **changes), replan)
     simulation.run()
-    return workload, timeline, simulation
+    return requests, timeline
 
 
 def test_every_request_is_answered_after_it_came():
-    workload, timeline, _ = serve(ProactiveDispatcher())
+    requests, timeline = serve(ProactiveDispatcher())
     assert np.isfinite(timeline.finish_s).all()
-    assert (timeline.admit_s >= workload.release_s - 1e-9).all()
+    assert (timeline.admit_s >= requests.release_s - 1e-9).all()
 
 
 def test_a_light_load_does_not_queue():
-    workload, timeline, _ = serve(ProactiveDispatcher(), rate=0.2, num_rows=60)
-    assert serving_metrics(workload, timeline).queueing_s < 0.3
+    requests, timeline = serve(ProactiveDispatcher(), rate=0.2, num_rows=60)
+    assert serving_metrics(requests, timeline).queueing_s < 0.3
 
 
 def test_by_pending_time_beats_round_robin_over_one_copy_each():
     placed = np.zeros((4, 2), bool)
     placed[:, 0] = True
     queueing = [
-        serving_metrics(*serve(dispatcher)[:2]).queueing_s
+        serving_metrics(*serve(dispatcher)).queueing_s
         for dispatcher in (ProactiveDispatcher(), RoundRobinDispatcher(placed))
     ]
     assert queueing[0] < queueing[1] / 2
@@ -69,10 +70,10 @@ def test_by_pending_time_beats_round_robin_over_one_copy_each():
 def test_migration_empties_the_full_replica():
     placed = np.zeros((4, 2), bool)
     placed[:, 0] = True
-    alone = serving_metrics(*serve(RoundRobinDispatcher(placed))[:2]).queueing_s
-    workload, timeline, _ = serve(RoundRobinDispatcher(placed), migrate_every_s=2.0)
+    alone = serving_metrics(*serve(RoundRobinDispatcher(placed))).queueing_s
+    requests, timeline = serve(RoundRobinDispatcher(placed), migrate_every_s=2.0)
     assert np.isfinite(timeline.finish_s).all()
-    assert serving_metrics(workload, timeline).queueing_s < alone / 2
+    assert serving_metrics(requests, timeline).queueing_s < alone / 2
 
 
 def test_a_replan_takes_over_from_the_next_request():
@@ -84,14 +85,14 @@ def test_a_replan_takes_over_from_the_next_request():
 
     placed = np.zeros((4, 2), bool)
     placed[:, 0] = True
-    _, timeline, _ = serve(RoundRobinDispatcher(placed), replan_every_s=20.0, replan=replan)
+    _, timeline = serve(RoundRobinDispatcher(placed), replan_every_s=20.0, replan=replan)
     assert seen[0] == (1, 4)
     assert (timeline.replica == 1).sum() > 50
 
 
 def test_a_run_that_is_cut_off_counts_the_rest_as_endless():
-    workload, timeline, _ = serve(ProactiveDispatcher(), rate=50.0, give_up_s=10.0)
-    metrics = serving_metrics(workload, timeline)
+    requests, timeline = serve(ProactiveDispatcher(), rate=50.0, give_up_s=10.0)
+    metrics = serving_metrics(requests, timeline)
     assert metrics.latency_per_token_s == float("inf")
     assert 0 < np.isnan(timeline.finish_s).mean() < 1
 
@@ -102,13 +103,13 @@ def test_metrics_of_a_known_timeline():
         np.zeros(2, np.int32),
         np.full(2, 10, np.int32),
         np.array([5, 15], np.int32),
-        release_s=np.array([0.0, 1.0]),
     )
+    requests = Requests(workload, np.array([0.0, 1.0]))
     timeline = Timeline.empty(2, 1)
     timeline.admit_s[:] = [1.0, 1.0]
     timeline.first_token_s[:] = [2.0, 3.0]
     timeline.finish_s[:] = [4.0, 11.0]
-    metrics = serving_metrics(workload, timeline)
+    metrics = serving_metrics(requests, timeline)
     assert metrics.latency_per_token_s == pytest.approx((4 + 10) / 20)
     assert metrics.queueing_s == pytest.approx(0.5)
     assert metrics.ttft_p95_s == pytest.approx(2.0)
@@ -144,13 +145,13 @@ def test_round_robin_keeps_to_the_placement():
 
 
 def test_routing_gives_each_replica_its_share():
-    dispatcher = RoutedDispatcher(Routing(np.array([[0.7, 0.3, 0.0]])))
+    dispatcher = RoutedDispatcher(np.array([[0.7, 0.3, 0.0]]))
     chosen = [dispatcher.choose(0, 1.0, make_view([0, 0, 0])) for _ in range(100)]
     assert np.bincount(chosen, minlength=3) / 100 == pytest.approx([0.7, 0.3, 0.0], abs=0.01)
 
 
 def test_routing_shares_work_and_not_rows():
-    dispatcher, seconds = RoutedDispatcher(Routing(np.array([[0.6, 0.4]]))), np.tile([1.0, 1.0, 6.0], 50)
+    dispatcher, seconds = RoutedDispatcher(np.array([[0.6, 0.4]])), np.tile([1.0, 1.0, 6.0], 50)
     chosen = [dispatcher.choose(0, row_s, make_view([0, 0])) for row_s in seconds.tolist()]
     work = np.bincount(chosen, weights=seconds, minlength=2)
     assert work / work.sum() == pytest.approx([0.6, 0.4], abs=0.02)

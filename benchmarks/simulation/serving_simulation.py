@@ -16,11 +16,21 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost import CostModel
-from ..simulation.replica import SimulatedReplica, StepOutcome
-from ..workload import Workload
-from .dlora_migration import MigrationSettings, ReplicaLoad, RowGroup, plan_migration
-from .loraserve import Routing
+from lorabatch.scheduler.baselines.dealing import furthest_behind, pending_seconds
+from lorabatch.scheduler.baselines.dlora_migration import MigrationSettings, ReplicaLoad, RowGroup, plan_migration
+from lorabatch.scheduler.cost import CostModel
+from lorabatch.scheduler.simulation.replica import SimulatedReplica
+from lorabatch.scheduler.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Requests:
+    """Rows that arrive over time."""
+
+    #: The rows, with true lengths of answers.
+    rows: Workload
+    #: Seconds at which each row arrives, float64 `[num_rows]`.
+    release_s: NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,20 +54,13 @@ class Dispatcher(Protocol):
         """The replica for a request of this adapter (-1: base) that takes `row_s` seconds."""
 
 
-def pending_seconds(adapter: int, view: ClusterView) -> NDArray[np.float64]:
-    """Queueing time plus loading the adapter where it is absent, float64 `[num_replicas]` (dLoRA section 5.1)."""
-    if adapter < 0:
-        return view.queue_s
-    return view.queue_s + np.where(view.is_resident[adapter], 0.0, view.load_s[adapter])
-
-
 @dataclass(frozen=True, slots=True)
 class ProactiveDispatcher:
     """dLoRA's rule: the shortest estimated pending time."""
 
     def choose(self, adapter: int, row_s: float, view: ClusterView) -> int:
         """The replica with the least `pending_seconds`."""
-        return int(np.argmin(pending_seconds(adapter, view)))
+        return int(np.argmin(pending_seconds(adapter, view.queue_s, view.is_resident, view.load_s)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +100,9 @@ class RoundRobinDispatcher:
 
 @dataclass(slots=True)
 class RoutedDispatcher:
-    """LoRAServe and its static baselines: by the routing table, each replica getting its exact share over time.
+    """LoRAServe and its static baselines: by shares of each adapter, float64 `[num_adapters, num_replicas]`."""
 
-    The paper sends a request to a server with the probability that is the server's share of the adapter's load (section
-    IV). Instead of drawing, the replica furthest behind its share is chosen, so runs repeat and short runs are fair;
-    shares are of predicted seconds, not of rows, for the placement has split load.
-    """
-
-    routing: Routing
+    fraction: NDArray[np.float64]
     _sent: NDArray[np.float64] | None = None
 
     def choose(self, adapter: int, row_s: float, view: ClusterView) -> int:
@@ -112,10 +110,8 @@ class RoutedDispatcher:
         if adapter < 0:
             return int(np.argmin(view.queue_s))
         if self._sent is None:
-            self._sent = np.zeros_like(self.routing.fraction)
-        share = self.routing.fraction[adapter]
-        behind = share * (self._sent[adapter].sum() + row_s) - self._sent[adapter]
-        chosen = int(np.argmax(np.where(share > 0, behind, -np.inf)))
+            self._sent = np.zeros_like(self.fraction)
+        chosen = furthest_behind(self.fraction[adapter], self._sent[adapter], row_s)
         self._sent[adapter, chosen] += row_s
         return chosen
 
@@ -141,20 +137,20 @@ class ServingSettings:
 
 
 class ServingSimulation:
-    """One run over a workload with release times. The timeline given to the replicas holds the result."""
+    """One run of requests. The timeline given to the replicas holds the result."""
 
     def __init__(
         self,
-        workload: Workload,
+        requests: Requests,
         replicas: Sequence[SimulatedReplica],
         dispatcher: Dispatcher,
         cost: CostModel,
         settings: ServingSettings,
         replan: Replan | None = None,
     ) -> None:
-        assert workload.release_s is not None, "requests need release times"
+        workload = requests.rows
         self._workload, self._replicas, self._dispatcher = workload, list(replicas), dispatcher
-        self._settings, self._replan, self._release = settings, replan, workload.release_s
+        self._settings, self._replan, self._release = settings, replan, requests.release_s
         self._row_s = self._predicted_row_s(cost)
         self._row_tokens = workload.prompt_tokens + self._mean_output()
         self._queue_s, self._queue_tokens = np.zeros(len(self._replicas)), np.zeros(len(self._replicas))
@@ -162,7 +158,7 @@ class ServingSimulation:
         self._is_resident = np.zeros((num_adapters, len(self._replicas)), dtype=bool)
         self._load_s = np.array([cost.load_seconds(a.weight_bytes, "host") for a in workload.adapters])
         self._place = np.full(workload.num_rows, -1, np.int64)
-        self._heap: list[tuple[float, int, int, StepOutcome]] = []
+        self._heap: list[tuple[float, int, int, NDArray[np.int64]]] = []
         self._is_stepping = [False] * len(self._replicas)
         self._order = 0
         self._history: list[NDArray[np.float64]] = []
@@ -229,15 +225,15 @@ class ServingSimulation:
     def _start(self, now: float, replica: int, until_s: float) -> None:
         if self._replicas[replica].num_rows == 0:
             return
-        outcome = self._replicas[replica].step(now, until_s)
+        end_s, finished = self._replicas[replica].step(now, until_s)
         self._is_stepping[replica] = True
         self._order += 1
-        heapq.heappush(self._heap, (outcome.end_s, self._order, replica, outcome))
+        heapq.heappush(self._heap, (end_s, self._order, replica, finished))
 
     def _stepped(self, now: float, next_arrival_s: float) -> None:
-        _, _, replica, outcome = heapq.heappop(self._heap)
+        _, _, replica, finished = heapq.heappop(self._heap)
         self._is_stepping[replica] = False
-        self._take_from_queue(replica, outcome.finished)
+        self._take_from_queue(replica, finished)
         self._is_resident[:, replica] = False
         self._is_resident[self._replicas[replica].resident, replica] = True
         waiting = self._workload.adapter_index[self._replicas[replica].waiting]
@@ -250,8 +246,11 @@ class ServingSimulation:
         plan = plan_migration(loads, {}, self._settings.migration)
         for move in plan.moves:
             source, target = names[move.from_replica_id], names[move.to_replica_id]
-            rows = self._replicas[source].take_waiting(int(move.adapter), move.num_rows)
-            if len(rows):
+            waiting = self._replicas[source].waiting
+            rows = waiting[self._workload.adapter_index[waiting] == int(move.adapter)]
+            handed = self._replicas[source].hand_over(rows, move.num_rows)
+            if handed:
+                rows = np.fromiter(handed, np.int64, len(handed))
                 self._take_from_queue(source, rows)
                 self._give(now, target, rows)
 
