@@ -14,6 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+#: Kind of the line with which a scheduler's part of `events.jsonl` begins.
+BEGINNING = "SchedulerStarted"
+#: Version of the events and commands in `events.jsonl`. Runs of another version are not replayed.
+EVENTS_VERSION = 7
+
 
 class Record:
     """Mixin for frozen dataclasses; each family (events, commands) has its own registry of kinds."""

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from .cost import CostModel
 from .dispatch import (
     AdapterSources,
     DispatchRule,
@@ -23,10 +22,11 @@ from .dispatch import (
     rows_behind,
 )
 from .estimates.run_estimates import RunEstimates
-from .estimates.time_left import PlannedJob, TimeLeft
-from .lending import TailSettings
+from .estimates.time_left import TimeLeft
 from .liveness import LivenessDetector
 from .messages import (
+    BEGINNING,
+    EVENTS_VERSION,
     Command,
     Event,
     FailJob,
@@ -44,50 +44,13 @@ from .messages import (
     Tick,
     WorkersSeen,
 )
-from .migration import MigrationRule, ReplicaMemory, TailMigration
+from .migration import MigrationRule, TailMigration
 from .planning.waves import Shard
+from .settings import SchedulerSettings
 from .shares import Share, WorkShares
 
-# Kind of the line with which a scheduler's part of `events.jsonl` begins.
-BEGINNING = "SchedulerStarted"
-#: Version of the events and commands in `events.jsonl`. Runs of another version are not replayed.
-EVENTS_VERSION = 7
 # Rows move away from a replica that has more than this many times its share.
 _RELIEVED = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerSettings:
-    """Limits of a scheduler, and what it may do."""
-
-    #: Full batches of unfinished rows kept open per replica, so that no batch drains at a shard's end.
-    open_batches: float = 2.0
-    #: The job fails once this many attempts of one shard have failed.
-    max_failures: int = 4
-    #: The job fails once this many attempts of one shard were lost with their replica.
-    max_losses: int = 8
-    #: Replicas of the job. Those still to join count as present when a short job is shared out.
-    expected_replicas: int = 1
-    #: Settings by which running rows move to idle replicas (None: no row moves).
-    tail: TailSettings | None = None
-    #: Costs that steps should have, against which the paces of replicas are measured (None: all count as alike, and no
-    #: row moves).
-    cost: CostModel | None = None
-    #: The job as its plan predicts it, from which the time left is estimated (None: no time left is known).
-    planned: PlannedJob | None = None
-    #: Whether adapters are fetched from a replica that has them before storage.
-    shares_adapters: bool = False
-    #: Policy whose rules dispatch and migrate, a name in `policies.POLICIES`.
-    policy: str = "planner"
-    #: Memory of each replica, for a policy that asks (None: unknown).
-    memory: ReplicaMemory | None = None
-    #: Seconds without a report after which a replica is lost. Replicas report once a second; Dask finds a silent worker
-    #: only after minutes.
-    silence_limit_s: float = 20.0
-    #: Most seconds between two ticks. After a longer gap, the scheduler's own process is taken to have been stopped.
-    max_tick_gap_s: float = 6.0
-    #: Seconds without any replica after which a job fails.
-    ready_limit_s: float = 600.0
 
 
 class Scheduler:
@@ -144,12 +107,11 @@ class Scheduler:
 
     def beginning(self) -> dict[str, Any]:
         """The line of `events.jsonl` before the first event, from which the events can be replayed (`replay.py`)."""
-        settings, planned = self._settings, self._settings.planned
         return {
             "kind": BEGINNING,
             "version": EVENTS_VERSION,
             "committed": self._committed_before,
-            "settings": asdict(replace(settings, planned=None)) | {"planned": planned and planned.to_json()},
+            "settings": self._settings.to_json(),
         }
 
     @property

@@ -11,14 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..cost import CostModel
-from ..estimates.time_left import PlannedJob
-from ..lending import TailSettings
-from ..messages import Command, Event
-from ..migration import ReplicaMemory
+from ..messages import BEGINNING, EVENTS_VERSION, Command, Event
 from ..planning.waves import Shard
 from ..policies import make_scheduler
-from ..scheduler import BEGINNING, EVENTS_VERSION, SchedulerSettings
+from ..settings import SchedulerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +45,7 @@ def replay(shards: Sequence[Shard], event_log: Iterable[Mapping[str, Any]]) -> R
             num_passed_over += 1
             continue
         scheduler = make_scheduler(
-            shards, committed=origin["committed"], settings=settings_from_json(origin["settings"])
+            shards, committed=origin["committed"], settings=SchedulerSettings.from_json(origin["settings"])
         )
         for step in steps:
             given = [command.to_json() for command in scheduler.handle(Event.from_json(step.event))]
@@ -76,12 +72,3 @@ def _runs(event_log: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any
         elif steps:
             steps[-1].commands.append(dict(line))
     return runs
-
-
-def settings_from_json(raw: Mapping[str, Any]) -> SchedulerSettings:
-    """The settings in the line with which a scheduler's part of the event log begins."""
-    tail = None if raw["tail"] is None else TailSettings(**raw["tail"])
-    cost = None if raw["cost"] is None else CostModel.from_json(raw["cost"])
-    memory = None if raw.get("memory") is None else ReplicaMemory(**raw["memory"])
-    planned = None if raw["planned"] is None else PlannedJob.from_json(raw["planned"])
-    return SchedulerSettings(**{**raw, "tail": tail, "cost": cost, "memory": memory, "planned": planned})

@@ -10,11 +10,11 @@ from dataclasses import astuple, replace
 
 import pytest
 
-from lorabatch.scheduler.cost import CPU_SMOLLM2_135M
 from lorabatch.scheduler.estimates.lengths import AnswerLengths, LengthEstimator
 from lorabatch.scheduler.estimates.run_estimates import RunEstimates
 from lorabatch.scheduler.estimates.time_left import PlannedJob, TimeLeft, Work
 from lorabatch.scheduler.estimates.work_left import WorkLeft
+from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
 from lorabatch.scheduler.messages import (
     Event,
     Progress,
@@ -25,8 +25,8 @@ from lorabatch.scheduler.messages import (
     StepTotals,
 )
 from lorabatch.scheduler.planning.waves import Shard
-from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
-from lorabatch.scheduler.simulation.replay import settings_from_json
+from lorabatch.scheduler.scheduler import Scheduler
+from lorabatch.scheduler.settings import SchedulerSettings
 
 NOTHING = Work()
 EARLIER = {"a": AnswerLengths.of([(40, 40, False)])}
@@ -186,7 +186,7 @@ def test_the_time_left_of_a_run_replays_from_its_events() -> None:
     )
     live = Scheduler([make_shard(i, 100) for i in range(3)], settings=settings)
     written = json.loads(json.dumps(live.beginning()))
-    again = Scheduler([make_shard(i, 100) for i in range(3)], settings=settings_from_json(written["settings"]))
+    again = Scheduler([make_shard(i, 100) for i in range(3)], settings=SchedulerSettings.from_json(written["settings"]))
     shown: list[TimeLeft | None] = []
     for event in events():
         live.handle(event)
