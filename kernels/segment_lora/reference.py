@@ -9,7 +9,7 @@ from torch import Tensor
 from .types import LoraSegment
 
 
-def add_lora_reference(y: Tensor, x: Tensor, segments: Sequence[LoraSegment]) -> Tensor:
+def add_lora(y: Tensor, x: Tensor, segments: Sequence[LoraSegment]) -> Tensor:
     """`y` plus every segment's LoRA, as a new fp64 tensor [num_tokens, out_features]."""
     result = y.double().clone()
     for segment in segments:

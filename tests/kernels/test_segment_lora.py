@@ -23,7 +23,7 @@ from lorabatch.kernels.segment_lora import (
     PreparedLora,
     add_lora_,
 )
-from lorabatch.kernels.segment_lora.reference import add_lora_reference
+from lorabatch.kernels.segment_lora.reference import add_lora
 
 IN, OUTS = 24, (40, 8, 37)
 needs_library = pytest.mark.skipif(not has_panels(), reason="compiled kernels were not built on this machine")
@@ -108,7 +108,7 @@ def test_each_segment_gets_its_own_adapter(
         segments.append(LoraSegment(start, start + size, site(ranks, seed)))
         start += size
     x, y = torch.randn(start + 1, IN), torch.randn(start + 1, sum(OUTS))
-    expected = add_lora_reference(y, x, segments)
+    expected = add_lora(y, x, segments)
     before = y.clone()
     add_lora_(y, x, laid_out(segments, layout))
     check_near(y, expected, before, layout)
@@ -120,7 +120,7 @@ def test_a_row_of_several_segments_gets_what_each_adds(layout: Layout) -> None:
     x, y = torch.randn(12, IN), torch.randn(12, sum(OUTS))
     cuts = [(0, 5), (5, 9), (3, 12), (3, 12)]
     segments = [LoraSegment(*cut, site((8, 20, 3), seed)) for seed, cut in enumerate(cuts)]
-    expected, before = add_lora_reference(y, x, segments), y.clone()
+    expected, before = add_lora(y, x, segments), y.clone()
     add_lora_(y, x, laid_out(segments, layout))
     check_near(y, expected, before, layout)
 
@@ -144,7 +144,7 @@ def test_spans_are_prepared_once_for_all_layers(layout: Layout) -> None:
     for place in (2, 0, 1, 3, 0):
         x, y = torch.randn(22, IN), torch.randn(22, sum(OUTS))
         segments = [LoraSegment(*cut, of[place]) for cut, of in zip(spans, sites, strict=True)]
-        expected, before = add_lora_reference(y, x, segments), y.clone()
+        expected, before = add_lora(y, x, segments), y.clone()
         prepared.add_(y, x, place)
         check_near(y, expected, before, layout)
 
@@ -175,7 +175,7 @@ def test_compiled_any_number_of_threads_shares_the_work_without_changing_a_bit(
     x, y = torch.randn(sum(sizes), IN), torch.randn(sum(sizes), sum(OUTS))
     ends = list(accumulate(sizes))
     segments = [LoraSegment(e - n, e, site(ranks, i)) for i, (e, n) in enumerate(zip(ends, sizes, strict=True))]
-    expected = add_lora_reference(y, x, segments)
+    expected = add_lora(y, x, segments)
     results, before = [], torch.get_num_threads()
     try:
         for num_threads in (1, 2, 3, 7):
@@ -192,7 +192,7 @@ def test_compiled_any_number_of_threads_shares_the_work_without_changing_a_bit(
 def test_rows_that_do_not_lie_dense_are_served_too() -> None:
     x, y = torch.randn(IN, 4).t(), torch.randn(4, sum(OUTS))
     segments = [LoraSegment(0, 2, site((8, 8, 8), 0)), LoraSegment(2, 4, site((8, 8, 8), 1))]
-    expected = add_lora_reference(y, x, segments)
+    expected = add_lora(y, x, segments)
     add_lora_(y, x, laid_out(segments, in_panels))
     assert (y.double() - expected).abs().max() < 1e-3
 
