@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..kernels.sampling import NO_TOKEN
 from ..scheduler.batching import Batcher, BatchView, ReplicaFacts, StepPlan, all_unmerged
 from ..scheduler.cost import StepSample
 from ..scheduler.estimates.lengths import LengthEstimator
@@ -405,11 +404,11 @@ class Engine:
             self.observe_step(StepSample(step.counts.load, seconds), step.entries)
 
     def _append_token(
-        self, sequence: Sequence, token: int, logprob: float, top: TopLogprobs, asked: tuple[float, ...]
+        self, sequence: Sequence, token: int | None, logprob: float, top: TopLogprobs, asked: tuple[float, ...]
     ) -> Result | None:
         if not self._batch.is_running(sequence):
             return None  # it ended or was taken out after this step was launched
-        if token == NO_TOKEN:
+        if token is None:
             return self._give_up_row(sequence, self._why_no_token(sequence))
         self._generated_tokens += 1
         if sequence.asked_tokens:
