@@ -1,4 +1,4 @@
-"""Decides where kernels run and with how many programs. No Triton is imported here, so CPU engines never load it."""
+"""Launches Triton kernels, and decides with how many programs and in which order. No Triton is imported here."""
 
 from __future__ import annotations
 
@@ -17,19 +17,12 @@ import torch
 _INTERPRETED_PROGRAMS = 2
 # Compute capability of the first GPUs with programmatic dependent launch.
 _PDL_CAPABILITY = 90
-#: Types of the devices whose operators use their Triton form. Code that compiles kernels without a GPU adds others.
-TRITON_DEVICES = {"cuda"}
 
 
 @cache
 def is_interpreted() -> bool:
     """Whether Triton kernels run in Triton's interpreter (on CPU tensors), as the tests do."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
-def uses_triton(device: torch.device) -> bool:
-    """Whether an operator on `device` is served by its Triton form."""
-    return device.type in TRITON_DEVICES or is_interpreted()
 
 
 def num_persistent_programs(device: torch.device, per_multiprocessor: int) -> int:

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..launch import uses_triton
-
 #: Number of which in_features and out_features must be multiples for products on a GPU.
 ALIGNED_FEATURES = 16
 
@@ -56,8 +54,6 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
     A number that is not finite becomes NaN, so that no product of its row is a number.
     """
-    if uses_triton(x.device):
-        from .triton import quantize
-    else:
-        from .reference import quantize
+    from .triton import quantize
+
     return quantize(x.contiguous())
