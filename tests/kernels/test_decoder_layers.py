@@ -82,7 +82,7 @@ def test_layers_have_the_bits_of_their_operators(
         layer_parts(products, rotary=0, window=None, has_head_norms=True),
         layer_parts(products, rotary=None, window=6, has_head_norms=False),
     ]
-    shape = LayerShape(HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, 1e-5, HEAD_DIM**-0.5, 2.0 if is_part else None)
+    shape = LayerShape(HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, 1e-5, HEAD_DIM**-0.5, 2.0 if is_part else 0.0)
     prepared = tables(lora).tables
     assert prepared is not None
     rotaries = [rotary_tables(torch.randn(NUM_TOKENS, HEAD_DIM // 2), 1.0, torch.float32)]
