@@ -38,7 +38,7 @@ def attend_pages(
     assert q.stride(1) == q.shape[2], "query heads of a token must be contiguous"
     assert q.shape[1:] == (layout.num_heads, layout.head_dim), f"q is {list(q.shape)}, layout {layout}"
     if library is not None:
-        return library.attend(q, pool, layout, layer, rule)
+        return library(q, pool, layer, rule)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if work.limits.segment_keys:
         from .invariant import attend
