@@ -444,9 +444,11 @@ class Engine:
 
 
 def _own_tokenizer(registry: AdapterRegistry, base: Path, adapter_id: str) -> Tokenizer | None:
-    """An adapter's own tokenizer, if it ships one. No engine renders chat templates."""
-    own = registry.tokenizer_folder(adapter_id)
-    return None if own is None else adapter_tokenizer(own.folder, base, own.sha256, chat_template="")
+    """An adapter's own tokenizer, if it ships one (a chat template alone is none). No engine renders chat templates."""
+    audit = registry.audit_of(adapter_id)
+    if not audit.has_own_vocabulary:
+        return None
+    return adapter_tokenizer(audit.folder, base, audit.tokenizer_sha256, chat_template="")
 
 
 def _backend_maker(config: EngineConfig) -> MakeBackend:
