@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..kernels.sampling import NO_TOKEN
 from ..scheduler.batching import Batcher, BatchView, ReplicaFacts, StepPlan, all_unmerged
 from ..scheduler.estimates.lengths import LengthEstimator
 from ..scheduler.estimates.pace import StepBudget
@@ -405,11 +404,11 @@ class Engine:
             self.observe_step(StepSample(step.counts.load, seconds), step.entries)
 
     def _append_token(
-        self, sequence: Sequence, token: int, logprob: float, top: TopLogprobs, asked: tuple[float, ...]
+        self, sequence: Sequence, token: int | None, logprob: float, top: TopLogprobs, asked: tuple[float, ...]
     ) -> Result | None:
         if not self._batch.is_running(sequence):
             return None  # it ended or was taken out after this step was launched
-        if token == NO_TOKEN:
+        if token is None:
             return self._give_up_row(sequence, self._why_no_token(sequence))
         self._generated_tokens += 1
         if sequence.asked_tokens:
@@ -445,9 +444,11 @@ class Engine:
 
 
 def _own_tokenizer(registry: AdapterRegistry, base: Path, adapter_id: str) -> Tokenizer | None:
-    """An adapter's own tokenizer, if it ships one. No engine renders chat templates."""
-    own = registry.tokenizer_folder(adapter_id)
-    return None if own is None else adapter_tokenizer(own.folder, base, own.sha256, chat_template="")
+    """An adapter's own tokenizer, if it ships one (a chat template alone is none). No engine renders chat templates."""
+    audit = registry.audit_of(adapter_id)
+    if not audit.has_own_vocabulary:
+        return None
+    return adapter_tokenizer(audit.folder, base, audit.tokenizer_sha256, chat_template="")
 
 
 def _backend_maker(config: EngineConfig) -> MakeBackend:

@@ -40,14 +40,6 @@ NAMES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class AuditedFolder:
-    """A folder whose tokenizer must have this hash when it is read."""
-
-    folder: Path
-    sha256: str
-
-
 @dataclass(frozen=True, eq=False)
 class TokenizerFiles:
     """The files of one folder, by name."""

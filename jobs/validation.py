@@ -193,15 +193,16 @@ def _check_model(spec: JobSpec) -> CheckedModel:
                 f"{shown_model}: no *.safetensors files in {folder}. Weights in other formats are not read; convert "
                 "them, or give a GGUF file."
             )
-        around = look_at(folder, with_weights=not is_dummy)
+        notes, problems = look_at(folder, with_weights=not is_dummy)
         tokenizer = Tokenizer.from_folder(folder, chat_template=spec.chat_template)
     except (StorageError, EngineError) as error:
         raise JobRequestError(f"{shown_model}: {error}") from None
     problem = partition_problem(config, spec.tensor_parallel, has_blocks=has_blocks(folder))
-    problems = [*around.problems, *([problem] if problem is not None else [])]
+    if problem is not None:
+        problems.append(problem)
     if problems:
         raise JobRequestError(*(f"{shown_model}: {problem}" for problem in problems))
-    notes = [*around.notes, *(f"tokenizer_config.json: {note}" for note in tokenizer.notes)]
+    notes += [f"tokenizer_config.json: {note}" for note in tokenizer.notes]
     unknown = unknown_config_keys(folder)
     if unknown:
         source = "metadata" if spec.model.endswith(".gguf") else "config.json"

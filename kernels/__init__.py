@@ -1,4 +1,8 @@
-"""Operators on tensors, one folder each: the operator, its types, its reference, and its CPU and Triton back ends."""
+"""Operators on tensors, one folder each: the operator, its types, its reference, and its CPU and Triton back ends.
+
+Operators that only engines on GPUs call are kernels of Triton, which also run in its interpreter. They import Triton
+when they are called, so that engines on CPUs never load it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Decides where kernels run and with how many programs. No Triton is imported here, so CPU engines never load it."""
+"""Launches Triton kernels, and decides with how many programs and in which order. No Triton is imported here.
+
+`LORABATCH_PDL`, `LORABATCH_SIDE_STREAM` and `LORABATCH_TUNING` are read once in a process, as Triton reads variables of
+its own: compiled code depends on them, here and in processes that compile ahead, and no caller of an operator has a say
+in them.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +20,16 @@ import torch
 
 # The interpreter runs programs one after the other: two show that work is shared out, more would only be slow.
 _INTERPRETED_PROGRAMS = 2
+#: Environment variables by which kernels are compiled to other code.
+COMPILE_VARIABLES = ("LORABATCH_PDL", "LORABATCH_TUNING")
 # Compute capability of the first GPUs with programmatic dependent launch.
 _PDL_CAPABILITY = 90
-#: Types of the devices whose operators use their Triton form. Code that compiles kernels without a GPU adds others.
-TRITON_DEVICES = {"cuda"}
 
 
 @cache
 def is_interpreted() -> bool:
     """Whether Triton kernels run in Triton's interpreter (on CPU tensors), as the tests do."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
-def uses_triton(device: torch.device) -> bool:
-    """Whether an operator on `device` is served by its Triton form."""
-    return device.type in TRITON_DEVICES or is_interpreted()
 
 
 def num_persistent_programs(device: torch.device, per_multiprocessor: int) -> int:
@@ -134,6 +134,21 @@ class Tuning:
     #: Most rows of a tile that are computed one by one; None: as kernels ask.
     rows: int | None = None
 
+    @classmethod
+    def parse(cls, asked: str) -> Tuning:
+        """The tuning of a text such as `block=2,warps=0.5,stages=-1,rows=0`. Raises ValueError for another form."""
+        try:
+            pairs = dict(part.split("=") for part in asked.split(","))
+            numbers = {name: (int if name in ("stages", "rows") else float)(value) for name, value in pairs.items()}
+            if all(isinstance(number, int) or math.log2(number).is_integer() for number in numbers.values()):
+                return cls(**numbers)  # type: ignore[arg-type]
+        except (ValueError, TypeError):
+            pass
+        raise ValueError(
+            f"LORABATCH_TUNING={asked}: expected powers of 2 and whole numbers, as in "
+            "block=2,warps=0.5,stages=-1,rows=0"
+        )
+
     def of(self, constants: Mapping[str, Any]) -> dict[str, Any]:
         """The changed constants of a launch. A tensor core's least side is 16; a thread has at most 255 registers."""
         tuned = dict(constants)
@@ -153,24 +168,13 @@ class Tuning:
 
 @cache
 def tuning() -> Tuning | None:
-    """The tuning that `LORABATCH_TUNING` gives, as in `block=2,warps=0.5,stages=-1,rows=0`; None if it is not set.
+    """The tuning that `LORABATCH_TUNING` asks of this process; None if it is not set.
 
     Raises:
-        ValueError: the variable has another form.
+        ValueError: the variable has another form than `Tuning.parse` reads.
     """
     asked = os.environ.get("LORABATCH_TUNING", "")
-    if not asked:
-        return None
-    try:
-        pairs = dict(part.split("=") for part in asked.split(","))
-        numbers = {name: (int if name in ("stages", "rows") else float)(value) for name, value in pairs.items()}
-        if all(isinstance(number, int) or math.log2(number).is_integer() for number in numbers.values()):
-            return Tuning(**numbers)  # type: ignore[arg-type]
-    except (ValueError, TypeError):
-        pass
-    raise ValueError(
-        f"LORABATCH_TUNING={asked}: expected powers of 2 and whole numbers, as in block=2,warps=0.5,stages=-1,rows=0"
-    )
+    return Tuning.parse(asked) if asked else None
 
 
 class _Launches:

@@ -89,9 +89,9 @@ def note_others(
     """Kernels that sections launch beside engines of the measured model, by what they are compiled by."""
     cpu = torch.device("cpu")
     with _Unfilled():
-        noted = note_launches(capability, cpu.type, lambda: _launch_layers(shape, dtypes[0], cpu))
+        noted = note_launches(capability, lambda: _launch_layers(shape, dtypes[0], cpu))
     if with_checks:
-        noted |= note_launches(capability, cpu.type, lambda: check_all(dtypes, cpu))
+        noted |= note_launches(capability, lambda: check_all(dtypes, cpu))
     return noted
 
 

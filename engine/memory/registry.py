@@ -15,7 +15,6 @@ from ..model_config.partition import Partition
 from ..peft import AdapterAudit, audit_adapter
 from ..peft.random import dummy_adapter_weights, dummy_audit
 from ..peft.weights import AdapterWeights, load_adapter
-from ..tokenizer_files import AuditedFolder
 from .packed import PackedAdapter, pack_adapter, pack_for_group, random_packed, read_packed
 
 BASE_CODE = -1
@@ -100,12 +99,9 @@ class AdapterRegistry:
         """Token ids that a row may hold: an adapter with a resized vocabulary has its own."""
         return self._model.vocab_size if adapter_id is None else self._audits[adapter_id].vocab_size
 
-    def tokenizer_folder(self, adapter_id: str | None) -> AuditedFolder | None:
-        """The adapter's folder if it ships a tokenizer of its own (a chat template alone is none)."""
-        if adapter_id is None:
-            return None
-        audit = self._audits[adapter_id]
-        return AuditedFolder(audit.folder, audit.tokenizer_sha256) if audit.has_own_vocabulary else None
+    def audit_of(self, adapter_id: str) -> AdapterAudit:
+        """The audit by which the adapter was registered."""
+        return self._audits[adapter_id]
 
     def ranks(self) -> NDArray[np.float64]:
         """Rank of every adapter by its number, float64 [num_adapters]: as if it stood on all linear layers, so that

@@ -65,14 +65,6 @@ _CHUNK_BYTES = 4 << 20
 _MAX_HEADER_BYTES = 100 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class FolderNotes:
-    """Remarks on a base folder's other files. `notes`: sentences for people; `problems`: why the folder is refused."""
-
-    notes: tuple[str, ...] = ()
-    problems: tuple[str, ...] = ()
-
-
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model folder that are read, as transformers chooses them.
 
@@ -90,8 +82,11 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
-def look_at(folder: Path, *, with_weights: bool = True) -> FolderNotes:
-    """Classify everything in a base folder. Raises what `weight_files` raises, unless without weights."""
+def look_at(folder: Path, *, with_weights: bool = True) -> tuple[list[str], list[str]]:
+    """Notes on files of a base folder that are not read, and problems for which the folder is refused, as sentences.
+
+    Raises what `weight_files` raises, unless without weights.
+    """
     read = {path.name for path in weight_files(folder)} if with_weights else set()
     notes, problems = [], []
     stale, unknown = [], []
@@ -117,7 +112,7 @@ def look_at(folder: Path, *, with_weights: bool = True) -> FolderNotes:
         notes.append(f"not read, because {of_what} is, as in transformers: {_shown(stale)}")
     if unknown:
         notes.append(f"files that nothing reads: {_shown(unknown)}")
-    return FolderNotes(tuple(notes), tuple(problems))
+    return notes, problems
 
 
 def irrelevance(name: str) -> str | None:

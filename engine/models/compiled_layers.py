@@ -91,7 +91,7 @@ class CompiledLayers:
             layers.append(LayerParts(stored, before_attention, before_mlp, query, key, layer.rope, window))
         shape = LayerShape(
             model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim, model.intermediate_size,
-            model.norm_eps, model.attention_scale, model.attention_softcap,
+            model.norm_eps, model.attention_scale, model.attention_softcap or 0.0,
         )  # fmt: skip
         return DecoderLayers(shape, layers)
 

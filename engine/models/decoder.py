@@ -22,7 +22,7 @@ from .compiled_layers import CompiledLayers
 from .gguf.blocks import Weight, joined, looked_up, pack_joined, plain
 from .layers import DecoderLayer, Linear, activation_of, norm_of
 from .rope import Rope
-from .step_batch import AdapterSpan, StepBatch
+from .step_batch import StepBatch
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -105,7 +105,7 @@ class Decoder:
         self._activation = activation_of(model)
         #: Computes all layers but the last (or that, too) in one call; None: each is computed by itself.
         self.compiled_layers = CompiledLayers.of(model, self.layers, self.tensors)
-        self._lora_spans: tuple[AdapterSpan, ...] = ()
+        self._lora_spans: tuple[LoraSpan, ...] = ()
         self._lora = PreparedLora([])
         # rounded to the dtype first, as the families that scale define it
         self._embedding_scale = float(torch.tensor(model.embedding_scale, dtype=dtype))
@@ -184,7 +184,7 @@ class Decoder:
         return qkv[:, :num_heads]
 
     def _attend(
-        self, q: Tensor, layer: DecoderLayer, pool: Tensor, plan: AttentionPlan, spans: tuple[AdapterSpan, ...]
+        self, q: Tensor, layer: DecoderLayer, pool: Tensor, plan: AttentionPlan, spans: tuple[LoraSpan, ...]
     ) -> Tensor:
         model = self.model
         attended = paged_attention(
@@ -196,11 +196,11 @@ class Decoder:
         """The output of a layer that is split by inputs. The members' LoRA is in what they add up."""
         return x if self._members is None else self._members.add_up(x)
 
-    def _with_lora(self, layer: DecoderLayer, site: PackedSite, x: Tensor, spans: tuple[AdapterSpan, ...]) -> Tensor:
+    def _with_lora(self, layer: DecoderLayer, site: PackedSite, x: Tensor, spans: tuple[LoraSpan, ...]) -> Tensor:
         """Packed linear layer with the unmerged LoRA of every adapter of the step."""
         if not spans:
             return layer.linears[site](x)
-        lora, number = self._lora_of(spans), layer.index * len(PACKED_SITES) + PACKED_SITES.index(site)
+        lora, number = self._lora_of(spans), layer.site_number(site)
         linear = layer.linears[site]
         if linear.adds_lora:
             y = linear(x, lora.of_product(number))
@@ -210,15 +210,15 @@ class Decoder:
             lora.add_(y, x, number)
         return y
 
-    def _lora_of(self, spans: tuple[AdapterSpan, ...]) -> PreparedLora:
+    def _lora_of(self, spans: tuple[LoraSpan, ...]) -> PreparedLora:
         """The step's LoRA, prepared anew only when its rows are not those of the step before."""
         if spans is not self._lora_spans:
             if spans != self._lora_spans:
-                self._lora = PreparedLora([LoraSpan(s.start, s.end, s.adapter.all_sites) for s in spans])
+                self._lora = PreparedLora(spans)
             self._lora_spans = spans
         return self._lora
 
-    def _mlp(self, h: Tensor, layer: DecoderLayer, spans: tuple[AdapterSpan, ...]) -> Tensor:
+    def _mlp(self, h: Tensor, layer: DecoderLayer, spans: tuple[LoraSpan, ...]) -> Tensor:
         active = self._activation(self._with_lora(layer, "gate_up", h, spans))
         return self._added_up(self._with_lora(layer, "down", active, spans))
 

@@ -22,14 +22,13 @@ from torch.nn.functional import pad
 from ...kernels.native import native_build
 from ...kernels.packed_weight import PackedWeight, Products, can_multiply
 from ...kernels.paged_attention.compiled import can_attend_compiled
-from ...kernels.segment_lora import LoraSegment, add_lora_
+from ...kernels.segment_lora import LoraSpan, PreparedLora
 from ..config import EngineConfig
 from ..errors import ExactModeError
 from ..model_config.model import ModelConfig, PackedSite
 from .decoder import Decoder
 from .gguf.blocks import Weight
 from .layers import Activate, DecoderLayer
-from .step_batch import AdapterSpan
 
 logger = logging.getLogger(__name__)
 _ROWS = 16
@@ -54,15 +53,15 @@ class ExactDecoder(Decoder):
         if model.activation != "relu" and not (model.activation == "silu" and self._is_compiled):
             self._activation = _row_by_row(self._activation)
 
-    def _with_lora(self, layer: DecoderLayer, site: PackedSite, x: Tensor, spans: tuple[AdapterSpan, ...]) -> Tensor:
+    def _with_lora(self, layer: DecoderLayer, site: PackedSite, x: Tensor, spans: tuple[LoraSpan, ...]) -> Tensor:
         if self._is_compiled:
             return super()._with_lora(layer, site, x, spans)
-        y = layer.linears[site](x)
+        y, number = layer.linears[site](x), layer.site_number(site)
         for span in spans:
             num_rows = span.end - span.start
             filled = pad(x[span.start : span.end], (0, 0, 0, -num_rows % _ROWS))
             added = torch.zeros(len(filled), y.shape[1], dtype=y.dtype, device=y.device)
-            add_lora_(added, filled, [LoraSegment(0, len(filled), span.adapter.sites[layer.index].get(site))])
+            PreparedLora([LoraSpan(0, len(filled), span.adapter)]).add_(added, filled, number)
             y[span.start : span.end] += added[:num_rows]
         return y
 

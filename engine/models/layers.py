@@ -23,7 +23,7 @@ from ...kernels.packed_weight.blocks import BlockWeight
 from ...kernels.packed_weight.fp8 import Fp8Weight, can_be_fp8
 from ...kernels.packed_weight.panels import StoredWeight
 from ...kernels.rms_norm import rms_norm, rms_norm_from_zero
-from ..model_config.model import Activation, LayerNorms, ModelConfig, PackedSite
+from ..model_config.model import PACKED_SITES, Activation, LayerNorms, ModelConfig, PackedSite
 
 # Stands for the plain weight of a packed layer.
 _NO_WEIGHT = torch.empty(0)
@@ -167,6 +167,10 @@ class DecoderLayer:
     linears: dict[PackedSite, Linear]
     norms: LayerNorms
     rope: int | None
+
+    def site_number(self, site: PackedSite) -> int:
+        """Number of one of its packed linear layers among those of all layers, as adapters count them."""
+        return self.index * len(PACKED_SITES) + PACKED_SITES.index(site)
 
 
 def activation_of(model: ModelConfig) -> Activate:

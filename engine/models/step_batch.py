@@ -18,6 +18,7 @@ from torch import Tensor
 from ...kernels.paged_attention.compiled import can_attend_compiled
 from ...kernels.paged_attention.types import AttentionPlan, DecodeGroup, PrefillChunk, SpanTable
 from ...kernels.rotary import KeyPlaces
+from ...kernels.segment_lora import LoraSpan
 from ..memory.pool import PageLayout, PageRun
 from ..memory.residency import MergedShare, ResidentAdapter
 from ..model_config.model import ModelConfig
@@ -73,22 +74,13 @@ class StepEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterSpan:
-    """Rows `start:end` of the step belong to `adapter`."""
-
-    start: int
-    end: int
-    adapter: ResidentAdapter
-
-
-@dataclass(frozen=True, slots=True)
 class AskedRows:
     """Rows of a step whose logits are asked. Its last layer goes on with them alone once its keys and values are
     stored. `rows`: their numbers in the step. `spans` and `attention` (of the last layer) count among `rows`.
     """
 
     rows: Tensor
-    spans: tuple[AdapterSpan, ...]
+    spans: tuple[LoraSpan, ...]
     attention: AttentionPlan
 
 
@@ -103,7 +95,7 @@ class StepBatch:
     #: Places in the pool that take the keys and values of the T tokens.
     key_places: KeyPlaces
     #: Rows of each adapter.
-    spans: tuple[AdapterSpan, ...]
+    spans: tuple[LoraSpan, ...]
     #: Attention plan by the layers' sliding window (None: they attend to all).
     attention: dict[int | None, AttentionPlan]
     #: Rows with which the last layer goes on; None: with all.
@@ -155,7 +147,7 @@ def build_step(
         token_ids=torch.tensor([t for e in ordered for t in _token_ids(e)]),
         positions=positions,
         key_places=KeyPlaces(kv_rows, capacity * (2 * model.num_kv_heads)),
-        spans=_adapter_spans(chunks),
+        spans=_lora_spans(chunks),
         attention={
             window: _attention_plan(chunks, model, layout, window, dtype, is_exact)
             for window in set(model.sliding_windows)
@@ -189,7 +181,7 @@ def _asked_rows(
     present = [chunk for chunk in asked if chunk.num_tokens]
     window = model.sliding_windows[-1]
     plan = _attention_plan(present, model, layout, window, dtype, is_exact) if present else AttentionPlan()
-    return AskedRows(rows, _adapter_spans(present), plan)
+    return AskedRows(rows, _lora_spans(present), plan)
 
 
 def _token_ids(entry: StepEntry) -> list[int]:
@@ -203,19 +195,19 @@ def _row_lengths(ordered: Items[StepEntry], counts: Tensor) -> RowLengths:
     return RowLengths(prompt.repeat_interleave(counts), known.repeat_interleave(counts))
 
 
-def _adapter_spans(chunks: Items[_Chunk]) -> tuple[AdapterSpan, ...]:
-    spans: list[AdapterSpan] = []
+def _lora_spans(chunks: Items[_Chunk]) -> tuple[LoraSpan, ...]:
+    spans: list[LoraSpan] = []
     for chunk in chunks:
-        adapter = chunk.entry.adapter
-        if adapter is None:
+        if chunk.entry.adapter is None:
             continue
+        adapter = chunk.entry.adapter.all_sites
         if spans and spans[-1].adapter is adapter:
-            spans[-1] = AdapterSpan(spans[-1].start, chunk.end, adapter)
+            spans[-1] = spans[-1]._replace(end=chunk.end)
         else:
-            spans.append(AdapterSpan(chunk.start, chunk.end, adapter))
+            spans.append(LoraSpan(chunk.start, chunk.end, adapter))
     for chunk in chunks:
         if chunk.entry.minus is not None:
-            spans.append(AdapterSpan(chunk.start, chunks[-1].end, chunk.entry.minus.negative))
+            spans.append(LoraSpan(chunk.start, chunks[-1].end, chunk.entry.minus.negative.all_sites))
             break
     return tuple(spans)
 

@@ -43,7 +43,7 @@ from ..models.load import load_weights, stored_weights
 from ..models.merge import LiveWeights
 from ..models.part import PartOfModel, PartWeights
 from ..models.weight_cache import Packed, WeightCache
-from .compile_ahead import CompileAhead, EngineKernels
+from .compile_ahead import CompileAhead, EngineKernels, is_compiled_ahead
 from .gpu_graphs import EagerExecutor, GraphExecutor, StepExecutor
 from .gpu_runner import GpuRunner
 from .runner import CpuRunner, StepRunner
@@ -259,12 +259,12 @@ class GpuBackend(Backend):
         return super().load(model_folder)
 
     def compile_ahead(self, model_folder: Path) -> CompileAhead | None:
-        """Start to compile the kernels; None: they are not compiled ahead, as with LORABATCH_COMPILE_AHEAD=0. Members
-        of a group have the same kernels: the leader has them compiled.
+        """Start to compile the kernels; None: they are not compiled ahead. Members of a group have the same kernels,
+        which the leader has compiled.
         """
         is_leader = self._partition is None or self._partition.member == 0
         is_nvidia = self.device.type == "cuda" and torch.version.hip is None
-        if not (is_nvidia and is_leader) or os.environ.get("LORABATCH_COMPILE_AHEAD", "1") == "0":
+        if not (is_nvidia and is_leader and is_compiled_ahead()):
             return None
         major, minor = torch.cuda.get_device_capability(self.device)
         kernels = EngineKernels(

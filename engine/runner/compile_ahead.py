@@ -17,9 +17,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ...kernels.launch import COMPILE_VARIABLES
 from ..config import BaseQuantization
 
 logger = logging.getLogger(__name__)
+# Environment variable that is `0` where kernels are compiled when they are first launched. It belongs to a host, as the
+# cache does, and not to a job.
+_VARIABLE = "LORABATCH_COMPILE_AHEAD"
 _MODULE = f"{__package__}.compile_process"
 _ROOT = Path(__file__).parents[2]
 # Compiling takes no GPU, and libraries' threads would only be in each other's way.
@@ -64,9 +68,9 @@ class EngineKernels:
 
 def _variables() -> Iterator[tuple[str, str]]:
     """Names and values of the environment variables that change how kernels are compiled."""
-    ours, others = ("LORABATCH_PDL", "LORABATCH_TUNING"), ("TRITON_CACHE_DIR", *_ENVIRONMENT)
+    others = ("TRITON_CACHE_DIR", *_ENVIRONMENT)
     for name, value in os.environ.items():
-        if name in ours or (name.startswith("TRITON_") and name not in others):
+        if name in COMPILE_VARIABLES or (name.startswith("TRITON_") and name not in others):
             yield name, value
 
 
@@ -79,6 +83,11 @@ class Compiled:
     num_kernels: int = 0
     failed: tuple[str, ...] = ()
     problem: str | None = None
+
+
+def is_compiled_ahead() -> bool:
+    """Whether engines of this host have their kernels compiled ahead."""
+    return os.environ.get(_VARIABLE, "1") != "0"
 
 
 class CompileAhead:

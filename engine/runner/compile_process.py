@@ -23,7 +23,6 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import triton_key
 
-from ...kernels import launch
 from ...kernels.merge.triton import merge
 from ...system.confinement import end_with
 from ...system.local_cache import file_lock
@@ -84,11 +83,11 @@ class TargetOnly:
 
 def note_kernels(kernels: EngineKernels) -> dict[str, Noted]:
     """Kernels that an engine launches, by what they are compiled by."""
-    return note_launches(kernels.capability, _META.type, lambda: _launch_all(kernels))
+    return note_launches(kernels.capability, lambda: _launch_all(kernels))
 
 
-def note_launches(capability: int, device_type: str, launch_all: Callable[[], object]) -> dict[str, Noted]:
-    """Kernels that `launch_all` launches on devices of this type, by what they are compiled by for a GPU."""
+def note_launches(capability: int, launch_all: Callable[[], object]) -> dict[str, Noted]:
+    """Kernels that `launch_all` launches, by what they are compiled by for a GPU."""
     triton.runtime.driver.set_active(TargetOnly(capability))
     noted: dict[str, Noted] = {}
 
@@ -96,14 +95,12 @@ def note_launches(capability: int, device_type: str, launch_all: Callable[[], ob
         noted[f"{fn.module}.{fn.name} {key}"] = fn.jit_function, compile["specialization_data"]
         return True  # not to be compiled now, nor launched
 
-    launch.TRITON_DEVICES.add(device_type)
     triton.knobs.runtime.jit_cache_hook = note
     try:
         with torch.inference_mode():
             launch_all()
     finally:
         triton.knobs.runtime.jit_cache_hook = None
-        launch.TRITON_DEVICES.remove(device_type)
     return noted
 
 

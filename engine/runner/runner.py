@@ -20,6 +20,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ...kernels.sampling import NO_TOKEN
 from ..memory.pool import PageLayout
 from ..models.decoder import Decoder
 from ..models.step_batch import StepEntry, build_step
@@ -28,9 +29,9 @@ from ..sequence import Sequence
 from .sampler import SampledTokens, TokenRules, sample, score_prompts
 from .step_counts import StepCounts
 
-#: A sequence, its next token, the token's log-probability, the likeliest tokens, and log-probabilities of the asked
-#: ones.
-ReadToken = tuple[Sequence, int, float, TopLogprobs, tuple[float, ...]]
+#: A sequence, its next token (None where the largest logit is no finite number), the token's log-probability, the
+#: likeliest tokens, and log-probabilities of the asked ones.
+ReadToken = tuple[Sequence, int | None, float, TopLogprobs, tuple[float, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ def _read_tokens(sampled: tuple[Sequence, ...], tokens: SampledTokens) -> Iterat
     columns = sampled, tokens.ids, tokens.logprobs, tokens.tops, tokens.asked
     for sequence, token, logprob, top, asked in zip(*columns, strict=True):
         sequence.num_pending -= 1
-        yield sequence, token, logprob, top, asked
+        yield sequence, None if token == NO_TOKEN else token, logprob, top, asked
 
 
 class CpuRunner:

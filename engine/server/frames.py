@@ -119,13 +119,6 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """From the process four times a second, between two steps."""
-
-    telemetry: EngineTelemetry
-
-
-@dataclass(frozen=True, slots=True)
 class Fatal:
     """From the process, last of all: why it ends. `is_permanent`: another process would fail, too."""
 
@@ -135,11 +128,12 @@ class Fatal:
 
 
 ToEngine = Start | RegisterAdapter | ExpectRows | AddRows | ExportRows | AbortRows | Stop
-FromEngine = Ready | Results | Exported | Heartbeat | Progress | Fatal
+#: An `EngineTelemetry` comes four times a second, between two steps.
+FromEngine = Ready | Results | Exported | Heartbeat | EngineTelemetry | Fatal
 TO_ENGINE: Codec[ToEngine] = Codec(
     Start, RegisterAdapter, ExpectRows, AddRows, ExportRows, AbortRows, Stop, named=(CostModel,)
 )
-FROM_ENGINE: Codec[FromEngine] = Codec(Ready, Results, Exported, Heartbeat, Progress, Fatal)
+FROM_ENGINE: Codec[FromEngine] = Codec(Ready, Results, Exported, Heartbeat, EngineTelemetry, Fatal)
 
 
 def encode_frame(codec: Codec[MessageT], message: MessageT) -> bytes:

@@ -39,7 +39,6 @@ from .frames import (
     Fatal,
     FromEngine,
     Heartbeat,
-    Progress,
     Ready,
     RegisterAdapter,
     Results,
@@ -216,7 +215,7 @@ class EngineProcess:
         now_s = time.monotonic()
         if now_s - self._last_progress_s >= PROGRESS_INTERVAL_S:
             self._last_progress_s = now_s
-            self._send(Progress(replace(engine.telemetry(), busy_s=self._busy_s)))
+            self._send(replace(engine.telemetry(), busy_s=self._busy_s))
 
     def _send_results(self, results: Sequence[Result]) -> None:
         if results:

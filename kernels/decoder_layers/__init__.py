@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from ..native import ADDRESS, COUNT, POOL_TYPES, native_function
 from ..paged_attention.types import SpanTable
 from ..rotary import KeyPlaces
 from ..segment_lora.cpu import SegmentTable
-from .types import LayerParts, LayerRecord, LayerShape, RotaryRecord, ShapeRecord, StepRecord, TableRecord
+from .types import LayerParts, LayerRecord, LayerShape, StepRecord
 
 __all__ = ["DecoderLayers", "LayerParts", "LayerShape"]
 
@@ -28,7 +29,6 @@ class DecoderLayers:
 
     def __init__(self, shape: LayerShape, layers: Sequence[LayerParts]) -> None:
         self._shape = shape
-        self._shape_record = ShapeRecord.of(shape)
         self._records = (LayerRecord * len(layers))(*(LayerRecord.of(i, layer) for i, layer in enumerate(layers)))
         weights = [weight for layer in layers for weight, _ in layer.linears]
         self._most_inputs = max(weight.shape[1] for weight in weights)
@@ -64,18 +64,18 @@ class DecoderLayers:
             self._memory = torch.empty(end_of_activations + num_scratch)
         y = self._memory[:end_of_y].view(x.shape)
         activations, scratch = self._memory[end_of_y:], self._memory[end_of_activations:]
-        rotary_records = [RotaryRecord(cos.data_ptr(), sin.data_ptr(), cos.shape[-1]) for cos, sin in rotaries]
-        of_rotaries = (RotaryRecord * len(rotary_records))(*rotary_records)
-        of_tables = (TableRecord * len(tables))(*(TableRecord(*table.record) for table in tables))
+        # `Rotary` and `Table` of cpu.c: addresses and counts
+        of_rotaries = np.array([(cos.data_ptr(), sin.data_ptr(), cos.shape[-1]) for cos, sin in rotaries], np.int64)
+        of_tables = np.array([table.record for table in tables], np.int64)
         step = StepRecord(
-            x.data_ptr(), len(x), ctypes.addressof(of_rotaries), pool.data_ptr(), POOL_TYPES[pool.dtype],
+            x.data_ptr(), len(x), of_rotaries.ctypes.data, pool.data_ptr(), POOL_TYPES[pool.dtype],
             places.rows.data_ptr(), places.layer_stride.data_ptr(), spans.rows.ctypes.data,
             spans.block_starts.ctypes.data, len(spans.rows), spans.block_tokens, torch.get_num_threads(),
-            ctypes.addressof(of_tables), len(of_tables), y.data_ptr(), activations.data_ptr(), scratch.data_ptr(),
+            of_tables.ctypes.data, len(of_tables), y.data_ptr(), activations.data_ptr(), scratch.data_ptr(),
         )  # fmt: skip
         compiled = native_function("decoder_layers", ADDRESS, COUNT, COUNT, ADDRESS, ADDRESS)
         assert compiled is not None, "compiled kernels are not there"
-        of_shape, of_step = ctypes.byref(self._shape_record), ctypes.byref(step)
+        of_shape, of_step = ctypes.byref(self._shape), ctypes.byref(step)
         if add_up is None:
             compiled(self._records, 0, 2 * num_layers, of_shape, of_step)
         else:

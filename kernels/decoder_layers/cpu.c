@@ -4,7 +4,7 @@
  * Half 2 i is the attention of layer i, half 2 i + 1 its MLP. A half begins with the residual sum of the one before it: members of a
  * group add up what their halves give before that. */
 
-/* Written by LayerRecord in types.py, as all structures here. */
+/* Written by LayerRecord in types.py, as LayerShape and LayerStep are there; Rotary and Table are written by __init__.py. */
 typedef struct {
     Linear qkv, o, gate_up, down;
     const float *attention_norm, *mlp_norm, *query_norm, *key_norm; /* the last two: NULL for none */

@@ -15,8 +15,19 @@ from ..packed_weight.panels import StoredWeight
 _NONE = -1
 
 
-class LayerShape(NamedTuple):
-    """The sizes and constants that all layers of a model share."""
+class LayerShape(ctypes.Structure):
+    """The sizes and constants that all layers of a model share; `LayerShape` of `cpu.c`."""
+
+    _fields_ = (
+        ("hidden", COUNT),
+        ("num_heads", COUNT),
+        ("num_kv_heads", COUNT),
+        ("head_dim", COUNT),
+        ("inner", COUNT),
+        ("norm_eps", NUMBER),
+        ("attention_scale", NUMBER),
+        ("attention_softcap", NUMBER),
+    )
 
     #: Features of the residual stream.
     hidden: int
@@ -32,8 +43,8 @@ class LayerShape(NamedTuple):
     norm_eps: float
     #: Factor of attention scores.
     attention_scale: float
-    #: Cap of attention scores; None for no cap.
-    attention_softcap: float | None
+    #: Cap of attention scores; 0 for no cap.
+    attention_softcap: float
 
     @property
     def num_activations(self) -> int:
@@ -79,38 +90,6 @@ class LayerRecord(ctypes.Structure):
         norms = (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
         addresses = (ADDRESS * 4)(*(None if norm is None else norm.data_ptr() for norm in norms))
         return cls(linears, addresses, number, _NONE if layer.rotary is None else layer.rotary, layer.window or 0)
-
-
-class ShapeRecord(ctypes.Structure):
-    """`LayerShape` of `cpu.c`."""
-
-    _fields_ = (
-        ("hidden", COUNT),
-        ("num_heads", COUNT),
-        ("num_kv_heads", COUNT),
-        ("head_dim", COUNT),
-        ("inner", COUNT),
-        ("norm_eps", NUMBER),
-        ("attention_scale", NUMBER),
-        ("attention_softcap", NUMBER),
-    )
-
-    @classmethod
-    def of(cls, shape: LayerShape) -> ShapeRecord:
-        """The record of a shape; a missing cap becomes 0."""
-        return cls(*shape[:-1], shape.attention_softcap or 0.0)
-
-
-class RotaryRecord(ctypes.Structure):
-    """`Rotary` of `cpu.c`."""
-
-    _fields_ = (("cosine", ADDRESS), ("sine", ADDRESS), ("half", COUNT))
-
-
-class TableRecord(ctypes.Structure):
-    """`Table` of `cpu.c`."""
-
-    _fields_ = (("segments", ADDRESS), ("ranks", ADDRESS), ("num_segments", COUNT))
 
 
 class StepRecord(ctypes.Structure):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from ..native import ADDRESS, COUNT, native_function
+from .reference import gate
 
 
 def silu_gate(packed: Tensor) -> Tensor:
@@ -14,14 +14,8 @@ def silu_gate(packed: Tensor) -> Tensor:
     is_served = packed.device.type == "cpu" and packed.dtype == torch.float32 and packed.is_contiguous()
     compiled = native_function("silu_gate", ADDRESS, ADDRESS, COUNT, COUNT) if is_served else None
     if compiled is None:
-        return silu_gate_by_torch(packed)
+        return gate(packed)
     num_tokens, inner = packed.shape[0], packed.shape[1] // 2
     out = torch.empty(num_tokens, inner)
     compiled(out.data_ptr(), packed.data_ptr(), num_tokens, inner)
     return out
-
-
-def silu_gate_by_torch(packed: Tensor) -> Tensor:
-    """`silu_gate` for every device and dtype."""
-    gate, up = packed.chunk(2, dim=-1)
-    return silu(gate).mul_(up)

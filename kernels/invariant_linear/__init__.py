@@ -11,8 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..launch import uses_triton
-
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """New tensor [num_rows, out_features] of `x` [num_rows, in_features], `weight` [out_features, in_features] and
@@ -22,10 +20,8 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     assert x.dtype == weight.dtype, f"x is in {x.dtype}, weight in {weight.dtype}"
     assert x.shape[1] == weight.shape[1], f"x {tuple(x.shape)} has not the features of weight {tuple(weight.shape)}"
     out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
-    if uses_triton(x.device):
-        from .triton import multiply_rows
-    else:
-        from .reference import multiply_rows
+    from .triton import multiply_rows
+
     if out.numel():
         multiply_rows(out, x, weight, bias)
     return out

@@ -28,15 +28,20 @@ from ..blocks import multiply
 from ..launch import compile_capability, is_exact_dot, launch
 from .splits import block_features, split_features_of
 
+# Programs that a launch should have, of the 132 multiprocessors of an H200. Not tuned.
 _ENOUGH_PROGRAMS = 96
-# Rows up to which splits have programs of their own.
+# Rows up to which splits have programs of their own. Not tuned.
 _MOST_PLANE_ROWS = 256
-_GROUP_M = 8  # tiles of rows whose programs stand side by side and share weights in L2
+# Tiles of rows whose programs stand side by side and share weights in L2. Not tuned.
+_GROUP_M = 8
+# Outputs of a program that adds planes: 8 in each of 128 threads. Not tuned.
 _ADD_COLUMNS = 1024
 _KIB = 1024
-_TWO_PROGRAMS_BYTES = 96 * _KIB  # of shared memory, so that two programs fit on a multiprocessor
+# Shared memory by which two programs fit on a multiprocessor: twice 96 of 227 KiB on Hopper.
+_TWO_PROGRAMS_BYTES = 96 * _KIB
+# With 64 rows two programs have 5 buffers of 8 KiB of weights each in flight, three times what memory needs.
 _MOST_STAGES = 6
-# Shared memory of a program, by compute capability; other GPUs have 99 KiB.
+# Most shared memory of a program, by compute capability (CUDA C++ programming guide); other GPUs have 99 KiB.
 _SHARED_BYTES = {80: 163 * _KIB, 87: 163 * _KIB, 90: 227 * _KIB, 100: 227 * _KIB, 103: 227 * _KIB}
 _LEAST_SHARED_BYTES = 99 * _KIB
 
@@ -147,7 +152,7 @@ def launch_shape(
 ) -> LaunchShape:
     """The launch shape of a product; the docstring of this module gives the reasons."""
     in_planes = num_splits > 1 and num_rows <= _MOST_PLANE_ROWS
-    if element_size > 2:  # multiplied on the ordinary cores
+    if element_size > 2:  # multiplied on the ordinary cores: 32 sums in each of 128 threads; not tuned
         return LaunchShape(64, 64, 4, 2, in_planes)
     tile_m = 64 if num_rows <= 64 else 128
     widest = 128 if tile_m == 64 or num_splits > 1 else 256
@@ -156,6 +161,7 @@ def launch_shape(
     stage_bytes = (tile_m + tile_n) * 128
     budget = _TWO_PROGRAMS_BYTES if tile_n < 256 else min(4 * stage_bytes, shared_bytes - _KIB)
     num_stages = max(2, min(_MOST_STAGES, budget // stage_bytes))
+    # 4 warps hold up to 64 sums in each thread, 8 warps up to 128
     return LaunchShape(tile_m, tile_n, 8 if tile_m * tile_n >= 128 * 128 else 4, num_stages, in_planes)
 
 

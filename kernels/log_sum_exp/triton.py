@@ -13,6 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..launch import launch, next_power_of_2
 
+# Numbers at once: 16 in each of 256 threads, with 55 registers a thread, by which 4 programs fit. Not tuned.
 _BLOCK = 4096
 
 

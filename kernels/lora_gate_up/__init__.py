@@ -10,7 +10,6 @@ from typing import Literal
 
 from torch import Tensor
 
-from ..launch import uses_triton
 from ..layouts.lora_table import LoraTable
 from ..layouts.segments import Segments
 
@@ -30,9 +29,7 @@ def lora_gate_up(
     assert y.is_contiguous(), "y must be contiguous"
     assert y.shape[1] % 2 == 0, f"gate and up are of one size, y has {y.shape[1]} columns"
     out = y.new_empty(y.shape[0], y.shape[1] // 2)
-    if uses_triton(y.device):
-        from .triton import gate_up
-    else:
-        from .reference import gate_up
+    from .triton import gate_up
+
     gate_up(out, y, bias, activation, table, segments, scratch, layer)
     return out

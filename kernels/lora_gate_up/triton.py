@@ -39,9 +39,12 @@ from ..launch import few_rows_of, is_exact_dot, launch, most_registers, num_pers
 from ..layouts.lora_table import GATE_UP, NUM_SITES, LoraTable
 from ..layouts.segments import SPLITS_AT, Segments
 
+# 65536 registers / (168 x 128 threads). The rows' code takes 168; before it, 125 let 4 programs fit (ADR 110).
 PROGRAMS_PER_MULTIPROCESSOR = 3
+# Columns of gate, and of up: with 16 rows 2 x 16 x 128 sums, 32 in each of 128 threads; with 64 rows as many.
 _BLOCK_N, _PREFILL_BLOCK_N = 128, 32
-_WIDE_N = 512  # columns at once of a row by itself: 64 numbers of B in each thread
+# Columns at once of a row by itself: 16 x 512 numbers of B are 64 in each of 128 threads (ADR 110). Not tuned.
+_WIDE_N = 512
 
 
 @triton.jit
@@ -180,6 +183,7 @@ def gate_up(
     """Write `act(gate) * up` to `out` [num_tokens, intermediate], with LoRA and biases, in one launch."""
     tile_rows = segments.limits.tile_rows
     num_programs = num_persistent_programs(y.device, PROGRAMS_PER_MULTIPROCESSOR)
+    # 1 stage: the loop itself carries B on its way in registers (ADR 85)
     launch(
         _gate_up, num_programs,
         out, y, bias, out.shape[1], layer * NUM_SITES + GATE_UP, table.sites.shape[1] * NUM_SITES,

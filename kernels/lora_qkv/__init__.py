@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..launch import uses_triton
 from ..layouts.heads import HeadLayout
 from ..layouts.lora_table import LoraTable
 from ..layouts.segments import Segments
@@ -34,9 +33,7 @@ def lora_qkv_(
     assert y.shape[1] == heads * layout.head_dim, f"y has {y.shape[1]} columns, {heads} heads of {layout.head_dim}"
     assert y.is_contiguous(), "y must be contiguous"
     assert (finish.q_norm is None) == (finish.k_norm is None), "q_norm and k_norm come together"
-    if uses_triton(y.device):
-        from .triton import qkv
-    else:
-        from .reference import qkv
+    from .triton import qkv
+
     qkv(y, finish, layout, table, segments, scratch, layer)
     return y.view(len(y), heads, layout.head_dim)[:, : layout.num_heads]

@@ -47,10 +47,15 @@ from ..layouts.lora_table import NUM_SITES, QKV, LoraTable
 from ..layouts.segments import SPLITS_AT, Segments
 from .types import HeadFinish
 
+# 65536 registers / (168 x 64 threads): 6 programs with 4 KiB of B each have 24 KiB in flight.
 PROGRAMS_PER_MULTIPROCESSOR = 6
+# 16 x 128 sums in 64 threads: a head of 128 in a decode tile.
 _SUMS_PER_THREAD = 32
-_MOST_HEADS = 8  # of an item
-_ROW_COLUMNS = 128  # at once, of heads of one member: 32 numbers of B in each of 64 threads
+# Most heads of an item, see `blocks_per_item`.
+_MOST_HEADS = 8
+# Columns at once of a row by itself, of heads of one member: 16 x 128 numbers of B are 32 in each of 64 threads. Not
+# tuned.
+_ROW_COLUMNS = 128
 
 
 @triton.jit
@@ -299,11 +304,15 @@ def qkv(
     rest_block = max(16, next_power_of_2(layout.head_dim - 2 * half))
     num_columns = (2 * half_block if half else 0) + (rest_block if 2 * half < layout.head_dim else 0)
     is_decode = tile_rows < 64
+    # 2 warps hold a head of 128 of a decode tile; narrower heads take as many
     num_warps = num_warps_for(tile_rows * num_columns, _SUMS_PER_THREAD, fewest=2)
-    max_registers = None  # of a thread's registers; larger tiles are left to the compiler
+    # 168 registers in decode: 6 programs of 64 threads are 3 of 128. 128 in a prompt's tile of heads of 64, by which 4
+    # programs fit. Larger tiles are left to the compiler.
+    max_registers = None
     if is_decode or num_warps == 4:
         max_registers = most_registers(y.dtype, PROGRAMS_PER_MULTIPROCESSOR // 2 if is_decode else 4)
     num_programs = num_persistent_programs(y.device, PROGRAMS_PER_MULTIPROCESSOR)
+    # 1 stage: the loops themselves carry B on its way in registers (ADR 85)
     launch(
         _qkv, num_programs,
         y, finish.bias, finish.q_norm, finish.k_norm, finish.norm_eps, finish.norm_offset,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..launch import uses_triton
 from ..layouts.lora_table import LoraTable
 from ..layouts.segments import Segments
 
@@ -28,9 +27,7 @@ def lora_residual_(
     assert out.shape == y.shape, f"residual is {list(out.shape)}, y {list(y.shape)}"
     assert y.is_contiguous(), "y must be contiguous"
     assert out.is_contiguous(), "the residual must be contiguous"
-    if uses_triton(y.device):
-        from .triton import add_residual
-    else:
-        from .reference import add_residual
+    from .triton import add_residual
+
     add_residual(out, y, residual, bias, table, segments, scratch, layer, site)
     return out

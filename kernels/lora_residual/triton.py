@@ -33,9 +33,13 @@ from ..launch import few_rows_of, is_exact_dot, launch, most_registers, num_pers
 from ..layouts.lora_table import NUM_SITES, LoraTable
 from ..layouts.segments import SPLITS_AT, Segments
 
+# 65536 registers / (168 x 128 threads).
 PROGRAMS_PER_MULTIPROCESSOR = 3
-_BLOCK_BYTES, _PREFILL_BLOCK_BYTES = 512, 128  # bytes of a row of B
-_WIDE_N = 512  # columns at once of a row by itself: 64 numbers of B in each thread
+# Bytes of a row of B: 16 rows x 256 columns in 16 bits are 8 KiB, and 16 x 256 sums 32 in each of 128 threads; with 64
+# rows x 64 columns as many sums.
+_BLOCK_BYTES, _PREFILL_BLOCK_BYTES = 512, 128
+# Columns at once of a row by itself: 16 x 512 numbers of B are 64 in each of 128 threads (ADR 110). Not tuned.
+_WIDE_N = 512
 
 
 @triton.jit
@@ -160,6 +164,7 @@ def add_residual(
     """Write `residual + factor * (y + LoRA) + biases` to `out` [num_tokens, out_features], in one launch."""
     tile_rows = segments.limits.tile_rows
     num_programs = num_persistent_programs(y.device, PROGRAMS_PER_MULTIPROCESSOR)
+    # 1 stage: the loop itself carries B on its way in registers (ADR 85)
     launch(
         _add_residual, num_programs,
         out, y, residual, bias, y.shape[1], layer * NUM_SITES + site, table.sites.shape[1] * NUM_SITES,

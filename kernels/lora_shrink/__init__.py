@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..launch import uses_triton
 from ..layouts.lora_table import LoraTable
 from ..layouts.segments import Segments
 
@@ -17,8 +16,6 @@ def lora_shrink(x: Tensor, table: LoraTable, segments: Segments, scratch: Tensor
     """Fill `scratch` (from `segments.allocate_scratch()`) for one layer and packed site. Rows are contiguous."""
     assert x.dtype == table.pool.dtype, f"x is {x.dtype}, the pool {table.pool.dtype}"
     assert x.stride(1) == 1, "rows of x must be contiguous"
-    if uses_triton(x.device):
-        from .triton import shrink
-    else:
-        from .reference import shrink
+    from .triton import shrink
+
     shrink(x, table, segments, scratch, layer, site)

@@ -21,9 +21,12 @@ from ..launch import few_rows_of, is_exact_dot, launch, most_registers, num_pers
 from ..layouts.lora_table import NUM_SITES, LoraTable
 from ..layouts.segments import ITEMS_AT, SPLITS_AT, Segments
 
+# 118 registers x 128 threads and 24 KiB of shared memory: 4 programs fit, and have 48 KiB of A in flight.
 PROGRAMS_PER_MULTIPROCESSOR = 4
-_BLOCK_K_BYTES = 256  # bytes of a row of A and of x
-_WIDE_K = 256  # columns at once of a row by itself: 32 sums in each thread
+# Bytes of a row of A and of x in one step: 16 rows of A are 4 KiB. Not tuned.
+_BLOCK_K_BYTES = 256
+# Columns at once of a row by itself: 16 x 256 sums are 32 in each of 128 threads. Not tuned.
+_WIDE_K = 256
 
 
 @triton.jit(do_not_specialize=["site", "site_row", "rows_per_resident", "max_items", "scratch_rows"])
@@ -93,6 +96,7 @@ def _shrink(
 def shrink(x: Tensor, table: LoraTable, segments: Segments, scratch: Tensor, layer: int, site: int) -> None:
     """Fill `scratch` with `x A_c^T` of every chunk of every tile: a plane for each split, in one launch."""
     num_programs = num_persistent_programs(x.device, PROGRAMS_PER_MULTIPROCESSOR)
+    # 4 stages are 3 buffers of 8 KiB in decode
     launch(
         _shrink, num_programs,
         x, x.stride(0), x.shape[1], site, layer * NUM_SITES + site, table.sites.shape[1] * NUM_SITES,

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..launch import uses_triton
 from .types import MergeJob, MergePair
 
 __all__ = ["MergeJob", "MergePair", "merge_weights"]
@@ -33,10 +32,8 @@ def merge_weights(jobs: Sequence[MergeJob]) -> Tensor:
     if len({pair.b.is_contiguous() for job in jobs for pair in job.pairs if min(pair.b.shape) > 1}) > 1:
         raise ValueError("B of some pairs is transposed in memory, of others not; merge them in two calls")
     overflow = torch.zeros(1, dtype=torch.int32, device=jobs[0].live.device)
-    if uses_triton(jobs[0].live.device):
-        from .triton import merge
-    else:
-        from .reference import merge
+    from .triton import merge
+
     merge(jobs, dtypes.pop() if dtypes else torch.float32, overflow)
     return overflow
 

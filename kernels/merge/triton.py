@@ -23,9 +23,14 @@ from ..blocks import multiply
 from ..launch import is_exact_dot, num_persistent_programs, to_device
 from .types import MergeJob
 
+# 65536 registers / (128 x 256 threads).
 PROGRAMS_PER_MULTIPROCESSOR = 2
-_BLOCK_OUT, _BLOCK_IN, _BLOCK_RANK = 64, 128, 16
+# Weights of a tile: 64 x 128 in 16 bits are 16 KiB, and 32 in each of 256 threads.
+_BLOCK_OUT, _BLOCK_IN = 64, 128
+# Ranks of a step: the least depth of a tensor core's product.
+_BLOCK_RANK = 16
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+# Addresses and lengths of rows that are multiples of it let a thread load 16 bytes at a time.
 _ALIGNMENT = 16
 
 
@@ -106,6 +111,7 @@ def merge(jobs: Sequence[MergeJob], pair_dtype: torch.dtype, overflow: torch.Ten
         num_tiles += triton.cdiv(out_features, _BLOCK_OUT) * triton.cdiv(in_features, _BLOCK_IN)
     numbers = [n for row in rows for n in (row[0], row[1], row[3])] + [pair[0] for pair in pairs]
     grid = (num_persistent_programs(device, PROGRAMS_PER_MULTIPROCESSOR),)
+    # 8 warps and 128 registers: see the tile's numbers above; 2 stages are not tuned
     _merge[grid](
         to_device(torch.tensor(rows), device), len(rows), to_device(torch.tensor(pairs or [(0, 0, 0)]), device),
         to_device(torch.tensor(scales or [0.0]), device), overflow, num_tiles,

@@ -94,12 +94,6 @@ def addresses_and_ranks(table: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.stack([np.where(ranks > 0, addresses, 0), ranks], axis=1)
 
 
-class SegmentsRecord(ctypes.Structure):
-    """`Segments` of `segments.h`."""
-
-    _fields_ = (("first", ADDRESS), ("count", COUNT), ("largest_rank", COUNT))
-
-
 class SiteSegments(NamedTuple):
     """The segments of a step at one packed layer, for one compiled call. Valid as long as the adapters it names."""
 
@@ -113,9 +107,9 @@ class SiteSegments(NamedTuple):
     largest_rank: int
 
     @property
-    def record(self) -> SegmentsRecord:
-        """The segments as compiled kernels read them."""
-        return SegmentsRecord(self.address, self.num_segments, self.largest_rank)
+    def record(self) -> ctypes.Array[ctypes.c_int64]:
+        """The segments as compiled kernels read them, `Segments` of `segments.h`."""
+        return (COUNT * 3)(self.address, self.num_segments, self.largest_rank)
 
     def num_scratch(self, in_features: int) -> int:
         """Numbers of scratch for the shrunk rows, and for the rows in bf16 when they are multiplied in bf16."""

@@ -3,8 +3,9 @@
 #include "../native/lora.h"
 
 #define MOST_CODE 127.0f
+/* Four times WORTH_A_TEAM: an instruction multiplies four numbers of 8 bits in each lane. Not tuned. */
 #define DOTS_WORTH_A_TEAM 131072
-/* With fewer blocks of rows products wait for memory themselves. */
+/* With fewer blocks of rows products wait for memory themselves: decode steps of 16 to 24 rows took 1.5 ms longer (ADR 99). */
 #define FEWEST_FETCHING 6
 
 int64_t kinds_of_dots(void) { return dots_of_processor(); }

@@ -11,11 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..launch import uses_triton
-
 #: Number of which in_features and out_features must be multiples for products on a GPU.
 ALIGNED_FEATURES = 16
-_LARGEST = 448.0
 
 
 class Fp8Weight:
@@ -57,18 +54,6 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
     A number that is not finite becomes NaN, so that no product of its row is a number.
     """
-    if not uses_triton(x.device):
-        return quantize_by_torch(x)
     from .triton import quantize
 
     return quantize(x.contiguous())
-
-
-def quantize_by_torch(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantize_rows` for every device, the plain twin of the kernel."""
-    finite = torch.where(x.isfinite(), x.float(), 0.0)
-    largest = finite.abs().amax(1, keepdim=True)
-    # a number over a tensor is the number times the reciprocal in torch, rounded twice
-    factors = torch.where(largest > 0, torch.tensor(_LARGEST, device=x.device) / largest, 1.0)
-    scaled = torch.where(x.isfinite(), (finite * factors).clamp(-_LARGEST, _LARGEST), torch.nan)
-    return scaled.to(torch.float8_e4m3fn), torch.where(largest > 0, largest * (1 / _LARGEST), 1.0)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..launch import uses_triton
 from ..layouts.heads import HeadLayout
 from .libraries import StepAttention
 from .types import AttentionRule, Partials
@@ -39,13 +38,11 @@ def attend_pages(
     assert q.stride(1) == q.shape[2], "query heads of a token must be contiguous"
     assert q.shape[1:] == (layout.num_heads, layout.head_dim), f"q is {list(q.shape)}, layout {layout}"
     if library is not None:
-        return library.attend(q, pool, layout, layer, rule)
+        return library(q, pool, layer, rule)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if uses_triton(q.device) and work.limits.segment_keys:
+    if work.limits.segment_keys:
         from .invariant import attend
-    elif uses_triton(q.device):
-        from .triton import attend
     else:
-        from .reference import attend
+        from .triton import attend
     attend(out, q, pool, block_tables, work, partials, layout, layer, rule)
     return out.view(len(q), -1)

@@ -37,7 +37,8 @@ from .triton import PROGRAMS_PER_MULTIPROCESSOR, _combine
 from .types import AttentionRule, Partials
 from .work import COMBINE_FIELDS, ITEM_FIELDS, AttentionWork, tile_rows_for
 
-_BLOCK_BYTES = 128  # bytes of one feature of a block of keys: 64 keys of 2 bytes
+# Bytes of one feature of a block of keys: 64 keys of 2 bytes, as in `triton.py`.
+_BLOCK_BYTES = 128
 
 
 @triton.jit
@@ -202,6 +203,7 @@ def attend(
     num_programs = num_persistent_programs(q.device, PROGRAMS_PER_MULTIPROCESSOR)
     tile_rows, block_d = work.limits.tile_rows, max(16, next_power_of_2(layout.head_dim))
     block_bytes = _BLOCK_BYTES if block_d <= 128 else _BLOCK_BYTES // 2
+    # 4 warps and 2 stages, as decode tiles of `triton.py`; not tuned for prompts
     launch(
         _attend_in_order, num_programs,
         out, q, q.stride(0), pool, layout.page_elements, layer, block_tables, block_tables.stride(0),

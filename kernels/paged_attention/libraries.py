@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,11 +42,9 @@ class PromptSpans:
     pages: NDArray[np.int64]
 
 
-class StepAttention(Protocol):
-    """A library's attention for one step, called by every layer."""
-
-    def attend(self, q: Tensor, pool: Tensor, layout: HeadLayout, layer: int, rule: AttentionRule) -> Tensor:
-        """The attention of the step's tokens in one layer, [num_tokens, H * head_dim], as `attend_pages` gives it."""
+#: A library's attention for one step, which every layer calls with its queries, the pool, its number and its rule. It
+#: gives the attention of the step's tokens, [num_tokens, H * head_dim], as `attend_pages` does.
+StepAttention = Callable[[Tensor, Tensor, int, AttentionRule], Tensor]
 
 
 class PromptAttention(Protocol):
@@ -148,18 +146,22 @@ class VarlenAttention:
         position = np.arange(len(sequence)) - (np.cumsum(spans.num_keys) - spans.num_keys)[sequence]
         first_page = (np.cumsum(num_pages) - num_pages)[sequence]
         places = np.stack((spans.pages[first_page + position // layout.page_tokens], position % layout.page_tokens))
-        return _VarlenStep(
-            self,
-            query_starts=to_device(_starts(spans.num_queries), device),
-            key_starts=to_device(_starts(spans.num_keys), device),
-            places=to_device(torch.from_numpy(places), device),
-            most_queries=int(spans.num_queries.max()),
-            most_keys=int(spans.num_keys.max()),
-        )
+        page, offset = to_device(torch.from_numpy(places), device)  # of each key
+        starts = [to_device(_starts(counts), device) for counts in (spans.num_queries, spans.num_keys)]
+        limits = (*starts, int(spans.num_queries.max()), int(spans.num_keys.max()))
 
-    def call(self, q: Tensor, keys: Tensor, values: Tensor, step: _VarlenStep, rule: AttentionRule) -> Tensor:
-        """Calls the library with the arguments that it knows; returns [num_tokens, H, D]. A query's place is counted
-        from the end of its sequence's keys."""
+        def attend(q: Tensor, pool: Tensor, layer: int, rule: AttentionRule) -> Tensor:
+            keys, values = (paged[page, :, offset] for paged in _paged(pool, layout, layer))
+            return self._call(q, keys, values, limits, rule).reshape(len(q), -1)
+
+        return attend
+
+    def _call(self, q: Tensor, keys: Tensor, values: Tensor, limits: tuple[Any, ...], rule: AttentionRule) -> Tensor:
+        """Calls the library with the arguments that it knows; returns [num_tokens, H, D].
+
+        `limits`: begins of each sequence's queries and of its keys, int32 [num_sequences + 1], and most queries and
+        keys of a sequence. A query's place is counted from the end of its sequence's keys.
+        """
         options: dict[str, Any] = {}
         if self.has_windows:
             options["window_size"] = (-1 if rule.window is None else rule.window - 1, 0)
@@ -174,33 +176,8 @@ class VarlenAttention:
             options["scale"] = rule.scale
         else:
             q = q * (rule.scale * q.shape[2] ** 0.5)
-        limits = (step.query_starts, step.key_starts, step.most_queries, step.most_keys)
         out: Tensor = self._varlen_attn(q, keys, values, *limits, **options)
         return out
-
-
-@dataclass(frozen=True, slots=True)
-class _VarlenStep:
-    """The attention of one step by torch's kernel."""
-
-    #: The library.
-    attention: VarlenAttention
-    #: Begin of each sequence's queries, and the end of the last, int32 [num_sequences + 1].
-    query_starts: Tensor
-    #: Begin of each sequence's keys, and the end of the last, int32 [num_sequences + 1].
-    key_starts: Tensor
-    #: Page of each key, and its place in the page, int64 [2, num_keys].
-    places: Tensor
-    #: Most queries of a sequence.
-    most_queries: int
-    #: Most keys of a sequence.
-    most_keys: int
-
-    def attend(self, q: Tensor, pool: Tensor, layout: HeadLayout, layer: int, rule: AttentionRule) -> Tensor:
-        """The attention of one layer, [num_tokens, H * head_dim]; gathers keys and values first."""
-        page, offset = self.places
-        keys, values = (paged[page, :, offset] for paged in _paged(pool, layout, layer))
-        return self.attention.call(q, keys, values, self, rule).reshape(len(q), -1)
 
 
 class FlashInferAttention:
@@ -213,10 +190,18 @@ class FlashInferAttention:
         self._wrapper_of: dict[AttentionRule, Any] = {}
 
     def of_step(self, spans: PromptSpans, layout: HeadLayout, device: torch.device) -> StepAttention:
-        """Prepares one step, which is planned when a layer calls it."""
-        return _FlashInferStep(self, spans)
+        """Prepares one step, which is planned for a rule when the first layer with the rule calls it."""
+        planned: dict[AttentionRule, Any] = {}
 
-    def planned(self, rule: AttentionRule, spans: PromptSpans, layout: HeadLayout) -> Any:
+        def attend(q: Tensor, pool: Tensor, layer: int, rule: AttentionRule) -> Tensor:
+            if rule not in planned:
+                planned[rule] = self._planned(rule, spans, layout)
+            out: Tensor = planned[rule].run(q.contiguous(), _paged(pool, layout, layer))
+            return out.reshape(len(q), -1)
+
+        return attend
+
+    def _planned(self, rule: AttentionRule, spans: PromptSpans, layout: HeadLayout) -> Any:
         """A wrapper that has planned the step. It takes lists on the host; device lists it would copy, and wait for."""
         if rule not in self._wrapper_of:
             self._wrapper_of[rule] = self._make_wrapper()
@@ -240,17 +225,3 @@ class FlashInferAttention:
             kv_data_type=self._dtype,
         )
         return wrapper
-
-
-@dataclass(frozen=True, slots=True)
-class _FlashInferStep:
-    attention: FlashInferAttention
-    spans: PromptSpans
-    planned: dict[AttentionRule, Any] = field(default_factory=dict)
-
-    def attend(self, q: Tensor, pool: Tensor, layout: HeadLayout, layer: int, rule: AttentionRule) -> Tensor:
-        """The attention of one layer, [num_tokens, H * head_dim]; plans the step for the layer's rule first."""
-        if rule not in self.planned:
-            self.planned[rule] = self.attention.planned(rule, self.spans, layout)
-        out: Tensor = self.planned[rule].run(q.contiguous(), _paged(pool, layout, layer))
-        return out.reshape(len(q), -1)

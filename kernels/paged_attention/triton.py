@@ -28,9 +28,13 @@ from ..layouts.heads import HeadLayout
 from .types import AttentionRule, Partials
 from .work import COMBINE_FIELDS, ITEM_FIELDS, AttentionWork
 
-PROGRAMS_PER_MULTIPROCESSOR = 4  # 96 registers x 128 threads, 38 KiB of shared memory each
-_BLOCK_BYTES = 128  # bytes of one feature of a block of keys: 64 keys of 2 bytes
-_PREFILL_ROWS = 64  # least rows of a tile of prefill; decode tiles for groups of as many heads are computed alike
+# Heads of 128 take at most 128 registers x 128 threads and 38 KiB of shared memory in decode. Of programs with tiles
+# of prompts one fits at a time.
+PROGRAMS_PER_MULTIPROCESSOR = 4
+# Bytes of one feature of a block of keys: 64 keys of 2 bytes.
+_BLOCK_BYTES = 128
+# Least rows of a tile of prefill; decode tiles for groups of as many heads are computed alike.
+_PREFILL_ROWS = 64
 
 
 @triton.jit
@@ -186,6 +190,8 @@ def attend(
     num_programs = num_persistent_programs(q.device, PROGRAMS_PER_MULTIPROCESSOR)
     tile_rows, block_d = work.limits.tile_rows, max(16, next_power_of_2(layout.head_dim))
     block_bytes = _BLOCK_BYTES if block_d <= 128 else _BLOCK_BYTES // 2
+    # prompts: 64 sums in each of 256 threads, and 3 stages are 2 buffers of 32 KiB beside 32 KiB of queries; decode: 2
+    # stages are one buffer of 32 KiB, so that 4 programs fit
     launch(
         _attend, num_programs,
         out, q, q.stride(0), pool, layout.page_elements, layer, block_tables, block_tables.stride(0),
@@ -198,6 +204,7 @@ def attend(
         num_stages=3 if tile_rows >= _PREFILL_ROWS else 2,
     )  # fmt: skip
     if work.limits.split_keys:
+        # 1 warp: 4 features of a head of 128 in each thread
         launch(
             _combine, num_programs,
             out, work.header, work.combines, partials.values, partials.stats,

@@ -17,8 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-#: Queries of a block in the compiled kernel: tokens times query heads that share a key head.
+#: Queries of a block in the compiled kernel: tokens times query heads that share a key head. Their weights of a tile of
+#: 64 keys are 16 KiB, half a first-level cache (ADR 90).
 BLOCK_ROWS = 64
+#: Least tokens of a block, where many heads share a key head. Not tuned.
 LEAST_BLOCK_TOKENS = 4
 
 

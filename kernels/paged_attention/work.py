@@ -28,7 +28,7 @@ from ..layouts.heads import HeadLayout
 HEADER_LENGTH = 4
 ITEM_FIELDS = 7
 COMBINE_FIELDS = 3
-#: Keys of a segment of a context when bits are fixed, see `invariant.py`.
+#: Keys of a segment of a context when bits are fixed, see `invariant.py`. Not tuned.
 SEGMENT_KEYS = 2048
 
 

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..launch import uses_triton
-
 
 def add_rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """New tensor of the shape of `x` [num_rows, features]; `x` is updated in place when `y` is given."""
     assert x.is_contiguous(), "x must be contiguous"
     assert y is None or (y.shape == x.shape and y.is_contiguous()), "y must be contiguous, of the shape of x"
-    if uses_triton(x.device):
-        from .triton import norm
-    else:
-        from .reference import norm
+    from .triton import norm
+
     return norm(x, y, weight, eps, offset)

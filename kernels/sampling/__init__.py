@@ -13,7 +13,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..launch import uses_triton
 from .cpu import choose_further_tokens, choose_tokens, largest_tokens
 from .types import LARGEST_TEMPERATURE, NO_TOKEN, SMALLEST_TEMPERATURE, Choices, SamplingRows
 
@@ -37,9 +36,7 @@ def sample_tokens(logits: Tensor, rows: SamplingRows) -> Tensor:
     assert logits.stride(1) == 1, "rows of logits must be contiguous"
     assert len(rows.temperature) == len(logits), f"{len(rows.temperature)} rows of sampling, {len(logits)} of logits"
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    if uses_triton(logits.device):
-        from .triton import sample
-    else:
-        from .reference import sample
+    from .triton import sample
+
     sample(tokens, logits, rows)
     return tokens

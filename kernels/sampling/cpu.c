@@ -5,13 +5,15 @@
 
 #include "../native/vector.h"
 
-/* Weights are summed in parts of a vocabulary, so that a draw walks through one part alone. */
+/* Weights are summed in parts of a vocabulary, so that a draw walks through one part alone: at most PARTS, whose sums are 8 KiB,
+ * of LEAST_PART tokens or more. Not tuned. */
 #define PARTS 1024
 #define LEAST_PART 256
-/* Top-p adds up weights by their exponent, from 0 to FAR; what is smaller has no weight. */
+/* Top-p adds up weights by their exponent, from 0 to FAR, in CLASSES whose sums and counts are 8 KiB; what is smaller has no
+ * weight. Not tuned. */
 #define CLASSES 512
 #define FAR (-48.0f)
-/* The k largest are looked for within this distance of the largest, then twice as far and so on. */
+/* The k largest are looked for within this distance of the largest, then twice as far and so on. Not tuned. */
 #define NEAR 4.0f
 #define NOT_NEAR 256.0f
 #define NO_TOKEN (-1)

@@ -21,10 +21,17 @@ from torch import Tensor
 from ..launch import is_interpreted
 from .types import SamplingRows
 
-# Programs per row (few in the interpreter, where they run one after the other); bounds of a round; rounds.
-_SPLITS, _BOUNDS, _ROUNDS = 2 if is_interpreted() else 16, 8, 4
-_LANES, _LANE_BYTES = 128, 16  # of a block of logits
-_CAPACITY = 4096  # candidates of a row
+# Programs per row: 16 parts of 128,256 logits are 8 blocks of 1,024 in 16 bits. Not tuned. Few in the interpreter,
+# where they run one after the other.
+_SPLITS = 2 if is_interpreted() else 16
+# Bounds of a round, and rounds: worked through for rows of 128,256 normal logits, most cuts are found in one to three
+# rounds, those of flat rows in three or four (benchmarks/results/2026-11-26-gpu-sampling.md).
+_BOUNDS, _ROUNDS = 8, 4
+# Threads of a program, and the bytes of logits that each loads at a time, as many as an instruction can.
+_LANES, _LANE_BYTES = 128, 16
+# Candidates of a row that are copied: 6 MiB with their ids for 256 rows in 16 bits, which stay in the L2 cache. Not
+# tuned.
+_CAPACITY = 4096
 # Type of logits -> lowest bits of an fp32 number that are equal in all numbers of the type.
 _SPARE_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 

@@ -13,7 +13,8 @@ from torch import Tensor
 # Limits of temperatures. Beyond them a draw is the same to the last bit: among the largest logits alone, or among all
 # alike. Between them, quotients of fp32 logits stay numbers.
 SMALLEST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-30, 1e30
-# Stands for no token, when the logits choose none: NaN or infinity among them, or nothing left to choose.
+# Stands for no token in tensors and arrays of tokens, when the logits choose none: NaN or infinity among them, or
+# nothing left to choose. Steps that are read have None instead.
 NO_TOKEN = -1
 LOG2_E = 1.4426950408889634
 # Coefficients of f^5 to f^1 in a polynomial for 2^f, f from 0 to 1; the coefficient of f^0 is 1. Its relative error in

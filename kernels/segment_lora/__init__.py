@@ -17,18 +17,9 @@ from torch import Tensor
 
 from ..native.segments import SiteSegments
 from .cpu import SegmentTable
-from .types import AdapterSites, LoraMember, LoraSegment, LoraSiteWeights, LoraSpan
+from .types import AdapterSites, LoraMember, LoraSiteWeights, LoraSpan
 
-__all__ = [
-    "AdapterSites",
-    "LoraMember",
-    "LoraSegment",
-    "LoraSiteWeights",
-    "LoraSpan",
-    "PreparedLora",
-    "add_lora_",
-    "add_lora_by_torch_",
-]
+__all__ = ["AdapterSites", "LoraMember", "LoraSiteWeights", "LoraSpan", "PreparedLora"]
 
 
 class PreparedLora:
@@ -66,7 +57,7 @@ class PreparedLora:
         for table in self._tables[1:]:
             table.add_(y, x, site)
         if not self._tables:
-            add_lora_by_torch_(y, x, [LoraSegment(s.start, s.end, s.adapter.sites[site]) for s in self._spans])
+            _add_by_torch_(y, x, self._spans, site)
 
     def add_(self, y: Tensor, x: Tensor, site: int) -> None:
         """Add every span's LoRA at the packed layer number `site` of adapters to `y` in place. Rows outside all spans
@@ -76,21 +67,16 @@ class PreparedLora:
         self.add_rest_(y, x, site)
 
 
-def add_lora_(y: Tensor, x: Tensor, segments: Sequence[LoraSegment]) -> None:
-    """Add every segment's LoRA to `y` in place, at one packed layer."""
-    PreparedLora([LoraSpan(s.start, s.end, AdapterSites.of([s.site])) for s in segments]).add_(y, x, 0)
-
-
-def add_lora_by_torch_(y: Tensor, x: Tensor, segments: Sequence[LoraSegment]) -> None:
-    """`add_lora_` for every device and dtype, but not for panels: one product per segment, and one per member."""
-    for segment in segments:
-        site = segment.site
-        if site is None:
+def _add_by_torch_(y: Tensor, x: Tensor, spans: Sequence[LoraSpan], site: int) -> None:
+    """Add the LoRA of spans whose matrices are not in panels: one product per span, and one per member."""
+    for span in spans:
+        weights = span.adapter.sites[site]
+        if weights is None:
             continue
-        assert not site.in_panels, "only compiled kernels read panels"
-        rows = slice(segment.start, segment.end)
-        shrunk = torch.mm(x[rows], site.a.t())  # [segment rows, sum of ranks]
-        for member in site.members:
+        assert not weights.in_panels, "only compiled kernels read panels"
+        rows = slice(span.start, span.end)
+        shrunk = torch.mm(x[rows], weights.a.t())  # [rows, sum of ranks]
+        for member in weights.members:
             y[rows, member.column_start : member.column_end].addmm_(
                 shrunk[:, member.rank_start : member.rank_end], member.b, alpha=member.scaling
             )

@@ -1,4 +1,4 @@
-"""The plain twin of `add_lora_`: one token at a time, in fp64."""
+"""The plain twin of `PreparedLora.add_`: one token at a time, in fp64."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .types import LoraSegment
+from .types import LoraSpan
 
 
-def add_lora_reference(y: Tensor, x: Tensor, segments: Sequence[LoraSegment]) -> Tensor:
-    """`y` plus every segment's LoRA, as a new fp64 tensor [num_tokens, out_features]."""
+def add_lora(y: Tensor, x: Tensor, spans: Sequence[LoraSpan], site: int) -> Tensor:
+    """`y` plus every span's LoRA at packed layer number `site`, as a new fp64 tensor [num_tokens, out_features]."""
     result = y.double().clone()
-    for segment in segments:
-        if segment.site is None:
+    for span in spans:
+        weights = span.adapter.sites[site]
+        if weights is None:
             continue
-        for token in range(segment.start, segment.end):
-            for member in segment.site.members:
-                a = segment.site.a[member.rank_start : member.rank_end].double()
+        for token in range(span.start, span.end):
+            for member in weights.members:
+                a = weights.a[member.rank_start : member.rank_end].double()
                 update = (a @ x[token].double()) @ member.b.double()
                 result[token, member.column_start : member.column_end] += member.scaling * update
     return result

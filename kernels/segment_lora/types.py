@@ -94,12 +94,3 @@ class LoraSpan(NamedTuple):
     start: int
     end: int
     adapter: AdapterSites
-
-
-class LoraSegment(NamedTuple):
-    """A `LoraSpan` at one packed layer."""
-
-    start: int
-    end: int
-    #: The adapter's matrices; None when it leaves the layer alone.
-    site: LoraSiteWeights | None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..native import ADDRESS, COUNT, native_function
+from .reference import mask
 
 _COMPILED_ARGUMENTS = (ADDRESS, COUNT, ADDRESS, COUNT, ADDRESS, COUNT, COUNT)
 
@@ -23,17 +24,8 @@ def mask_tokens_(logits: Tensor, allowed: Tensor, rows: Sequence[int] | None = N
     is_served = logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.stride(1) == 1
     compiled = native_function("mask_tokens", *_COMPILED_ARGUMENTS) if is_served else None
     if compiled is None:
-        for number, row in enumerate(rows):
-            mask_tokens_by_torch_(logits[row : row + 1], allowed[number : number + 1])
+        mask(logits, allowed, rows)
         return
     allowed, places = allowed.contiguous(), np.array(rows, np.int64)
     masks = allowed.data_ptr(), allowed.shape[1], places.ctypes.data, len(places)
     compiled(logits.data_ptr(), logits.stride(0), *masks, logits.shape[1])
-
-
-def mask_tokens_by_torch_(logits: Tensor, allowed: Tensor) -> None:
-    """`mask_tokens_` for every device and dtype, one row after the other: unpacked bits of all rows would be large."""
-    places = torch.arange(32, dtype=torch.int32, device=logits.device)
-    for row, words in zip(logits, allowed, strict=True):
-        is_forbidden = ((words[:, None] >> places) & 1) == 0
-        row.masked_fill_(is_forbidden.flatten()[: len(row)], -torch.inf)

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec
 
 from ...engine.request import ExportedRow
-from ...engine.server.frames import Exported, Fatal, FromEngine, Heartbeat, Progress, Ready, Results
+from ...engine.server.frames import Exported, Fatal, FromEngine, Heartbeat, Ready, Results
 from ...engine.server.process import kernel_kills
+from ...engine.telemetry import EngineTelemetry
 from ...jobs.storage.model_proof import ModelProblem
 from ..messages import EngineFailedError, EngineSettings, LocalAdapter, WorkerReport
 from .health import EngineHealth, GiveUp, HealthLimits, RestartPolicy
@@ -172,8 +173,8 @@ class EngineSupervisor:
                 self._queue.finished(results)
             case Exported(rows):
                 self._queue.exported(rows)
-            case Progress(telemetry):
-                self._meter.progressed(telemetry, time.monotonic())
+            case EngineTelemetry():
+                self._meter.progressed(message, time.monotonic())
             case Fatal():
                 self._fatal = message
             case ProcessExited(reason):

@@ -49,7 +49,7 @@ def of_engine(shape: ModelShape, dtype: str) -> dict[str, Noted]:
 
 def compared(run: Callable[[], None], expected: dict[str, Noted]) -> dict[str, list[str]]:
     """Names of what is launched, and of what is missing."""
-    launched = note_launches(CAPABILITY, CPU.type, run).keys()
+    launched = note_launches(CAPABILITY, run).keys()
     return {"launched": sorted(launched), "missing": sorted(launched - expected.keys())}
 
 

@@ -103,10 +103,9 @@ def test_kernels_are_launched_early_if_asked_where_the_gpu_can_and_then_none_run
     assert launch.has_side_stream.__wrapped__() != expected
 
 
-def test_tiles_warps_and_stages_of_all_kernels_can_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_warps_and_stages_of_all_kernels_can_be_changed() -> None:
     """A program keeps its registers: half the warps have twice as many each."""
-    monkeypatch.setenv("LORABATCH_TUNING", "block=0.5,warps=0.5,stages=-1")
-    tuning = launch.tuning.__wrapped__()
+    tuning = Tuning.parse("block=0.5,warps=0.5,stages=-1")
     own = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 16, "num_stages": 4, "num_warps": 4, "maxnreg": 72}
     assert tuning.of(own) == {
         "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 16, "num_stages": 3, "num_warps": 2, "maxnreg": 144
@@ -117,24 +116,34 @@ def test_tiles_warps_and_stages_of_all_kernels_can_be_changed(monkeypatch: pytes
     assert Tuning(warps=4).of({"num_warps": 8, "maxnreg": 128})["num_warps"] == 16
     assert [Tuning(rows=rows).of({"FEW_ROWS": 4})["FEW_ROWS"] for rows in (None, 0, 2)] == [4, 0, 2]
     assert Tuning(rows=2).of({"FEW_ROWS": 0}) == {"FEW_ROWS": 0}, "where rows must not round otherwise"
-    monkeypatch.delenv("LORABATCH_TUNING")
-    assert launch.tuning.__wrapped__() is None
 
 
 @pytest.mark.parametrize(
     "asked", ["block", "block=3", "tiles=2", "warps=0", "stages=1.5", "block=2;warps=2", "warps=inf", "rows=1.5"]
 )
-def test_a_tuning_of_another_form_is_refused(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LORABATCH_TUNING", asked)
+def test_a_tuning_of_another_form_is_refused(asked: str) -> None:
     with pytest.raises(
         ValueError, match=f"LORABATCH_TUNING={re.escape(asked)}: expected powers of 2 and whole numbers"
     ):
-        launch.tuning.__wrapped__()
+        Tuning.parse(asked)
 
 
-@pytest.mark.parametrize("tuning", [Tuning(block=2), pytest.param(Tuning(block=0.5), marks=pytest.mark.long)])
-def test_kernels_with_other_tiles_compute_the_same(tuning: Tuning, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "tuning", lambda: tuning)
+@pytest.fixture
+def tuned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels of this process are tuned as the test's parameter says."""
+    with monkeypatch.context() as environment:
+        environment.setenv("LORABATCH_TUNING", request.param)
+        launch.tuning.cache_clear()
+        assert launch.tuning() == Tuning.parse(request.param)
+        yield
+    launch.tuning.cache_clear()
+    assert launch.tuning() is None
+
+
+@pytest.mark.skipif(not launch.is_interpreted(), reason="tiles of twice the size need not fit every GPU")
+@pytest.mark.parametrize("tuned", ["block=2", pytest.param("block=0.5", marks=pytest.mark.long)], indirect=True)
+@pytest.mark.usefixtures("tuned")
+def test_kernels_with_other_tiles_compute_the_same() -> None:
     ranks = [8, 20]
     for new_tokens in (1, 13):
         layer = StepLayer(TINY, 2, 20, ranks, torch.float32, torch.device("cpu"), num_programs=2, new_tokens=new_tokens)

@@ -136,7 +136,7 @@ def test_older_versions_of_varlen_get_what_they_know(
     q, pool, spans = step
     older = VarlenAttention(older_varlen)
     assert not older.has_windows
-    found = older.of_step(spans, LAYOUT, CPU).attend(q, pool, LAYOUT, LAYER, FULL)
+    found = older.of_step(spans, LAYOUT, CPU)(q, pool, LAYER, FULL)
     assert_close(found, by_reference(q, pool, spans, FULL))
 
 
@@ -165,7 +165,7 @@ def test_flashinfer_plans_each_rule_of_a_step_once(
     for _ in range(2):
         library = attention.of_step(spans, LAYOUT, CPU)
         for rule in (FULL, CAPPED, FULL):
-            assert_close(library.attend(q, pool, LAYOUT, LAYER, rule), by_reference(q, pool, spans, rule))
+            assert_close(library(q, pool, LAYER, rule), by_reference(q, pool, spans, rule))
     assert len(wrappers) == 2
 
 

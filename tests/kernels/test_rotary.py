@@ -1,4 +1,4 @@
-"""Rotation and storing of a step's heads, against the formula pair by pair in fp64."""
+"""Rotation and storing of a step's heads, and the plain twin, against the formula pair by pair in fp64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lorabatch.kernels.native import native_build
-from lorabatch.kernels.rotary import KeyPlaces, rotary_tables, rotate_and_store_, rotate_and_store_by_torch_
+from lorabatch.kernels.rotary import KeyPlaces, rotary_tables, rotate_and_store_
+from lorabatch.kernels.rotary.reference import rotate
 
 TOKENS, HEADS, KV_HEADS = 5, 4, 2
 # Tokens lie in runs of different sizes, so that layers are not equally far apart.
@@ -20,7 +21,7 @@ def places_before(kv_rows: torch.Tensor) -> KeyPlaces:
     return KeyPlaces(kv_rows - LAYER * STRIDES, STRIDES)
 
 
-@pytest.mark.parametrize("form", [rotate_and_store_, rotate_and_store_by_torch_])
+@pytest.mark.parametrize("form", [rotate_and_store_, rotate])
 @pytest.mark.parametrize(("head_dim", "rotated"), [(16, 16), (64, 64), (80, 32), (12, 6), (32, None)])
 def test_queries_and_keys_turn_and_keys_and_values_find_their_places(
     form: Callable[..., None], head_dim: int, rotated: int | None

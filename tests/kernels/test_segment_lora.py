@@ -17,13 +17,11 @@ from lorabatch.kernels.packed_weight.panels import MatrixRows, StoredWeight, has
 from lorabatch.kernels.segment_lora import (
     AdapterSites,
     LoraMember,
-    LoraSegment,
     LoraSiteWeights,
     LoraSpan,
     PreparedLora,
-    add_lora_,
 )
-from lorabatch.kernels.segment_lora.reference import add_lora_reference
+from lorabatch.kernels.segment_lora.reference import add_lora
 
 IN, OUTS = 24, (40, 8, 37)
 needs_library = pytest.mark.skipif(not has_panels(), reason="compiled kernels were not built on this machine")
@@ -74,8 +72,17 @@ def layout(request: pytest.FixtureRequest) -> Layout:
     return chosen
 
 
-def laid_out(segments: Sequence[LoraSegment], layout: Layout) -> list[LoraSegment]:
-    return [segment._replace(site=segment.site and layout(segment.site)) for segment in segments]
+def span(start: int, end: int, weights: LoraSiteWeights | None) -> LoraSpan:
+    """Rows of an adapter at one packed layer."""
+    return LoraSpan(start, end, AdapterSites.of([weights]))
+
+
+def laid_out(spans: Sequence[LoraSpan], layout: Layout) -> list[LoraSpan]:
+    return [span(start, end, layout(adapter.sites[0])) for start, end, adapter in spans]
+
+
+def add_lora_(y: torch.Tensor, x: torch.Tensor, spans: Sequence[LoraSpan]) -> None:
+    PreparedLora(spans).add_(y, x, 0)
 
 
 def site(
@@ -103,32 +110,32 @@ def site(
 def test_each_segment_gets_its_own_adapter(
     ranks: tuple[int | None, ...], sizes: tuple[int, ...], layout: Layout
 ) -> None:
-    start, segments = 2, []
+    start, spans = 2, []
     for seed, size in enumerate(sizes):
-        segments.append(LoraSegment(start, start + size, site(ranks, seed)))
+        spans.append(span(start, start + size, site(ranks, seed)))
         start += size
     x, y = torch.randn(start + 1, IN), torch.randn(start + 1, sum(OUTS))
-    expected = add_lora_reference(y, x, segments)
+    expected = add_lora(y, x, spans, 0)
     before = y.clone()
-    add_lora_(y, x, laid_out(segments, layout))
+    add_lora_(y, x, laid_out(spans, layout))
     check_near(y, expected, before, layout)
     assert torch.equal(y[:2], before[:2]), "rows without an adapter changed"
     assert torch.equal(y[-1], before[-1]), "rows without an adapter changed"
 
 
-def test_a_row_of_several_segments_gets_what_each_adds(layout: Layout) -> None:
+def test_a_row_of_several_spans_gets_what_each_adds(layout: Layout) -> None:
     x, y = torch.randn(12, IN), torch.randn(12, sum(OUTS))
     cuts = [(0, 5), (5, 9), (3, 12), (3, 12)]
-    segments = [LoraSegment(*cut, site((8, 20, 3), seed)) for seed, cut in enumerate(cuts)]
-    expected, before = add_lora_reference(y, x, segments), y.clone()
-    add_lora_(y, x, laid_out(segments, layout))
+    spans = [span(*cut, site((8, 20, 3), seed)) for seed, cut in enumerate(cuts)]
+    expected, before = add_lora(y, x, spans, 0), y.clone()
+    add_lora_(y, x, laid_out(spans, layout))
     check_near(y, expected, before, layout)
 
 
 def test_an_adapter_that_leaves_the_layer_alone_changes_nothing() -> None:
     x, y = torch.randn(4, IN), torch.randn(4, sum(OUTS))
     before = y.clone()
-    add_lora_(y, x, [LoraSegment(0, 4, None)])
+    add_lora_(y, x, [span(0, 4, None)])
     assert torch.equal(y, before)
 
 
@@ -138,13 +145,13 @@ def test_spans_are_prepared_once_for_all_layers(layout: Layout) -> None:
         [None, site((20, 3, 64), 2), site((4, 4, 4), 3), None],
         [None] * 4,
     ]
-    spans = [(0, 3), (3, 20), (20, 22)]
+    cuts = [(0, 3), (3, 20), (20, 22)]
     laid = [[s and layout(s) for s in of_adapter] for of_adapter in sites]
-    prepared = PreparedLora([LoraSpan(*cut, AdapterSites.of(of)) for cut, of in zip(spans, laid, strict=True)])
+    plain = [LoraSpan(*cut, AdapterSites.of(of)) for cut, of in zip(cuts, sites, strict=True)]
+    prepared = PreparedLora([LoraSpan(*cut, AdapterSites.of(of)) for cut, of in zip(cuts, laid, strict=True)])
     for place in (2, 0, 1, 3, 0):
         x, y = torch.randn(22, IN), torch.randn(22, sum(OUTS))
-        segments = [LoraSegment(*cut, of[place]) for cut, of in zip(spans, sites, strict=True)]
-        expected, before = add_lora_reference(y, x, segments), y.clone()
+        expected, before = add_lora(y, x, plain, place), y.clone()
         prepared.add_(y, x, place)
         check_near(y, expected, before, layout)
 
@@ -157,11 +164,11 @@ def test_compiled_a_row_gets_the_same_bits_whatever_stands_beside_it(ranks: tupl
     together = y.clone()
     cuts = [(0, 1), (1, 14), (14, 17), (17, 60)]
     sites = [panels(site(ranks, seed)) for seed in range(len(cuts))]
-    add_lora_(together, x, [LoraSegment(*cut, s) for cut, s in zip(cuts, sites, strict=True)])
+    add_lora_(together, x, [span(*cut, s) for cut, s in zip(cuts, sites, strict=True)])
     for (start, end), s in zip(cuts, sites, strict=True):
         for row in range(start, end):
             alone = y[row : row + 1].clone()
-            add_lora_(alone, x[row : row + 1], [LoraSegment(0, 1, s)])
+            add_lora_(alone, x[row : row + 1], [span(0, 1, s)])
             assert torch.equal(alone[0], together[row]), f"row {row} of {start}:{end}"
 
 
@@ -174,14 +181,14 @@ def test_compiled_any_number_of_threads_shares_the_work_without_changing_a_bit(
 ) -> None:
     x, y = torch.randn(sum(sizes), IN), torch.randn(sum(sizes), sum(OUTS))
     ends = list(accumulate(sizes))
-    segments = [LoraSegment(e - n, e, site(ranks, i)) for i, (e, n) in enumerate(zip(ends, sizes, strict=True))]
-    expected = add_lora_reference(y, x, segments)
+    spans = [span(e - n, e, site(ranks, i)) for i, (e, n) in enumerate(zip(ends, sizes, strict=True))]
+    expected = add_lora(y, x, spans, 0)
     results, before = [], torch.get_num_threads()
     try:
         for num_threads in (1, 2, 3, 7):
             torch.set_num_threads(num_threads)
             results.append(y.clone())
-            add_lora_(results[-1], x, laid_out(segments, panels))
+            add_lora_(results[-1], x, laid_out(spans, panels))
     finally:
         torch.set_num_threads(before)
     check_near(results[0], expected, y, panels)
@@ -191,17 +198,17 @@ def test_compiled_any_number_of_threads_shares_the_work_without_changing_a_bit(
 @needs_library
 def test_rows_that_do_not_lie_dense_are_served_too() -> None:
     x, y = torch.randn(IN, 4).t(), torch.randn(4, sum(OUTS))
-    segments = [LoraSegment(0, 2, site((8, 8, 8), 0)), LoraSegment(2, 4, site((8, 8, 8), 1))]
-    expected = add_lora_reference(y, x, segments)
-    add_lora_(y, x, laid_out(segments, in_panels))
+    spans = [span(0, 2, site((8, 8, 8), 0)), span(2, 4, site((8, 8, 8), 1))]
+    expected = add_lora(y, x, spans, 0)
+    add_lora_(y, x, laid_out(spans, in_panels))
     assert (y.double() - expected).abs().max() < 1e-3
 
 
 @needs_library
 def test_panels_and_plain_matrices_in_one_step_are_a_mistake_of_ours() -> None:
-    segments = [LoraSegment(0, 1, site((8, 8, 8), 0)), LoraSegment(1, 2, in_panels(site((8, 8, 8), 1)))]
+    spans = [span(0, 1, site((8, 8, 8), 0)), span(1, 2, in_panels(site((8, 8, 8), 1)))]
     with pytest.raises(AssertionError, match="some are not"):
-        add_lora_(torch.randn(2, sum(OUTS)), torch.randn(2, IN), segments)
+        add_lora_(torch.randn(2, sum(OUTS)), torch.randn(2, IN), spans)
 
 
 WEIGHTS: dict[str, tuple[Products, torch.dtype]] = {
@@ -260,5 +267,5 @@ def test_rows_in_bfloat16_are_served_by_torch() -> None:
     s = site((4, None, None), 0)
     member = s.members[0]
     half = LoraMember(0, 4, member.column_start, member.column_end, member.b.bfloat16(), 1.0)
-    add_lora_(y, x, [LoraSegment(0, 2, LoraSiteWeights(s.a.bfloat16(), (half,)))])
+    add_lora_(y, x, [span(0, 2, LoraSiteWeights(s.a.bfloat16(), (half,)))])
     assert torch.equal(y, torch.ones_like(y))

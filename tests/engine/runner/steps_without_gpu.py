@@ -26,7 +26,6 @@ from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.engine.runner import backend
 from lorabatch.engine.runner.compile_ahead import EngineKernels
 from lorabatch.engine.runner.compile_process import TargetOnly, note_kernels
-from lorabatch.kernels import launch
 
 GREEDY = SamplingParams(max_tokens=3, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.7, top_k=5, top_p=0.9, logprobs=True)
@@ -70,7 +69,6 @@ def main() -> None:
 def run_engine(kernels: EngineKernels, mode: Mode) -> None:
     """Prompts and decode rows, short and long, of the base and of adapters of several ranks; greedy, drawn, and changed
     by the host; merges."""
-    launch.TRITON_DEVICES.add("cpu")
     backend.is_interpreted = lambda: True  # type: ignore[attr-defined]
     torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
     config = EngineConfig(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.engine.runner.sampler import sample, uniforms
 from lorabatch.engine.sequence import Sequence
+from lorabatch.kernels.launch import is_interpreted
 from lorabatch.kernels.sampling import NO_TOKEN, SamplingRows, sample_tokens
 
 INF = math.inf
@@ -136,7 +137,8 @@ def test_a_row_draws_the_same_in_any_company_and_as_on_a_gpu(seed: int, sampling
     together = sample(logits.clone(), sequences, no_rules)[0] if samplings else []
     for i, sequence in enumerate(sequences):
         assert sample(logits[i : i + 1].clone(), [sequence], no_rules)[0] == together[i : i + 1]
-    columns = SamplingRows(
+    device = "cpu" if is_interpreted() else "cuda"
+    columns = (
         torch.tensor([s.temperature for s in samplings], dtype=torch.float32),
         torch.tensor([s.top_k for s in samplings], dtype=torch.int32),
         torch.tensor([s.top_p for s in samplings], dtype=torch.float64),
@@ -144,7 +146,8 @@ def test_a_row_draws_the_same_in_any_company_and_as_on_a_gpu(seed: int, sampling
         torch.tensor([s.request.stream_id for s in sequences]),
         torch.zeros(len(samplings), dtype=torch.int64),
     )
-    assert sample_tokens(logits, columns).tolist() == together
+    found = sample_tokens(logits.to(device), SamplingRows(*(column.to(device) for column in columns)))
+    assert found.tolist() == together
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

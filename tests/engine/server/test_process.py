@@ -28,7 +28,6 @@ from lorabatch.engine.server.frames import (
     Fatal,
     FromEngine,
     Heartbeat,
-    Progress,
     Ready,
     RegisterAdapter,
     Results,
@@ -40,6 +39,7 @@ from lorabatch.engine.server.frames import (
     write_frame,
 )
 from lorabatch.engine.server.process import is_out_of_memory, kernel_kills
+from lorabatch.engine.telemetry import EngineTelemetry
 from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
 
 ENGINE_SOURCE = '''
@@ -178,7 +178,7 @@ def test_rows_come_back_as_they_finish_and_prints_do_not_spoil_the_stream(child:
     child.add(("a", (1, 2), None), ("b", (3, 4), None))
     answers = [child.result() for _ in range(2)]
     assert [(answer.request_id, answer.text) for answer in answers] == [("a", "3"), ("b", "7")]
-    assert child.next(Progress).telemetry.num_running == 0
+    assert child.next(EngineTelemetry).num_running == 0
 
 
 def test_rows_of_an_adapter_that_cannot_be_registered_become_errors(
