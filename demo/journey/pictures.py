@@ -60,7 +60,7 @@ def processes() -> Picture:
         arrow((left + 10, 420), (left + 10, 500))
         text((left + 16, 446), ["Start", "AddRows", "ExportRows"], size=12)
         arrow((left + 94, 500), (left + 94, 420))
-        text((left + 100, 446), ["Results", "Progress", "Heartbeat"], size=12)
+        text((left + 100, 446), ["Results", "EngineTelemetry", "Heartbeat"], size=12)
         arrow((left + 204, 420), (left + 204, 616), is_double=True)
         text((left + 198, 600), "rows, journals, parts", size=12, anchor="end")
 
