@@ -1,5 +1,6 @@
 # `make demo` and `make test` are the README's two commands; `make test-all` adds the long forms of the tests.
 # Each sets up the virtual environment by itself; `make test-all` also those of the workflow tools that docs/ has examples for.
+# `make docs` builds the site of docs/ in build/docs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +12,7 @@ INSTALL := $(BIN)/python install/packages.py
 DEMO_OUTPUT ?= demo-output
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all lint types imports release clean
+.PHONY: demo test test-all lint types imports docs release clean
 
 demo: $(VENV)/.demo
 	$(BIN)/lorabatch demo --output $(DEMO_OUTPUT) --overwrite
@@ -20,7 +21,7 @@ test: $(VENV)/.test lint types imports
 	$(PYTEST) -m "not long" $(TESTS)
 
 test-all: $(VENV)/.test $(VENV)/.tools lint types imports
-	$(PYTEST) --hypothesis-profile=long
+	$(PYTEST) --hypothesis-profile=long $(TESTS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -31,6 +32,9 @@ types: $(VENV)/.test
 
 imports: $(VENV)/.test
 	$(BIN)/lint-imports
+
+docs: $(VENV)/tools/docs/.installed
+	$(VENV)/tools/docs/bin/sphinx-build -W --keep-going -q -b html docs build/docs
 
 # In dist/: a wheel with kernels for this Python and system, the sources, and a bill of materials of the locked versions
 release: $(VENV)/tools/release/.installed
@@ -74,6 +78,13 @@ $(VENV)/.tools: $(TOOLS:%=$(VENV)/tools/%/.installed) $(VENV)/tools/azurite/.ins
 $(VENV)/tools/azurite/.installed:
 	if command -v npm >/dev/null; then npm install --silent --no-audit --prefix $(@D) 'azurite@^3'; fi
 	mkdir -p $(@D) && touch $@
+
+# What builds the site needs nothing of ours.
+EXTRA_docs := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
+$(VENV)/tools/docs/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt $$($(PYTHON) -c '$(EXTRA_docs)')
+	touch $@
 
 $(VENV)/tools/%/.installed: $(VENV)/.test
 	$(PYTHON) -m venv $(VENV)/tools/$*

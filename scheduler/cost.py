@@ -2,7 +2,7 @@
 
 A step's time is linear in what the step does (`StepLoad`), with coefficients that are never negative. Linear is enough
 because a step is the sum of reading the weights, the products per token, reading the KV cache, and the adapters' share;
-tests and `docs/simulation.md` say how well it holds. The coefficients come from the steps that `lorabatch profile`
+tests and `benchmarks/README.md` say how well it holds. The coefficients come from the steps that `lorabatch profile`
 measures (`fitting.fit`: least squares, R² reported), or from a preset in `machines.MACHINES`.
 
 All loads may be numbers or arrays of one shape; the result has that shape.

@@ -31,7 +31,7 @@ CPU_SMOLLM2_135M = CostModel(
     prefill_pair_s=9e-7,
     lora_token_s=4.6e-5,
     first_merge_s=1.4,
-    # 49,152 logits, by one thread (docs/kernels.md)
+    # 49,152 logits, by one thread (docs/internals/kernels.md)
     draw_s=3.5e-5,
 )
 # H200, Llama-3-8B bf16, by arithmetic from the compiled kernels (benchmarks/results/2026-11-26-h200-preset.md): no GPU

@@ -14,6 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+#: Kind of the line with which a scheduler's part of `events.jsonl` begins.
+BEGINNING = "SchedulerStarted"
+#: Version of the events and commands in `events.jsonl`. Runs of another version are not replayed.
+EVENTS_VERSION = 7
+
 
 class Record:
     """Mixin for frozen dataclasses; each family (events, commands) has its own registry of kinds."""
@@ -183,6 +188,8 @@ class Progress(Event):
     prefilling_rows: int = 0
     #: Tokens that its rows, waiting ones too, must compute before they all decode.
     prefill_tokens_left: int = 0
+    #: Share of prompt tokens that its engine reused instead of computing them, from 0 to 1.
+    reused_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from .cost import CostModel
 from .dispatch import DealtShards
 from .planning.waves import Shard, ShardMode
-from .scheduler import Scheduler, SchedulerSettings
+from .scheduler import Scheduler
+from .settings import SchedulerSettings
 from .workload import Workload
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from .cost import CostModel
 from .dispatch import (
     AdapterSources,
     DispatchRule,
@@ -22,11 +21,12 @@ from .dispatch import (
     ShardStatus,
     rows_behind,
 )
-from .estimates.lengths import PRIOR_SHARE, LengthEstimator
-from .estimates.pace import PaceEstimator, planned_work
-from .lending import TailSettings
+from .estimates.run_estimates import RunEstimates
+from .estimates.time_left import TimeLeft
 from .liveness import LivenessDetector
 from .messages import (
+    BEGINNING,
+    EVENTS_VERSION,
     Command,
     Event,
     FailJob,
@@ -44,48 +44,13 @@ from .messages import (
     Tick,
     WorkersSeen,
 )
-from .migration import MigrationRule, ReplicaMemory, TailMigration
+from .migration import MigrationRule, TailMigration
 from .planning.waves import Shard
+from .settings import SchedulerSettings
 from .shares import Share, WorkShares
 
-# Kind of the line with which a scheduler's part of `events.jsonl` begins.
-BEGINNING = "SchedulerStarted"
-#: Version of the events and commands in `events.jsonl`. Runs of another version are not replayed.
-EVENTS_VERSION = 6
 # Rows move away from a replica that has more than this many times its share.
 _RELIEVED = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerSettings:
-    """Limits of a scheduler, and what it may do."""
-
-    #: Full batches of unfinished rows kept open per replica, so that no batch drains at a shard's end.
-    open_batches: float = 2.0
-    #: The job fails once this many attempts of one shard have failed.
-    max_failures: int = 4
-    #: The job fails once this many attempts of one shard were lost with their replica.
-    max_losses: int = 8
-    #: Replicas of the job. Those still to join count as present when a short job is shared out.
-    expected_replicas: int = 1
-    #: Settings by which running rows move to idle replicas (None: no row moves).
-    tail: TailSettings | None = None
-    #: Costs that steps should have, against which the paces of replicas are measured (None: all count as alike, and no
-    #: row moves).
-    cost: CostModel | None = None
-    #: Whether adapters are fetched from a replica that has them before storage.
-    shares_adapters: bool = False
-    #: Policy whose rules dispatch and migrate, a name in `policies.POLICIES`.
-    policy: str = "planner"
-    #: Memory of each replica, for a policy that asks (None: unknown).
-    memory: ReplicaMemory | None = None
-    #: Seconds without a report after which a replica is lost. Replicas report once a second; Dask finds a silent worker
-    #: only after minutes.
-    silence_limit_s: float = 20.0
-    #: Most seconds between two ticks. After a longer gap, the scheduler's own process is taken to have been stopped.
-    max_tick_gap_s: float = 6.0
-    #: Seconds without any replica after which a job fails.
-    ready_limit_s: float = 600.0
 
 
 class Scheduler:
@@ -124,16 +89,18 @@ class Scheduler:
         self._liveness = LivenessDetector(settings.silence_limit_s, settings.max_tick_gap_s, 0.0)
         self._replica_seen_s = 0.0
         self._sources = AdapterSources() if settings.shares_adapters else None
-        self._lengths = LengthEstimator()
-        work = planned_work(shards)
-        self._lengths.asked(round(work.output_tokens / PRIOR_SHARE), round(work.num_rows))
-        self._paces = PaceEstimator(settings.cost, work)
+        there = set(committed)
+        #: Estimates of the job, from the events so far.
+        self.estimates = estimates = RunEstimates(
+            shards, [shard for shard in shards if shard.shard_id not in there], settings.cost, settings.planned
+        )
         batches, num_replicas = settings.open_batches, settings.expected_replicas
-        self._shares = WorkShares(batches, num_replicas, self._queue, self._paces, self._lengths)
+        self._shares = WorkShares(batches, num_replicas, self._queue, estimates.paces, estimates.lengths)
         self._migration = migration
         if migration is None and settings.tail and settings.cost:
-            self._migration = TailMigration(settings.cost, settings.tail, self._lengths, self._paces)
+            self._migration = TailMigration(settings.cost, settings.tail, estimates.lengths, estimates.paces)
         self._is_over = False
+        self._rows_uncommitted = sum(shard.num_rows for shard in shards)
         self._committed_before = sorted(committed)
         for shard_id in self._committed_before:
             self._commit(self._shards[shard_id])
@@ -144,13 +111,35 @@ class Scheduler:
             "kind": BEGINNING,
             "version": EVENTS_VERSION,
             "committed": self._committed_before,
-            "settings": asdict(self._settings),
+            "settings": self._settings.to_json(),
         }
 
     @property
     def num_queued(self) -> int:
         """Shards with engine work that no replica has opened."""
         return len(self._queue)
+
+    @property
+    def rows_left(self) -> int:
+        """Rows of the job without a result, as far as replicas have reported."""
+        done = sum(shard.num_rows - num_rows for shard, num_rows in self._opened() if shard.has_engine_work)
+        return self._rows_uncommitted - done
+
+    def time_left(self, now_s: float) -> TimeLeft | None:
+        """Time left of the job at `now_s`, by the scheduler's clock; None when its settings have no prediction."""
+        return self.estimates.time_left(now_s, self._opened(), self._num_places)
+
+    def _opened(self) -> list[tuple[Shard, int]]:
+        """Open shards and their rows without a result."""
+        return [
+            (self._shards[shard_id].shard, num_rows)
+            for replica in self._replicas.values()
+            for shard_id, num_rows in replica.rows_left.items()
+        ]
+
+    @property
+    def _num_places(self) -> int:
+        return sum(replica.batch_rows for replica in self._replicas.values())
 
     def has_replica(self, replica_id: str) -> bool:
         """Whether the replica takes part in the job."""
@@ -173,6 +162,8 @@ class Scheduler:
             commands += self._dispatch(candidates, shares)
             if isinstance(event, ReplicaJoined | Progress | ShardCommitted):
                 commands += self._migrate(event.replica_id, event.time_s)
+        if any(isinstance(command, RunShard) for command in commands):
+            self.estimates.opened(event.time_s)
         if not self._is_over and self._num_uncommitted == 0:
             self._is_over = True
             commands.append(FinishJob())
@@ -283,7 +274,7 @@ class Scheduler:
             self._requeue(state)
         del self._replicas[replica_id]
         self._liveness.forget(replica_id)
-        self._paces.removed(replica_id)
+        self.estimates.removed(replica_id)
         self._queue.removed(replica_id)
         self._idle_queue.removed(replica_id)
         if self._migration is not None:
@@ -299,6 +290,8 @@ class Scheduler:
     def _committed(self, event: ShardCommitted) -> list[Command]:
         state = self._shards[event.shard_id]
         owner = state.owner
+        if state.status is not ShardStatus.COMMITTED:
+            self.estimates.committed(state.shard)
         self._commit(state)
         # An attempt that was given up has written the part after all: the newer one is wasted work.
         return [Recall(event.shard_id, owner)] if owner not in (None, event.replica_id) else []
@@ -315,6 +308,7 @@ class Scheduler:
                 self._close(state)
         state.move(ShardStatus.COMMITTED)
         self._num_uncommitted -= 1
+        self._rows_uncommitted -= state.shard.num_rows
 
     def _shard_failed(self, event: ShardFailed) -> list[Command]:
         state = self._shards[event.shard_id]
@@ -374,14 +368,12 @@ class Scheduler:
         if replica is None:
             return []
         self._liveness.heard(event.replica_id, event.time_s)
-        self._paces.reported(event)
+        self.estimates.reported(event)
         if self._sources is not None:
             self._sources.reported(event.replica_id, event.resident_adapters)
-        for adapter, num_rows, output_tokens in event.finished:
-            self._lengths.finished(output_tokens, num_rows, adapter)
         # Predicted lengths are corrected by what finished, so that waves of long rows are not left for the end.
         for adapter in sorted({name for name, _, _ in event.finished}):
-            measured = self._lengths.measured(adapter)
+            measured = self.estimates.lengths.measured(adapter)
             if measured is not None:
                 self._queue.correct_length(adapter, measured)
         # A scheduler before this one opened a shard there after this one had asked which are open.
@@ -399,6 +391,8 @@ class Scheduler:
             if self._shards[shard_id].shard.has_engine_work:
                 self._set_rows_left(replica, shard_id, num_rows)
         replica.reported = frozenset(shard_id for shard_id, _ in open_shards)
+        if self.estimates.is_correction_due and (left := self.time_left(event.time_s)) is not None:
+            self.estimates.correct(event.time_s, left)
         return commands
 
     def _is_untouched(self, shard_id: int) -> bool:
@@ -461,7 +455,7 @@ class Scheduler:
     def _relieve(self, replica_id: str, time_s: float, shares: Mapping[str, Share]) -> Sequence[Command]:
         """Move rows away from a replica that turns out to be so slow that it holds more than twice its share."""
         replica = self._replicas.get(replica_id)
-        if self._migration is None or replica is None or not self._paces.is_known(replica_id):
+        if self._migration is None or replica is None or not self.estimates.paces.is_known(replica_id):
             return ()
         num_rows, share = self._rows_at_work(replica), shares.get(replica_id)
         excess = math.inf if share is None else share.excess(num_rows, self._work_at(replica))

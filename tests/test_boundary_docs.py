@@ -1,4 +1,4 @@
-"""The tables of docs/boundary.md are those of the code. `python tests/test_boundary_docs.py` writes them anew."""
+"""Tables of docs/reference/model-folder.md are those of the code. `python tests/test_boundary_docs.py` writes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lorabatch.engine.model_config import folder, keys
 from lorabatch.engine.text import tokenizer_settings as settings
 from lorabatch.engine.tokenizer_files import OLDER_VOCABULARIES
 
-_PAGE = Path(lorabatch.__file__).parent / "docs" / "boundary.md"
+_PAGE = Path(lorabatch.__file__).parent / "docs" / "reference" / "model-folder.md"
 _MARK = "<!-- table: {} -->\n"
 
 
@@ -44,7 +44,7 @@ def written(page: str) -> str:
     for name, table in tables().items():
         mark = _MARK.format(name)
         before, found, after = page.partition(mark)
-        assert found, f"docs/boundary.md has no place for the table {name!r}"
+        assert found, f"docs/reference/model-folder.md has no place for the table {name!r}"
         rest = after.lstrip("\n")
         while rest.startswith("|"):
             rest = rest.partition("\n")[2]

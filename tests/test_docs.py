@@ -7,6 +7,7 @@ import inspect
 import re
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from lorabatch.console.options import job_options
 from lorabatch.jobs.spec import SAMPLING_COLUMNS, JobSpec
 
 ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 TEXTS = sorted(
     ROOT / name
     for name in subprocess.check_output(["git", "ls-files", "*.md", "docs/examples/*"], cwd=ROOT, text=True).split()
@@ -91,7 +93,7 @@ def shown(text: Path) -> list[list[str]]:
 
 
 def test_documents_are_found_and_show_commands() -> None:
-    assert {"README.md", "operations.md"} <= {text.name for text in TEXTS}
+    assert {"README.md", "running.md"} <= {text.name for text in TEXTS}
     assert sum(len(shown(text)) for text in TEXTS) > 20
 
 
@@ -118,19 +120,21 @@ def test_examples_show_commands_of_dask() -> None:
     assert found["slurm.py"] == {"worker"}
     assert found["kubernetes.yaml"] == {"scheduler", "worker"}
     assert found["dask_cuda.sh"] == {"scheduler"}
-    assert ["run", "/job/job.yaml"] in [words[:2] for words in shown(ROOT / "docs" / "examples" / "kubernetes.yaml")]
+    assert ["run", "/job/job.yaml"] in [words[:2] for words in shown(DOCS / "examples" / "kubernetes.yaml")]
 
 
-@pytest.mark.parametrize("name", ["deploy.md", "operations.md"])
-def test_options_named_alone_are_of_a_command_of_ours_or_of_dask(name: str) -> None:
+@pytest.mark.parametrize("text", sorted((DOCS / "guides").glob("*.md")), ids=lambda text: text.name)
+def test_options_named_alone_are_of_a_command_of_ours_or_of_dask(text: Path) -> None:
     known = options_of(CLI).union(*map(options_of, DASK.values()))
-    for line in code(ROOT / "docs" / name):
+    for line in code(text):
         if line.startswith("-"):
             assert line.split()[0].partition("=")[0] in known, line
 
 
 def test_settings_shown_for_dask_are_those_of_the_installed_one() -> None:
-    (shown_settings,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "deploy.md").read_text("utf-8"), re.DOTALL)
+    (shown_settings,) = re.findall(
+        r"```yaml\n(.*?)```", (DOCS / "guides" / "clusters.md").read_text("utf-8"), re.DOTALL
+    )
     known: Any = yaml.safe_load((Path(distributed.__file__).parent / "distributed.yaml").read_text("utf-8"))
 
     def assert_known(asked: dict[str, Any], known: dict[str, Any]) -> None:
@@ -149,15 +153,15 @@ def calls_in(path: Path) -> dict[str, ast.Call]:
 
 
 def test_the_example_in_python_scales_by_our_backlog_and_makes_a_job() -> None:
-    calls = calls_in(ROOT / "docs" / "examples" / "slurm.py")
+    calls = calls_in(DOCS / "examples" / "slurm.py")
     assert ast.unparse(calls["cluster.adapt"].args[0]) == "JobAdaptive"
     given = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in calls["lorabatch.JobSpec"].keywords}
     JobSpec(**given)
 
 
-@pytest.mark.parametrize("name", [path.name for path in (ROOT / "docs" / "examples").glob("*.py")])
+@pytest.mark.parametrize("name", [path.name for path in (DOCS / "examples").glob("*.py")])
 def test_calls_in_examples_have_the_parameters_of_our_functions(name: str) -> None:
-    found = calls_in(ROOT / "docs" / "examples" / name)
+    found = calls_in(DOCS / "examples" / name)
     calls = {function: call for function, call in found.items() if function in ("lorabatch.run", "lorabatch.submit")}
     assert calls
     for function, call in calls.items():
@@ -173,11 +177,43 @@ def test_modules_that_are_run_exist(text: Path) -> None:
         assert is_test or find_spec(name) is not None, name
 
 
+def links(text: Path) -> list[tuple[Path, str]]:
+    """File and anchor of each link of a document to a file; the anchor is "" for the whole file."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", _FENCED.sub("", text.read_text(encoding="utf-8")))
+    local = [target.partition("#") for target in targets if "://" not in target]
+    return [((text.parent / file).resolve() if file else text, anchor) for file, _, anchor in local]
+
+
+@cache
+def anchors(text: Path) -> set[str]:
+    """The anchors that a forge and the site make of a document's headings."""
+    headings = re.findall(r"^#+ (.+)$", _FENCED.sub("", text.read_text(encoding="utf-8")), re.MULTILINE)
+    found = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    assert len(found) == len(set(found)), f"{text}: two headings are alike"
+    return set(found)
+
+
 @pytest.mark.parametrize("text", [t for t in TEXTS if t.suffix == ".md"], ids=lambda t: str(t.relative_to(ROOT)))
-def test_files_that_are_linked_are_there(text: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", _FENCED.sub("", text.read_text(encoding="utf-8"))):
-        if "://" not in target and not target.startswith("#"):
-            assert (text.parent / target.partition("#")[0]).exists(), target
+def test_files_and_headings_that_are_linked_are_there(text: Path) -> None:
+    for file, anchor in links(text):
+        assert file.exists(), file
+        assert not anchor or anchor in anchors(file), f"{file}#{anchor}"
+
+
+def test_every_page_is_reached_from_the_map() -> None:
+    found, new = set[Path](), {DOCS / "README.md"}
+    while new:
+        found |= new
+        new = {file for page in new for file, _ in links(page) if file.suffix == ".md" and DOCS in file.parents} - found
+    assert {text for text in TEXTS if text.suffix == ".md" and DOCS in text.parents} - found == set()
+
+
+def test_the_glossary_has_few_terms() -> None:
+    """Terms that only one subject needs are defined where they are used."""
+    first_cells = re.findall(r"^\| ([^|]+) \|", (DOCS / "reference" / "glossary.md").read_text("utf-8"), re.MULTILINE)
+    terms = [term for cell in first_cells if cell != "term" for term in cell.split(", ")]
+    assert 30 <= len(terms) <= 40
+    assert len(terms) == len(set(terms))
 
 
 def table_lines(text: str, header: str) -> list[str]:
@@ -186,13 +222,13 @@ def table_lines(text: str, header: str) -> list[str]:
 
 
 def test_the_job_file_that_is_shown_is_a_job() -> None:
-    text = (ROOT / "docs" / "data-formats.md").read_text(encoding="utf-8")
+    text = (DOCS / "reference" / "keys.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     JobSpec(**yaml.safe_load(example))
 
 
 def test_the_table_of_the_job_file_says_what_the_options_of_the_command_line_say() -> None:
-    text = (ROOT / "docs" / "data-formats.md").read_text(encoding="utf-8")
+    text = (DOCS / "reference" / "keys.md").read_text(encoding="utf-8")
     expected = [
         f"| `{o.key}` | {'required' if o.is_required else o.default} | {o.help} |" for o in job_options().values()
     ]
@@ -201,18 +237,18 @@ def test_the_table_of_the_job_file_says_what_the_options_of_the_command_line_say
 
 
 def test_the_sampling_columns_of_the_documented_input_are_those_that_rows_may_have() -> None:
-    text = (ROOT / "docs" / "data-formats.md").read_text(encoding="utf-8")
+    text = (DOCS / "reference" / "columns.md").read_text(encoding="utf-8")
     lines = [line for line in table_lines(text, "| column | type |") if "| as in the job file |" in line]
     assert tuple(re.findall(r"`(\w+)`", "".join(lines))) == SAMPLING_COLUMNS
 
 
 def test_the_readmes_picture_shows_what_was_measured() -> None:
-    drawn = (ROOT / "docs" / "pictures" / "speed.svg").read_text("utf-8")
+    drawn = (DOCS / "pictures" / "speed.svg").read_text("utf-8")
     assert [bar for bar, ratio in ratios().items() if not (bar in drawn and f"{ratio:.1f} times" in drawn)] == []
 
 
 def test_the_index_of_decisions_has_every_one_once() -> None:
-    folder = ROOT / "docs" / "adr"
+    folder = DOCS / "adr"
     rows = re.findall(r"^\| \[(\d+)\]\((.*?)\)", (folder / "README.md").read_text("utf-8"), re.MULTILINE)
     assert sorted(file for _, file in rows) == sorted(path.name for path in folder.glob("0*.md"))
     assert [number for number, file in rows if int(file[:4]) != int(number)] == []

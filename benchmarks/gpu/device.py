@@ -75,8 +75,8 @@ def warnings_about(device: torch.device, facts: Mapping[str, Any]) -> list[str]:
         )
     if facts["compiled_kernels"] is None:
         warnings.append(
-            "the compiled CPU kernels are missing: adapters are read by slower copies of torch. docs/kernels.md says "
-            "how to build them in place"
+            "the compiled CPU kernels are missing: adapters are read by slower copies of torch. "
+            "docs/internals/kernels.md says how to build them in place"
         )
     return warnings
 

@@ -52,7 +52,7 @@ def write_report(results: Results, folder: Path) -> Path:
         f"# Simulation, {name[:10]}",
         "",
         "The scheduler's code on simulated replicas: offline jobs, and the time of decisions.",
-        "[docs/simulation.md](../../docs/simulation.md) says which of these results hold for real jobs.",
+        "[Simulated results](../simulation/README.md) says which of these results hold for real jobs.",
         "",
         f"Lengths: {results.lengths_source}. Everything but the timings repeats exactly from its seeds.",
         "",

@@ -5,9 +5,8 @@ python -m lorabatch.benchmarks.simulation.time_left [--jobs 60] [--seed 0]
 Jobs of 20 to 300 rows (ten times as many on GPUs) on one to three workers. In half of them lengths are known; in the
 others answers are much shorter than half of `max_tokens`, as they often are; these are played once more with what an
 earlier job of the same kind has kept of its answers. Costs of the plan are exact, as a profile
-of another hour (off by 12 %, one standard deviation), or a guess (off by half). Once a second the estimate is made as a
-coordinator makes it, from the reports of simulated workers; only what steps cost is not fitted: it is known once a
-second of steps was seen. Every job counts alike.
+of another hour (off by 12 %, one standard deviation), or a guess (off by half). Once a second the scheduler estimates
+the time left from the reports of simulated workers, as it does in a real job. Every job counts alike.
 """
 
 from __future__ import annotations
@@ -19,17 +18,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lorabatch.benchmarks.simulation.lengths import kept_answers
-from lorabatch.engine.telemetry import EngineTelemetry
-from lorabatch.pipeline.messages import FinishedRows, ShardOutcome, WorkerReport
-from lorabatch.pipeline.monitoring.job_monitor import JobMonitor
 from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.batching import ReplicaFacts
 from lorabatch.scheduler.estimates.lengths import AnswerLengths, LengthEstimator
 from lorabatch.scheduler.estimates.time_left import PlannedJob, TimeLeft, Work
 from lorabatch.scheduler.estimates.work_left import WorkLeft
-from lorabatch.scheduler.messages import Command, Event, Progress, ShardCommitted
-from lorabatch.scheduler.planning.waves import ShardPlan
+from lorabatch.scheduler.messages import Command, Event
 from lorabatch.scheduler.policies import make_scheduler
 from lorabatch.scheduler.scheduler import Scheduler
 from lorabatch.scheduler.simulation.replica import SimulatedReplica
@@ -72,7 +67,7 @@ class Job:
 
     @property
     def known_lengths(self) -> Mapping[str, AnswerLengths] | None:
-        """Lengths of an earlier job for `JobMonitor`; None where all lengths are known."""
+        """Lengths of an earlier job, for the scheduler; None where all lengths are known."""
         return None if self.is_known else self.earlier
 
     @property
@@ -115,51 +110,18 @@ def draw(seed: int) -> list[Job]:
 class Watched:
     """The scheduler, and what a coordinator would show once a second: seconds since the start, and the estimate."""
 
-    def __init__(
-        self, job: Job, plan: ShardPlan, timeline: Timeline, planned: PlannedJob, scheduler: Scheduler
-    ) -> None:
-        self._job, self._plan, self._timeline = job, plan, timeline
-        self._planned, self._scheduler = planned, scheduler
-        self._monitor = JobMonitor(plan.shards, {}, {}, known_lengths=job.known_lengths)
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
         self.shown: list[tuple[float, TimeLeft]] = []
 
     def handle(self, event: Event) -> list[Command]:
-        """Report the event to the job monitor, keep its estimate once a second, and have the scheduler handle it."""
-        match event:
-            case Progress():
-                self._monitor.reported(self._report(event))
-            case ShardCommitted():
-                num_rows = self._plan.shards[event.shard_id].num_rows
-                self._monitor.committed(ShardOutcome(event.shard_id, event.replica_id, num_rows, 0, 0, 0, 0))
+        """Have the scheduler handle the event, and keep its estimate once a second."""
+        commands = self._scheduler.handle(event)
         if event.time_s >= (self.shown[-1][0] if self.shown else 0.0) + _SHOW_S:
-            self.shown.append((event.time_s, self._time_left(event.time_s)))
-        return self._scheduler.handle(event)
-
-    def _report(self, progress: Progress) -> WorkerReport:
-        return WorkerReport(
-            progress.replica_id,
-            "ready",
-            self._job.settings.limits.batch_rows,
-            open_shards=progress.open_shards,
-            lent_shards=progress.lent_shards,
-            incoming_rows=progress.incoming_rows,
-            telemetry=EngineTelemetry(num_running=progress.running_rows, running_tokens=progress.running_tokens),
-            finished=tuple(FinishedRows(name, rows, tokens) for name, rows, tokens in progress.finished),
-        )
-
-    def _time_left(self, elapsed_s: float) -> TimeLeft:
-        job, timeline = self._job, self._timeline
-        is_measured = float(timeline.busy_s.sum()) >= 1.0
-        at_work = np.flatnonzero(timeline.num_steps).tolist()
-        slowness = [job.slowness[number] / (1.0 if is_measured else job.error) for number in at_work]
-        done = Work(
-            prompt_tokens=float(timeline.prompt_tokens.sum()),
-            output_tokens=float(timeline.row_steps.sum()),
-            num_steps=float(timeline.num_steps.sum()) / max(1, len(at_work)),
-        )
-        num_places = job.settings.limits.batch_rows * len(job.slowness)
-        left = self._monitor.work_left(num_places, done)
-        return self._planned.time_left(left, done, elapsed_s, slowness, job.settings.cost if is_measured else None)
+            left = self._scheduler.time_left(event.time_s)
+            assert left is not None, "the scheduler knows the plan"
+            self.shown.append((event.time_s, left))
+        return commands
 
 
 def play(job: Job) -> tuple[float, list[tuple[float, TimeLeft]]]:
@@ -167,20 +129,18 @@ def play(job: Job) -> tuple[float, list[tuple[float, TimeLeft]]]:
     planned, num_workers = job.planned, len(job.slowness)
     cut = prediction.cut_rows(planned, job.rows, num_workers)
     predicted_s = prediction.play_expected(planned, job.rows, cut.plan, num_workers).metrics.makespan_s
-    work = WorkLeft(cut.plan.shards, job.known_lengths).now(job.settings.limits.batch_rows * num_workers, Work())
+    num_places = job.settings.limits.batch_rows * num_workers
+    work = WorkLeft(cut.plan.shards, job.known_lengths, LengthEstimator()).now(num_places, Work())
     timeline = Timeline.empty(job.rows.num_rows, num_workers)
-    scheduler = make_scheduler(cut.plan.shards, settings=planned.scheduler(num_workers, job.rows.adapters))
-    watched = Watched(
-        job,
-        cut.plan,
-        timeline,
-        PlannedJob(predicted_s, work, planned.cost, num_workers, job.is_guess),
-        scheduler,
+    settings = replace(
+        planned.scheduler(num_workers, job.rows.adapters),
+        planned=PlannedJob(predicted_s, work, planned.cost, num_workers, job.is_guess, num_places, job.known_lengths),
     )
+    watched = Watched(make_scheduler(cut.plan.shards, settings=settings))
     replicas = [_replica(job, number, timeline) for number in range(num_workers)]
     cluster = Cluster((0.0,) * num_workers, hop_s=_HOP_S)
-    settings = prediction.replica_settings(job.settings)
-    outcome = JobSimulation(job.rows, cut.plan, watched, replicas, cluster, timeline, settings).run()
+    limits = prediction.replica_settings(job.settings)
+    outcome = JobSimulation(job.rows, cut.plan, watched, replicas, cluster, timeline, limits).run()
     assert outcome.failure is None, outcome.failure
     return outcome.makespan_s, watched.shown
 

@@ -1,6 +1,6 @@
 """A nightly job in Airflow. Its task runs in the Python environment in which lorabatch is installed, not in Airflow's.
 
-A retry goes on where the job stopped. `job.yaml` names model, adapters and cluster; see `docs/data-formats.md`.
+A retry goes on where the job stopped. `job.yaml` names model, adapters and cluster; see `docs/reference/keys.md`.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Answers as a Dagster asset with a partition for each day. Dagster and lorabatch share one Python environment.
 
 A retry goes on where the job stopped; a wrong request is not tried again. `job.yaml` names model, adapters and cluster;
-see `docs/data-formats.md`.
+see `docs/reference/keys.md`.
 """
 
 import os

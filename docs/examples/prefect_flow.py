@@ -1,7 +1,7 @@
 """A Prefect flow that submits a job and waits for it. Prefect and lorabatch share one Python environment.
 
 A retry goes on where the job stopped; a wrong request is not tried again. `job.yaml` names model, adapters and cluster;
-see `docs/data-formats.md`.
+see `docs/reference/keys.md`.
 """
 
 import os

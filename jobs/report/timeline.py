@@ -13,7 +13,7 @@ from itertools import pairwise
 from math import ceil
 from typing import Any, Literal
 
-from ...scheduler.scheduler import BEGINNING
+from ...scheduler.messages import BEGINNING
 from ...system.untrusted import MALFORMED
 from ..status.worker_names import WorkerNames
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from ...scheduler.scheduler import BEGINNING
+from ...scheduler.messages import BEGINNING
 from ...system.untrusted import MALFORMED
 from ..errors import naming_damage
 from ..progress import RowTotals, clock

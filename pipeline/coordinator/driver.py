@@ -24,8 +24,6 @@ from distributed import Future
 
 from ...jobs.errors import JobFailedError, OutputConflictError, StorageError
 from ...jobs.store import JobStore, part_name
-from ...scheduler.estimates.step_costs import StepCosts
-from ...scheduler.estimates.time_left import PlannedJob, TimeLeft, Work
 from ...scheduler.messages import (
     Command,
     Event,
@@ -64,8 +62,6 @@ _SHOW_INTERVAL_S = 1.0
 _RESULT_TIMEOUT_S = 5.0
 # Seconds within which a worker begins a shard. One that reports but has not begun it by then has no thread for it.
 _BEGIN_LIMIT_S = 30.0
-# Seconds of steps, on average over the workers, after which a prediction that rested on a guess is made again.
-_FIRST_STEPS_S = 2.0
 
 
 @dataclass(slots=True, eq=False)
@@ -84,12 +80,11 @@ class Coordinator:
     Earlier coordinators of the run may have opened shards that engines still work on; it takes these over.
     """
 
-    def __init__(self, run: JobRun, scheduler: Scheduler, monitor: JobMonitor, planned: PlannedJob) -> None:
+    def __init__(self, run: JobRun, scheduler: Scheduler, monitor: JobMonitor) -> None:
         self._run = run
         self._client = run.client
         self._scheduler = scheduler
         self._monitor = monitor
-        self._planned = planned
         whose: dict[str, Any] = {"run_id": run.run_id, "coordinator": run.peers.address}
         whose["workers"] = run.reporter.latest.worker_addresses
         when = {"at_s": time.time(), "phases": run.reporter.phases}
@@ -105,11 +100,6 @@ class Coordinator:
         self._start_s = time.monotonic()
         self._ticked_s = self._shown_s = 0.0
         self._opened_s, self._committed_s = inf, 0.0
-        #: Costs of steps, measured from the reports of this run's engines.
-        self.costs = StepCosts(planned.cost)
-        #: Seconds of the run as predicted from its first steps. None until they were seen, and when the plan's costs of
-        #: steps were no guess.
-        self.corrected_s: float | None = None
         #: Most rows that an engine of this run takes into a step.
         self.batch_rows = run.settings.limits.batch_rows
         #: Whether shards were open already when this coordinator began, so that it sees a part of the run only.
@@ -186,8 +176,6 @@ class Coordinator:
     def _report(self, report: WorkerReport) -> None:
         self._monitor.reported(report, is_tail=not self._scheduler.num_queued)
         self.batch_rows = max(self.batch_rows, report.batch_rows)
-        done = report.telemetry
-        self.costs.reported(report.worker, done.steps, done.computing_s)
         worker, takes_part = report.worker, self._scheduler.has_replica(report.worker)
         if report.state == "ready" and self._begins_nothing(report):
             return  # the worker counts as silent
@@ -276,28 +264,8 @@ class Coordinator:
             self._run.control.check_displaced()
             self._events.flush()
             self._shown_s = self._now_s()
-            self._run.reporter(self._monitor.state(time.time(), self._time_left()))
-
-    def _time_left(self) -> TimeLeft:
-        measured = self.costs.measured() if self.costs.is_known else None
-        slowness = self.costs.slowness(measured or self._planned.cost)
-        present = [slow for worker, slow in slowness.items() if self._scheduler.has_replica(worker)]
-        total = self.costs.total()
-        num_steps = total.num_steps / max(1, len(slowness))
-        # Prompt tokens as the plan counts them: with those that engines reuse.
-        prompt_tokens = total.prefill_tokens / max(1.0 - self._monitor.reused_share, 0.01)
-        done = Work(prompt_tokens=prompt_tokens, output_tokens=total.decode_rows, num_steps=num_steps)
-        elapsed_s = max(0.0, self._now_s() - self._opened_s)
-        num_places = self.batch_rows * max(len(present), self._planned.num_replicas)
-        work_left = self._monitor.work_left(num_places, done)
-        left = self._planned.time_left(work_left, done, elapsed_s, present, measured)
-        if (
-            self._planned.is_guess
-            and self.corrected_s is None
-            and self.costs.seconds >= _FIRST_STEPS_S * len(slowness) > 0
-        ):
-            self.corrected_s = elapsed_s + left.seconds
-        return left
+            left = self._scheduler.time_left(self._now_s())
+            self._run.reporter(self._monitor.state(time.time(), self._scheduler.rows_left, left))
 
     def _handle(self, event: Event) -> None:
         # Checked before anything is enacted: this process may have been stopped, and another coordinator have taken
@@ -385,6 +353,7 @@ def progress_of(report: WorkerReport, time_s: float, adapter_name: Callable[[str
         incoming_rows=report.incoming_rows,
         engine_s=report.telemetry.computing_s,
         steps=astuple(report.telemetry.steps),
+        reused_share=report.telemetry.prefix_hit_rate or 0.0,
     )
 
 

@@ -24,7 +24,8 @@ from ...jobs.storage.limits import expect_away
 from ...jobs.storage.redaction import redacted_url
 from ...jobs.store import part_name
 from ...scheduler.cost import CostModel
-from ...scheduler.estimates.lengths import AnswerLengths
+from ...scheduler.estimates.lengths import AnswerLengths, LengthEstimator
+from ...scheduler.estimates.step_costs import StepCosts
 from ...scheduler.estimates.time_left import PlannedJob, Work
 from ...scheduler.estimates.work_left import WorkLeft
 from ...scheduler.planning.bound import JobWork, work_bound
@@ -269,20 +270,23 @@ def coordinate(run: JobRun, plan: JobPlan, turn: int = 0) -> Coordinated:
         prompt_tokens=found.prompt_tokens,
         completion_tokens=found.completion_tokens,
     )
-    monitor = JobMonitor(plan.shards, rows_of_part, names, before, known_lengths, found.num_reused)
+    monitor = JobMonitor(plan.shards, rows_of_part, names, before, found.num_reused)
     num_workers = count_workers(run.client)
-    settings = run.settings.scheduler(num_workers, serving_adapters(job.record))
+    settings = replace(
+        run.settings.scheduler(num_workers, serving_adapters(job.record)),
+        planned=_planned(run.settings, plan, num_workers, known_lengths),
+    )
     scheduler = make_scheduler(plan.shards, committed=rows_of_part, settings=settings)
     run.reporter.phase("loading engines", plan.num_rows, rows_done=sum(rows_of_part.values()))
-    coordinator = Coordinator(run, scheduler, monitor, _planned(run.settings, plan, num_workers, known_lengths))
+    coordinator, estimates = Coordinator(run, scheduler, monitor), scheduler.estimates
     coordinator.run()
     is_whole = not coordinator.has_adopted and found.num_reused == found.num_rows
-    bound_s = _bound_s(run, coordinator, monitor.work) if is_whole else None
-    measured = coordinator.costs.measured() if coordinator.costs.seconds >= _HISTORY_S else None
+    bound_s = _bound_s(run, coordinator, estimates.costs, monitor.work) if is_whole else None
+    measured = estimates.costs.measured() if estimates.costs.seconds >= _HISTORY_S else None
     return Coordinated(
         coordinator.working_s if is_whole else None,
         bound_s,
-        coordinator.corrected_s,
+        estimates.corrected_s,
         measured,
         monitor.batch_fill,
         monitor.prefix_hit_rate,
@@ -306,15 +310,17 @@ def _take_away(run: JobRun, bad: Mapping[int, str], curable: Mapping[int, str]) 
 def _planned(
     settings: RunSettings, plan: JobPlan, num_workers: int, known_lengths: Mapping[str, AnswerLengths] | None
 ) -> PlannedJob:
-    work = WorkLeft(plan.shards, known_lengths).now(settings.limits.batch_rows * num_workers, Work())
-    return PlannedJob(plan.predicted_s, work, settings.step_prices, num_workers, settings.is_guess)
+    num_places = settings.limits.batch_rows * num_workers
+    work = WorkLeft(plan.shards, known_lengths, LengthEstimator()).now(num_places, Work())
+    return PlannedJob(
+        plan.predicted_s, work, settings.step_prices, num_workers, settings.is_guess, num_places, known_lengths
+    )
 
 
-def _bound_s(run: JobRun, coordinator: Coordinator, work: JobWork | None) -> float | None:
+def _bound_s(run: JobRun, coordinator: Coordinator, costs: StepCosts, work: JobWork | None) -> float | None:
     """Lower bound, in seconds, of the time in which these engines could have answered these rows, by the measured costs
     of their steps. None when too few steps were seen, or when the bound is above the measured time.
     """
-    costs = coordinator.costs
     if work is None or not work.adapters or not costs.is_known:
         return None
     measured = costs.measured()

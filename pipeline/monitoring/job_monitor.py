@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from ...jobs.record import JobState, WorkerState
 from ...jobs.status.worker_names import WorkerNames
-from ...scheduler.estimates.lengths import AnswerLengths
-from ...scheduler.estimates.time_left import TimeLeft, Work
-from ...scheduler.estimates.work_left import WorkLeft
+from ...scheduler.estimates.time_left import TimeLeft
 from ...scheduler.planning.bound import JobWork
 from ...scheduler.planning.waves import Shard
 from ..messages import PromptReuse, ShardOutcome, WorkerReport
@@ -24,32 +21,28 @@ class JobMonitor:
     def __init__(
         self,
         shards: Iterable[Shard],
-        committed_rows: Mapping[int, int],
+        committed: Collection[int],
         adapter_names: Mapping[str, str],
         before: JobState | None = None,
-        known_lengths: Mapping[str, AnswerLengths] | None = MappingProxyType({}),
         num_reused: int = 0,
     ) -> None:
-        """Begin with the parts that exist already. `committed_rows`: shard -> rows of its part; `num_reused` of all
-        these rows are of earlier runs. `before`: state with their errors and tokens, and with the numbers of rows that
-        were known to be done and reused. `known_lengths`: adapter -> lengths of its answers in earlier jobs, as the
-        plan knew them; None when the plan knew all lengths exactly.
+        """Begin with the parts that exist already. `committed`: their shards; `num_reused` of their rows are of earlier
+        runs. `before`: state with their errors and tokens, and with the numbers of rows that were known to be done and
+        reused.
         """
         self._shards = {shard.shard_id: shard for shard in shards}
         self._names = dict(adapter_names)
-        self._rows_before = sum(committed_rows.values())
         self._before = before or JobState("starting", 0.0)
         self._num_reused = num_reused
         self._worker_names = WorkerNames(self._before.worker_addresses)
         self._most_done = self._before.rows_done
-        self._committed = set(committed_rows)
+        self._num_rows = sum(shard.num_rows for shard in self._shards.values())
+        self._committed = set(committed)
         self._outcomes: dict[int, ShardOutcome] = {}
         self._reports: dict[str, WorkerReport] = {}
         self._fill = BatchFill()
         # Rows that were done at the last sign of progress, and its time in seconds since the epoch.
         self._moved: tuple[int, float] | None = None
-        uncommitted = [shard for shard in self._shards.values() if shard.shard_id not in committed_rows]
-        self._left = WorkLeft(uncommitted, known_lengths)
 
     def unknown_outcome(self, shard_id: int, worker: str) -> ShardOutcome:
         """The outcome of a shard whose part exists although its worker is gone: rows only. The final count reads the
@@ -60,8 +53,6 @@ class JobMonitor:
     def committed(self, outcome: ShardOutcome) -> None:
         """Take in the outcome of a shard whose part is written."""
         self._outcomes[outcome.shard_id] = outcome
-        if outcome.shard_id not in self._committed:
-            self._left.committed(self._shards[outcome.shard_id])
         self._committed.add(outcome.shard_id)
 
     @property
@@ -87,9 +78,6 @@ class JobMonitor:
         if not is_tail:
             self._fill.reported(report)
         self._reports[report.worker] = report
-        for rows in report.finished:
-            name = self.adapter_name(rows.adapter_id) if rows.adapter_id else ""
-            self._left.lengths.finished(rows.output_tokens, rows.num_rows, name)
 
     def saw(self, workers: Iterable[str]) -> None:
         """Note that these workers are in the cluster."""
@@ -103,31 +91,17 @@ class JobMonitor:
         """Name of the adapter with a content hash; the beginning of the hash for an unknown adapter."""
         return self._names.get(adapter_id, adapter_id[:12])
 
-    @property
-    def reused_share(self) -> float:
-        """Share of prompt tokens that engines reused instead of computing them: mean of the workers' last reports."""
-        rates = [report.telemetry.prefix_hit_rate or 0.0 for report in self._reports.values()]
-        return sum(rates) / len(rates) if rates else 0.0
-
-    def work_left(self, num_places: int, done: Work | None = None) -> Work:
-        """Work that is left for rows without an answer, less the part of running rows that engines have computed.
-        `num_places`: rows that all engines together run at once. `done`: work that engines have done so far; None for
-        nothing.
+    def state(self, now_s: float, rows_left: int, left: TimeLeft | None = None) -> JobState:
+        """The job's state at one time, while shards run. `now_s`: seconds since the epoch. `rows_left`: rows without a
+        result, as the scheduler counts them. Finished rows of a lost worker are in its journals, and are found again
+        when its shards are opened: the rows that are done are never fewer than before.
         """
-        unfinished = self._unfinished()
-        opened = [(self._shards[i], rows) for i, rows in unfinished.items() if i not in self._committed]
-        telemetry = [report.telemetry for report in self._reports.values()]
-        num_running, running_tokens = sum(t.num_running for t in telemetry), sum(t.running_tokens for t in telemetry)
-        return self._left.now(num_places, done or Work(), opened, num_running, running_tokens)
-
-    def state(self, now_s: float, left: TimeLeft | None = None) -> JobState:
-        """The job's state at one time, while shards run. `now_s`: seconds since the epoch."""
-        rows = sum(shard.num_rows for shard in self._shards.values())
-        done, before, outcomes = self._rows_done(), self._before, self._outcomes.values()
+        done = self._most_done = max(self._most_done, self._num_rows - rows_left)
+        before, outcomes = self._before, self._outcomes.values()
         return JobState(
             phase="running" if any(report.state == "ready" for report in self._reports.values()) else "loading engines",
             updated_at_s=now_s,
-            rows=rows,
+            rows=self._num_rows,
             rows_done=done,
             rows_error=before.rows_error + sum(outcome.num_errors for outcome in outcomes),
             rows_reused=max(before.rows_reused, self._num_reused + sum(outcome.num_reused for outcome in outcomes)),
@@ -150,28 +124,6 @@ class JobMonitor:
         if self._moved is None or computes or rows_done != self._moved[0]:
             self._moved = rows_done, now_s
         return max(0.0, now_s - self._moved[1])
-
-    def _rows_done(self) -> int:
-        """Rows of committed shards and finished rows of open shards; never fewer than returned before. Finished rows of
-        a lost worker are in its journals, and are found again when its shards are opened.
-        """
-        started = sum(
-            self._shards[shard_id].num_rows - rows
-            for shard_id, rows in self._unfinished().items()
-            if shard_id not in self._committed
-        )
-        done = self._rows_before + sum(outcome.num_rows for outcome in self._outcomes.values()) + started
-        self._most_done = max(self._most_done, done)
-        return self._most_done
-
-    def _unfinished(self) -> dict[int, int]:
-        """Open shard -> its rows without a result."""
-        unfinished: dict[int, int] = {}
-        for report in self._reports.values():
-            for shard_id, rows in report.open_shards:
-                if shard_id in self._shards:
-                    unfinished[shard_id] = min(rows, unfinished.get(shard_id, rows))
-        return unfinished
 
     def _present(self) -> list[str]:
         """Workers that report, `w0` first."""

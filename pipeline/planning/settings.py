@@ -46,7 +46,7 @@ from ...scheduler.lending import TailSettings
 from ...scheduler.machines import MACHINES
 from ...scheduler.migration import ReplicaMemory
 from ...scheduler.policies import POLICIES, dealing
-from ...scheduler.scheduler import SchedulerSettings
+from ...scheduler.settings import SchedulerSettings
 from ...scheduler.workload import AdapterInfo
 from ..cluster.connect import threads_per_engine
 from ..cluster.devices import Device

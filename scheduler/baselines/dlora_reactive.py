@@ -13,7 +13,7 @@ from ..estimates.pace import planned_work
 from ..messages import MigrateRows, Progress
 from ..migration import OpenShards, rows_here
 from ..planning.waves import Shard
-from ..scheduler import SchedulerSettings
+from ..settings import SchedulerSettings
 from .dlora_migration import MigrationSettings, Move, ReplicaLoad, RowGroup, plan_migration
 
 # Seconds between two looks at the cluster's load.

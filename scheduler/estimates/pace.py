@@ -6,7 +6,7 @@ were prefill. Old steps count less and less, so that a replica whose machine bec
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from operator import mul
 
@@ -149,6 +149,11 @@ class PaceEstimator:
             found = RelativePaces(fastest, factors, sum(1 / factor for factor in factors.values()))
             self._compared, self._num_since = found, 0
         return found
+
+    def relative(self, replica_ids: Iterable[str]) -> list[float]:
+        """Slowness of each of these replicas over the mean of all replicas."""
+        mean = self._mean()
+        return [self.slowness(replica_id) / mean for replica_id in replica_ids]
 
     def _mean(self) -> float:
         return self._taken_s / self._predicted_s if self._predicted_s > 0 else 1.0

@@ -8,10 +8,12 @@ of the run so far, which counts the more the further the job is.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from ..cost import CostModel
+from .lengths import AnswerLengths
 
 # Standard deviations. Costs deviate by a share of the seconds that are left: guessed for this machine, measured before
 # the job, measured in it. The ends of workers and the last batches deviate by a share of the whole job.
@@ -73,6 +75,30 @@ class PlannedJob:
     num_replicas: int
     #: Whether the costs were not measured on this machine.
     is_guess: bool
+    #: Rows that the replicas together run at once.
+    num_places: int = 1
+    #: Adapter -> lengths of its answers in earlier jobs, as the plan knew them; None when the plan knew all lengths
+    #: exactly.
+    known_lengths: Mapping[str, AnswerLengths] | None = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready object with every field."""
+        lengths = self.known_lengths
+        named = None if lengths is None else {name: known.to_json() for name, known in lengths.items()}
+        return asdict(replace(self, known_lengths=None)) | {"known_lengths": named}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> PlannedJob:
+        """The job that `to_json` wrote."""
+        named = raw["known_lengths"]
+        return cls(
+            **{
+                **raw,
+                "work": Work(**raw["work"]),
+                "cost": CostModel.from_json(raw["cost"]),
+                "known_lengths": None if named is None else {n: AnswerLengths.from_json(k) for n, k in named.items()},
+            }
+        )
 
     def time_left(
         self, left: Work, done: Work, elapsed_s: float, slowness: Sequence[float], measured: CostModel | None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 
 from ..planning.waves import Shard
 from .lengths import PRIOR_SHARE, AnswerLengths, LengthDistribution, LengthEstimator
@@ -12,17 +11,18 @@ from .time_left import Work
 
 
 class WorkLeft:
-    """Adds up the work of shards that are not committed, by the set of adapters of their rows. `known_lengths`: adapter
-    -> lengths of its answers in earlier jobs; None when the plan knew all lengths exactly.
+    """Adds up the work of shards that are not committed, by the set of adapters of their rows.
+
+    `known_lengths`: adapter -> lengths of its answers in earlier jobs; None when the plan knew all lengths exactly.
+    `lengths`: lengths of this run's answers, fed by its owner; those of earlier jobs are added to it.
     """
 
     def __init__(
-        self, shards: Iterable[Shard], known_lengths: Mapping[str, AnswerLengths] | None = MappingProxyType({})
+        self, shards: Iterable[Shard], known_lengths: Mapping[str, AnswerLengths] | None, lengths: LengthEstimator
     ) -> None:
         earlier = known_lengths or {}
         self._known = frozenset(earlier)
-        #: Lengths of this run's answers so far.
-        self.lengths = LengthEstimator()
+        self._lengths = lengths
         # Set of adapters -> planned work of the shards whose rows have these adapters.
         self._planned: defaultdict[tuple[str, ...], Work] = defaultdict(Work)
         with_work = [shard for shard in shards if shard.has_engine_work]
@@ -33,7 +33,7 @@ class WorkLeft:
         for adapters, work in self._planned.items():
             share = work.num_rows / self._total.num_rows / max(1, len(adapters))
             for name in self._known.intersection(adapters or ("",)):
-                self.lengths.had(earlier[name], share)
+                lengths.had(earlier[name], share)
         # Distribution of the lengths of answers when the plan knew all of them; else None.
         self._spread = (
             None
@@ -75,7 +75,7 @@ class WorkLeft:
         waiting = num_waiting / num_rows
         if self._spread is None:
             most = predicted / num_rows / PRIOR_SHARE
-            spread = self.lengths.distribution(num_running, generated, most, done.num_steps)
+            spread = self._lengths.distribution(num_running, generated, most, done.num_steps)
             expected, guessed = self._expected(groups, spread.left(), predicted / num_rows)
             output = expected * waiting + num_running * spread.left(generated)
             guessed *= output / expected
@@ -92,7 +92,7 @@ class WorkLeft:
         """Tokens that are not generated yet, when all lengths are known. Finished rows that no report has counted were
         answered by an earlier run.
         """
-        total, lengths = self._total, self.lengths
+        total, lengths = self._total, self._lengths
         num_before = max(0.0, total.num_rows - num_rows - lengths.num_finished)
         before = num_before * total.output_tokens / total.num_rows
         return max(num_rows, total.output_tokens - before - lengths.finished_tokens - running_tokens)
@@ -113,17 +113,17 @@ class WorkLeft:
         else as predicted.
         """
         output = guessed = 0.0
-        finished = self.lengths.finished_mean
+        finished = self._lengths.finished_mean
         for adapters, work in groups.items():
             predicted = work.output_tokens
-            measured = self.lengths.measured_together(adapters)
+            measured = self._lengths.measured_together(adapters)
             if measured is not None and finished:
                 output += work.num_rows * measured * mean / finished
             elif self._known.issuperset(adapters or ("",)):
                 output += predicted
             else:
                 output += predicted * mean / predicted_mean
-                guessed += predicted * mean / predicted_mean * self.lengths.share_guessed
+                guessed += predicted * mean / predicted_mean * self._lengths.share_guessed
         return output, guessed
 
 

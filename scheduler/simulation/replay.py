@@ -11,13 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..cost import CostModel
-from ..lending import TailSettings
-from ..messages import Command, Event
-from ..migration import ReplicaMemory
+from ..messages import BEGINNING, EVENTS_VERSION, Command, Event
 from ..planning.waves import Shard
 from ..policies import make_scheduler
-from ..scheduler import BEGINNING, EVENTS_VERSION, SchedulerSettings
+from ..settings import SchedulerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +42,9 @@ def replay(shards: Sequence[Shard], event_log: Iterable[Mapping[str, Any]]) -> R
         if origin.get("version") != EVENTS_VERSION:
             num_passed_over += 1
             continue
-        scheduler = make_scheduler(shards, committed=origin["committed"], settings=_settings(origin["settings"]))
+        scheduler = make_scheduler(
+            shards, committed=origin["committed"], settings=SchedulerSettings.from_json(origin["settings"])
+        )
         for event, recorded in steps:
             given = [command.to_json() for command in scheduler.handle(Event.from_json(event))]
             # Both are read back from JSON: tuples have become lists in the record.
@@ -71,10 +70,3 @@ def _runs(event_log: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any
         elif steps:
             steps[-1][1].append(dict(line))
     return runs
-
-
-def _settings(raw: Mapping[str, Any]) -> SchedulerSettings:
-    tail = None if raw["tail"] is None else TailSettings(**raw["tail"])
-    cost = None if raw["cost"] is None else CostModel.from_json(raw["cost"])
-    memory = None if raw.get("memory") is None else ReplicaMemory(**raw["memory"])
-    return SchedulerSettings(**{**raw, "tail": tail, "cost": cost, "memory": memory})

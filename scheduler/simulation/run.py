@@ -13,7 +13,7 @@ from ..cost import CostModel
 from ..estimates.lengths import LengthEstimator
 from ..planning.waves import ShardPlan
 from ..policies import make_scheduler
-from ..scheduler import SchedulerSettings
+from ..settings import SchedulerSettings
 from ..workload import Workload
 from .replica import ReplicaSettings, SimulatedReplica
 from .simulator import Cluster, JobSimulation

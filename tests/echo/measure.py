@@ -1,8 +1,8 @@
-"""Measurements of the cluster side, for docs/operations.md: `python tests/echo/measure.py WHAT FOLDER NUMBERS…`.
+"""Measurements of the cluster side, for `benchmarks/README.md`: `python tests/echo/measure.py WHAT FOLDER NUMBERS…`.
 
 `slow` (rows), `rows` (rows in a row group, then rows), `adapters`, `files` and `shards` (of each that many) use
 `echo_engine`, whose steps take as long as configured: what is measured is everything else. Clusters have the settings
-of docs/deploy.md, or, with the variable `DASK_CONFIG`, those of that folder.
+of docs/guides/clusters.md, or, with the variable `DASK_CONFIG`, those of that folder.
 """
 
 from __future__ import annotations
@@ -192,8 +192,9 @@ def family(pid: int, with_children: bool) -> list[psutil.Process]:
 
 
 def recommended_settings(folder: Path) -> None:
-    """Have Dask take the settings that docs/deploy.md shows, here and in all processes that are started from here."""
-    (shown,) = re.findall(r"```yaml\n(.*?)```", (REPOSITORY / "docs" / "deploy.md").read_text("utf-8"), re.DOTALL)
+    """Have Dask take the settings of docs/guides/clusters.md, here and in all processes that are started from here."""
+    guide = (REPOSITORY / "docs" / "guides" / "clusters.md").read_text("utf-8")
+    (shown,) = re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "dask.yaml").write_text(shown, encoding="utf-8")
     os.environ["DASK_CONFIG"] = str(folder)

@@ -221,7 +221,7 @@ def check_refusal(kind: str, rows: list[dict[str, Any]]) -> None:
 
 
 def test_the_verdicts_are_those_of_the_document() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "adapters.md").read_text(encoding="utf-8")
     for kinds, verdict in ((EXACT, "exact"), (BY_MERGE, "exact-by-merge"), (DAMAGED, "refused")):
         for kind in kinds:
-            assert f"| {kind} | {verdict} |" in text, f"docs/adapters.md lacks the verdict of {kind!r}"
+            assert f"| {kind} | {verdict} |" in text, f"docs/reference/adapters.md lacks the verdict of {kind!r}"

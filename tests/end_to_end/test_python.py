@@ -1,4 +1,4 @@
-"""The Python functions on real clusters: what `docs/python.md` shows, and handles on jobs that end in every way."""
+"""The Python functions on real clusters: examples of `docs/guides/python.md`, handles on jobs that end in every way."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def small_job(
 
 @pytest.mark.long
 def test_the_examples_of_the_document_and_of_the_functions_are_true(small_job: None, background: Path) -> None:
-    examples = _EXAMPLE.findall((ROOT / "docs" / "python.md").read_text(encoding="utf-8"))
+    examples = _EXAMPLE.findall((ROOT / "docs" / "guides" / "python.md").read_text(encoding="utf-8"))
     assert len(examples) >= 7
     names: dict[str, Any] = {}
     for code, expected in examples:
         printed = StringIO()
         with redirect_stdout(printed):
-            exec(compile(code, "docs/python.md", "exec"), names)
+            exec(compile(code, "docs/guides/python.md", "exec"), names)
         assert printed.getvalue() == expected, code
     runner, parser = doctest.DocTestRunner(), doctest.DocTestParser()
     for documented in DOCUMENTED:

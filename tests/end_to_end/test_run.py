@@ -32,8 +32,9 @@ from lorabatch.pipeline.planning.plan import read_plan, serving_adapters
 from lorabatch.pipeline.planning.simulate import SimulationRequest, make_job
 from lorabatch.pipeline.worker.registration import register_plugin
 from lorabatch.scheduler.estimates.lengths import AnswerLengths
-from lorabatch.scheduler.messages import Command, Event, RunShard
-from lorabatch.scheduler.scheduler import BEGINNING, Scheduler, SchedulerSettings
+from lorabatch.scheduler.messages import BEGINNING, Command, Event, RunShard
+from lorabatch.scheduler.scheduler import Scheduler
+from lorabatch.scheduler.settings import SchedulerSettings
 
 POISON = 77
 

@@ -42,7 +42,7 @@ from lorabatch.scheduler.messages import (
 )
 from lorabatch.scheduler.planning.waves import Shard
 from lorabatch.scheduler.policies import make_scheduler
-from lorabatch.scheduler.scheduler import SchedulerSettings
+from lorabatch.scheduler.settings import SchedulerSettings
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"

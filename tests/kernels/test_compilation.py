@@ -124,6 +124,7 @@ def each(compiled: Compiled) -> Iterator[tuple[int, str, dict[str, Any]]]:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)  # twelve compilations of all kernels, two at once
 class TestCompiled:
     def test_every_kernel_is_there(self, compiled: Compiled) -> None:
         of_heads = OF_HEADS | {f"{name} in prefill" for name in OF_HEADS}

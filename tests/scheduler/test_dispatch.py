@@ -10,7 +10,8 @@ from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.dispatch import AdapterSources, ShardQueue, rows_behind
 from lorabatch.scheduler.messages import Progress, ReplicaJoined, ReplicaLeft, RunShard
 from lorabatch.scheduler.planning.waves import Shard
-from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
+from lorabatch.scheduler.scheduler import Scheduler
+from lorabatch.scheduler.settings import SchedulerSettings
 from lorabatch.scheduler.simulation.synthetic import draw_adapters, make_adapters, make_workload, power_popularity
 
 

@@ -9,7 +9,8 @@ from lorabatch.scheduler.machines import CPU_SMOLLM2_135M as CPU
 from lorabatch.scheduler.messages import MigrateRows, Progress, ReplicaJoined, RunShard, ShardFailed, StepTotals
 from lorabatch.scheduler.migration import lend, tail_rows
 from lorabatch.scheduler.planning.waves import Shard
-from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
+from lorabatch.scheduler.scheduler import Scheduler
+from lorabatch.scheduler.settings import SchedulerSettings
 
 SETTINGS = TailSettings(hop_s=0.1)
 PACE = Pace(64)

@@ -19,7 +19,7 @@ from lorabatch.scheduler.messages import (
 )
 from lorabatch.scheduler.planning.waves import Shard
 from lorabatch.scheduler.policies import make_scheduler
-from lorabatch.scheduler.scheduler import SchedulerSettings
+from lorabatch.scheduler.settings import SchedulerSettings
 
 
 def dealt(count, num_replicas=2, rows=8):

@@ -25,7 +25,8 @@ from lorabatch.scheduler.messages import (
     WorkersSeen,
 )
 from lorabatch.scheduler.planning.waves import Shard
-from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
+from lorabatch.scheduler.scheduler import Scheduler
+from lorabatch.scheduler.settings import SchedulerSettings
 
 
 def make_shards(count, *, rows=32, waves=1, mode="unmerged"):

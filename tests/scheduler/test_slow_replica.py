@@ -1,7 +1,7 @@
 """One of two replicas takes four times as long: how close a job gets to the ideal split, over many sizes of jobs.
 
 Where the queue runs dry by chance just when the slow replica ends a batch, there is little to gain; over all sizes
-there is much. `docs/operations.md` has the same of real processes.
+there is much. `benchmarks/README.md` has the same of real processes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from lorabatch.scheduler.cost import StepLoad
 from lorabatch.scheduler.lending import TailSettings
 from lorabatch.scheduler.machines import CPU_SMOLLM2_135M as CPU
 from lorabatch.scheduler.planning.waves import plan_shards
-from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
+from lorabatch.scheduler.scheduler import Scheduler
+from lorabatch.scheduler.settings import SchedulerSettings
 from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
 from lorabatch.scheduler.simulation.simulator import Cluster, JobSimulation
 from lorabatch.scheduler.simulation.synthetic import make_adapters, make_workload

@@ -95,7 +95,7 @@ def end_all(processes: Iterable[psutil.Process]) -> None:
 
 
 class ExistingCluster:
-    """A Dask scheduler and nannied workers as processes of their own, as `docs/deploy.md` says to set them up: only
+    """A Dask scheduler and nannied workers as processes of their own, set up as `docs/guides/clusters.md` says: only
     the scheduler gives a silent worker up sooner, so that a stopped coordinator does not take a trial's minutes.
     `net`: the hosts that they are on, each on its own.
     """

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from lorabatch.scheduler.scheduler import BEGINNING
+from lorabatch.scheduler.messages import BEGINNING
 from lorabatch.tests.end_to_end.chaos.files import ChangedFile, Words
 from lorabatch.tests.end_to_end.chaos.material import Material
 from lorabatch.tests.end_to_end.chaos.place import Place, make_place, strike_part

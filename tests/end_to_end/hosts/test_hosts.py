@@ -14,7 +14,7 @@ import pytest
 from echo_job import EchoJob, make_rows, wait_until
 
 from lorabatch.jobs.store import JobStore
-from lorabatch.scheduler.scheduler import BEGINNING
+from lorabatch.scheduler.messages import BEGINNING
 from lorabatch.tests.end_to_end.bucket import Bucket, s3_server
 from lorabatch.tests.end_to_end.hosts.cluster import HostCluster, end_of, host_cluster
 from lorabatch.tests.end_to_end.hosts.network import why_no_hosts

@@ -62,7 +62,7 @@ def test_every_keyword_of_the_standard_is_classified(unclassified: Callable[[Ite
 
 
 def keyword_table() -> str:
-    """The table of docs/data-formats.md."""
+    """The table of docs/reference/json-schema.md."""
     lines = ["| keyword | |", "|---|---|"]
     saying = {"enforced": "enforced", "ignored": "asks nothing", "refused": "refused"}
     for (fate, why), pairs in groupby(KEYWORDS.items(), key=lambda pair: pair[1]):
@@ -74,7 +74,7 @@ def keyword_table() -> str:
 
 
 def test_the_documented_list_of_keywords_is_the_one_that_is_served() -> None:
-    assert keyword_table() in (ROOT / "docs" / "data-formats.md").read_text("utf-8"), keyword_table()
+    assert keyword_table() in (ROOT / "docs" / "reference" / "json-schema.md").read_text("utf-8"), keyword_table()
 
 
 #: Refused keyword -> a schema with it, and one that its refusal advises.

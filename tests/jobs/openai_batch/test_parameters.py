@@ -175,7 +175,7 @@ def test_a_parameter_has_one_meaning() -> None:
 
 
 def parameter_table() -> str:
-    """The table of docs/openai-batch.md."""
+    """The table of docs/guides/openai-batch.md."""
     lines = ["| parameter | |", "|---|---|"]
     for why, pairs in groupby(IGNORED.items(), key=lambda pair: pair[1]):
         lines.append(f"| {' '.join(f'`{name}`' for name, _ in pairs)} | left out: about {why} |")
@@ -187,7 +187,7 @@ def parameter_table() -> str:
 
 
 def test_the_documented_table_of_parameters_is_the_one_that_is_used() -> None:
-    page = Path(lorabatch.__file__).parent / "docs" / "openai-batch.md"
+    page = Path(lorabatch.__file__).parent / "docs" / "guides" / "openai-batch.md"
     assert parameter_table() in page.read_text("utf-8"), parameter_table()
 
 

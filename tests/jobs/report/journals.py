@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 from lorabatch.jobs.store import JobStore
-from lorabatch.scheduler.messages import Progress, ReplicaJoined, RunShard, ShardCommitted, Tick, WorkersSeen
-from lorabatch.scheduler.scheduler import BEGINNING
+from lorabatch.scheduler.messages import BEGINNING, Progress, ReplicaJoined, RunShard, ShardCommitted, Tick, WorkersSeen
 
 ATTACK = "</script><script>document.title='hacked'</script><img src=x onerror=\"document.title='hacked'\">"
 

@@ -18,7 +18,7 @@ from lorabatch.scheduler.messages import MigrateRows, Progress, ReplicaJoined
 from lorabatch.scheduler.migration import ReplicaMemory
 from lorabatch.scheduler.planning.waves import Shard
 from lorabatch.scheduler.policies import make_scheduler
-from lorabatch.scheduler.scheduler import SchedulerSettings
+from lorabatch.scheduler.settings import SchedulerSettings
 from lorabatch.scheduler.simulation import run as simulated
 from lorabatch.scheduler.simulation.synthetic import make_adapters, make_workload
 

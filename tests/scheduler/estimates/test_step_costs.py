@@ -38,9 +38,9 @@ _KINDS = [type(value) for value in astuple(StepTotals())]
 
 def fed(assumed: CostModel, told: list[tuple[StepTotals, float]], replica: str = "a") -> StepCosts:
     costs = StepCosts(assumed)
-    costs.reported(replica, StepTotals(), 0.0)
+    costs.reported(replica, astuple(StepTotals()), 0.0)
     for totals, seconds in told:
-        costs.reported(replica, totals, seconds)
+        costs.reported(replica, astuple(totals), seconds)
     return costs
 
 
@@ -88,6 +88,6 @@ def test_what_an_engine_did_for_others_before_does_not_count() -> None:
     told = reports(CPU_SMOLLM2_135M, 6)
     costs = StepCosts(CPU_SMOLLM2_135M)
     for totals, seconds in told[2:]:
-        costs.reported("a", totals, seconds)
+        costs.reported("a", astuple(totals), seconds)
     assert costs.seconds == pytest.approx(told[-1][1] - told[2][1])
     assert costs.total().num_steps == told[-1][0].num_steps - told[2][0].num_steps

@@ -11,7 +11,8 @@ from lorabatch.scheduler.lending import TailSettings
 from lorabatch.scheduler.machines import H200_LLAMA_3_8B as COST
 from lorabatch.scheduler.messages import ReplicaJoined, Tick
 from lorabatch.scheduler.planning.waves import plan_shards
-from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
+from lorabatch.scheduler.scheduler import Scheduler
+from lorabatch.scheduler.settings import SchedulerSettings
 from lorabatch.scheduler.simulation.replay import replay
 from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
 from lorabatch.scheduler.simulation.simulator import Cluster, JobSimulation

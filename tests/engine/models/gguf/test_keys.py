@@ -47,7 +47,7 @@ def test_every_key_of_gguf_is_classified(unclassified: Callable[[Iterable[str]],
 
 
 def key_table() -> str:
-    """The table of docs/models.md."""
+    """The table of docs/reference/gguf.md."""
     saying = {"read": "read", "ignored": "does not matter: ", "refused": "refused: "}
     groups: dict[tuple[str, str, tuple[Any, ...]], list[str]] = {}
     for name, key in KEYS.items():
@@ -60,7 +60,7 @@ def key_table() -> str:
 
 
 def test_the_documented_table_of_keys_is_the_one_that_is_used() -> None:
-    assert key_table() in (ROOT / "docs" / "models.md").read_text("utf-8"), key_table()
+    assert key_table() in (ROOT / "docs" / "reference" / "gguf.md").read_text("utf-8"), key_table()
 
 
 @pytest.mark.reference("gguf")
