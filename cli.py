@@ -165,28 +165,21 @@ def profile(
     with errors_as_exit_codes():
         from .console.tables import print_profile
         from .jobs.spec import JobSpec
-        from .pipeline.planning.profile import ProfileRequest, profile_model
+        from .pipeline.planning.profile import profile_model
 
         spec = JobSpec(
             model=model,
             input="-",
             output="-",
+            workers=workers,
+            engine_threads=engine_threads,
+            batch_rows=batch_rows,
+            step_tokens=step_tokens,
             dtype=dtype,
             base_quantization=base_quantization,
             tensor_parallel=tensor_parallel,
         )
-        request = ProfileRequest(
-            model,
-            workers,
-            engine_threads,
-            batch_rows,
-            step_tokens,
-            max_seconds,
-            spec.dtype,
-            spec.base_quantization,
-            spec.tensor_parallel,
-        )
-        print_profile(*profile_model(request, save))
+        print_profile(*profile_model(spec, max_seconds, save))
 
 
 @app.command()

@@ -44,7 +44,7 @@ from lorabatch.pipeline.cluster.devices import find_device
 from lorabatch.pipeline.messages import EngineSettings
 from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.dry_run import dry_run
-from lorabatch.pipeline.planning.profile import ProfileRequest, profile_model
+from lorabatch.pipeline.planning.profile import profile_model
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.pipeline.run import run
 from lorabatch.pipeline.worker.registration import register_plugin, unregister_plugin
@@ -295,8 +295,9 @@ def main() -> None:
         rig = Rig(Path(name), base_model(Path(name) / "base"), {}, tuple(chosen.systems))
         for workers in chosen.workers:
             path = rig.cost_model[workers] = Path(name) / f"cost-{workers}.json"
-            request = ProfileRequest(str(rig.model), workers, 1, BATCH_ROWS, max_seconds=chosen.profile_seconds)
-            profile_model(request, path)
+            engines = {"workers": workers, "engine_threads": 1, "batch_rows": BATCH_ROWS}
+            spec = JobSpec(model=str(rig.model), input="-", output="-", **engines)
+            profile_model(spec, chosen.profile_seconds, path)
             with embedded(workers) as client, warm_engines(client, rig, workers):
                 for mix in mixes:
                     found += measure(rig, mix, workers, client, chosen.repeats)

@@ -34,7 +34,7 @@ from lorabatch.engine.peft.random import write_random_adapter
 from lorabatch.jobs.record import JobState
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.pipeline.planning.dry_run import dry_run
-from lorabatch.pipeline.planning.profile import ProfileRequest, profile_model
+from lorabatch.pipeline.planning.profile import profile_model
 from lorabatch.pipeline.run import run
 
 # Source of what the plan knows beforehand: a profile, nothing, or the history that the job before has left.
@@ -221,7 +221,8 @@ def main() -> None:
         os.environ["LORABATCH_HISTORY"] = str(root / "history")
         cost_model = chosen.cost_model
         if cost_model is None:
-            _, cost_model = profile_model(ProfileRequest(str(model), max_seconds=60.0), root / "profile.json")
+            spec = JobSpec(model=str(model), input="-", output="-")
+            _, cost_model = profile_model(spec, 60.0, root / "profile.json")
         adapters = _write_adapters(root / "adapters", model, RANKS)
         print(_HEADER, flush=True)
         for number in chosen.job:

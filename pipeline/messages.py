@@ -78,15 +78,9 @@ MIN_STEP_TOKENS = 16
 ReplicaState = Literal["starting", "ready", "restarting", "failed", "left"]
 
 
-@dataclass(frozen=True, slots=True)
-class EngineIdentity:
-    """Key by which two runs share an engine: the base model's content hash, or its URL without one, the engine's
-    factory, and every option.
-    """
-
-    model: str
-    factory: str
-    config: EngineConfig
+#: Key by which two runs share an engine: the base model's content hash, or its URL without one; the engine's factory;
+#: every option.
+EngineIdentity = tuple[str, str, EngineConfig]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +104,7 @@ class EngineSettings:
     @property
     def identity(self) -> EngineIdentity:
         """The key of the engine that these settings ask for."""
-        return EngineIdentity(self.model_sha256 or self.model_url, self.factory, self.config)
+        return self.model_sha256 or self.model_url, self.factory, self.config
 
     def proof_of(self, folder: Path) -> ModelProof:
         """The proof for a process that is about to load the model from `folder`."""

@@ -485,9 +485,8 @@ class Scheduler:
         assert failing == self._failing, f"failed twice and queued: {failing}, noted {self._failing}"
         uncommitted = sum(state.status is not ShardStatus.COMMITTED for state in self._shards.values())
         assert uncommitted == self._num_uncommitted, f"{uncommitted} uncommitted, counted {self._num_uncommitted}"
-        open_rows = [sum(r.rows_left.values()) for r in self._replicas.values()]
-        assert open_rows == [r.open_rows for r in self._replicas.values()], f"open rows are {open_rows}"
         for r in self._replicas.values():
+            assert sum(r.rows_left.values()) == r.open_rows, f"{r.replica_id}: {r.open_rows} open rows of {r.rows_left}"
             work = sum(self._shares.work(self._shards[i].shard, num_rows) for i, num_rows in r.rows_left.items())
             assert math.isclose(work, r.open_work, abs_tol=1e-3), f"{r.replica_id}: {work} of work, counted otherwise"
         self._shares.check_integrity(self._queued_shards(), sum(r.open_work for r in self._replicas.values()))

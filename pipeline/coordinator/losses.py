@@ -71,22 +71,7 @@ class ItemLosses:
         return self.num_lost >= _MAX_LOST or (self.num_lost > 1 and self.num_alone > 0)
 
 
-@dataclass(frozen=True, slots=True)
-class AskLosses:
-    """Request for the losses of the fan-out `name`."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class LossesReply:
-    """Reply to `AskLosses`: the losses of each item of the fan-out that a worker was lost with."""
-
-    items: tuple[ItemLosses, ...]
-
-
-_REQUESTS: Codec[AskLosses] = Codec(AskLosses)
-_REPLIES: Codec[LossesReply] = Codec(LossesReply)
+_ITEMS: Codec[ItemLosses] = Codec(ItemLosses)
 
 
 @dataclass(slots=True)
@@ -120,7 +105,7 @@ class LossesPlugin(SchedulerPlugin):
     idempotent = True
 
     async def start(self, scheduler: Scheduler) -> None:
-        """Add the operation for `AskLosses`. Dask calls this on the scheduler."""
+        """Add the operation that `losses_of` calls. Dask calls this on the scheduler."""
         self._scheduler = scheduler
         self._losses = Losses()
         # Task -> worker that has it.
@@ -129,8 +114,9 @@ class LossesPlugin(SchedulerPlugin):
         self._released: deque[tuple[float, str, str]] = deque()
         scheduler.handlers[_LOSSES_OP] = self._reply
 
-    async def _reply(self, request: dict[str, Any]) -> dict[str, Any]:
-        return _REPLIES.encode(LossesReply(self._losses.of(_REQUESTS.decode(request).name)))
+    async def _reply(self, name: str) -> list[dict[str, Any]]:
+        """The losses of the fan-out `name`, encoded."""
+        return [_ITEMS.encode(item) for item in self._losses.of(name)]
 
     def transition(self, key: Any, start: str, finish: str, *_: Any, **__: Any) -> None:
         """Keep track of the workers of a fan-out's tasks. Dask calls this for every task; most are of no fan-out."""
@@ -162,5 +148,5 @@ def count_losses(client: Client) -> None:
 def losses_of(client: Client, name: str) -> dict[int, ItemLosses]:
     """Losses of one fan-out by number of the item, from the Dask scheduler."""
     call = getattr(client.scheduler, _LOSSES_OP)
-    reply = _REPLIES.decode(client.sync(call, request=_REQUESTS.encode(AskLosses(name))))
-    return {item.number: item for item in reply.items}
+    items = map(_ITEMS.decode, client.sync(call, name=name))
+    return {item.number: item for item in items}

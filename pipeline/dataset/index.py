@@ -1,4 +1,4 @@
-"""Indexes a chunk: every row is checked, rendered, tokenised and fingerprinted. `IndexTotals` adds the chunks up.
+"""Indexes a chunk: every row is checked, rendered, tokenised and fingerprinted. `IndexTotals` adds chunks up.
 
 A chunk becomes two Arrow files (`schema.py`): its rows, ready to run, and a few numbers per row for the planner. Rows
 never leave the machine that indexes them; only counts are returned.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
 from itertools import accumulate
@@ -39,22 +39,40 @@ _MOST_ROWS_TOGETHER = 1024
 _MOST_BYTES_TOGETHER = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkSummary:
-    """Counts of one indexed chunk, or why it cannot be read."""
+@dataclass(slots=True)
+class IndexTotals:
+    """Counts of indexed chunks: those of one chunk, or of several added up."""
 
-    #: Number of the chunk.
-    chunk_id: int
-    #: Prepared rows of the chunk; each completion of a row with several counts.
+    #: Chunks that were indexed, or could not be read.
+    num_chunks: int = 0
+    #: Prepared rows of all chunks; each completion of a row with several counts.
     num_rows: int = 0
     #: Prepared rows by name of their adapter; "" for the base model.
-    rows_per_adapter: Mapping[str, int] = field(default_factory=dict)
+    rows_per_adapter: Counter[str] = field(default_factory=Counter)
     #: Rows of the input with a peculiarity that users should know of, by peculiarity.
-    peculiar_rows: Mapping[str, int] = field(default_factory=dict)
-    #: Why row groups cannot be read, a sentence each. If there are any, nothing was written and all counts are 0.
-    damages: tuple[str, ...] = ()
-    #: Adapters whose own tokenizers could not be read when the chunk was indexed before, and can be read now.
-    cured: frozenset[str] = frozenset()
+    peculiar_rows: Counter[str] = field(default_factory=Counter)
+    #: Number of a chunk -> why row groups of it cannot be read, a sentence each. Nothing is written or counted of such
+    #: a chunk.
+    damages: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    #: Adapters whose own tokenizers could not be read when a chunk was indexed before, and can be read now.
+    cured: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, parts: Iterable[IndexTotals]) -> IndexTotals:
+        """Totals of several counts, given in any order."""
+        totals = cls()
+        for part in parts:
+            totals.add(part)
+        return totals
+
+    def add(self, other: IndexTotals) -> None:
+        """Add the counts of other chunks."""
+        self.num_chunks += other.num_chunks
+        self.num_rows += other.num_rows
+        self.rows_per_adapter.update(other.rows_per_adapter)
+        self.peculiar_rows.update(other.peculiar_rows)
+        self.damages |= other.damages
+        self.cured |= other.cured
 
 
 def list_chunks(record: JobRecord, inputs: Sequence[str] = ()) -> tuple[ChunkRef, ...]:
@@ -85,11 +103,11 @@ def list_chunks(record: JobRecord, inputs: Sequence[str] = ()) -> tuple[ChunkRef
     return tuple(ChunkRef(number, tuple(groups)) for number, groups in enumerate(chunks))
 
 
-def index_chunk(chunk: ChunkRef, job: IndexJob, store: JobStore) -> ChunkSummary:
+def index_chunk(chunk: ChunkRef, job: IndexJob, store: JobStore) -> IndexTotals:
     """Index one chunk, unless it was indexed already with every tokenizer readable. Safe to repeat, and to run twice at
     once.
 
-    Bad rows become error rows. A row group that cannot be read is reported in the summary. Raises `StorageError` when
+    Bad rows become error rows. A row group that cannot be read is reported in `damages`. Raises `StorageError` when
     the model cannot be read or the output cannot be written.
     """
     without: frozenset[str] = frozenset()
@@ -101,29 +119,29 @@ def index_chunk(chunk: ChunkRef, job: IndexJob, store: JobStore) -> ChunkSummary
         ):
             without = without_tokenizer(index.schema)
             if not without:
-                return _summary(chunk.chunk_id, index.read_all(), counts_of(index.schema))
+                return _totals(index.read_all(), counts_of(index.schema))
     rows = ChunkRows(chunk.chunk_id, job, lambda adapter: _tokenizer_of(job, adapter))
     try:
         for batch, places in read_chunk(chunk, job.schema_ipc, job.storage_options, is_narrow=bool(job.dropped)):
             rows.add(batch, places)
     except DamagedChunkError as damage:
-        return ChunkSummary(chunk.chunk_id, damages=damage.args)
+        return IndexTotals(1, damages={chunk.chunk_id: damage.args})
     order, batches = rows.order()
     store.write_rows(chunk.chunk_id, _ipc_bytes(rows.prepared_batches(order, batches), job.key))
     found = rows.index(order, batches)
     batches_of_index = with_counts(found.combine_chunks(), rows.counts, rows.without_tokenizer).to_batches()
     store.write_index(chunk.chunk_id, _ipc_bytes(batches_of_index, job.key))
-    return replace(_summary(chunk.chunk_id, found, rows.counts), cured=without.difference(rows.without_tokenizer))
+    return _totals(found, rows.counts, cured=without.difference(rows.without_tokenizer))
 
 
-def deadly_chunk(chunk: ChunkRef) -> ChunkSummary:
-    """The summary of a chunk whose workers are lost while they index it."""
+def deadly_chunk(chunk: ChunkRef) -> IndexTotals:
+    """Counts of a chunk whose workers are lost while they index it."""
     damage = (
         f"{chunk.place}: two workers or more were lost while they read it. It may end the process that reads it "
         "or take more memory than a worker has; the workers' logs may say more. Write it in smaller row groups, repair "
         "it or leave it out; if the workers were ended by something else, run the same command again."
     )
-    return ChunkSummary(chunk.chunk_id, damages=(damage,))
+    return IndexTotals(1, damages={chunk.chunk_id: (damage,)})
 
 
 def spelling(record: JobRecord, model_url: str, storage_options: Mapping[str, Any]) -> Spell:
@@ -198,43 +216,7 @@ def _ipc_bytes(batches: Iterable[pa.RecordBatch], key: str) -> memoryview:
     return memoryview(sink.getvalue())
 
 
-def _summary(chunk_id: int, index: pa.Table, peculiar_rows: Mapping[str, int]) -> ChunkSummary:
-    adapters = Counter(index.column("adapter").to_pylist())
-    rows_per_adapter = {name or "": count for name, count in adapters.items()}
-    return ChunkSummary(chunk_id, index.num_rows, rows_per_adapter, dict(peculiar_rows))
-
-
-@dataclass(slots=True)
-class IndexTotals:
-    """Sums of `ChunkSummary` over chunks."""
-
-    #: Chunks added up.
-    num_chunks: int = 0
-    #: Prepared rows of all chunks.
-    num_rows: int = 0
-    #: Prepared rows by name of their adapter; "" for the base model.
-    rows_per_adapter: Counter[str] = field(default_factory=Counter)
-    #: Rows of the input with a peculiarity that users should know of, by peculiarity.
-    peculiar_rows: Counter[str] = field(default_factory=Counter)
-    #: Number of a chunk -> why it cannot be read.
-    damages: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    #: Adapters whose own tokenizers could not be read when a chunk was indexed before, and can be read now.
-    cured: set[str] = field(default_factory=set)
-
-    @classmethod
-    def of(cls, summaries: Iterable[ChunkSummary]) -> IndexTotals:
-        """Totals of these chunks, given in any order."""
-        totals = cls()
-        for summary in summaries:
-            totals.add(summary)
-        return totals
-
-    def add(self, summary: ChunkSummary) -> None:
-        """Add the summary of one more chunk; each chunk is added once."""
-        self.num_chunks += 1
-        self.num_rows += summary.num_rows
-        self.rows_per_adapter.update(summary.rows_per_adapter)
-        self.peculiar_rows.update(summary.peculiar_rows)
-        self.cured |= summary.cured
-        if summary.damages:
-            self.damages[summary.chunk_id] = summary.damages
+def _totals(index: pa.Table, peculiar_rows: Mapping[str, int], cured: Iterable[str] = ()) -> IndexTotals:
+    """Counts of one chunk by its index."""
+    adapters = Counter(name or "" for name in index.column("adapter").to_pylist())
+    return IndexTotals(1, index.num_rows, adapters, Counter(peculiar_rows), cured=set(cured))

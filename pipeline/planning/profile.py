@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from ...engine.config import BaseQuantization, DeviceKind, EngineConfig, products_format
+from ...engine.config import DEFAULT_BATCH_ROWS, DEFAULT_STEP_TOKENS, DeviceKind, EngineConfig, products_format
 from ...engine.engine import Engine
 from ...engine.peft import audit_adapter
 from ...engine.peft.random import write_random_adapter
@@ -29,6 +29,7 @@ from ...engine.request import Request, SamplingParams
 from ...engine.runner.backend import choose_arithmetic
 from ...jobs.cost_profile import CostProfile, machine, profile_path
 from ...jobs.errors import JobFailedError
+from ...jobs.spec import JobSpec
 from ...jobs.storage.local_copy import local_folder, model_sha256
 from ...scheduler.cost import StepLoad
 from ...scheduler.fitting import StepSample, fit, fit_loads, fit_quality, meeting_total
@@ -38,74 +39,53 @@ from ..cluster.connect import DEFAULT_WORKERS, embedded
 from ..cluster.devices import device_kind
 from ..supervisor.spare import TRIM_VARIABLE
 
-
-@dataclass(frozen=True, slots=True)
-class ProfileRequest:
-    """The engines to measure, and the time to take."""
-
-    #: Path or URL of the base model.
-    model: str
-    #: Engines that are measured at once; None for `DEFAULT_WORKERS` on a CPU and one on a GPU.
-    num_engines: int | None = None
-    #: CPU threads of each engine; None for an equal share of this machine's cores.
-    engine_threads: int | None = None
-    #: Most rows in a step.
-    batch_rows: int = 64
-    #: Most tokens in a step.
-    step_tokens: int = 512
-    #: Seconds after which no further probe begins.
-    max_seconds: float = 120.0
-    #: Number format of the engines, as in `EngineConfig`.
-    dtype: str = "auto"
-    #: Number format of the base model's weights, as in `EngineConfig`.
-    base_quantization: BaseQuantization = "none"
-    #: Processes of each engine.
-    tensor_parallel: int = 1
-
-    @property
-    def engines(self) -> int:
-        """Number of engines that are measured at once."""
-        return self.num_engines or (DEFAULT_WORKERS if device_kind("auto") == "cpu" else 1)
+#: Seconds after which no further probe begins.
+MAX_SECONDS = 120.0
 
 
-def profile_model(request: ProfileRequest, save: Path | None = None) -> tuple[CostProfile, Path]:
-    """Measure engines, fit a cost model, and write it to `save`, by default to this machine's cache, in which jobs look
-    for it. Returns the profile and its path.
+def profile_model(
+    spec: JobSpec, max_seconds: float = MAX_SECONDS, save: Path | None = None
+) -> tuple[CostProfile, Path]:
+    """Measure the engines of a job on this machine, fit a cost model, and write it to `save`, by default to this
+    machine's cache, in which jobs look for it. Returns the profile and its path.
+
+    `spec`: only its model, its workers and the options of its engines count. By default as many engines are measured as
+    a local cluster has workers on a CPU, and one on a GPU; each gets an equal share of this machine's cores.
 
     Raises `StorageError` or `EngineError` for a model that cannot be read or served.
     """
-    folder = local_folder(request.model, {})
-    threads = request.engine_threads or max(1, len(os.sched_getaffinity(0)) // request.engines)
+    folder = local_folder(spec.model, {})
+    num_engines = spec.workers or (DEFAULT_WORKERS if device_kind("auto") == "cpu" else 1)
+    threads = spec.engine_threads or max(1, len(os.sched_getaffinity(0)) // num_engines)
     config = EngineConfig(
-        max_batch_rows=request.batch_rows,
-        max_step_tokens=request.step_tokens,
+        max_batch_rows=spec.batch_rows or DEFAULT_BATCH_ROWS,
+        max_step_tokens=spec.step_tokens or DEFAULT_STEP_TOKENS,
         num_threads=threads,
-        dtype=request.dtype,
-        base_quantization=request.base_quantization,
-        tensor_parallel=request.tensor_parallel,
+        dtype=spec.dtype,
+        base_quantization=spec.base_quantization,
+        tensor_parallel=spec.tensor_parallel,
     )
-    profile = _fitted(_measure(folder, config, request), request, threads, model_sha256(folder, with_weights=True))
+    found = _measure(folder, config, num_engines, max_seconds)
+    profile = _fitted(found, config, threads, model_sha256(folder, with_weights=True))
     cpu_threads = threads if profile.device == "cpu" else None
-    path = save or profile_path(
-        profile.model_sha256, profile.device, profile.dtype, cpu_threads, request.tensor_parallel
-    )
+    path = save or profile_path(profile.model_sha256, profile.device, profile.dtype, cpu_threads, spec.tensor_parallel)
     make_private(path.parent)
     path.write_text(json.dumps(profile.to_json(), indent=1) + "\n", encoding="utf-8")
     return profile, path
 
 
-def _measure(folder: Path, config: EngineConfig, request: ProfileRequest) -> list[EngineProfile]:
+def _measure(folder: Path, config: EngineConfig, num_engines: int, max_seconds: float) -> list[EngineProfile]:
     processes = multiprocessing.get_context("spawn")
     # the cluster of idle workers logs its routine at level INFO
     logging.getLogger("distributed").setLevel(logging.WARNING)
-    with embedded(request.engines), ProcessPoolExecutor(request.engines, mp_context=processes) as pool:
+    with embedded(num_engines), ProcessPoolExecutor(num_engines, mp_context=processes) as pool:
         # Dask's nannies leave the variable in this process's environment
         os.environ.pop(TRIM_VARIABLE, None)
-        running = [pool.submit(profile_engine, folder, config, request.max_seconds) for _ in range(request.engines)]
+        running = [pool.submit(profile_engine, folder, config, max_seconds) for _ in range(num_engines)]
         return [one.result() for one in running]
 
 
-def _fitted(found: Sequence[EngineProfile], request: ProfileRequest, threads: int, sha256: str) -> CostProfile:
+def _fitted(found: Sequence[EngineProfile], config: EngineConfig, threads: int, sha256: str) -> CostProfile:
     device, dtype = found[0].device, found[0].dtype
     prior = CPU_SMOLLM2_135M if device == "cpu" else H200_LLAMA_3_8B
     steps = [step for profile in found for step in profile.steps]
@@ -113,7 +93,7 @@ def _fitted(found: Sequence[EngineProfile], request: ProfileRequest, threads: in
         raise JobFailedError("profile: no step was measured. Give it more time with --max-seconds.")
     samples = [sample for _, sample in steps]
     cost = fit_loads([load for profile in found for load in profile.loads], fit(samples, prior))
-    if device == "cpu" and request.engines * threads > len(os.sched_getaffinity(0)):
+    if device == "cpu" and len(found) * threads > len(os.sched_getaffinity(0)):
         # Engines take turns on a core: a job will have steps such as those that the fit treats as disturbed.
         cost = meeting_total(cost, samples)
     merge_s = median(s for profile in found for s in profile.merge_s[1:])
@@ -127,8 +107,8 @@ def _fitted(found: Sequence[EngineProfile], request: ProfileRequest, threads: in
         device=device,
         dtype=dtype,
         engine_threads=threads if device == "cpu" else None,
-        num_engines=request.engines,
-        batch_rows=request.batch_rows,
+        num_engines=len(found),
+        batch_rows=config.batch_rows,
         quality={kind: fit_quality([s for k, s in steps if k == kind], cost) for kind in kinds},
         cost=cost,
     )
@@ -193,7 +173,7 @@ def probe_grid(max_batch_rows: int, max_step_tokens: int, max_context_tokens: in
     return sorted(probes, key=lambda probe: probe.num_rows * (probe.prompt_tokens + probe.output_tokens))
 
 
-def profile_engine(model_folder: Path, config: EngineConfig, max_seconds: float = 120.0) -> EngineProfile:
+def profile_engine(model_folder: Path, config: EngineConfig, max_seconds: float = MAX_SECONDS) -> EngineProfile:
     """Measure one engine of this configuration. Probes that would begin after `max_seconds` are left out.
 
     Raises what `Engine` raises for a model that cannot be served.

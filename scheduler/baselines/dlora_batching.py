@@ -22,6 +22,14 @@ from ..cost import CostModel, lora_load
 
 # dLoRA's credits per adapter, in batches: what it may serve out of turn before it must have waited.
 _CREDIT_BATCHES = 200.0
+#: Number by which Algorithm 2 lowers alpha, or raises beta, when the other choice would have been faster.
+DECREMENT = 0.05
+#: Factor by which Algorithm 2 raises alpha, or lowers beta, when the other choice would not have been faster.
+MULTIPLIER = 1.1
+#: Iterations after which a break point comes anyway.
+PERIOD = 32
+#: Least and largest value of alpha and beta.
+LEAST_THRESHOLD, _MOST_THRESHOLD = 0.05, 4.0
 
 
 class DloraBatcher:
@@ -32,7 +40,7 @@ class DloraBatcher:
         credits = Credits(0, initial=initial, starve_above=1.5 * initial, normal_below=1.2 * initial)
         self._cost, self._ranks, self._mean_context = cost, ranks, mean_context
         thresholds = Thresholds(alpha=0.9, beta=0.5)
-        self.inner = DynamicBatcher(self._iteration_s, credits, Tuning(switch_s=cost.merge_s), thresholds)
+        self.inner = DynamicBatcher(self._iteration_s, credits, cost.merge_s, thresholds)
 
     def next_step(self, view: BatchView) -> StepPlan:
         """Open accounts for new adapters, then plan the step by the `DynamicBatcher`."""
@@ -155,24 +163,6 @@ def merge_candidate(types: NDArray[np.int32], is_legal: NDArray[np.bool_]) -> in
     return int(np.argmax(counts))
 
 
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """Constants of Algorithm 2."""
-
-    #: Seconds of a switch: t_M.
-    switch_s: float
-    #: Number by which alpha falls, or beta rises, when the other choice would have been faster.
-    decrement: float = 0.05
-    #: Factor by which alpha rises, or beta falls, when it would not.
-    multiplier: float = 1.1
-    #: Iterations after which a break point comes anyway.
-    period: int = 32
-    #: Least value of alpha and beta.
-    least: float = 0.05
-    #: Largest value of alpha and beta.
-    most: float = 4.0
-
-
 @dataclass(slots=True)
 class Period:
     """Rows and seconds that either choice would have had since the last break point."""
@@ -197,20 +187,26 @@ class Period:
         self.fcfs_s += fcfs_s
 
 
-def tune_alpha(alpha: float, period: Period, tuning: Tuning) -> float:
-    """Algorithm 2 after an unmerged period: lower alpha if merging at its start would have been faster."""
-    merged = period.merged_rows / (period.merged_s + tuning.switch_s)
+def tune_alpha(alpha: float, period: Period, switch_s: float) -> float:
+    """Algorithm 2 after an unmerged period: lower alpha if merging at its start would have been faster.
+
+    `switch_s`: seconds of a switch, t_M.
+    """
+    merged = period.merged_rows / (period.merged_s + switch_s)
     unmerged = period.fcfs_rows / period.fcfs_s
-    tuned = alpha - tuning.decrement if merged > unmerged else alpha * tuning.multiplier
-    return min(max(tuned, tuning.least), tuning.most)
+    tuned = alpha - DECREMENT if merged > unmerged else alpha * MULTIPLIER
+    return min(max(tuned, LEAST_THRESHOLD), _MOST_THRESHOLD)
 
 
-def tune_beta(beta: float, period: Period, tuning: Tuning) -> float:
-    """Algorithm 2 after a merged period: raise beta if unmerging at its start would have been faster."""
+def tune_beta(beta: float, period: Period, switch_s: float) -> float:
+    """Algorithm 2 after a merged period: raise beta if unmerging at its start would have been faster.
+
+    `switch_s`: seconds of a switch, t_M.
+    """
     merged = period.merged_rows / period.merged_s
-    unmerged = period.fcfs_rows / (period.fcfs_s + tuning.switch_s)
-    tuned = beta + tuning.decrement if unmerged > merged else beta / tuning.multiplier
-    return min(max(tuned, tuning.least), tuning.most)
+    unmerged = period.fcfs_rows / (period.fcfs_s + switch_s)
+    tuned = beta + DECREMENT if unmerged > merged else beta / MULTIPLIER
+    return min(max(tuned, LEAST_THRESHOLD), _MOST_THRESHOLD)
 
 
 @dataclass(slots=True)
@@ -224,8 +220,8 @@ class DynamicBatcher:
     iteration_s: IterationTime
     #: Accounts of the adapters.
     credits: Credits
-    #: Constants by which the thresholds are tuned.
-    tuning: Tuning
+    #: Seconds of a switch of the merged adapter.
+    switch_s: float
     #: Thresholds of Algorithm 1; Algorithm 2 changes them.
     thresholds: Thresholds = field(default_factory=Thresholds)
     #: Adapter that was merged before this step (None: unmerged).
@@ -263,7 +259,7 @@ class DynamicBatcher:
         is_allowed = np.ones(len(self.credits.balance), dtype=bool)
         candidate = merged if merged is not None else merge_candidate(types, is_allowed)
         is_break = merged != self._merged or candidate != self._candidate
-        if self._period.num_iterations and (is_break or self._period.num_iterations >= self.tuning.period):
+        if self._period.num_iterations and (is_break or self._period.num_iterations >= PERIOD):
             self._tune()
         self._candidate = candidate
         if candidate is None:
@@ -274,9 +270,9 @@ class DynamicBatcher:
 
     def _tune(self) -> None:
         if self._merged is None:
-            self.thresholds.alpha = tune_alpha(self.thresholds.alpha, self._period, self.tuning)
+            self.thresholds.alpha = tune_alpha(self.thresholds.alpha, self._period, self.switch_s)
             self.thresholds.alpha = max(self.thresholds.alpha, self.thresholds.beta)
         else:
-            self.thresholds.beta = tune_beta(self.thresholds.beta, self._period, self.tuning)
+            self.thresholds.beta = tune_beta(self.thresholds.beta, self._period, self.switch_s)
             self.thresholds.beta = min(self.thresholds.alpha, self.thresholds.beta)
         self._period = Period()

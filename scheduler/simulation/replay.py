@@ -8,7 +8,7 @@ itself. Those of another version of the events are passed over.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..messages import BEGINNING, EVENTS_VERSION, Command, Event
@@ -31,10 +31,8 @@ class ReplayOutcome:
     first_difference: tuple[int, list[dict[str, Any]], list[dict[str, Any]]] | None = None
 
 
-@dataclass(slots=True)
-class _Step:
-    event: Mapping[str, Any]
-    commands: list[dict[str, Any]] = field(default_factory=list)
+# An event, and the commands that it gave, as recorded.
+_Step = tuple[Mapping[str, Any], list[dict[str, Any]]]
 
 
 def replay(shards: Sequence[Shard], event_log: Iterable[Mapping[str, Any]]) -> ReplayOutcome:
@@ -47,11 +45,11 @@ def replay(shards: Sequence[Shard], event_log: Iterable[Mapping[str, Any]]) -> R
         scheduler = make_scheduler(
             shards, committed=origin["committed"], settings=SchedulerSettings.from_json(origin["settings"])
         )
-        for step in steps:
-            given = [command.to_json() for command in scheduler.handle(Event.from_json(step.event))]
+        for event, recorded in steps:
+            given = [command.to_json() for command in scheduler.handle(Event.from_json(event))]
             # Both are read back from JSON: tuples have become lists in the record.
-            if [Command.from_json(command) for command in given] != [Command.from_json(c) for c in step.commands]:
-                return ReplayOutcome(num_events, num_commands, num_passed_over, (num_events, step.commands, given))
+            if [Command.from_json(command) for command in given] != [Command.from_json(c) for c in recorded]:
+                return ReplayOutcome(num_events, num_commands, num_passed_over, (num_events, recorded, given))
             num_events += 1
             num_commands += len(given)
     return ReplayOutcome(num_events, num_commands, num_passed_over)
@@ -68,7 +66,7 @@ def _runs(event_log: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any
         steps = runs[-1][1]
         # Every line has the time of its event, commands have none.
         if "time_s" in line:
-            steps.append(_Step(line))
+            steps.append((line, []))
         elif steps:
-            steps[-1].commands.append(dict(line))
+            steps[-1][1].append(dict(line))
     return runs

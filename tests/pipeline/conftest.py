@@ -23,7 +23,7 @@ from lorabatch.jobs.store import JobStore
 from lorabatch.jobs.validation import check_job
 from lorabatch.pipeline.dataset.answers import RowAnswer
 from lorabatch.pipeline.dataset.chunk import IndexJob
-from lorabatch.pipeline.dataset.index import ChunkSummary, IndexTotals, index_chunk, list_chunks
+from lorabatch.pipeline.dataset.index import IndexTotals, index_chunk, list_chunks
 from lorabatch.pipeline.dataset.reader import ShardRows, read_shard
 from lorabatch.pipeline.planning.plan import JobPlan, plan_job
 from lorabatch.pipeline.planning.settings import RunSettings
@@ -43,7 +43,7 @@ class PreparedJob:
     store: JobStore
     record: JobRecord
 
-    def index(self) -> list[ChunkSummary]:
+    def index(self) -> list[IndexTotals]:
         job = IndexJob.from_record(self.record, self.spec)
         return [index_chunk(chunk, job, self.store) for chunk in list_chunks(self.record)]
 

@@ -105,12 +105,11 @@ def copy_as_a_job(given: Path, model: Path, output: Path, **options: Any) -> lis
     record, store = make_record(checked), checked.store
     store.freeze(record)
     job = IndexJob.from_record(record, spec)
-    summaries = [index_chunk(chunk, job, store) for chunk in list_chunks(record)]
-    damages = [damage for summary in summaries for damage in summary.damages]
-    if damages:
-        raise JobError("\n".join(damages))
+    indexed = IndexTotals.of(index_chunk(chunk, job, store) for chunk in list_chunks(record))
+    if indexed.damages:
+        raise JobError("\n".join(damage for damages in indexed.damages.values() for damage in damages))
     settings = RunSettings.of_machine("cpu-smollm2-135m", batch_rows=spec.batch_rows)
-    plan = plan_job(store, record, IndexTotals.of(summaries), num_replicas=1, settings=settings)
+    plan = plan_job(store, record, indexed, num_replicas=1, settings=settings)
     if not plan.shards:
         assert store.commit_part(0, empty_part(record, "run"))
     for shard in plan.shards:

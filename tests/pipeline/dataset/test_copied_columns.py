@@ -196,12 +196,13 @@ def test_int96_timestamps_with_nanoseconds_are_refused_by_name(prepare_job: Prep
     job = prepare_job({"x.parquet": parquet(table, use_deprecated_int96_timestamps=True)})
     assert [note for note in job_notes(job.record) if "INT96" in note and note.endswith("NTZ: fine")]
     (summary,) = job.index()
-    assert "column 'fine' has INT96 timestamps with nanoseconds" in summary.damages[0]
-    assert "--drop fine" in summary.damages[0]
+    (damage,) = summary.damages[0]
+    assert "column 'fine' has INT96 timestamps with nanoseconds" in damage
+    assert "--drop fine" in damage
     job = prepare_job({"x.parquet": parquet(table, use_deprecated_int96_timestamps=True)}, drop=["fine"])
     assert not [note for note in job_notes(job.record) if "INT96" in note]
     (summary,) = job.index()
-    assert summary.damages == ()
+    assert summary.damages == {}
 
 
 def by_spark(columns: dict[str, Any], fields: Any = (), **options: Any) -> bytes:
@@ -263,7 +264,7 @@ def test_types_of_spark_that_parquet_shows_are_copied(prepare_job: Prepare) -> N
     assert prepare_job({"a.parquet": with_comment}).record.input.metadata_left_out
     for text in ("no JSON", "[]", '{"fields": [3]}', '{"fields": [{"name": "c0", "type": {}}]}'):
         table = pa.table(ID).replace_schema_metadata({"org.apache.spark.sql.parquet.row.metadata": text})
-        assert prepare_job({"a.parquet": parquet(table)}).index()[0].damages == ()
+        assert prepare_job({"a.parquet": parquet(table)}).index()[0].damages == {}
 
 
 DAY, TIME = dt.date(1582, 10, 14), dt.datetime(1899, 12, 31, 23, 59, 59)
@@ -283,7 +284,7 @@ def test_old_days_of_the_julian_calendar_are_refused_by_name(prepare_job: Prepar
         drop = options.pop("drop", ())
         data = by_spark({"c": OLD_VALUES[name], "new": pa.array([NEAR, NEAR, None], US)}, **options)
         (summary,) = prepare_job({"x.parquet": data}, drop=drop).index()
-        return summary.damages[0] if summary.damages else None
+        return summary.damages[0][0] if summary.damages else None
 
     is_int96 = {"use_deprecated_int96_timestamps": True}
     has_int96 = name in ("timestamp", "millis", "struct")

@@ -24,7 +24,7 @@ from lorabatch.engine.text.tokenizer import Tokenizer
 from lorabatch.jobs.errors import DamagedRecordError, StorageError
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.dataset.chunk import IndexJob
-from lorabatch.pipeline.dataset.index import index_chunk, list_chunks
+from lorabatch.pipeline.dataset.index import IndexTotals, index_chunk, list_chunks
 from lorabatch.pipeline.dataset.reader import read_shard
 from lorabatch.pipeline.dataset.row_checks import ErrorKind
 from lorabatch.pipeline.dataset.schema import BATCH_ROWS, arrow_file, passthrough_schema
@@ -412,7 +412,7 @@ def test_a_file_that_changed_after_the_job_was_frozen_is_not_taken_for_the_one_t
     job = prepare_job(pa.table({"id": [1, 2], "prompt": ["a", "b"]}), row_group_rows=1)
     path = job.store.location.local_path("../in/rows.parquet")
     pq.write_table(pa.table({"id": [1, 2], "prompt": ["a", "c"]}), path, row_group_size=1)
-    (said,) = {damage for summary in job.index() for damage in summary.damages}
+    (said,) = {damage for summary in job.index() for damages in summary.damages.values() for damage in damages}
     assert said == (
         "input file 'rows.parquet': has changed since the job was started. Put back what it was, or start over with "
         "--overwrite."
@@ -440,7 +440,7 @@ def test_a_file_with_the_same_footer_and_other_rows_is_not_taken_for_the_one_tha
         path.unlink()
     write_plainly(path, "new rows")
     assert path.read_bytes()[-100:] == before[-100:]
-    (said,) = index_chunk(second, index_job, job.store).damages
+    (said,) = index_chunk(second, index_job, job.store).damages[second.chunk_id]
     assert said.startswith("input file 'rows.parquet': has changed since the job was started. Put back what it was")
 
 
@@ -466,7 +466,7 @@ def test_a_copy_of_the_file_that_is_older_than_the_job_is_taken_for_it(
     write_plainly(path, "the rows")
     job = prepare_job({}, input=str(path))
     os.utime(path, (1e9, 1e9))  # as a worker on another machine has it
-    assert [summary.damages for summary in job.index()] == [(), ()]
+    assert [summary.damages for summary in job.index()] == [{}, {}]
 
 
 def test_a_damaged_row_group_is_named_and_the_others_are_indexed(prepare_job: Callable[..., Any]) -> None:
@@ -475,7 +475,7 @@ def test_a_damaged_row_group_is_named_and_the_others_are_indexed(prepare_job: Ca
     job = prepare_job(pa.table({"id": range(num_rows), "prompt": texts}), row_group_rows=1000)
     damaged(job.store.location.local_path("../in/rows.parquet"), 0.4)
     summaries = job.index()
-    (damage,) = (damage for summary in summaries for damage in summary.damages)
+    ((damage,),) = IndexTotals.of(summaries).damages.values()
     assert "input file 'rows.parquet', row group 1 (rows 1000 to 1999): cannot be read" in damage
     assert sum(summary.num_rows for summary in summaries) == 3000
     assert not job.store.has_index(1)
@@ -508,7 +508,7 @@ def test_a_file_that_vanishes_after_the_check_is_named(prepare_job: Callable[...
     job = prepare_job(pa.table({"id": [1], "prompt": ["a"]}))
     job.store.location.local_path("../in/rows.parquet").unlink()
     (summary,) = job.index()
-    assert "rows.parquet" in summary.damages[0]
+    assert "rows.parquet" in summary.damages[0][0]
 
 
 def write_small_files(folder: Path, num_files: int, num_rows: int = 3) -> None:
@@ -554,11 +554,11 @@ def test_of_small_files_that_are_indexed_together_each_damaged_one_is_named(
     write_small_files(tmp_path / "others", 8, 4)
     (tmp_path / "others/rows-007.parquet").replace(tmp_path / "many/rows-007.parquet")
     first, second = job.index()
-    assert [damage.partition(":")[0] for damage in first.damages] == [
+    assert [damage.partition(":")[0] for damage in first.damages[0]] == [
         "input file 'rows-003.parquet', row group 0 (rows 0 to 2)",
         "input file 'rows-007.parquet'",
     ]
-    assert (second.num_rows, second.damages) == (12, ())
+    assert (second.num_rows, second.damages) == (12, {})
     assert not job.store.has_index(0)
 
 

@@ -19,7 +19,7 @@ from lorabatch.engine.text.tokenizer import Tokenizer
 from lorabatch.jobs.errors import DamagedRecordError, ErrorBudgetError, JobRequestError, MissingFileError
 from lorabatch.jobs.record import AdapterRecord, JobRecord
 from lorabatch.pipeline.dataset.answers import decode_journal
-from lorabatch.pipeline.dataset.index import ChunkSummary, IndexTotals
+from lorabatch.pipeline.dataset.index import IndexTotals
 from lorabatch.pipeline.dataset.reader import read_shard
 from lorabatch.pipeline.dataset.schema import arrow_file
 from lorabatch.pipeline.dataset.writer import part_bytes
@@ -172,9 +172,9 @@ def test_errors_within_the_budget_pass_and_beyond_it_stop_the_job(
 def test_damaged_row_groups_stop_the_job_all_named_at_once(prepare_job: Callable[..., Any]) -> None:
     job = prepare_job(rows(4))
     summaries = [
-        ChunkSummary(0, damages=("first is broken",)),
-        ChunkSummary(1, 5),
-        ChunkSummary(2, damages=("third too",)),
+        IndexTotals(1, damages={0: ("first is broken",)}),
+        IndexTotals(1, 5),
+        IndexTotals(1, damages={2: ("third too",)}),
     ]
     with pytest.raises(JobRequestError) as caught:
         plan_job(job.store, job.record, IndexTotals.of(summaries), num_replicas=1, settings=job.settings())

@@ -12,7 +12,7 @@ from lorabatch.jobs.cost_profile import profile_path, read_profile
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.storage.local_copy import model_sha256
 from lorabatch.pipeline.planning import profile
-from lorabatch.pipeline.planning.profile import ProfileRequest, probe_grid, profile_engine, profile_model
+from lorabatch.pipeline.planning.profile import probe_grid, profile_engine, profile_model
 from lorabatch.pipeline.planning.step_prices import choose_cost
 from lorabatch.scheduler.cost import StepLoad
 from lorabatch.scheduler.fitting import fit
@@ -31,8 +31,8 @@ def spec(model: Path, **more: object) -> JobSpec:
 
 @pytest.mark.long
 def test_a_measured_machine_is_found_by_jobs_of_that_model_and_those_threads(tiny_llama: Path) -> None:
-    request = ProfileRequest(str(tiny_llama), num_engines=1, engine_threads=1, batch_rows=4, step_tokens=32)
-    profile, path = profile_model(request)
+    small = {"workers": 1, "engine_threads": 1, "batch_rows": 4, "step_tokens": 32}
+    profile, path = profile_model(spec(tiny_llama, **small))
     assert read_profile(path) == profile
     assert profile.quality.keys() == {"prefill", "decode", "unmerged"}
     sha256, config = model_sha256(tiny_llama, with_weights=True), read_model_config(tiny_llama)
@@ -51,8 +51,8 @@ def test_a_measured_machine_is_found_by_jobs_of_that_model_and_those_threads(tin
 
 @pytest.mark.long
 def test_a_profile_given_by_name_is_used_whatever_it_was_measured_for(tiny_llama: Path, tmp_path: Path) -> None:
-    request = ProfileRequest(str(tiny_llama), 1, 1, batch_rows=4, step_tokens=32, max_seconds=0.0)
-    profile, path = profile_model(request, tmp_path / "mine.json")
+    small = {"workers": 1, "engine_threads": 1, "batch_rows": 4, "step_tokens": 32}
+    profile, path = profile_model(spec(tiny_llama, **small), 0.0, tmp_path / "mine.json")
     assert path == tmp_path / "mine.json"
     chosen = choose_cost(spec(tiny_llama, cost_model=str(path)), "", read_model_config(tiny_llama), "cpu", None)
     assert chosen.cost == profile.cost

@@ -6,11 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorabatch.scheduler.baselines.dlora_batching import (
+    DECREMENT,
+    LEAST_THRESHOLD,
+    MULTIPLIER,
+    PERIOD,
     Credits,
     DynamicBatcher,
     Period,
     Thresholds,
-    Tuning,
     dynamic_batching,
     merge_candidate,
     tune_alpha,
@@ -76,26 +79,23 @@ def paper_period(iterations):
 
 
 def test_switching_pays_over_the_papers_three_iterations_but_not_over_one():
-    tuning = Tuning(switch_s=0.100)
-    assert tune_alpha(1.0, paper_period(3), tuning) == pytest.approx(1.0 - tuning.decrement)
-    assert tune_alpha(1.0, paper_period(1), tuning) == pytest.approx(1.0 * tuning.multiplier)
+    assert tune_alpha(1.0, paper_period(3), 0.100) == pytest.approx(1.0 - DECREMENT)
+    assert tune_alpha(1.0, paper_period(1), 0.100) == pytest.approx(1.0 * MULTIPLIER)
 
 
 def test_beta_rises_when_unmerging_would_have_been_faster():
-    tuning = Tuning(switch_s=0.1)
     few_merged = Period()
     for _ in range(10):
         few_merged.add(2, 0.05, 16, 0.1)
-    assert tune_beta(0.5, few_merged, tuning) > 0.5
-    assert tune_beta(0.5, paper_period(10), tuning) < 0.5
+    assert tune_beta(0.5, few_merged, 0.1) > 0.5
+    assert tune_beta(0.5, paper_period(10), 0.1) < 0.5
 
 
 def test_thresholds_stay_in_their_range():
-    tuning = Tuning(switch_s=0.0)
     alpha = 0.06
     for _ in range(50):
-        alpha = tune_alpha(alpha, paper_period(3), tuning)
-    assert alpha == tuning.least
+        alpha = tune_alpha(alpha, paper_period(3), 0.0)
+    assert alpha == LEAST_THRESHOLD
 
 
 def make_batcher(initial=100.0, starve_above=200.0, lora_factor=1.4):
@@ -103,7 +103,7 @@ def make_batcher(initial=100.0, starve_above=200.0, lora_factor=1.4):
         return 0.05 * (1.0 if merged is not None else lora_factor)
 
     account = Credits(3, initial=initial, starve_above=starve_above, normal_below=initial)
-    return DynamicBatcher(iteration_s, account, Tuning(switch_s=0.1))
+    return DynamicBatcher(iteration_s, account, 0.1)
 
 
 def view_of(waiting, *, running="", merged=None, max_rows=4):
@@ -138,7 +138,7 @@ def test_alpha_learns_that_merging_pays():
     batcher = make_batcher(lora_factor=3.0)
     batcher.thresholds = Thresholds(alpha=1.6, beta=0.1)
     merged = None
-    for _ in range(40 * batcher.tuning.period):
+    for _ in range(40 * PERIOD):
         merged = batcher.next_step(view_of("abbbbb", merged=merged)).merged_adapter
         if merged is not None:
             break
