@@ -252,3 +252,10 @@ def test_the_index_of_decisions_has_every_one_once() -> None:
     rows = re.findall(r"^\| \[(\d+)\]\((.*?)\)", (folder / "README.md").read_text("utf-8"), re.MULTILINE)
     assert sorted(file for _, file in rows) == sorted(path.name for path in folder.glob("0*.md"))
     assert [number for number, file in rows if int(file[:4]) != int(number)] == []
+
+
+def test_the_index_of_decisions_has_their_titles() -> None:
+    folder = ROOT / "docs" / "adr"
+    rows = re.findall(r"^\| \[(\d+)\]\((.*?)\) \| (.*?) \|", (folder / "README.md").read_text("utf-8"), re.MULTILINE)
+    headings = [(folder / file).read_text("utf-8").partition("\n")[0] for _, file, _ in rows]
+    assert headings == [f"# {number}. {title}" for number, _, title in rows]
