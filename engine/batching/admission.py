@@ -2,7 +2,7 @@
 
 Admission is exact: a row enters when the pages for its prompt and all of `max_tokens` are free and its adapter is
 resident, so a running row is never preempted. Where rows grow, a row enters with the pages of the tokens that it is
-expected to generate (docs/adr/0084-rows-grow-on-gpus.md).
+expected to generate (docs/adr/0084).
 
 `Room` makes room in the pool by giving up what is cheapest to restore: prefix pages that no row waits for, then
 adapters that no running row uses, the one needed furthest in the future first.

@@ -1,4 +1,4 @@
-"""Shares the computed beginnings of prompts among rows of one adapter (docs/adr/0030-prefix-pages.md).
+"""Shares the computed beginnings of prompts among rows of one adapter (docs/adr/0030).
 
 On a CPU a row's keys and values are in one contiguous run, so shared pages are copied into it: a copy costs less than a
 hundredth of computing the page. On a GPU a row's block table names them, and a row that computes a page that others
