@@ -7,7 +7,6 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -359,7 +358,9 @@ def test_a_run_has_the_shards_and_the_settings_with_which_it_is_planned_and_simu
     assert engines == [planned.settings.engine]
     scheduler = next(record for record in echo_job.store.read_events() if record["kind"] == BEGINNING)
     adapters = serving_adapters(echo_job.record)
-    assert scheduler["settings"] == json.loads(json.dumps(asdict(planned.settings.scheduler(2, adapters))))
+    expected = json.loads(json.dumps(planned.settings.scheduler(2, adapters).to_json()))
+    assert scheduler["settings"] | {"planned": None} == expected
+    assert scheduler["settings"]["planned"]["predicted_s"] == planned.forecast.predicted_s
     plan = read_plan(echo_job.store)
     assert plan.shards == planned.forecast.plan.shards
     assert plan.predicted_s == planned.forecast.predicted_s
