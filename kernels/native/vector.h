@@ -1,5 +1,5 @@
-/* Vectors of the build's width, and what all kernels need of them. VECTOR_BYTES (64 or 32) is given on the command
- * line, with the machine's instructions to match: AVX-512, or AVX2 with FMA. */
+/* Vectors of the width that the including file defines as VECTOR_BYTES (64 or 32), and what all kernels need of them. The
+ * file is compiled with the instructions to match: AVX-512, or AVX2 with FMA. */
 #ifndef LORABATCH_VECTOR_H
 #define LORABATCH_VECTOR_H
 
