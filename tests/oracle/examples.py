@@ -24,7 +24,7 @@ def explore(machine: Callable[[], RuleBasedStateMachine], num_short: int, num_st
         run_state_machine_as_test(
             machine,  # type: ignore[arg-type]
             settings=settings(
-                max_examples=100 if _is_long() else num_short,
+                max_examples=20 if _is_long() else num_short,
                 stateful_step_count=num_steps,
                 deadline=None,
                 derandomize=not _is_long(),  # what is found at random is found by who looks for it
