@@ -1,4 +1,4 @@
-"""Writes the objects of `docs/concepts/journey.md` anew, from a run of the demo: `python -m lorabatch.demo.journey`."""
+"""Writes the objects of `docs/concepts/journey.md` anew from a run of the demo: `python -m lorabatch.benchmarks.journey`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...system.local_cache import temporary_folder
-from .recorded_run import record_demo
-from .stations import STATIONS, Journey
+from lorabatch.benchmarks.journey.recorded_run import record_demo
+from lorabatch.benchmarks.journey.stations import STATIONS, Journey
+from lorabatch.system.local_cache import temporary_folder
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "journey.md"
 _BLOCK = re.compile(r"(<!-- station: (\w+) -->\n```\n)(.*?)(?=```)", re.DOTALL)

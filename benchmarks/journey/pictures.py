@@ -1,4 +1,4 @@
-"""Draws the pictures of the page on the journey of a row: `python -m lorabatch.demo.journey.pictures`.
+"""Draws the pictures of the page on the journey of a row: `python -m lorabatch.benchmarks.journey.pictures`.
 
 Each is made by code of this project where that says what is in it: the states of a row by their table, shards by the
 planner, the places of pages by the pool.
@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ...engine.memory.pool import PagePool, PageRun
-from ...pipeline.supervisor.rows import TRANSITIONS, RowEvent, RowState
-from ...scheduler.planning.waves import ShardPlan, plan_shards
-from ...scheduler.workload import BASE_MODEL, AdapterInfo, Workload
-from .svg import COLOURS, INK, PALE, QUIET, Picture, Point
+from lorabatch.benchmarks.journey.svg import COLOURS, INK, PALE, QUIET, Picture, Point
+from lorabatch.engine.memory.pool import PagePool, PageRun
+from lorabatch.pipeline.supervisor.rows import TRANSITIONS, RowEvent, RowState
+from lorabatch.scheduler.planning.waves import ShardPlan, plan_shards
+from lorabatch.scheduler.workload import BASE_MODEL, AdapterInfo, Workload
 
 FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from lorabatch.demo.journey.__main__ import PAGE, blocks_of, with_blocks
-from lorabatch.demo.journey.pictures import EDGES, FOLDER, FROM_ANY, PICTURES, STATES
-from lorabatch.demo.journey.recorded_run import record_demo
-from lorabatch.demo.journey.shown import shown
-from lorabatch.demo.journey.stations import STATIONS, Journey
-from lorabatch.demo.journey.watched_engine import FOLDER as NOTES_VARIABLE
+from lorabatch.benchmarks.journey.__main__ import PAGE, blocks_of, with_blocks
+from lorabatch.benchmarks.journey.pictures import EDGES, FOLDER, FROM_ANY, PICTURES, STATES
+from lorabatch.benchmarks.journey.recorded_run import record_demo
+from lorabatch.benchmarks.journey.shown import shown
+from lorabatch.benchmarks.journey.stations import STATIONS, Journey
+from lorabatch.benchmarks.journey.watched_engine import FOLDER as NOTES_VARIABLE
 from lorabatch.pipeline.supervisor.rows import TRANSITIONS, RowState
 from lorabatch.scheduler.messages import Event
 
@@ -48,7 +48,7 @@ def test_the_page_shows_every_picture(page: str) -> None:
     assert set(re.findall(r"\]\(\.\./pictures/(.*?)\)", page)) == set(PICTURES)
 
 
-# After a change of the code: `python -m lorabatch.demo.journey.pictures`
+# After a change of the code: `python -m lorabatch.benchmarks.journey.pictures`
 @pytest.mark.parametrize("name", PICTURES)
 def test_pictures_are_those_that_the_code_draws(name: str) -> None:
     assert (FOLDER / name).read_text(encoding="utf-8") == PICTURES[name]().svg()

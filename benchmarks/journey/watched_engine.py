@@ -8,14 +8,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...engine.config import EngineConfig
-from ...engine.engine import Engine
-from ...engine.memory.pool import PageRun
-from ...engine.models.step_batch import StepEntry
-from ...engine.request import ExportedRow, Result
-from ...engine.sequence import Sequence as RowSequence
-from ...engine.server.frames import AddRows, ExpectRows, RegisterAdapter, Results
-from ...scheduler.fitting import StepSample
+from lorabatch.engine.config import EngineConfig
+from lorabatch.engine.engine import Engine
+from lorabatch.engine.memory.pool import PageRun
+from lorabatch.engine.models.step_batch import StepEntry
+from lorabatch.engine.request import ExportedRow, Result
+from lorabatch.engine.sequence import Sequence as RowSequence
+from lorabatch.engine.server.frames import AddRows, ExpectRows, RegisterAdapter, Results
+from lorabatch.scheduler.fitting import StepSample
 
 #: Environment variable that names the folder for the notes of all engines.
 FOLDER = "LORABATCH_JOURNEY_FOLDER"

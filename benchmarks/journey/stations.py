@@ -10,23 +10,23 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ...engine.request import ExportedRow, Request, Result
-from ...engine.server.frames import TO_ENGINE, AddRows, RegisterAdapter, Results, encode_frame
-from ...jobs.input.columns import answer_fields
-from ...jobs.parts import PartMark
-from ...jobs.record import JobRecord
-from ...pipeline.dataset import schema as prepared
-from ...pipeline.dataset.answers import decode_journal
-from ...pipeline.dataset.chunk import ChunkRef, IndexJob
-from ...pipeline.dataset.index import index_chunk, list_chunks, spelling
-from ...pipeline.dataset.reader import read_shard
-from ...pipeline.messages import WorkerReport
-from ...pipeline.planning.plan import JobPlan, read_plan
-from ...scheduler.messages import Command, Event, FinishJob, Record, RunShard, ShardCommitted
-from ..make_prompts import PROMPTS
-from .recorded_run import RecordedRun
-from .shown import shortened, shown
-from .watched_engine import Note, WatchedRow
+from lorabatch.benchmarks.journey.recorded_run import RecordedRun
+from lorabatch.benchmarks.journey.shown import shortened, shown
+from lorabatch.benchmarks.journey.watched_engine import Note, WatchedRow
+from lorabatch.demo.make_prompts import PROMPTS
+from lorabatch.engine.request import ExportedRow, Request, Result
+from lorabatch.engine.server.frames import TO_ENGINE, AddRows, RegisterAdapter, Results, encode_frame
+from lorabatch.jobs.input.columns import answer_fields
+from lorabatch.jobs.parts import PartMark
+from lorabatch.jobs.record import JobRecord
+from lorabatch.pipeline.dataset import schema as prepared
+from lorabatch.pipeline.dataset.answers import decode_journal
+from lorabatch.pipeline.dataset.chunk import ChunkRef, IndexJob
+from lorabatch.pipeline.dataset.index import index_chunk, list_chunks, spelling
+from lorabatch.pipeline.dataset.reader import read_shard
+from lorabatch.pipeline.messages import WorkerReport
+from lorabatch.pipeline.planning.plan import JobPlan, read_plan
+from lorabatch.scheduler.messages import Command, Event, FinishJob, Record, RunShard, ShardCommitted
 
 #: Id of the row in `demo/prompts.parquet`.
 ROW_ID = "contacts-016"

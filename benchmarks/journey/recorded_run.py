@@ -10,14 +10,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...jobs.spec import JobSpec
-from ...jobs.store import OURS, JobStore
-from ...pipeline.cluster.connect import connected
-from ...pipeline.messages import WorkerReport
-from ...pipeline.monitoring.topics import REPORTS
-from ...pipeline.run import run
-from ..job import demo_spec
-from .watched_engine import FACTORY, FOLDER, Note, read_notes
+from lorabatch.benchmarks.journey.watched_engine import FACTORY, FOLDER, Note, read_notes
+from lorabatch.demo.job import demo_spec
+from lorabatch.jobs.spec import JobSpec
+from lorabatch.jobs.store import OURS, JobStore
+from lorabatch.pipeline.cluster.connect import connected
+from lorabatch.pipeline.messages import WorkerReport
+from lorabatch.pipeline.monitoring.topics import REPORTS
+from lorabatch.pipeline.run import run
 
 # Seconds between two looks at the output of the running job.
 _LOOK_INTERVAL_S = 0.1
