@@ -1,4 +1,4 @@
-"""Writes the objects of `docs/concepts/journey.md` anew from a run of the demo: `python -m lorabatch.benchmarks.journey`."""
+"""Writes the objects of `docs/concepts/journey.md` from a run of the demo: `python -m lorabatch.benchmarks.journey`."""
 
 from __future__ import annotations
 
