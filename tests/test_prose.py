@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
 import subprocess
-import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -19,6 +17,7 @@ CODE = sorted(
 )
 #: With these a sentence begins whose subject is elsewhere.
 WITHOUT_SUBJECT = re.compile(r"(Of|As|The same|See|What|Where)\b")
+_COMMENT = re.compile(r"(?:^|\s)#[:!]* (.*)")
 #: Fields from which on each has a comment of its own.
 _MANY_FIELDS = 5
 
@@ -44,21 +43,22 @@ def docstrings() -> Iterator[tuple[str, str]]:
 
 
 def comments() -> Iterator[tuple[str, str]]:
-    """Lines that follow each other are one."""
+    """Lines that follow each other are one. A line of a string that looks like a comment counts as one."""
     for path in CODE:
+        is_before_alone = False
         found: list[tuple[int, str]] = []
-        before = -1
-        for token in tokenize.generate_tokens(io.StringIO(path.read_text("utf-8")).readline):
-            if token.type != tokenize.COMMENT:
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+            comment = _COMMENT.search(line)
+            if comment is None:
+                is_before_alone = False
                 continue
-            text, line = token.string.lstrip("#: "), token.start[0]
-            is_alone = token.line.lstrip().startswith("#")
-            if is_alone and line == before + 1:
-                found[-1] = (found[-1][0], f"{found[-1][1]} {text}")
+            is_alone = not line[: comment.start()].strip()
+            if is_alone and is_before_alone:
+                found[-1] = (found[-1][0], f"{found[-1][1]} {comment[1]}")
             else:
-                found.append((line, text))
-            before = line if is_alone else -1
-        yield from ((f"{path.relative_to(ROOT)}:{line}", text) for line, text in found)
+                found.append((number, comment[1]))
+            is_before_alone = is_alone
+        yield from ((f"{path.relative_to(ROOT)}:{number}", text) for number, text in found)
 
 
 def test_sentences_begin_with_their_subject() -> None:
