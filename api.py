@@ -165,14 +165,19 @@ def audit(
     headers_only: weights are not read: no check for NaN, no hash.
 
     Raises `JobRequestError` naming the folders in which no adapter was found, `StorageError` for what cannot be
-    fetched, and `EngineError` for a model that cannot be read.
+    fetched, and `EngineError` for a model that cannot be read or a machine that can start no process to read adapters.
     """
+    from .engine.errors import EngineError
     from .jobs.adapters import audit_folders
+    from .system.untrusted import NoProcessError
 
     urls = [adapters] if isinstance(adapters, str | os.PathLike) else adapters
-    return audit_folders(
-        [os.fspath(url) for url in urls], os.fspath(model), storage_options or {}, check_values=not headers_only
-    )
+    try:
+        return audit_folders(
+            [os.fspath(url) for url in urls], os.fspath(model), storage_options or {}, check_values=not headers_only
+        )
+    except NoProcessError as error:
+        raise EngineError(str(error)) from None
 
 
 class Job:

@@ -18,8 +18,9 @@ from pathlib import Path
 from ..engine.text.conversation import read_variables
 from ..engine.text.sampling_check import token_problems
 from ..engine.text.template_probe import TemplateTraits, template_traits
+from ..system.untrusted import NoProcessError
 from .adapters import audit_all
-from .errors import DamagedRecordError, JobRequestError, MissingFileError, OutputConflictError
+from .errors import DamagedRecordError, JobFailedError, JobRequestError, MissingFileError, OutputConflictError
 from .generation_config import generation_defaults
 from .parts import PartMark, changed_parts, in_words, read_mark
 from .record import InputRecord, JobRecord, JobState, ModelRecord, changed_adapters, differences, public_spec
@@ -194,13 +195,17 @@ def _has_lost_its_list(store: JobStore, contents: OutputContents) -> bool:
 def make_record(checked: CheckedJob) -> JobRecord:
     """Makes the record to freeze: the spec without secrets, and content hashes of everything it names.
 
-    Audits all adapters and reads all weights once. Raises `JobRequestError` for tokens that no vocabulary has.
+    Audits all adapters and reads all weights once. Raises `JobRequestError` for tokens that no vocabulary has, and
+    `JobFailedError` when the machine cannot start the processes in which adapters and templates are read.
     """
     spec, roles = checked.spec, checked.input.roles.keys()
-    traits = _template_traits(checked)
     now = datetime.now(UTC)
     config = checked.model.config
-    adapters = audit_all(checked.adapters, checked.model.folder, config, spec.storage_options)
+    try:
+        traits = _template_traits(checked)
+        adapters = audit_all(checked.adapters, checked.model.folder, config, spec.storage_options)
+    except NoProcessError as error:
+        raise JobFailedError(str(error)) from None
     largest = max([config.vocab_size, *(adapter.vocab_size for adapter in adapters)])
     problems = token_problems(spec.sampling, largest)
     if problems:

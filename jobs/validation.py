@@ -31,7 +31,7 @@ from ..engine.text.conversation import (
 )
 from ..engine.text.sampling_check import MAX_TOKENS, problems_with_model
 from ..engine.text.tokenizer import Tokenizer
-from ..system.untrusted import read_regular, shown, shown_name
+from ..system.untrusted import NoProcessError, read_regular, shown, shown_name
 from .adapters import find_adapters
 from .cost_profile import read_profile
 from .errors import JobRequestError, StorageError
@@ -151,7 +151,7 @@ def _tried(problems: list[str], check: Callable[[], _T]) -> _T | None:
         return check()
     except JobRequestError as error:
         problems += error.problems
-    except (StorageError, EngineError) as error:
+    except (StorageError, EngineError, NoProcessError) as error:
         problems.append(str(error))
     return None
 
@@ -164,7 +164,7 @@ def _with_template_text(spec: JobSpec) -> JobSpec:
     try:
         text = given if is_template_text(given) else _read_template(given, spec.storage_options)
         ChatTemplate(text, {})
-    except (StorageError, EngineError, OSError, UnicodeDecodeError) as error:
+    except (StorageError, EngineError, NoProcessError, OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise JobRequestError(
             f"chat_template={shown(redacted_url(given))}: {reason}. Name a file with a jinja2 template, or give its "
@@ -195,7 +195,7 @@ def _check_model(spec: JobSpec) -> CheckedModel:
             )
         notes, problems = look_at(folder, with_weights=not is_dummy)
         tokenizer = Tokenizer.from_folder(folder, chat_template=spec.chat_template)
-    except (StorageError, EngineError) as error:
+    except (StorageError, EngineError, NoProcessError) as error:
         raise JobRequestError(f"{shown_model}: {error}") from None
     problem = partition_problem(config, spec.tensor_parallel, has_blocks=has_blocks(folder))
     if problem is not None:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import lorabatch
@@ -24,7 +26,6 @@ from lorabatch.jobs import confined_audit
 from lorabatch.jobs.adapters import audit_all
 from lorabatch.jobs.confined_audit import Auditors
 from lorabatch.jobs.record import AdapterRecord
-from lorabatch.system.untrusted import NoProcessError
 
 NESTED = "[" * 100_000 + "]" * 100_000
 # Its map says that it has 16 GB; the library aborts where it cannot have them.
@@ -184,11 +185,15 @@ def test_many_adapters_are_audited_in_their_order(
 
 
 def test_a_machine_that_cannot_start_processes_is_no_fault_of_the_adapters(
-    tiny_llama: Path, tiny_adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with pytest.raises(NoProcessError, match="cannot start the process in which adapters"):
+    with pytest.raises(lorabatch.EngineError, match="cannot start the process in which adapters"):
         lorabatch.audit(tiny_adapters["rank8"], model=tiny_llama)
+    pq.write_table(pa.table({"adapter": ["rank8"], "prompt_token_ids": [[3]]}), tmp_path / "in.parquet")
+    folders = {"adapters": tiny_adapters["rank8"].parent, "input": tmp_path / "in.parquet", "output": tmp_path / "out"}
+    with pytest.raises(lorabatch.JobFailedError, match="cannot start the process in which adapters"):
+        lorabatch.plan(model=tiny_llama, **folders)
 
 
 HEADER = "<|im_start|>assistant\n"
