@@ -49,7 +49,7 @@ def pinned_versions(constraints: str) -> tuple[dict[str, str], dict[str, str]]:
     """Package -> pinned version: packages that lorabatch and its demo need, and packages that only its tests need."""
     of_demo, of_tests = (
         {_normalised(name): version for name, version in re.findall(r"^([\w.-]+)==(.+)$", section, re.MULTILINE)}
-        for section in re.split("# What the (?:tests|site)", constraints)[:2]
+        for section in re.split("# Needed by the ", constraints)[:2]
     )
     return of_demo, of_tests
 

@@ -66,6 +66,17 @@ def test_sentences_begin_with_their_subject() -> None:
     assert [place for place, text in texts() if WITHOUT_SUBJECT.match(text)] == []
 
 
+def test_comments_of_kernels_in_c_have_a_subject_and_name_what_is_counted() -> None:
+    found = []
+    for path in sorted((ROOT / "kernels").rglob("*.[ch]")):
+        comments_there = re.findall(r"/\*(.*?)\*/", path.read_text("utf-8"), re.DOTALL)
+        texts_there = [" ".join(text.replace("\n *", " ").split()) for text in comments_there]
+        assert texts_there, path
+        wrong = [text for text in texts_there if WITHOUT_SUBJECT.match(text) or "so many" in text]
+        found += [f"{path.relative_to(ROOT)}: {text}" for text in wrong]
+    assert found == []
+
+
 def test_what_is_counted_is_named() -> None:
     assert [place for place, text in texts() if re.search(r"\bso many\b", text)] == []
 

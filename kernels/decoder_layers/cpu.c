@@ -21,7 +21,7 @@ typedef struct {
     int64_t half;
 } Rotary;
 
-/* Of all packed layers: `num_segments` each, and their largest ranks. */
+/* Segments of all packed layers, `num_segments` each, and their largest ranks. */
 typedef struct {
     const Segment *segments;
     const int64_t *ranks;

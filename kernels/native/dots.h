@@ -32,7 +32,7 @@ typedef struct {
     int32_t total;
 } Row;
 
-/* What becomes of sums: out = sum + bias; the same rounded to bf16, without a bias; out += scaling * sum. */
+/* The uses of sums: out = sum + bias; the same rounded to bf16, without a bias; out += scaling * sum. */
 enum { STORED, ROUNDED, ADDED };
 
 typedef struct {
@@ -147,7 +147,7 @@ INLINE HAS_DOTS void tile_of_dots(const Dots *p, int64_t row, int64_t column, Ah
     }
 }
 
-/* Of the panel that begins with a column, from `bytes` on. */
+/* The addresses to fetch of the panel that begins with a column, from `bytes` on. */
 INLINE Ahead panel_ahead(const Dots *p, int64_t column, int64_t bytes)
 {
     const int64_t width = smaller(PANEL, p->num_columns - column);

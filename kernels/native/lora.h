@@ -50,7 +50,7 @@ static Share share_of(int64_t total)
     return (Share){total * thread / threads, total * (thread + 1) / threads, 0};
 }
 
-/* What one call works on. `shrunk`: of each row, in fp32 or in bf16. `codes` [coded_rows, in_features]: rows in bf16,
+/* Operands of one call. `shrunk`: each row times A, in fp32 or in bf16. `codes` [coded_rows, in_features]: rows in bf16,
  * of those rows that are multiplied so. */
 typedef struct {
     float *y;
@@ -169,7 +169,7 @@ static void expand_rows(const Lora *lora, const Segment *segment, const Member *
                                                    part.end_column});
 }
 
-/* What rows shrink to. Rows are encoded before; threads meet before anyone reads what they shrink to. */
+/* Multiplies rows by A. Rows are encoded before; threads meet before anyone reads what they shrink to. */
 static void shrink_all(const Lora *lora)
 {
     Share share = share_of(lora->shrink_work);

@@ -55,7 +55,7 @@ INLINE Coding coding_of(int64_t type)
     return (Coding){type >> 8 & 1, type >> 9 & 1, type >> 10 & 1, type >> 11 & 1 ? 16 : 32};
 }
 
-/* Of a block of one column. */
+/* Bytes of a block of one column. */
 INLINE int64_t bytes_of_block(Coding c)
 {
     return (c.has_wide_scales ? 4 : 2) * (1 + c.has_shifts) + (c.has_bytes ? c.size : c.size / 2);
@@ -85,7 +85,7 @@ INLINE int64_t blocks_of(int64_t num_rows)
 /* Numbers along the depth that stand side by side. */
 #define GROUP_OF(TYPE) ((TYPE) == BF16_PAIRS ? 2 : 1)
 
-/* What a tile covers: along the depth from `first` to `end`. `w`: the panel from `first` on; `ahead`: how far on to
+/* A tile's part of a panel: along the depth from `first` to `end`. `w`: the panel from `first` on; `ahead`: how far on to
  * fetch, in bytes. */
 typedef struct {
     int64_t row, column, first, end;
@@ -106,7 +106,7 @@ INLINE void store_lanes(float *to, vec v, int count, const int IS_FULL)
         store_first(to, v, count);
 }
 
-/* Of columns `column` and so on of a group of `width` columns at `w`: the numbers at place `n` of the group. */
+/* The numbers at place `n` of a group of columns, which begins at `w`, for its columns from `column` on. */
 INLINE vec numbers(const char *w, int column, int n, int count, const int IS_FULL, const int TYPE)
 {
     if (TYPE == FP16)
@@ -206,7 +206,7 @@ INLINE void multiply_by_part(const Product *p, Part part, Place at, int64_t ahea
     }
 }
 
-/* Of panels in fp32, and of those that are widened to it. */
+/* Multiplies panels in fp32, and those that are widened to it. */
 static void multiply_fp32_by_part(const Product *p, Part part, Place at, int64_t ahead)
 {
     multiply_by_part(p, part, at, ahead, FP32);
@@ -246,7 +246,7 @@ INLINE vec scales_at(const uint8_t *from, int64_t column, int count, Coding c)
                              : widened_halves((const uint16_t *)from + column, count);
 }
 
-/* Of one block of a panel of `width` columns: scales and shifts of WIDTH or fewer columns, and where their codes begin. */
+/* A block of a panel of `width` columns: scales and shifts of WIDTH or fewer columns, and where their codes begin. */
 typedef struct {
     vec scale, shift;
     const uint8_t *codes;

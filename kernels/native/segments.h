@@ -31,7 +31,7 @@ typedef struct {
     int64_t count, largest_rank; /* 0: none has anything to add */
 } Segments;
 
-/* Where a tile fetches from at its first step along the depth, and how many bytes further at each of the others. */
+/* The address from which a tile fetches at its first step along the depth, and how many bytes further at each of the others. */
 typedef struct {
     const char *from;
     int64_t step;
@@ -59,7 +59,7 @@ static Fetch fetch_of(const Segment *segments, int64_t num_segments, int64_t thr
     return (Fetch){segments, first, left, (left / parts + 64) & -64};
 }
 
-/* The next part, for a tile of so many steps; `otherwise` where none is left. */
+/* The next part, for a tile of `steps` steps; `otherwise` where none is left. */
 INLINE Ahead next_part(Fetch *fetch, int64_t steps, Ahead otherwise)
 {
     if (!fetch || fetch->left <= 0)

@@ -138,7 +138,7 @@ INLINE void store_brains(uint16_t *to, vec v)
 #endif
 }
 
-/* Where either is NaN: b. */
+/* The larger number of each lane; b where either is NaN. */
 INLINE vec larger_lanes(vec a, vec b)
 {
 #if VECTOR_BYTES == 64

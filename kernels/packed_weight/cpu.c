@@ -35,7 +35,7 @@ INLINE uint16_t brain(float value)
     return value != value ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-/* Where the number k along the depth of a column is, in a panel of `width` columns. */
+/* Place of the number k along the depth of a column, in a panel of `width` columns. */
 INLINE int64_t place_of(int64_t k, int64_t column, int64_t width, const int TYPE)
 {
     return TYPE == BF16_PAIRS ? (k / 2 * width + column) * 2 + k % 2 : k * width + column;
@@ -71,7 +71,7 @@ INLINE void pack(void *panels, const int PANELS_TYPE, int64_t first_row, int64_t
     }
 }
 
-/* The same rows one after the other. */
+/* Packs rows one after the other. */
 INLINE void pack_as_rows(void *to, const int TO_TYPE, int64_t first_row, const void *x, int64_t num_rows, int64_t depth,
                          const int TYPE)
 {
@@ -79,7 +79,7 @@ INLINE void pack_as_rows(void *to, const int TO_TYPE, int64_t first_row, const v
         put(to, first_row * depth + i, TO_TYPE, x, i, TYPE);
 }
 
-/* The same rows as columns of a matrix [depth, total]. */
+/* Packs rows as columns of a matrix [depth, total]. */
 INLINE void pack_as_columns(void *to, const int TO_TYPE, int64_t first_row, int64_t total, const void *x,
                             int64_t num_rows, int64_t depth, const int TYPE)
 {
@@ -189,7 +189,7 @@ static void multiply_share_of_panels(const Product *product, int64_t num_rows)
     }
 }
 
-/* See `linear`; `scratch`: see `lora_of`. */
+/* A `linear` whose weight is in panels; `scratch` is that of `lora_of`. */
 static void linear_panels(float *y, const float *x, int64_t num_rows, const Linear *l, Segments segments, float *scratch)
 {
     const Product product = {y,        x,        l->w,           l->bias, l->num_columns,

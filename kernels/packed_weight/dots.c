@@ -56,7 +56,7 @@ HAS_DOTS static Row encode_quads(int32_t *codes, const float *x, int64_t depth, 
 }
 
 /* Blocks of rows take turns with a panel; panels and their blocks are dealt out to the threads. The last block fetches the next
- * panel, the others what LoRA will read, where rows are so many that memory would be idle. */
+ * panel, the others what LoRA will read, where there are enough rows to leave memory idle. */
 INLINE HAS_DOTS void multiply_share(const Dots *p, int64_t num_rows, const Lora *lora, const int KIND)
 {
     const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads(), blocks = blocks_of(num_rows);
@@ -84,7 +84,7 @@ HAS_DOTS static void multiply_in_int8(const Dots *p, int64_t num_rows, const Lor
     multiply_share(p, num_rows, lora, IN_INT8);
 }
 
-/* See `linear`; `codes`: scratch of num_rows * (groups + 2) numbers, and of what `lora_of` says behind them. */
+/* A `linear` by dot products of short numbers. `codes`: scratch of num_rows * (groups + 2) numbers, followed by that of `lora_of`. */
 static void linear_dots(float *y, const float *x, int64_t num_rows, const Linear *l, Segments segments, int32_t *codes)
 {
     const int64_t kind = l->kind, depth = l->depth, num_columns = l->num_columns;

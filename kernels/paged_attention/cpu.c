@@ -223,7 +223,7 @@ INLINE void weigh(Query *query, int64_t tile, float scale, float softcap, int64_
     }
 }
 
-/* Of positions `p` and `p + 1`, WIDTH pairs of neighbours from column `column` on into two vectors. `last`: the second is not
+/* Loads WIDTH pairs of the values at positions `p` and `p + 1`, from column `column` on. `is_last`: the second position is not
  * there. */
 INLINE void pairs_of_values(vec *pairs, const uint16_t *values, int64_t p, int64_t column, int64_t D, int is_last)
 {

@@ -17,10 +17,10 @@
 #define NEAR 4.0f
 #define NOT_NEAR 256.0f
 #define NO_TOKEN (-1)
-/* Of all weights: where less than 2^-LEAST_LEFT is left, too few bits of what is left are in them. */
+/* When less than 2^-LEAST_LEFT of all weights is left, too few bits of what is left are in them. */
 #define LEAST_LEFT 20
 
-/* As many as a vector of the build has. No function with them is called but inlined. */
+/* Numbers of a vector of the build. No function with them is called but inlined. */
 #define LANES WIDTH
 #pragma GCC diagnostic ignored "-Wpsabi"
 typedef float floats __attribute__((vector_size(LANES * sizeof(float))));
@@ -64,7 +64,7 @@ INLINE floats product(floats a, floats b)
     return a;
 }
 
-/* Where the mask has ones a, else b. */
+/* Takes a where the mask has ones, else b. */
 INLINE floats either(ints mask, floats a, floats b)
 {
     return (floats)(((ints)a & mask) | ((ints)b & ~mask));
@@ -120,7 +120,7 @@ INLINE int64_t portion(int64_t total, double share)
     return smaller((int64_t)((double)total * share), total);
 }
 
-/* What a running sum must exceed; it does, in the end. */
+/* The number that a running sum must exceed; it does, in the end. */
 INLINE int64_t target_of(int64_t total, double u)
 {
     return smaller(portion(total, u), total - 1);
@@ -483,7 +483,7 @@ static int64_t gathered(float *to, const float *logits, int64_t vocab_size, cons
     return count;
 }
 
-/* The allowed token with so many allowed ones before it. */
+/* The allowed token with `place` allowed ones before it. */
 static int64_t token_at(int64_t place, const uint32_t *allowed)
 {
     int64_t word = 0;
