@@ -34,7 +34,12 @@ ROOMS = {
     ),
     "pipeline": (
         {"torch", "triton", "pandas", "bokeh", "transformers", "typer"},
-        ("lorabatch.pipeline.run", "lorabatch.pipeline.worker.run_shard", "lorabatch.pipeline.submit"),
+        (
+            "lorabatch.pipeline.run",
+            "lorabatch.pipeline.worker.run_shard",
+            "lorabatch.pipeline.submit",
+            "lorabatch.pipeline.coordinator.driver",
+        ),
     ),
     "cli": (LIGHT - {"typer"}, ("lorabatch.cli",)),
 }
@@ -42,26 +47,20 @@ ROOMS = {
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_does_not_load_what_it_must_not(room: str) -> None:
+    """No room loads policies of papers, which only a job that asks for one loads."""
     forbidden, modules = ROOMS[room]
     code = f"""
 import importlib, json, sys
 for name in {modules!r}:
     importlib.import_module(name)
-    print(json.dumps([name, sorted({{module.partition(".")[0] for module in sys.modules}})]))
+    loaded = {{module.partition(".")[0] for module in sys.modules}}
+    policies = [module for module in sys.modules if module.startswith("lorabatch.scheduler.baselines")]
+    print(json.dumps([name, sorted(loaded), policies]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    for module, loaded in map(json.loads, done.stdout.splitlines()):
+    for module, loaded, policies in map(json.loads, done.stdout.splitlines()):
         assert forbidden.isdisjoint(loaded), f"{module} loads {forbidden.intersection(loaded)}"
-
-
-@pytest.mark.parametrize(
-    "module", ["lorabatch.scheduler.scheduler", "lorabatch.engine.engine", "lorabatch.pipeline.coordinator.driver"]
-)
-def test_policies_of_papers_are_loaded_only_when_they_are_asked_for(module: str) -> None:
-    code = f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = [name for name in json.loads(done.stdout) if name.startswith("lorabatch.scheduler.baselines")]
-    assert loaded == []
+        assert policies == [], f"{module} loads {policies}"
 
 
 def test_every_package_folder_is_listed_for_installation() -> None:

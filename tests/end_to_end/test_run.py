@@ -49,6 +49,7 @@ def test_rows_in_are_rows_out_with_their_columns(echo_job: EchoJob, shared_clien
     assert {count.adapter: count.num_rows for count in result.adapters}["rank8"] == 37
 
 
+@pytest.mark.long
 def test_a_run_says_once_that_compiled_kernels_are_missing(
     echo_job: EchoJob, shared_client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +196,7 @@ def test_text_that_is_not_utf8_costs_its_own_rows_in_every_column_and_stays_as_i
     assert "a\ufffd" in write_report(echo_job.store)
 
 
+@pytest.mark.long
 def test_too_many_wrong_rows_stop_the_job_before_any_work(echo_job: EchoJob, shared_client: Client) -> None:
     rows = make_rows(20, names=("no-such-adapter", "rank8"))
     echo_job.write_input(rows)
@@ -208,6 +210,7 @@ def test_too_many_wrong_rows_stop_the_job_before_any_work(echo_job: EchoJob, sha
     assert len(echo_job.rows()) == 20
 
 
+@pytest.mark.long
 def test_an_id_in_two_rows_stops_a_job_before_an_engine_starts_until_it_is_corrected(
     echo_job: EchoJob, shared_client: Client
 ) -> None:
@@ -253,6 +256,7 @@ def test_a_row_that_kills_engines_becomes_one_error_row(echo_job: EchoJob, share
     assert [kind.kind for kind in result.errors] == ["engine"]
 
 
+@pytest.mark.long
 def test_engines_that_cannot_start_fail_the_job_with_their_reason(echo_job: EchoJob, shared_client: Client) -> None:
     echo_job.write_input(make_rows(20))
     echo_job.set_engine(fail_start="model.safetensors: tensor lm_head.weight is missing")
@@ -263,6 +267,7 @@ def test_engines_that_cannot_start_fail_the_job_with_their_reason(echo_job: Echo
     echo_job.assert_answered(make_rows(20))
 
 
+@pytest.mark.long
 def test_an_empty_input_is_a_finished_job_with_a_part_that_readers_can_open(
     echo_job: EchoJob, shared_client: Client
 ) -> None:
@@ -293,6 +298,7 @@ def test_a_finished_job_is_not_run_again(echo_job: EchoJob, shared_client: Clien
     assert echo_job.parts() == parts
 
 
+@pytest.mark.long
 def test_another_job_is_refused_on_the_same_output_unless_it_may_be_overwritten(
     echo_job: EchoJob, shared_client: Client
 ) -> None:

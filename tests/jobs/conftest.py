@@ -35,6 +35,12 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     return _place(request, tmp_path)
 
 
+@pytest.fixture(params=["local", "memory", pytest.param("s3", marks=pytest.mark.long)])
+def read_place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """A `place` for tests of what is read from a `JobStore`, whose own tests have each kind of storage."""
+    return _place(request, tmp_path)
+
+
 @pytest.fixture(params=["local", "s3"])
 def shared_place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     """The same, where several processes may write at once (fsspec's memory is one process's own)."""

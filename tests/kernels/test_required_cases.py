@@ -64,7 +64,7 @@ Result = tuple[Tensor, Tensor]  # of the kernel and of its twin, a row of number
 
 
 # What they have, others have too.
-_LONG = ("rank 8", "rank 20", "one token", "identical popularity")
+_LONG = ("rank 8", "rank 20", "one token", "identical popularity", "all distinct")
 
 
 @pytest.fixture(

@@ -266,6 +266,7 @@ assert not list(folder.iterdir()), list(folder.iterdir())
 """
 
 
+@pytest.mark.long
 def test_a_disk_that_fills_up_leaves_nothing(model: Path, tmp_path: Path) -> None:
     assert (model / "model.safetensors").stat().st_size > 100_000
     command = [sys.executable, "-c", FULL_DISK, str(model), str(tmp_path / "cache")]

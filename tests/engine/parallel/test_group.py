@@ -133,7 +133,7 @@ def test_modes_that_merge_equal_those_of_one_process(
         assert weights_sha256(group) == before
 
 
-@pytest.mark.parametrize("mode", ["merged", "auto"])
+@pytest.mark.parametrize("mode", ["merged", pytest.param("auto", marks=pytest.mark.long)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_merges_as_one_process_does(
     family_of: Callable[[str], tuple[Path, dict[str, Path]]], family: str, mode: Mode

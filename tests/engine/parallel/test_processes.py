@@ -30,7 +30,8 @@ def rows_of(engine: Engine) -> list[Request]:
     return [Request(str(i), p, None, sampling) for i, p in enumerate(prompts(4, engine.model.vocab_size))]
 
 
-@pytest.mark.parametrize("num_members", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("num_members", [2, 3])
 def test_a_lost_member_is_named_and_the_others_end(tiny_llama: Path, num_members: int) -> None:
     """The last one is stopped first, which is seen; then it is killed while the leader waits for it."""
     engine = make_engine(tiny_llama, tensor_parallel=num_members, num_threads=num_members)

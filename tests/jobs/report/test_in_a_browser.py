@@ -63,6 +63,7 @@ def show(browser: Browser, store: JobStore, folder: Path) -> None:
     browser.until(lambda: browser.evaluate(_IS_DRAWN))
 
 
+@pytest.mark.long
 def test_a_bar_begins_and_ends_at_its_seconds(browser: Browser, store: JobStore, tmp_path: Path) -> None:
     events = [ReplicaJoined(0.0, "w", 8), Tick(20.0), RunShard(1, "w", 0), ShardCommitted(40.0, 1, "w"), Tick(58.0)]
     append(store, *events)
@@ -92,6 +93,7 @@ def test_200_adapters_and_100_shards_are_readable_and_nothing_is_cut_off(
     assert browser.cut_off() == []
 
 
+@pytest.mark.long
 def test_the_table_is_searched_and_sorted(browser: Browser, store: JobStore, tmp_path: Path) -> None:
     append(store, *busy_run(4))
     store.write_summary(summary("zebra", "ant", "bee", "other"))
@@ -139,6 +141,7 @@ def test_errors_are_on_top_with_links_to_their_rows(browser: Browser, store: Job
     assert heads == ["Errors: 2 rows", "Timeline", "Workers", "Adapters", "Job"]
 
 
+@pytest.mark.long
 def test_two_coordinators_share_one_axis(browser: Browser, store: JobStore, tmp_path: Path) -> None:
     append(store, beginning(100.0, coordinator="v", starting=90.0, running=99.0))
     append(store, WorkersSeen(0.0, ("v", "w")), ReplicaJoined(1.0, "v", 8), ReplicaJoined(1.0, "w", 8))

@@ -23,8 +23,8 @@ NOW_S = 1000.0
 
 
 @pytest.fixture
-def store(place: tuple[str, dict[str, Any]], record: Callable[..., JobRecord]) -> JobStore:
-    store = JobStore(*place)
+def store(read_place: tuple[str, dict[str, Any]], record: Callable[..., JobRecord]) -> JobStore:
+    store = JobStore(*read_place)
     store.freeze(record())
     return store
 

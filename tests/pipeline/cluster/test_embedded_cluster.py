@@ -113,6 +113,7 @@ def test_a_socket_is_opened_for_the_clusters_own_page_only(client: Client, origi
     assert asyncio.run(status()) == (101 if is_own else 403)
 
 
+@pytest.mark.long
 @needs_browser
 def test_a_browser_follows_the_printed_link_to_a_page_that_stays_fresh(client: Client, tmp_path: Path) -> None:
     with Browser(tmp_path) as browser:

@@ -96,6 +96,7 @@ async def _lose_all_workers(dask_scheduler: Scheduler) -> None:
         await dask_scheduler.remove_worker(address, stimulus_id="test", expected=True)
 
 
+@pytest.mark.long
 def test_a_coordinator_that_renews_is_left_alone(client: Client) -> None:
     with CoordinatorLease(client, "run", 1.0) as lease:
         threading.Event().wait(3.0)

@@ -106,6 +106,7 @@ def test_a_helper_that_leaves_gives_rows_back_with_what_it_has_generated(
     asyncio.run(story())
 
 
+@pytest.mark.long
 def test_rows_of_a_helper_that_falls_silent_go_on_at_the_owner(hosts: Callable[..., Host], tmp_path: Path) -> None:
     async def story() -> None:
         owner, helper = hosts(gate=str(tmp_path / "gate")), hosts(gate=str(tmp_path / "never"))

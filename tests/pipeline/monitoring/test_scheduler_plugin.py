@@ -102,7 +102,8 @@ def test_a_late_dashboard_opens_once_for_pages_asked_for_at_the_same_moment(clie
 
 
 @needs_browser
-@pytest.mark.parametrize("client", ["bokeh", pytest.param("late", marks=pytest.mark.long)], indirect=True)
+@pytest.mark.long
+@pytest.mark.parametrize("client", ["bokeh", "late"], indirect=True)
 def test_a_browser_shows_a_curve_per_job_and_tables_as_they_change(client: Client, tmp_path: Path) -> None:
     show_jobs(client)
     workers = (WorkerState("w0 w0", resident_adapters=(ATTACK,), address="tcp://w0"),)

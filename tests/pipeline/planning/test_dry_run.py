@@ -69,6 +69,7 @@ def test_nothing_is_merged_into_a_base_in_blocks_unless_it_is_asked_for(
     assert dry_run(in_blocks | {"device": "cuda"}).settings.engine.mode == "auto"
 
 
+@pytest.mark.long
 def test_nothing_is_merged_on_a_gpu_that_would_lose_its_pool_to_merged_weights(
     options: dict[str, Any], tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +220,7 @@ def test_a_plan_names_the_engines_limits_and_says_when_their_device_is_assumed(o
     assert "a GPU with the 141 GB of an H200 is assumed. Seconds and price depend on it" in assumed
 
 
+@pytest.mark.long
 def test_a_plan_in_8_bits_on_a_gpu_says_so_and_takes_less_time(options: dict[str, Any]) -> None:
     on_gpu = options | {"device": "cuda:77", "mode": "unmerged"}
     plain, found = dry_run(on_gpu), dry_run(on_gpu | {"base_quantization": "fp8"})

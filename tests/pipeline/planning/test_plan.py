@@ -238,6 +238,7 @@ def test_plans_made_block_by_block_hold_every_row_once(prepare_job: Callable[...
         assert read.num_rows == shard.num_rows
 
 
+@pytest.mark.long
 def test_blocks_cost_a_job_next_to_nothing(prepare_job: Callable[..., Any]) -> None:
     """The same shard sizes, every adapter still in waves of its own, at most one more at each end of a block."""
     job, other = (prepare_job(rows(4000, max_tokens=[1 + i % 40 for i in range(4000)])) for _ in range(2))

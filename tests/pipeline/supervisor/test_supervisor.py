@@ -155,7 +155,7 @@ def test_a_killed_engine_is_replaced_and_its_rows_start_again(
     assert died.error == "it was killed by signal 9"
 
 
-@pytest.mark.parametrize("failure", ["crash_on_token", "raise_on_token"])
+@pytest.mark.parametrize("failure", ["crash_on_token", pytest.param("raise_on_token", marks=pytest.mark.long)])
 def test_a_row_that_kills_engines_becomes_one_error_row(start: Callable[..., EngineHandle], failure: str) -> None:
     engine = start(batch_rows=8, **{failure: POISON})
     requests = make_requests(range(16))
@@ -435,6 +435,7 @@ def test_a_run_that_leaves_takes_along_what_was_generated_for_it(
         assert len(row.token_ids) > 0
 
 
+@pytest.mark.long
 def test_a_run_may_leave_an_engine_that_does_not_answer(
     start: Callable[..., EngineHandle], reports: Reports, supervisors: list[EngineSupervisor], tmp_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ def engine_pids() -> list[int]:
     return [process.pid for process in processes_of(os.getpid(), "engine")]
 
 
+@pytest.mark.long
 @pytest.mark.chaos
 def test_a_worker_that_is_killed_takes_its_waiting_spare_along_and_the_next_one_has_its_own() -> None:
     with embedded(1, spare_threads=1) as client:
