@@ -141,6 +141,8 @@ class LimitedFiles:
         return partial(self._call, name, found) if name in _CALLS else found
 
     def _call(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from fsspec.asyn import sync
+
         path = args[1] if name == "put_file" else args[0]
         with suppress(NotImplementedError, TypeError):
             path = self.store.unstrip_protocol(path)
@@ -148,22 +150,26 @@ class LimitedFiles:
 
         def attempt() -> Any:
             self._connect_again()
-            return call(*args, **kwargs, **self._time_limit(name, operation, args))
+            limit_s = self._time_limit_s(name, operation, args)
+            if limit_s is None:
+                return call(*args, **kwargs)
+            # the call itself takes a limit in some filesystems only
+            return sync(self.store.loop, getattr(self.store, f"_{name}"), *args, timeout=limit_s, **kwargs)
 
         with operation.entered():
             found = operation.tried(attempt)
         return LimitedFile(found, str(path), self._options) if name == "open" else found
 
-    def _time_limit(self, name: str, operation: Operation, args: tuple[Any, ...]) -> dict[str, float]:
-        """The limit of one attempt, for filesystems whose library repeats requests by itself."""
+    def _time_limit_s(self, name: str, operation: Operation, args: tuple[Any, ...]) -> float | None:
+        """The limit of one attempt, for filesystems whose library repeats requests by itself; None for others."""
         if not getattr(self.store, "async_impl", False) or hasattr(self.store, "_call_s3"):
-            return {}
+            return None
         if name in _QUICK_CALLS:
-            return {"timeout": operation.attempt_s()}
+            return operation.attempt_s()
         if name in ("pipe_file", "put_file"):
             num_bytes = len(args[1]) if name == "pipe_file" else os.path.getsize(args[0])
-            return {"timeout": operation.attempt_s() + num_bytes / _LEAST_BYTES_PER_S}
-        return {}
+            return operation.attempt_s() + num_bytes / _LEAST_BYTES_PER_S
+        return None
 
     def _connect_again(self) -> None:
         """Connect to a server of SFTP again where the connection was cut: its library does not."""
