@@ -75,7 +75,7 @@ def test_a_run_whose_output_is_another_jobs_by_now_stops_and_writes_nothing(
     assert not state.is_final
 
 
-def test_errors_in_finished_parts_are_known_when_a_job_goes_on(shared_client: Any, echo_job: EchoJob) -> None:
+def test_errors_of_an_adapter_that_are_still_there_fail_the_job_again(shared_client: Any, echo_job: EchoJob) -> None:
     echo_job.write_input(make_rows(64))
     content = open_job(JobSpec(**echo_job.options())).record.adapters[0].sha256
     echo_job.set_engine(refuse_adapters=[content])
@@ -84,5 +84,7 @@ def test_errors_in_finished_parts_are_known_when_a_job_goes_on(shared_client: An
     parts = echo_job.parts()
     with pytest.raises(ErrorBudgetError, match="16 of 64 rows ended in errors, 5 are allowed"):
         echo_job.run(shared_client, max_errors="5")
-    assert echo_job.parts() == parts, "nothing more is computed for a job that has failed already"
+    found = echo_job.parts()
+    changed = [name for name, written_ns in parts.items() if found.get(name) != written_ns]
+    assert len(changed) <= 1, f"only the part of the adapter, which might be right now, is computed again: {changed}"
     assert echo_job.run(shared_client, max_errors="16").num_errors == 16
