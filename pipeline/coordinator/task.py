@@ -1,7 +1,8 @@
 """`run_job`: the Dask task that takes one opened job to its end: index, plan, coordinate, count, finish.
 
-It leaves the worker's thread pool at once and needs no client. Each stage can be repeated: when the task's worker is
-lost, Dask starts it again on another one, where it goes on from what the output holds and what engines have open.
+It leaves the worker's thread pool at once and runs on when the user's client is gone. Each stage can be repeated: when
+the task's worker is lost, Dask starts it again on another one, where it goes on from what the output holds and what
+engines have open.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from ...scheduler.policies import make_scheduler
 from ..cluster.connect import count_workers, open_client, scheduler_loss_reported
 from ..cluster.security import client_security
 from ..cluster.worker_process import leave_pool
-from ..dataset.chunk import IndexJob
-from ..dataset.index import IndexTotals, deadly_chunk, index_chunk, list_chunks
+from ..dataset.chunk import ChunkRef, IndexJob
+from ..dataset.index import IndexTotals, check_chunk, deadly_chunk, index_chunk, list_chunks
 from ..dataset.reader import read_shard
 from ..dataset.writer import empty_part
 from ..migration.peers import Peers
@@ -180,19 +181,44 @@ _HISTORY_S = 5.0
 
 
 def index_rows(run: JobRun) -> IndexTotals:
-    """Index every row group on the workers; chunks that are indexed already return at once."""
+    """Index every row group on the workers; chunks that are indexed already return at once.
+
+    Small files that end the workers that index them together are then read one by one, to name those that do.
+    """
     record, reporter = run.job.record, run.reporter
     rows = record.input.num_rows
     reporter.phase("indexing", rows)
     chunks = list_chunks(record, run.job.spec.inputs)
     given = {"job": IndexJob.from_record(record, run.job.spec), "store": run.job.store}
     name, attempt = f"index-{run.run_id}", run.control.coordinator_id
-    indexing = FanOut(run.client, index_chunk, chunks, name, attempt, deadly_chunk, **given)
+    lost: list[ChunkRef] = []
+
+    def give_up(chunk: ChunkRef) -> IndexTotals:
+        lost.append(chunk)
+        return deadly_chunk(chunk)
+
+    indexing = FanOut(run.client, index_chunk, chunks, name, attempt, give_up, **given)
     totals = IndexTotals()
     for summary in indexing.results(run.control):
         totals.add(summary)
         reporter.phase("indexing", rows, rows_indexed=totals.num_rows)
-    return totals
+    together = [chunk for chunk in lost if len(chunk.row_groups) > 1]
+    return _with_own_damages(run, totals, together, given["job"]) if together else totals
+
+
+def _with_own_damages(run: JobRun, totals: IndexTotals, lost: Sequence[ChunkRef], job: IndexJob) -> IndexTotals:
+    """The totals with damages of single files in place of those of lost chunks, where a file shows some by itself."""
+    groups = [(chunk.chunk_id, group) for chunk in lost for group in chunk.row_groups]
+    alone = [ChunkRef(number, (group,)) for number, (_, group) in enumerate(groups)]
+    reading = FanOut(
+        run.client, check_chunk, alone, f"read-{run.run_id}", run.control.coordinator_id, deadly_chunk, job=job
+    )
+    damages = IndexTotals.of(reading.results(run.control)).damages
+    own: dict[int, tuple[str, ...]] = {}
+    for number in sorted(damages):
+        chunk_id = groups[number][0]
+        own[chunk_id] = own.get(chunk_id, ()) + damages[number]
+    return replace(totals, damages=totals.damages | own)
 
 
 def plan_shards(run: JobRun, indexed: IndexTotals) -> JobPlan:

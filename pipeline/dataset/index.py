@@ -120,10 +120,8 @@ def index_chunk(chunk: ChunkRef, job: IndexJob, store: JobStore) -> IndexTotals:
             without = without_tokenizer(index.schema)
             if not without:
                 return _totals(index.read_all(), counts_of(index.schema))
-    rows = ChunkRows(chunk.chunk_id, job, lambda adapter: _tokenizer_of(job, adapter))
     try:
-        for batch, places in read_chunk(chunk, job.schema_ipc, job.storage_options, is_narrow=bool(job.dropped)):
-            rows.add(batch, places)
+        rows = _read_rows(chunk, job)
     except DamagedChunkError as damage:
         return IndexTotals(1, damages={chunk.chunk_id: damage.args})
     order, batches = rows.order()
@@ -132,6 +130,24 @@ def index_chunk(chunk: ChunkRef, job: IndexJob, store: JobStore) -> IndexTotals:
     batches_of_index = with_counts(found.combine_chunks(), rows.counts, rows.without_tokenizer).to_batches()
     store.write_index(chunk.chunk_id, _ipc_bytes(batches_of_index, job.key))
     return _totals(found, rows.counts, cured=without.difference(rows.without_tokenizer))
+
+
+def _read_rows(chunk: ChunkRef, job: IndexJob) -> ChunkRows:
+    rows = ChunkRows(chunk.chunk_id, job, lambda adapter: _tokenizer_of(job, adapter))
+    for batch, places in read_chunk(chunk, job.schema_ipc, job.storage_options, is_narrow=bool(job.dropped)):
+        rows.add(batch, places)
+    return rows
+
+
+def check_chunk(chunk: ChunkRef, job: IndexJob) -> IndexTotals:
+    """Read a chunk as `index_chunk` does and write nothing, to find which of several small files ends the workers that
+    index them together. Nothing is counted but damages.
+    """
+    try:
+        _read_rows(chunk, job)
+    except DamagedChunkError as damage:
+        return IndexTotals(damages={chunk.chunk_id: damage.args})
+    return IndexTotals()
 
 
 def deadly_chunk(chunk: ChunkRef) -> IndexTotals:
