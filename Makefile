@@ -4,8 +4,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# A file of tests stays in one of two processes, which wait more than they compute.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# A file of tests stays in one of two processes, which wait more than they compute. `-P` leaves this folder off the path,
+# where our `kernels` would stand for the package of that name, which transformers imports if it is installed.
+PYTEST := $(BIN)/python -P -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Files or folders of tests; all where none is named.
 TESTS :=
 INSTALL := $(BIN)/python install/packages.py
