@@ -162,8 +162,9 @@ def print_plan(
     _print_table(console, [_adapter_cells(a) for a in _by_seconds(found)], columns, "adapter")
     columns = ("wave", "mode", "adapters", "shards", "rows", "output tokens", "engine s")
     _print_table(console, [_wave_cells(wave) for wave in waves(found)], columns, "mode", "adapters")
-    columns = ("worker", "shards", "rows", "adapters", "their MB", "base files MB", "predicted s")
-    _print_table(console, [_worker_cells(worker) for worker in workers(found)], columns)
+    if found.settings.placement != "none":
+        columns = ("worker", "shards", "rows", "adapters", "their MB", "base files MB", "predicted s")
+        _print_table(console, [_worker_cells(worker) for worker in workers(found)], columns)
     for line in totals(found, gpu_hour_price):
         console.print(line, soft_wrap=True)
 
@@ -248,18 +249,18 @@ def _memory(planned: CpuMemory) -> str:
 def _policy(found: DryRun) -> list[str]:
     """A line about policy and placement, if they deal rows out before the job; else none."""
     policy, placement = found.settings.policy, found.settings.placement
-    dealt = f", rows dealt out by {placement}" if placement != "planner" else ""
+    dealt = f", rows dealt out by {placement}" if placement == "loraserve" else ""
     return [f"Policy: {policy}{dealt}"] if found.settings.is_dealt else []
 
 
 def _placement(found: DryRun) -> list[str]:
     """A line about the placement of shards on equal workers, with a bound of the placement, not of the job."""
-    if found.slowness is not None:
+    if found.slowness is not None or found.settings.placement == "none":
         return []
     placement = found.forecast.placement
     return [
-        f"Placement of the shards, each priced alone: {placement.makespan_s:.1f} s, at best {placement.bound_s:.1f} s "
-        f"(gap of the placement {placement.gap:.2%}, {placement.method})"
+        f"Placement: each worker opens the shards above first; priced alone, they take {placement.makespan_s:.1f} s, at "
+        f"best {placement.bound_s:.1f} s (gap of the placement {placement.gap:.2%}, {placement.method})"
     ]
 
 

@@ -36,7 +36,7 @@ OUR_PREFIX = "__lb_"
 _READ = tuple(name for name, o in SAMPLING_OPTIONS.items() if get_origin(o.kind) is tuple or name == "json_schema")
 EMBEDDED_CLUSTERS = ("local", "local-cuda")
 PolicyName = Literal["planner", "dlora", "s-lora", "vllm-like", "merged-only", "peft-like"]
-PlacementName = Literal["planner", "loraserve"]
+PlacementName = Literal["planner", "none", "loraserve"]
 # Policies that decide by themselves whether adapters are merged -> the modes that leave them to it.
 _MODES_OF_POLICY: dict[str, tuple[Mode, ...]] = {
     "dlora": ("auto",),
@@ -184,7 +184,10 @@ class JobSpec(_SamplingFields):
     overwrite: bool = _option(False, "Remove the job that is in the output and start over.")
     migration: bool = _option(True, "Move rows from slow or busy workers to others.")
     policy: PolicyName = _option("planner", "How rows are batched, dispatched and moved: planner is this project's.")
-    placement: PlacementName = _option("planner", "Which worker gets which rows: as the policy says, or by LoRAServe.")
+    placement: PlacementName = _option(
+        "planner",
+        "Which shards a worker opens first: those that the plan places on it (planner), any (none), or LoRAServe's.",
+    )
     rows_per_shard: int | None = _option(None, "Rows per part file; chosen by default.", ge=1)
     cost_model: str | None = _option(
         None,

@@ -1,10 +1,11 @@
 """Parts of the scheduler's state: shards and replicas, the queue of pending shards, where replicas get adapters.
 
-Which pending shard a replica opens next (`ShardQueue.take`): waves are ranked by the predicted length of their next
-rows, by powers of two, since the rows that run longest must not start last. Among equals, affinity decides: a replica
-goes on with the waves of one adapter that it has open, since the adapter is resident, before it starts another. A new
-wave is the one with the most pending work per replica already on it, so that replicas spread over the adapters first
-and help each other later. Within a wave the plan's order holds.
+Which pending shard a replica opens next (`ShardQueue.take`): first come the shards that the plan places on it, then
+those of replicas that are not there, then those of the others. Among these, waves are ranked by the predicted length of
+their next rows, by powers of two, since the rows that run longest must not start last. Among equals, affinity decides:
+a replica goes on with the waves of one adapter that it has open, since the adapter is resident, before it starts
+another. A new wave is the one with the most pending work per replica already on it, so that replicas spread over the
+adapters first and help each other later. Within a wave the plan's order holds.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from .planning.waves import Shard
+
+#: More than any power of two by which lengths are ranked.
+_ABOVE_ALL_CLASSES = 1000.0
 
 
 class ShardStatus(Enum):
@@ -131,10 +135,40 @@ class DispatchRule(Protocol):
         """Raise AssertionError when the state contradicts itself."""
 
 
-class ShardQueue:
-    """Pending shards by wave. Shards given at construction are all pending.
+class ReplicaNumbers:
+    """The numbers that replicas have in the plan: given out as they come, and free again when they leave."""
 
-    Taking a shard costs one pass over an array of waves, however many shards there are.
+    def __init__(self) -> None:
+        self._number: dict[str, int] = {}
+
+    def of(self, replica_id: str) -> int:
+        """The replica's number: the least that is free, if it has none yet."""
+        if replica_id not in self._number:
+            taken = self.taken
+            self._number[replica_id] = next(number for number in count() if number not in taken)
+        return self._number[replica_id]
+
+    def keep(self, replica_id: str, number: int | None) -> None:
+        """Give a replica of an earlier scheduler the number that its shards have, if that is free."""
+        if number is not None and replica_id not in self._number and number not in self.taken:
+            self._number[replica_id] = number
+
+    def free(self, replica_id: str) -> None:
+        """Take the number of a replica that is gone back."""
+        self._number.pop(replica_id, None)
+
+    @property
+    def taken(self) -> set[int]:
+        """Numbers of the replicas that are there."""
+        return set(self._number.values())
+
+
+class ShardQueue:
+    """Pending shards by wave and by the replica that the plan places them on. Shards given at construction are all
+    pending.
+
+    Any replica may open any shard: the placement decides the order. Taking a shard costs one pass over an array of
+    waves, however many shards there are.
     """
 
     is_shared: ClassVar[bool] = True
@@ -142,8 +176,12 @@ class ShardQueue:
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = {shard.shard_id: shard for shard in shards}
         self._position = {shard.shard_id: i for i, shard in enumerate(shards)}
-        waves = sorted({shard.wave_id for shard in shards})
+        # A wave that is placed on several replicas counts as one for each.
+        waves = sorted({_placed_wave(shard) for shard in shards})
         self._number = {wave: i for i, wave in enumerate(waves)}
+        # Number of the replica that each wave is placed on; -1: on none.
+        self._home = np.array([home for _, home in waves], np.int64)
+        self._replicas = ReplicaNumbers()
         # By wave number; each list is in reverse order of the plan, so that the next shard is cheap to remove.
         self._pending: list[list[int]] = [[] for _ in waves]
         self._pending_work = np.zeros(len(waves))
@@ -168,7 +206,7 @@ class ShardQueue:
         return shard_id in self._pending[self._wave(shard_id)]
 
     def _wave(self, shard_id: int) -> int:
-        return self._number[self._shards[shard_id].wave_id]
+        return self._number[_placed_wave(self._shards[shard_id])]
 
     def take(self, replica_id: str, is_allowed: Callable[[int], bool]) -> int | None:
         """Remove and return the shard this replica should open next; None when none is allowed."""
@@ -178,6 +216,10 @@ class ShardQueue:
         score = self._length_class + 0.5 * self._pending_work / (1 + self._num_servers) / self._all_work
         own = [wave for wave in self._open.get(replica_id, ()) if self._pending[wave] and wave in self._of_one_adapter]
         score[own] += 0.5
+        number, taken = self._replicas.of(replica_id), self._replicas.taken
+        score[~np.isin(self._home, list(taken))] += _ABOVE_ALL_CLASSES
+        score[self._home == number] += 2 * _ABOVE_ALL_CLASSES
+        score[self._length_class < 0] = -1.0
         found = self._first_allowed([int(np.argmax(score))], is_allowed)
         if found is None:
             found = self._first_allowed(np.argsort(-score, kind="stable").tolist(), is_allowed)
@@ -211,6 +253,7 @@ class ShardQueue:
     def opened(self, shard_id: int, replica_id: str) -> None:
         """Note that a shard is open on a replica."""
         wave = self._wave(shard_id)
+        self._replicas.keep(replica_id, self._shards[shard_id].replica)
         self._num_servers[wave] += self._open[replica_id][wave] == 0
         self._open[replica_id][wave] += 1
 
@@ -223,11 +266,12 @@ class ShardQueue:
             self._num_servers[wave] -= 1
 
     def removed(self, replica_id: str) -> None:
-        """Drop a replica that has no open shards any more."""
+        """Drop a replica that has no open shards any more; its number is free again."""
         self._open.pop(replica_id, None)
+        self._replicas.free(replica_id)
 
     def _insert(self, shard: Shard) -> None:
-        wave = self._number[shard.wave_id]
+        wave = self._wave(shard.shard_id)
         bisect.insort(self._pending[wave], shard.shard_id, key=lambda s: -self._position[s])
         self._num_shards += 1
         self._pending_work[wave] += _work(shard)
@@ -272,7 +316,7 @@ class DealtShards:
         self._shards = {shard.shard_id: shard for shard in shards}
         self._own: defaultdict[int, deque[int]] = defaultdict(deque)
         self._returned: deque[int] = deque()
-        self._number: dict[str, int] = {}
+        self._replicas = ReplicaNumbers()
         self._num_open: Counter[str] = Counter()
         self._pending: set[int] = set()
         for shard in shards:
@@ -291,9 +335,9 @@ class DealtShards:
         Its own shards come first, then those that were put back. A replica with nothing open also takes the shards of
         absent replicas and, if it has none left of its own, those of any other.
         """
-        queues = [self._own[self._number_of(replica_id)], self._returned]
+        queues = [self._own[self._replicas.of(replica_id)], self._returned]
         if not self._num_open[replica_id]:
-            taken = set(self._number.values())
+            taken = self._replicas.taken
             orphaned = [self._own[number] for number in sorted(self._own) if number not in taken]
             # With more replicas than shards were dealt to, some have none of their own.
             queues += [*orphaned, *self._own.values()] if not queues[0] else orphaned
@@ -317,13 +361,8 @@ class DealtShards:
         self._pending.remove(shard_id)
 
     def opened(self, shard_id: int, replica_id: str) -> None:
-        """Note that a shard is open on a replica.
-
-        A replica of an earlier scheduler keeps the number that its shards have.
-        """
-        number = _owner(self._shards[shard_id])
-        if replica_id not in self._number and number not in self._number.values():
-            self._number[replica_id] = number
+        """Note that a shard is open on a replica."""
+        self._replicas.keep(replica_id, _owner(self._shards[shard_id]))
         self._num_open[replica_id] += 1
 
     def closed(self, shard_id: int, replica_id: str) -> None:
@@ -332,17 +371,11 @@ class DealtShards:
 
     def removed(self, replica_id: str) -> None:
         """Drop a replica that has no open shards any more; its number is free again."""
-        self._number.pop(replica_id, None)
+        self._replicas.free(replica_id)
         del self._num_open[replica_id]
 
     def correct_length(self, adapter: str, tokens_per_row: float) -> None:
         """Do nothing: the order was decided before the job."""
-
-    def _number_of(self, replica_id: str) -> int:
-        if replica_id not in self._number:
-            taken = set(self._number.values())
-            self._number[replica_id] = next(number for number in count() if number not in taken)
-        return self._number[replica_id]
 
     def check_integrity(self) -> None:
         """Raise AssertionError when queues and pending shards disagree, or a count of open shards is negative."""
@@ -351,20 +384,27 @@ class DealtShards:
         assert min(self._num_open.values(), default=0) >= 0, f"open shards {self._num_open}"
 
 
+def _placed_wave(shard: Shard) -> tuple[int, int]:
+    return shard.wave_id, -1 if shard.replica is None else shard.replica
+
+
 def _owner(shard: Shard) -> int:
     # Error rows that have work after all, since their adapter was mended, were dealt to no one.
     return shard.replica or 0
 
 
-def _waves_of_one_adapter(shards: Sequence[Shard], number: dict[int, int]) -> dict[str, list[tuple[int, float]]]:
+def _waves_of_one_adapter(
+    shards: Sequence[Shard], number: dict[tuple[int, int], int]
+) -> dict[str, list[tuple[int, float]]]:
     """Adapter -> (wave number, predicted output tokens per row) of the waves it has for itself ("": base model)."""
-    names: defaultdict[int, set[tuple[str, ...]]] = defaultdict(set)
-    rows: Counter[int] = Counter()
-    tokens: Counter[int] = Counter()
+    names: defaultdict[tuple[int, int], set[tuple[str, ...]]] = defaultdict(set)
+    rows: Counter[tuple[int, int]] = Counter()
+    tokens: Counter[tuple[int, int]] = Counter()
     for shard in shards:
-        names[shard.wave_id].add(shard.adapters)
-        rows[shard.wave_id] += shard.num_rows
-        tokens[shard.wave_id] += shard.predicted_output_tokens
+        wave = _placed_wave(shard)
+        names[wave].add(shard.adapters)
+        rows[wave] += shard.num_rows
+        tokens[wave] += shard.predicted_output_tokens
     found: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
     for wave, sets in names.items():
         together = next(iter(sets))
@@ -417,13 +457,13 @@ class AdapterSources:
 def rows_behind(shards: Sequence[Shard], num_replicas: int) -> dict[int, int]:
     """Rows of the same wave that will follow each shard to a replica, by shard id; only of waves planned to run merged.
 
-    A replica learns from them how many rows a merge serves. Shards go out in order, and to all of `num_replicas` alike.
-    A replica uses the number of the shard it received last.
+    A replica learns from them how many rows a merge serves. Shards go out in order, to the replica that they are placed
+    on, or to all of `num_replicas` alike. A replica uses the number of the shard it received last.
     """
     behind: dict[int, int] = {}
-    seen: Counter[int] = Counter()
+    seen: Counter[tuple[int, int]] = Counter()
     for shard in reversed(shards):
         if shard.mode == "merged":
-            behind[shard.shard_id] = seen[shard.wave_id] // num_replicas
-            seen[shard.wave_id] += shard.num_rows
+            behind[shard.shard_id] = seen[_placed_wave(shard)] // (num_replicas if shard.replica is None else 1)
+            seen[_placed_wave(shard)] += shard.num_rows
     return behind

@@ -1,9 +1,9 @@
 """Forecast of a job before it starts: the numbers that `lorabatch plan` prints.
 
 Seconds come from playing the plan in the simulator, on answers of the lengths that are expected. A large job is played
-by a sample of its shards (`JobSample`). The placement of shards on replicas, with its bound and its gap, says what each
-worker would hold; it is no forecast, for it lacks the last part of a job, and rows that batches of several adapters
-share.
+by a sample of its shards (`JobSample`). The placement of shards on replicas, with its bound and its gap, says which
+shards each worker opens first; its seconds are no forecast, for they lack the last part of a job, and rows that batches
+of several adapters share.
 """
 
 from __future__ import annotations
@@ -83,6 +83,8 @@ class CutRows:
     predicted: NDArray[np.float64]
     #: Engine seconds of each row, float64 `[num_rows]`.
     row_s: NDArray[np.float64]
+    #: Replica of each shard, with a bound (None: the shards are not placed).
+    placement: Placement | None = None
 
     @classmethod
     def of(cls, plan: ShardPlan, predicted: NDArray[np.float64], row_s: NDArray[np.float64]) -> CutRows:
@@ -97,7 +99,7 @@ def forecast_job(
 
     Rows without engine work cost nothing. Deterministic.
     """
-    placement = place_job(workload.adapters, cut.plan.shards, cut.shard_s, cost, num_replicas)
+    placement = cut.placement or place_job(workload.adapters, cut.plan.shards, cut.shard_s, cost, num_replicas)
     sample = JobSample(workload.num_rows, num_replicas, played_rows)
     sample.add(workload, cut)
     predicted_s = sample.predict(play)
@@ -141,7 +143,9 @@ class JobSample:
         first_wave = max((shard.wave_id + 1 for shard in self._shards), default=0)
         for shard in (s for s, taken in zip(shards, is_taken | self._is_whole, strict=True) if taken):
             of_shard = cut.plan.rows_of(shard.shard_id)
-            self._shards.append(replace(shard, wave_id=shard.wave_id + first_wave))
+            # placed for the job's replicas, of which the sample has some only
+            home = shard.replica if self._is_whole or cut.placement is None else None
+            self._shards.append(replace(shard, wave_id=shard.wave_id + first_wave, replica=home))
             self._blocks.append(rows.part(of_shard))
             self._sizes.append(len(of_shard))
             self._row_s.append(cut.row_s[of_shard])
@@ -294,6 +298,14 @@ def place_job(
     if any(shard.replica is not None for shard in shards):
         return as_placed(problem, np.array([shard.replica or 0 for shard in shards], np.int64))
     return place_shards(problem)
+
+
+def place_cut(cut: CutRows, adapters: Sequence[AdapterInfo], cost: CostModel, num_replicas: int) -> CutRows:
+    """Place the shards of a job, or of a block of it, on replicas, which then open them first."""
+    placement = place_job(adapters, cut.plan.shards, cut.shard_s, cost, num_replicas)
+    homes = zip(cut.plan.shards, placement.replica_of.tolist(), strict=True)
+    shards = tuple(replace(shard, replica=home if shard.has_engine_work else None) for shard, home in homes)
+    return replace(cut, plan=replace(cut.plan, shards=shards), placement=placement)
 
 
 def row_seconds(

@@ -81,8 +81,12 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         "peft-like": Policy("peft-like", deal=_IN_TURN, shard_mode="merged"),
     }
 )
-#: Placement -> the rule that deals rows out instead of the policy's (None: the policy's own).
-PLACEMENTS: Mapping[str, str | None] = MappingProxyType({"planner": None, "loraserve": "baselines.dealing:by_routing"})
+#: Placement -> the rule that deals rows out instead of the policy's (None: the policy's own). `planner` places the
+#: shards of a policy that deals no rows out on replicas, which open them first; `none` leaves them to whichever replica
+#: has room.
+PLACEMENTS: Mapping[str, str | None] = MappingProxyType(
+    {"planner": None, "none": None, "loraserve": "baselines.dealing:by_routing"}
+)
 
 
 def dealing(policy: str, placement: str) -> Deal | None:
@@ -94,15 +98,14 @@ def dealing(policy: str, placement: str) -> Deal | None:
 def make_scheduler(
     shards: Sequence[Shard], *, committed: Collection[int] = (), settings: SchedulerSettings
 ) -> Scheduler:
-    """The scheduler of a job, with the rules of its policy. Shards that were dealt out go to their replicas."""
+    """The scheduler of a job, with the rules of its policy."""
     with_work = [shard for shard in shards if shard.has_engine_work]
-    is_dealt = any(shard.replica is not None for shard in with_work)
     name = POLICIES[settings.policy].migration
     return Scheduler(
         shards,
         committed=committed,
         settings=settings,
-        dispatch=DealtShards(with_work) if is_dealt else None,
+        dispatch=DealtShards(with_work) if settings.is_dealt else None,
         migration=None if name is None or settings.tail is None else _function(name)(with_work, settings),
     )
 

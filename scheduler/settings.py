@@ -35,6 +35,9 @@ class SchedulerSettings:
     shares_adapters: bool = False
     #: Policy whose rules dispatch and migrate, a name in `policies.POLICIES`.
     policy: str = "planner"
+    #: Whether rows were dealt out: a replica opens the shards that the plan gives it, and others only when it has none
+    #: open. Otherwise it only opens its own first.
+    is_dealt: bool = False
     #: Memory of each replica, for a policy that asks (None: unknown).
     memory: ReplicaMemory | None = None
     #: Seconds without a report after which a replica is lost. Replicas report once a second; Dask finds a silent worker

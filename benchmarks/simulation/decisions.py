@@ -14,7 +14,6 @@ from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.baselines.dlora_migration import ReplicaLoad, RowGroup, plan_migration
 from lorabatch.scheduler.batching import ClusteredBatcher
-from lorabatch.scheduler.forecast import place_job
 from lorabatch.scheduler.machines import H200_LLAMA_3_8B
 from lorabatch.scheduler.messages import Command, Event
 from lorabatch.scheduler.planning.placement import PlacementProblem, place_shards
@@ -78,7 +77,7 @@ def planning_scale() -> PlanningScale:
     workload = _zipf_job(1_000_000, 1_000)
     start = time.perf_counter()
     cut = prediction.cut_rows(SETTINGS, workload, 100)
-    placement = place_job(workload.adapters, cut.plan.shards, cut.shard_s, SETTINGS.cost, 100)
+    assert cut.placement is not None
     seconds = time.perf_counter() - start
     start = time.perf_counter()
     sample = prediction.sample(SETTINGS, workload.num_rows, 100, max_rows=5_000)
@@ -86,7 +85,7 @@ def planning_scale() -> PlanningScale:
     sample.predict(partial(prediction.play, SETTINGS))
     forecast_s = time.perf_counter() - start
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return PlanningScale(seconds, forecast_s, peak_bytes, placement.gap, len(cut.plan.shards))
+    return PlanningScale(seconds, forecast_s, peak_bytes, cut.placement.gap, len(cut.plan.shards))
 
 
 class TimedScheduler:

@@ -189,7 +189,7 @@ def index_rows(run: JobRun) -> IndexTotals:
     rows = record.input.num_rows
     reporter.phase("indexing", rows)
     chunks = list_chunks(record, run.job.spec.inputs)
-    given = {"job": IndexJob.from_record(record, run.job.spec), "store": run.job.store}
+    job = IndexJob.from_record(record, run.job.spec)
     name, attempt = f"index-{run.run_id}", run.control.coordinator_id
     lost: list[ChunkRef] = []
 
@@ -197,13 +197,13 @@ def index_rows(run: JobRun) -> IndexTotals:
         lost.append(chunk)
         return deadly_chunk(chunk)
 
-    indexing = FanOut(run.client, index_chunk, chunks, name, attempt, give_up, **given)
+    indexing = FanOut(run.client, index_chunk, chunks, name, attempt, give_up, job=job, store=run.job.store)
     totals = IndexTotals()
     for summary in indexing.results(run.control):
         totals.add(summary)
         reporter.phase("indexing", rows, rows_indexed=totals.num_rows)
     together = [chunk for chunk in lost if len(chunk.row_groups) > 1]
-    return _with_own_damages(run, totals, together, given["job"]) if together else totals
+    return _with_own_damages(run, totals, together, job) if together else totals
 
 
 def _with_own_damages(run: JobRun, totals: IndexTotals, lost: Sequence[ChunkRef], job: IndexJob) -> IndexTotals:

@@ -15,7 +15,16 @@ from numpy.typing import NDArray
 from ...engine.memory.limits import ROWS_GROW, adapter_growth
 from ...scheduler.batching import Batcher, ReplicaFacts
 from ...scheduler.estimates.lengths import AnswerModel, spread_quantiles
-from ...scheduler.forecast import CutRows, Forecast, JobSample, cut_job, forecast_job, plan_dealt, row_seconds
+from ...scheduler.forecast import (
+    CutRows,
+    Forecast,
+    JobSample,
+    cut_job,
+    forecast_job,
+    place_cut,
+    plan_dealt,
+    row_seconds,
+)
 from ...scheduler.planning.bound import JobBound, job_bound
 from ...scheduler.planning.waves import ShardPlan, shard_rows, with_whole_groups
 from ...scheduler.policies import POLICIES, RowsToDeal, dealing
@@ -81,7 +90,9 @@ def cut_rows(
     rows = with_reuse(settings, rows)
     cut = _cut(settings, rows, predicted, num_workers, rows_per_shard)
     plan = with_whole_groups(cut.plan, rows, predicted)
-    return cut if plan is cut.plan else CutRows.of(plan, predicted, cut.row_s)
+    if plan is not cut.plan:
+        cut = CutRows.of(plan, predicted, cut.row_s)
+    return place_cut(cut, rows.adapters, settings.cost, num_workers) if settings.is_placed else cut
 
 
 def _cut(

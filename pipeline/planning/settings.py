@@ -239,6 +239,11 @@ class RunSettings:
         return dealing(self.policy, self.placement) is not None
 
     @property
+    def is_placed(self) -> bool:
+        """Whether shards are placed on workers, which open their own first."""
+        return self.placement == "planner" and not self.is_dealt
+
+    @property
     def cost(self) -> CostModel:
         """Costs of steps, merges and loads that engines, scheduler and plans decide by."""
         assert self.engine.cost is not None, "engines of a run have a cost model"
@@ -263,6 +268,7 @@ class RunSettings:
             cost=self.cost,
             shares_adapters=self.shares_adapters,
             policy=self.policy,
+            is_dealt=self.is_dealt,
         )
         if policy.deal is not None:
             settings = replace(settings, open_batches=_DEALT_BATCHES)

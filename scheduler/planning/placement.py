@@ -1,12 +1,13 @@
-"""Places shards on replicas offline so that the last replica ends soonest, with a bound of how soon it could.
+"""Places shards on replicas before a job, so that the last replica ends soonest, with a bound of how soon it could.
 
-A shard takes its own seconds, and a replica spends an adapter's load seconds once for each adapter it runs. The model
-is exact (shards are not divisible) and written like the problem: variables, constraints (one method each), objective,
-decode. Greedy longest-first with local search is its warm start and its fallback. Every result carries a lower bound,
-so that `plan` can print the gap of the placement.
+Replicas load adapters while they compute, so a replica ends when both its shards are computed and the adapters that
+they need are loaded, each once. Replicas open their own shards first (`dispatch.ShardQueue`).
 
-CBC solves it, bounded by branch-and-bound nodes and one thread, never by a clock, so that the same model always gives
-the same result. Results have a status, and callers have a tested fallback for each status that is not `optimal`.
+Shards are placed adapter by adapter, so that few adapters are on many replicas. Where this ends more than 2 % after the
+lower bound, local search and then an exact model are tried. The model is written like the problem: variables,
+constraints (one method each), objective, decode. CBC solves it, bounded by branch-and-bound nodes and one thread, never
+by a clock, so that the same model always gives the same result. Results have a status, and callers have a tested
+fallback for each status that is not `optimal`.
 
 Shapes: `[num_shards]` for shards, `[num_adapters]` for load seconds. All replicas are of one speed.
 """
@@ -20,6 +21,12 @@ from typing import Literal
 import numpy as np
 import pulp
 from numpy.typing import NDArray
+
+#: Share of the lower bound by which a placement may end later and is still good: less than predictions are off.
+_GOOD_GAP = 0.02
+
+#: Share by which sums of the same seconds in another order may differ.
+_ROUNDING = 1e-9
 
 Method = Literal["optimal", "improved by solver", "greedy", "greedy (solver found nothing)", "dealt out"]
 
@@ -49,25 +56,25 @@ class Placement:
 
 
 def place_shards(
-    problem: PlacementProblem, *, good_gap: float = 0.005, max_variables: int = 160, max_nodes: int = 200
+    problem: PlacementProblem, *, good_gap: float = _GOOD_GAP, max_variables: int = 160, max_nodes: int = 200
 ) -> Placement:
-    """Place shards greedily, then by local search, then by the exact model.
+    """Place shards adapter by adapter, then by local search, then by the exact model.
 
-    The model is left out when the gap is at most `good_gap` already, or when it would have more than `max_variables`
-    variables.
+    What comes later is left out as soon as the gap is at most `good_gap`, and the model also when it would have more
+    than `max_variables` variables.
     """
-    starts = [place_greedily(problem), place_by_adapter(problem)]
-    replica_of = min(
-        (improve(problem, start) for start in starts), key=lambda found: problem.finish_s(found).max(initial=0.0)
-    )
     bound_s = problem.lower_bound_s()
-    greedy = _described(problem, replica_of, bound_s, "greedy")
+    good_s = bound_s * (1 + good_gap)
+    greedy = _described(problem, improve(problem, place_by_adapter(problem), good_s), bound_s, "greedy")
+    if greedy.gap > good_gap:
+        other = _described(problem, improve(problem, place_longest_first(problem), good_s), bound_s, "greedy")
+        greedy = min(greedy, other, key=lambda found: found.makespan_s)
     if greedy.gap <= good_gap or problem.num_shards * problem.num_replicas > max_variables:
         return greedy
     model = MakespanModel(problem)
     outcome = solve(model.problem, max_nodes=max_nodes)
     if outcome not in ("optimal", "feasible"):
-        return _described(problem, replica_of, bound_s, "greedy (solver found nothing)")
+        return _described(problem, greedy.replica_of, bound_s, "greedy (solver found nothing)")
     found = model.decode()
     if outcome == "optimal":
         best_s = float(problem.finish_s(found).max())
@@ -84,73 +91,59 @@ def _described(problem: PlacementProblem, replica_of: NDArray[np.int64], bound_s
     return Placement(replica_of, problem.finish_s(replica_of), bound_s, method)
 
 
-def place_greedily(problem: PlacementProblem) -> NDArray[np.int64]:
-    """Place the longest shard first, each where it would end soonest, loads included (LPT with setups)."""
-    finish = np.zeros(problem.num_replicas)
+def place_by_adapter(problem: PlacementProblem) -> NDArray[np.int64]:
+    """Place the shards of the adapter with most work first, each where it adds the fewest load seconds.
+
+    Only replicas count that would not end after the others' mean by more than 2 %. Where none is left, the shard goes
+    where it would end soonest. Each replica then has its part of adapters with much work and with little, so that it
+    loads the latter while it computes the former.
+    """
+    work_of = problem.work_of_adapters()
+    heaviest = [max(adapters, key=lambda a: (work_of[a], -a), default=-1) for adapters in problem.adapters_of]
+    weight = np.array([work_of[a] if a >= 0 else 0.0 for a in heaviest])
+    order = np.lexsort((-problem.shard_s, np.array(heaviest, dtype=np.int64), -weight))
+    return _place_in_order(problem, order, problem.shard_s.sum() / problem.num_replicas)
+
+
+def place_longest_first(problem: PlacementProblem) -> NDArray[np.int64]:
+    """Place the longest shard first, each where it would end soonest (LPT with setups)."""
+    return _place_in_order(problem, np.argsort(-problem.shard_s, kind="stable"), 0.0)
+
+
+def _place_in_order(problem: PlacementProblem, order: NDArray[np.int64], mean_work_s: float) -> NDArray[np.int64]:
+    """Place shards in this order. `mean_work_s`: mean seconds of a replica's shards; 0 places each where it ends
+    soonest, whatever it adds.
+    """
+    work, loads = np.zeros(problem.num_replicas), np.zeros(problem.num_replicas)
     has = np.zeros((len(problem.load_s), problem.num_replicas), dtype=bool)
     replica_of = np.zeros(problem.num_shards, dtype=np.int64)
-    for shard in np.argsort(-problem.shard_s, kind="stable"):
+    for shard in order:
         adapters = list(problem.adapters_of[shard])
-        loads = (~has[adapters] * problem.load_s[adapters, None]).sum(axis=0)
-        ends = finish + problem.shard_s[shard] + loads
-        chosen = int(np.argmin(ends))
+        added = (~has[adapters] * problem.load_s[adapters, None]).sum(axis=0)
+        ends = np.maximum(work + problem.shard_s[shard], loads + added)
+        mean_s = max(mean_work_s, float(loads.sum() + added.min()) / problem.num_replicas)
+        fits = ends <= mean_s * (1 + _GOOD_GAP) if mean_work_s else np.zeros(len(ends), bool)
+        chosen = int(np.lexsort((ends, np.where(fits, added, np.inf)))[0])
         replica_of[shard] = chosen
-        finish[chosen] = ends[chosen]
+        work[chosen] += problem.shard_s[shard]
+        loads[chosen] += added[chosen]
         has[adapters, chosen] = True
     return replica_of
 
 
-def place_by_adapter(problem: PlacementProblem) -> NDArray[np.int64]:
-    """Fill one replica after the other with shards in order of their adapters, up to the least common end that works.
-
-    Each adapter is then on as few replicas as its work needs; the last replica gets what the others cannot hold.
-    """
-    work_of = problem.work_of_adapters()
-    # Heavy adapters first; within one, long shards first.
-    heaviest = [max(adapters, key=lambda a: (work_of[a], -a), default=-1) for adapters in problem.adapters_of]
-    weight = np.array([work_of[a] if a >= 0 else 0.0 for a in heaviest])
-    order = np.lexsort((-problem.shard_s, np.array(heaviest, dtype=np.int64), -weight))
-    low = problem.lower_bound_s()
-    high = 2 * low
-    best, best_s = np.zeros(problem.num_shards, np.int64), float("inf")
-    for _ in range(24):
-        middle = (low + high) / 2
-        filled = _fill(problem, order, middle)
-        filled_s = float(problem.finish_s(filled).max(initial=0.0))
-        if filled_s < best_s:
-            best, best_s = filled, filled_s
-        low, high = (low, middle) if filled_s <= middle * (1 + 1e-12) else (middle, high)
-    return best
-
-
-def _fill(problem: PlacementProblem, order: NDArray[np.int64], end_s: float) -> NDArray[np.int64]:
-    """Give the shards to replicas in order, to the next replica whenever one would end after `end_s`."""
-    replica_of = np.zeros(problem.num_shards, np.int64)
-    replica, end, present = 0, 0.0, set[int]()
-    for shard in order:
-        needed = set(problem.adapters_of[shard])
-        added = _added_s(problem, shard, needed - present)
-        if end + added > end_s * (1 + 1e-12) and replica + 1 < problem.num_replicas:
-            replica, end, present = replica + 1, 0.0, set()
-            added = _added_s(problem, shard, needed)
-        replica_of[shard] = replica
-        end += added
-        present |= needed
-    return replica_of
-
-
-def _added_s(problem: PlacementProblem, shard: int, missing: set[int]) -> float:
-    return float(problem.shard_s[shard]) + sum(float(problem.load_s[adapter]) for adapter in sorted(missing))
-
-
-def improve(problem: PlacementProblem, replica_of: NDArray[np.int64], max_moves: int = 200) -> NDArray[np.int64]:
-    """Improve a placement by local search: move or swap shards of the last replica while that lowers its end.
+def improve(
+    problem: PlacementProblem, replica_of: NDArray[np.int64], good_s: float = 0.0, max_moves: int = 200
+) -> NDArray[np.int64]:
+    """Improve a placement by local search: move or swap shards of the last replica while that lowers its end, until all
+    end by `good_s` seconds, since each move may cost a load more.
 
     At most `max_moves` changes; each looks at the last replica's shards against the eight replicas that end first.
     """
     current = replica_of.copy()
     finish = problem.finish_s(current)
     for _ in range(max_moves):
+        if finish.max(initial=0.0) <= good_s:
+            break
         better = _better_neighbour(problem, current, finish)
         if better is None:
             break
@@ -165,7 +158,7 @@ def _better_neighbour(
     for first in np.argsort(finish, kind="stable")[:8]:
         if first == last:
             continue
-        for mine, theirs in _exchanges(problem, current, finish, last, int(first)):
+        for mine, theirs in _exchanges(problem, current, last, int(first)):
             trial = current.copy()
             trial[mine] = first
             if theirs is not None:
@@ -173,40 +166,46 @@ def _better_neighbour(
             after = finish.copy()
             for replica in (last, int(first)):
                 after[replica] = problem.end_s(np.flatnonzero(trial == replica))
-            if max(after[last], after[first]) < finish[last] * (1 - 1e-9):
+            if max(after[last], after[first]) < finish[last] * (1 - _ROUNDING):
                 return trial, after
     return None
 
 
 def _exchanges(
-    problem: PlacementProblem, current: NDArray[np.int64], finish: NDArray[np.float64], last: int, first: int
+    problem: PlacementProblem, current: NDArray[np.int64], last: int, first: int
 ) -> list[tuple[int, int | None]]:
     """The 16 most promising moves and swaps between two replicas, by the later of the two ends they would give."""
     mine, theirs = np.flatnonzero(current == last), np.flatnonzero(current == first)
     # A last column without a partner: the shard moves and nothing comes back.
-    last_gets = np.append(_arriving_s(problem, theirs, mine), 0.0)
-    first_gives = np.append(_leaving_s(problem, theirs), 0.0)
-    last_ends = finish[last] - _leaving_s(problem, mine)[:, None] + last_gets[None, :]
-    first_ends = finish[first] + _arriving_s(problem, mine, theirs)[:, None] - first_gives[None, :]
+    work_back = np.append(problem.shard_s[theirs], 0.0)
+    loads_back = np.append(_arriving_load_s(problem, theirs, mine), 0.0)
+    loads_gone = np.append(_leaving_load_s(problem, theirs), 0.0)
+    gained = work_back[None, :] - problem.shard_s[mine][:, None]
+    last_ends = np.maximum(
+        problem.work_s(mine) + gained,
+        problem.loads_s(mine) - _leaving_load_s(problem, mine)[:, None] + loads_back[None, :],
+    )
+    first_ends = np.maximum(
+        problem.work_s(theirs) - gained,
+        problem.loads_s(theirs) + _arriving_load_s(problem, mine, theirs)[:, None] - loads_gone[None, :],
+    )
     promising = np.argsort(np.maximum(last_ends, first_ends), axis=None, kind="stable")[:16]
     pairs = [divmod(int(flat), len(theirs) + 1) for flat in promising]
     return [(int(mine[row]), int(theirs[column]) if column < len(theirs) else None) for row, column in pairs]
 
 
-def _leaving_s(problem: PlacementProblem, shards: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Seconds that each of a replica's shards takes with it: its own, and loads that no other shard there needs."""
+def _leaving_load_s(problem: PlacementProblem, shards: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Seconds of the loads that no other shard of the replica needs, for each of its shards."""
     users = Counter(adapter for shard in shards for adapter in problem.adapters_of[shard])
-    loads = [sum(float(problem.load_s[a]) for a in problem.adapters_of[s] if users[a] == 1) for s in shards]
-    return np.asarray(problem.shard_s[shards] + np.array(loads))
+    return np.array([sum(float(problem.load_s[a]) for a in problem.adapters_of[s] if users[a] == 1) for s in shards])
 
 
-def _arriving_s(
+def _arriving_load_s(
     problem: PlacementProblem, shards: NDArray[np.int64], present: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Seconds that each shard would add to a replica that runs the shards `present`."""
+    """Load seconds that each shard would add to a replica that runs the shards `present`."""
     there = {adapter for shard in present for adapter in problem.adapters_of[shard]}
-    loads = [sum(float(problem.load_s[a]) for a in problem.adapters_of[s] if a not in there) for s in shards]
-    return np.asarray(problem.shard_s[shards] + np.array(loads))
+    return np.array([sum(float(problem.load_s[a]) for a in problem.adapters_of[s] if a not in there) for s in shards])
 
 
 class MakespanModel:
@@ -223,28 +222,36 @@ class MakespanModel:
         self.problem += self.makespan
         self._every_shard_runs_once()
         self._adapters_are_loaded_where_needed()
-        self._no_replica_ends_later_than_the_makespan()
+        self._no_replica_computes_after_the_makespan()
+        self._no_replica_loads_after_the_makespan()
         self._equal_replicas_are_ordered()
 
     def _every_shard_runs_once(self) -> None:
+        """Each shard runs on exactly one replica."""
         for shard, on in self.runs_on.items():
             self.problem += pulp.lpSum(on.values()) == 1, f"shard_{shard}_runs_once"
 
     def _adapters_are_loaded_where_needed(self) -> None:
+        """A replica that runs a shard has every adapter of the shard."""
         for shard, adapters in enumerate(self._given.adapters_of):
             for adapter in adapters:
                 for replica, runs in self.runs_on[shard].items():
                     name = f"shard_{shard}_needs_{adapter}_on_{replica}"
                     self.problem += self.is_resident[adapter][replica] >= runs, name
 
-    def _no_replica_ends_later_than_the_makespan(self) -> None:
-        given = self._given
-        for replica in range(given.num_replicas):
-            work = pulp.lpSum(float(given.shard_s[shard]) * on[replica] for shard, on in self.runs_on.items())
+    def _no_replica_computes_after_the_makespan(self) -> None:
+        """The shards of each replica take the makespan at most."""
+        for replica in range(self._given.num_replicas):
+            work = pulp.lpSum(float(self._given.shard_s[shard]) * on[replica] for shard, on in self.runs_on.items())
+            self.problem += work <= self.makespan, f"replica_{replica}_computes_in_time"
+
+    def _no_replica_loads_after_the_makespan(self) -> None:
+        """The adapters that each replica loads, one after the other, take the makespan at most."""
+        for replica in range(self._given.num_replicas):
             loads = pulp.lpSum(
-                float(given.load_s[adapter]) * self.is_resident[adapter][replica] for adapter in self._used
+                float(self._given.load_s[adapter]) * self.is_resident[adapter][replica] for adapter in self._used
             )
-            self.problem += work + loads <= self.makespan, f"replica_{replica}_ends_in_time"
+            self.problem += loads <= self.makespan, f"replica_{replica}_loads_in_time"
 
     def _equal_replicas_are_ordered(self) -> None:
         """Without loss the longest shard runs on the first of the replicas, which are all alike."""
@@ -275,10 +282,18 @@ class PlacementProblem:
         """Shards to place."""
         return len(self.shard_s)
 
-    def end_s(self, shards: NDArray[np.int64]) -> float:
-        """Seconds at which a replica ends that runs these shards."""
+    def work_s(self, shards: NDArray[np.int64]) -> float:
+        """Seconds in which a replica computes these shards."""
+        return float(self.shard_s[shards].sum())
+
+    def loads_s(self, shards: NDArray[np.int64]) -> float:
+        """Seconds in which a replica loads the adapters of these shards."""
         needed = {adapter for shard in shards for adapter in self.adapters_of[shard]}
-        return float(self.shard_s[shards].sum()) + sum(float(self.load_s[adapter]) for adapter in sorted(needed))
+        return sum(float(self.load_s[adapter]) for adapter in sorted(needed))
+
+    def end_s(self, shards: NDArray[np.int64]) -> float:
+        """Seconds at which a replica ends that runs these shards: it loads adapters while it computes."""
+        return max(self.work_s(shards), self.loads_s(shards))
 
     def finish_s(self, replica_of: NDArray[np.int64]) -> NDArray[np.float64]:
         """Seconds at which each replica ends under a placement, float64 `[num_replicas]`."""
@@ -287,22 +302,22 @@ class PlacementProblem:
     def lower_bound_s(self) -> float:
         """Seconds below which no placement ends.
 
-        The largest shard alone; or all work and all loads spread evenly, where an adapter whose work does not fit into
-        one replica by that time is loaded on as many as it takes. The second is found by bisection.
+        The largest shard alone, or all work spread evenly; and all loads spread evenly, where an adapter whose work
+        does not fit into one replica by that time is loaded on as many as it takes. The latter is found by bisection.
         """
         if self.num_shards == 0:
             return 0.0
-        alone = max(
-            seconds + self.load_s[list(adapters)].sum()
-            for seconds, adapters in zip(self.shard_s, self.adapters_of, strict=True)
+        low = max(
+            float(self.shard_s.sum()) / self.num_replicas,
+            max(self.end_s(np.array([shard])) for shard in range(self.num_shards)),
         )
-        low, high = float(alone), float(alone + self.end_s(np.arange(self.num_shards)))
         work_of = self.work_of_adapters()
-        if self._may_end_by(low, work_of):
+        if self._may_load_by(low, work_of):
             return low
+        high = max(low, self.loads_s(np.arange(self.num_shards)))
         while high - low > 1e-12 * high:
             middle = (low + high) / 2
-            low, high = (low, middle) if self._may_end_by(middle, work_of) else (middle, high)
+            low, high = (low, middle) if self._may_load_by(middle, work_of) else (middle, high)
         return low
 
     def work_of_adapters(self) -> NDArray[np.float64]:
@@ -312,15 +327,12 @@ class PlacementProblem:
             work[list(adapters)] += seconds
         return work
 
-    def _may_end_by(self, end_s: float, work_of: NDArray[np.float64]) -> bool:
-        """Whether a condition holds that is necessary for any placement that ends by `end_s`."""
-        used = work_of > 0
-        room = end_s - self.load_s[used]
-        if (room <= 0).any():
-            return False
-        copies = np.ceil(work_of[used] / room - 1e-9)
-        loads = float((copies * self.load_s[used]).sum())
-        return bool(self.shard_s.sum() + loads <= end_s * self.num_replicas * (1 + 1e-12))
+    def _may_load_by(self, end_s: float, work_of: NDArray[np.float64]) -> bool:
+        """Whether loads can end by `end_s`, which is necessary for any placement that ends by then."""
+        if end_s <= 0:
+            return not self.load_s[work_of > 0].any()
+        copies = np.ceil(work_of / end_s - _ROUNDING)
+        return bool((copies * self.load_s).sum() <= end_s * self.num_replicas * (1 + 1e-12))
 
 
 Outcome = Literal["optimal", "feasible", "infeasible", "unsolved"]

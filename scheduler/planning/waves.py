@@ -54,7 +54,7 @@ class Shard:
     prompt_tokens: int
     #: Tokens that they are predicted to generate.
     predicted_output_tokens: int
-    #: Number of the replica that opens it, when rows were dealt out before the job (None: any replica).
+    #: Number of the replica that the plan gives it to (None: to none).
     replica: int | None = None
     #: Rows of each of `adapters`, then those of the base model, when rows were dealt out before the job (empty: not
     #: counted).

@@ -89,6 +89,8 @@ class SimulatedMemory:
         self._arriving: dict[int, float] = {}
         self._link_free_s = 0.0
         self._left: set[int] = set()
+        #: Adapters that became resident, again where they had been evicted.
+        self.num_loads = 0
 
     @property
     def resident(self) -> list[int]:
@@ -146,6 +148,7 @@ class SimulatedMemory:
                 del self._resident[adapter]
             else:
                 self._resident_array, self._is_there[adapter] = None, True
+                self.num_loads += 1
                 load_s = self._load_s(adapter, self._source)
                 if adapter in self._arriving:
                     wait_s = max(0.0, self._arriving.pop(adapter) - now_s - seconds)

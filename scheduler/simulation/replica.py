@@ -344,6 +344,7 @@ class SimulatedReplica:
         seconds = self._memory.wait_s(needed[needed >= 0].tolist(), now_s)
         timeline = self._timeline
         timeline.load_s[self.number] += seconds
+        timeline.num_loads[self.number] = self._memory.num_loads
         timeline.peak_adapters[self.number] = max(timeline.peak_adapters[self.number], len(self._memory.resident))
         return seconds
 

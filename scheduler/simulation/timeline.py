@@ -48,6 +48,8 @@ class Timeline:
     preempted: NDArray[np.int64]
     #: Most adapters resident at once, `[num_replicas]`.
     peak_adapters: NDArray[np.int64]
+    #: Adapters that became resident, again where they had been evicted, `[num_replicas]`.
+    num_loads: NDArray[np.int64]
 
     @classmethod
     def empty(cls, num_rows: int, num_replicas: int) -> Timeline:
@@ -68,6 +70,7 @@ class Timeline:
             mixed_steps=np.zeros(num_replicas, np.int64),
             preempted=np.zeros(num_replicas, np.int64),
             peak_adapters=np.zeros(num_replicas, np.int64),
+            num_loads=np.zeros(num_replicas, np.int64),
         )
 
     def count(self, replica: int, passes: Passes, seconds: float, *, is_merged: bool) -> None:

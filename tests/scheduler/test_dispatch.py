@@ -158,3 +158,54 @@ def test_shards_of_merged_waves_announce_what_follows_them_in_their_wave():
     ]
     assert rows_behind(shards, 1) == {0: 51, 1: 21, 2: 0, 4: 0}
     assert rows_behind(shards, 2) == {0: 25, 1: 10, 2: 0, 4: 0}
+
+
+def placed(*homes, tokens=3200):
+    """A shard of an adapter of its own for each home; the first has the most work."""
+    return [Shard(i, i, "unmerged", (f"x{i}",), 32, 320, tokens - i, home) for i, home in enumerate(homes)]
+
+
+def taken(queue, *replicas):
+    return [queue.take(replica, lambda shard_id: True) for replica in replicas]
+
+
+def test_a_replica_opens_what_is_placed_on_it_first():
+    queue = ShardQueue(placed(1, 0, 1, 0))
+    assert taken(queue, "a", "b", "b", "a") == [1, 0, 2, 3]
+    queue.check_integrity()
+
+
+def test_a_replica_without_shards_of_its_own_opens_those_of_absent_ones_before_those_of_others():
+    queue = ShardQueue(placed(0, 1, 2, 1))
+    assert taken(queue, "a", "b") == [0, 1]
+    assert taken(queue, "a", "a") == [2, 3]
+    assert taken(queue, "a", "b") == [None, None]
+
+
+def test_long_rows_come_first_among_the_shards_of_a_replica():
+    shards = placed(0, 0)
+    shards[1] = replace(shards[1], predicted_output_tokens=12_800)
+    assert taken(ShardQueue(shards), "a", "a") == [1, 0]
+
+
+def test_a_shard_without_a_place_is_for_whoever_has_opened_its_own():
+    assert taken(ShardQueue(placed(None, 0)), "a", "a") == [1, 0]
+
+
+def test_the_number_of_a_replica_that_left_goes_to_the_next_that_comes():
+    queue = ShardQueue(placed(0, 1, 0, 1))
+    assert taken(queue, "a", "b") == [0, 1]
+    queue.removed("a")
+    assert taken(queue, "c") == [2]
+
+
+def test_a_replica_of_an_earlier_scheduler_keeps_what_is_placed_on_it():
+    queue = ShardQueue(placed(0, 1, 0, 1))
+    queue.discard(1)
+    queue.opened(1, "b")
+    assert taken(queue, "b", "a", "a") == [3, 0, 2]
+
+
+def test_rows_that_follow_a_placed_shard_are_those_of_its_replica():
+    shards = [Shard(number, 0, "merged", ("x",), 32, 320, 3200, number % 2) for number in range(4)]
+    assert rows_behind(shards, 2) == {0: 32, 1: 32, 2: 0, 3: 0}

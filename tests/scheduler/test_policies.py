@@ -33,7 +33,7 @@ def opened(commands):
 
 
 def make(shards, **more):
-    return make_scheduler(shards, settings=SchedulerSettings(policy="s-lora", open_batches=64, **more))
+    return make_scheduler(shards, settings=SchedulerSettings(policy="s-lora", open_batches=64, is_dealt=True, **more))
 
 
 def test_a_replica_opens_all_that_is_dealt_to_it_in_order():

@@ -122,7 +122,7 @@ def test_where_lengths_are_unknown_the_plan_says_what_it_assumes_and_how_far_it_
     over = found.forecast.predicted_s / found.bound_s
     assert f"takes less than {found.bound_s:.1f} s; predicted are {over:.2f} times as long" in text
     assert f"{shortest_s:.1f} s if they take a quarter of it, {longest_s:.1f} s if they take all" in text
-    assert f"Placement of the shards, each priced alone: {found.forecast.placement.makespan_s:.1f} s, at best" in text
+    assert f"priced alone, they take {found.forecast.placement.makespan_s:.1f} s, at best" in text
 
 
 def test_where_earlier_jobs_had_all_adapters_the_plan_says_so_and_gives_no_range(options: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorabatch.scheduler.planning.placement import PlacementProblem, improve, place_greedily, place_shards, solve
+from lorabatch.scheduler.planning.placement import PlacementProblem, improve, place_longest_first, place_shards, solve
 
 
 def make_problem(shard_s, adapters_of=None, load_s=(), num_replicas=2):
@@ -59,10 +59,20 @@ def test_nothing_to_place_takes_no_time():
     assert (placement.makespan_s, placement.gap) == (0.0, 0.0)
 
 
-def test_one_replica_takes_everything_and_is_proved_best():
-    placement = place_shards(make_problem([3, 4], [(0,), (0,)], [2.0], 1))
-    assert placement.makespan_s == 9.0
+@pytest.mark.parametrize(("load_s", "makespan_s"), [([2.0, 1.0], 7.0), ([5.0, 6.0], 11.0)])
+def test_one_replica_takes_everything_and_loads_while_it_computes(load_s, makespan_s):
+    placement = place_shards(make_problem([3, 4], [(0,), (1,)], load_s, 1))
+    assert placement.makespan_s == makespan_s
     assert placement.gap == pytest.approx(0.0, abs=1e-9)
+
+
+def test_each_replica_has_its_part_of_large_and_of_small_adapters():
+    """A replica with small ones alone would wait for their loads."""
+    shard_s = [4.0] * 4 + [1.0] * 8
+    adapters_of = [(0,), (0,), (1,), (1,), *((2 + i,) for i in range(8))]
+    placement = place_shards(make_problem(shard_s, adapters_of, [1.5] * 10))
+    assert placement.replica_of[0] == placement.replica_of[1] != placement.replica_of[2] == placement.replica_of[3]
+    assert np.bincount(placement.replica_of[4:]).tolist() == [4, 4]
 
 
 def test_an_adapter_expensive_to_load_stays_on_one_replica():
@@ -73,7 +83,7 @@ def test_an_adapter_expensive_to_load_stays_on_one_replica():
 def test_the_classic_trap_of_longest_first_is_solved_exactly():
     # Longest-first gives 7; the best is 6 (3+3 and 2+2+2).
     problem = make_problem([3, 3, 2, 2, 2])
-    assert problem.finish_s(place_greedily(problem)).max() == 7
+    assert problem.finish_s(place_longest_first(problem)).max() == 7
     placement = place_shards(problem)
     assert placement.makespan_s == 6
     assert placement.gap == pytest.approx(0.0, abs=1e-9)
@@ -86,8 +96,17 @@ def test_a_model_too_large_for_the_solver_falls_back_by_name():
 
 def test_a_solver_without_nodes_never_makes_it_worse():
     problem = random_problem(12, max_shards=7)
-    greedy_s = problem.finish_s(improve(problem, place_greedily(problem))).max()
+    greedy_s = problem.finish_s(improve(problem, place_longest_first(problem))).max()
     assert place_shards(problem, max_nodes=0, good_gap=0.0).makespan_s <= greedy_s
+
+
+@pytest.mark.parametrize("outcome", ["infeasible", "unsolved"])
+def test_where_the_solver_finds_nothing_the_greedy_placement_stays(monkeypatch, outcome):
+    problem = random_problem(4)  # 35 s at best, with a bound of 28 s
+    monkeypatch.setattr("lorabatch.scheduler.planning.placement.solve", lambda *_, **__: outcome)
+    placement = place_shards(problem)
+    assert placement.method == "greedy (solver found nothing)"
+    assert placement.makespan_s == pytest.approx(35.0)
 
 
 @pytest.mark.long
@@ -122,7 +141,7 @@ def test_the_gap_on_zipf_work_over_16_replicas_is_at_most_2_percent(seed):
 def test_local_search_never_ends_later():
     for seed in range(30):
         problem = random_problem(seed, max_shards=12)
-        start = place_greedily(problem)
+        start = place_longest_first(problem)
         assert problem.finish_s(improve(problem, start)).max() <= problem.finish_s(start).max()
 
 
