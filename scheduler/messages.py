@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self
 #: Kind of the line with which a scheduler's part of `events.jsonl` begins.
 BEGINNING = "SchedulerStarted"
 #: Version of the events and commands in `events.jsonl`. Runs of another version are not replayed.
-EVENTS_VERSION = 7
+EVENTS_VERSION = 8
 
 
 class Record:
@@ -153,7 +153,7 @@ class ShardFailed(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Progress(Event):
+class ReplicaReported(Event):
     """A replica's report of its state, about once a second and when a shard of its own has all its answers. It is also
     the replica's heartbeat.
     """

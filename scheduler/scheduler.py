@@ -31,12 +31,12 @@ from .messages import (
     Event,
     FailJob,
     FinishJob,
-    Progress,
     Recall,
     RemoveReplica,
     ReplicaFailed,
     ReplicaJoined,
     ReplicaLeft,
+    ReplicaReported,
     ReplicasFound,
     RunShard,
     ShardCommitted,
@@ -157,10 +157,10 @@ class Scheduler:
         if not self._is_over:
             candidates = self._maybe_hungry(event, commands)
             shares = self._shares.of(candidates, self._replicas) if self._queue else {}
-            if isinstance(event, Progress) and self._queue:
+            if isinstance(event, ReplicaReported) and self._queue:
                 commands += self._relieve(event.replica_id, event.time_s, shares)
             commands += self._dispatch(candidates, shares)
-            if isinstance(event, ReplicaJoined | Progress | ShardCommitted):
+            if isinstance(event, ReplicaJoined | ReplicaReported | ShardCommitted):
                 commands += self._migrate(event.replica_id, event.time_s)
         if any(isinstance(command, RunShard) for command in commands):
             self.estimates.opened(event.time_s)
@@ -172,7 +172,7 @@ class Scheduler:
     def _maybe_hungry(self, event: Event, commands: list[Command]) -> list[ReplicaState]:
         """Replicas that this event may have left with too few open rows; the others need no look."""
         match event:
-            case ReplicaJoined() | ShardCommitted() | Progress():
+            case ReplicaJoined() | ShardCommitted() | ReplicaReported():
                 names = {event.replica_id} | {c.replica_id for c in commands if isinstance(c, Recall)}
                 return [self._replicas[name] for name in sorted(names) if name in self._replicas]
         return list(self._replicas.values())
@@ -195,8 +195,8 @@ class Scheduler:
                 return self._committed(event)
             case ShardFailed():
                 return self._shard_failed(event)
-            case Progress():
-                return self._progress(event)
+            case ReplicaReported():
+                return self._reported(event)
             case Tick():
                 return self._tick(event.time_s)
         return []
@@ -363,7 +363,7 @@ class Scheduler:
         replica.open_work += work
         replica.set_rows_left(shard_id, rows)
 
-    def _progress(self, event: Progress) -> list[Command]:
+    def _reported(self, event: ReplicaReported) -> list[Command]:
         replica = self._replicas.get(event.replica_id)
         if replica is None:
             return []

@@ -12,7 +12,7 @@ import numpy as np
 
 from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
-from lorabatch.scheduler.baselines.dlora_migration import ReplicaLoad, RowGroup, plan_migration
+from lorabatch.scheduler.baselines.dlora_migration import AdapterRows, ReplicaLoad, plan_migration
 from lorabatch.scheduler.batching import ClusteredBatcher
 from lorabatch.scheduler.forecast import place_job
 from lorabatch.scheduler.machines import H200_LLAMA_3_8B
@@ -222,6 +222,6 @@ def _unbalanced(seed: int) -> list[ReplicaLoad]:
     replicas = []
     for number in range(32):
         held = [f"a{k}" for k in sorted(generator.choice(32, 3, replace=False).tolist())]
-        groups = tuple(RowGroup(name, int(generator.integers(1, 40) * (1 + 3 * (number % 2))), 0.1) for name in held)
+        groups = tuple(AdapterRows(name, int(generator.integers(1, 40) * (1 + 3 * (number % 2))), 0.1) for name in held)
         replicas.append(ReplicaLoad(f"r{number:02}", groups, frozenset(held)))
     return replicas

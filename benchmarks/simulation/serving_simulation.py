@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lorabatch.scheduler.baselines.dealing import furthest_behind, pending_seconds
-from lorabatch.scheduler.baselines.dlora_migration import MigrationSettings, ReplicaLoad, RowGroup, plan_migration
+from lorabatch.scheduler.baselines.dlora_migration import AdapterRows, MigrationSettings, ReplicaLoad, plan_migration
 from lorabatch.scheduler.cost import CostModel
 from lorabatch.scheduler.simulation.replica import SimulatedReplica
 from lorabatch.scheduler.workload import Workload
@@ -260,7 +260,7 @@ class ServingSimulation:
         adapter = self._workload.adapter_index[engine.waiting]
         present, group, counts = np.unique(adapter, return_inverse=True, return_counts=True)
         means = np.bincount(group, weights=rows_s, minlength=len(present)) / np.maximum(counts, 1)
-        groups = tuple(RowGroup(str(a), int(n), float(s)) for a, n, s in zip(present, counts, means, strict=True))
+        groups = tuple(AdapterRows(str(a), int(n), float(s)) for a, n, s in zip(present, counts, means, strict=True))
         resident = frozenset(str(a) for a in np.flatnonzero(self._is_resident[:, replica]))
         fixed_s = max(0.0, float(self._queue_s[replica] - rows_s.sum()))
         return ReplicaLoad(str(replica), groups, resident | {"-1"}, fixed_s)

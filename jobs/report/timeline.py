@@ -226,7 +226,7 @@ class _RunReader:
                 self._lose(worker, now_s, record.get("reason", "lost"))
             case {"kind": "ReplicaFailed", "replica_id": worker}:
                 self._lose(worker, now_s, record["reason"])
-            case {"kind": "Progress", "replica_id": worker} if worker in self._current:
+            case {"kind": "ReplicaReported", "replica_id": worker} if worker in self._current:
                 self._enter(worker, now_s, _activity(record), record["running_rows"])
                 self._rate(worker, record["tokens_per_s"], now_s)
             case {"kind": "RunShard", "shard_id": shard_id, "replica_id": worker, "attempt": attempt}:

@@ -30,12 +30,12 @@ from ...scheduler.messages import (
     FailJob,
     FinishJob,
     MigrateRows,
-    Progress,
     Recall,
     RemoveReplica,
     ReplicaFailed,
     ReplicaJoined,
     ReplicaLeft,
+    ReplicaReported,
     ReplicasFound,
     RunShard,
     ShardCommitted,
@@ -191,7 +191,7 @@ class Coordinator:
                 if not self._scheduler.has_failed(worker):
                     self._handle(ReplicaFailed(self._now_s(), worker, report.error or "its engine failed"))
         if self._scheduler.has_replica(worker):
-            self._handle(progress_of(report, self._now_s(), self._monitor.adapter_name))
+            self._handle(event_of(report, self._now_s(), self._monitor.adapter_name))
 
     def _begins_nothing(self, report: WorkerReport) -> bool:
         """Whether a worker reports but does not begin its shards: its threads have other users' tasks, or are gone, or
@@ -332,9 +332,9 @@ def latest_reports(published: Iterable[tuple[float, WorkerReport]]) -> list[tupl
     return [(report, newest_s - sent_s) for sent_s, report in latest.values()]
 
 
-def progress_of(report: WorkerReport, time_s: float, adapter_name: Callable[[str], str]) -> Progress:
+def event_of(report: WorkerReport, time_s: float, adapter_name: Callable[[str], str]) -> ReplicaReported:
     """The scheduler's event for a worker's report."""
-    return Progress(
+    return ReplicaReported(
         time_s=time_s,
         replica_id=report.worker,
         open_rows=report.open_rows,

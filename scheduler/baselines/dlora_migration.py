@@ -7,8 +7,8 @@ decides. All functions are pure and deterministic.
 
 In the integer program `share` is x (relaxed to reals), `is_resident` is y; the objective is the longest running time
 over replicas plus eta for every adapter copy. Requests of one adapter on one replica have the same L_i, so they are one
-variable with a count (`RowGroup`), which changes nothing but the size. Seconds of a replica include those of swapping
-what exceeds its memory. `dlora_reactive.py` has the program decide in a job.
+variable with a count (`AdapterRows`), which changes nothing but the size. Seconds of a replica include those of
+swapping what exceeds its memory. `dlora_reactive.py` has the program decide in a job.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class CoMigrationModel:
     def _replica(self, number: int) -> ReplicaLoad:
         return self._over[number] if number < len(self._over) else self._under[number - len(self._over)]
 
-    def _group(self, key: tuple[int, int]) -> RowGroup:
+    def _group(self, key: tuple[int, int]) -> AdapterRows:
         return self._over[key[0]].groups[key[1]]
 
     def _every_request_runs_somewhere(self) -> None:
@@ -111,7 +111,7 @@ class CoMigrationModel:
             used = kept + pulp.lpSum(rows) + pulp.lpSum(copies)
             self.problem += used - replica.memory_bytes <= swapped, f"replica_{t}_swaps_the_rest"
 
-    def decode(self) -> tuple[Move, ...]:
+    def decode(self) -> tuple[Transfer, ...]:
         """Moves of whole rows: each group is dealt out by its shares, the largest remainders first (row maximum for
         one).
         """
@@ -125,12 +125,12 @@ class CoMigrationModel:
             for t, rows in zip(on, whole.tolist(), strict=True):
                 if rows and t != key[0]:
                     source, target = self._replica(key[0]).replica_id, self._replica(t).replica_id
-                    moves.append(Move(group.adapter, source, target, rows))
+                    moves.append(Transfer(group.adapter, source, target, rows))
         return tuple(moves)
 
 
 @dataclass(frozen=True, slots=True)
-class RowGroup:
+class AdapterRows:
     """Movable rows of one adapter on one replica."""
 
     #: Name of the adapter.
@@ -150,7 +150,7 @@ class ReplicaLoad:
     #: Id of the replica.
     replica_id: str
     #: Rows that may move, by adapter.
-    groups: tuple[RowGroup, ...]
+    groups: tuple[AdapterRows, ...]
     #: Adapters in its memory.
     resident: frozenset[str] = frozenset()
     #: Seconds of work that cannot move.
@@ -170,7 +170,7 @@ class ReplicaLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class Transfer:
     """`num_rows` rows of an adapter, from one replica to another."""
 
     adapter: str
@@ -212,7 +212,7 @@ _GOOD_GAP = 0.02
 class MigrationPlan:
     """Moves, and how they were found."""
 
-    moves: tuple[Move, ...]
+    moves: tuple[Transfer, ...]
     method: Method
 
 
@@ -228,7 +228,7 @@ def plan_migration(
     if 1 - level_s(over, under, settings.gamma) / before < settings.least_gain:
         return MigrationPlan((), "nothing pays")
 
-    def pays(moves: Sequence[Move]) -> bool:
+    def pays(moves: Sequence[Transfer]) -> bool:
         after = longest_after(replicas, moves, settings, adapter_bytes)
         return bool(moves) and after <= before * (1 - settings.least_gain)
 
@@ -249,7 +249,7 @@ def near_the_bound(
     under: Sequence[ReplicaLoad],
     settings: MigrationSettings,
     adapter_bytes: Mapping[str, float] = MappingProxyType({}),
-) -> tuple[Move, ...] | None:
+) -> tuple[Transfer, ...] | None:
     """The transport's moves if they are proved good, else None.
 
     They may miss the bound by the gap, and by half a row's time because rows are whole. None also where memory may run
@@ -270,7 +270,7 @@ def _by_model(
     under: Sequence[ReplicaLoad],
     adapter_bytes: Mapping[str, float],
     settings: MigrationSettings,
-) -> tuple[Method, tuple[Move, ...]]:
+) -> tuple[Method, tuple[Transfer, ...]]:
     model = CoMigrationModel(over, under, adapter_bytes, settings)
     outcome = solve(model.problem, max_nodes=settings.max_nodes, relative_gap=_GOOD_GAP)
     if outcome in ("infeasible", "unsolved"):
@@ -297,7 +297,7 @@ def select(
 
 def seconds_after(
     replicas: Sequence[ReplicaLoad],
-    moves: Sequence[Move],
+    moves: Sequence[Transfer],
     settings: MigrationSettings,
     adapter_bytes: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, float]:
@@ -326,7 +326,7 @@ def seconds_after(
 
 def longest_after(
     replicas: Sequence[ReplicaLoad],
-    moves: Sequence[Move],
+    moves: Sequence[Transfer],
     settings: MigrationSettings,
     adapter_bytes: Mapping[str, float] = MappingProxyType({}),
 ) -> float:
@@ -336,13 +336,13 @@ def longest_after(
 
 def move_greedily(
     over: Sequence[ReplicaLoad], under: Sequence[ReplicaLoad], settings: MigrationSettings
-) -> tuple[Move, ...]:
+) -> tuple[Transfer, ...]:
     """Move rows from the fullest to the emptiest replica until they are even.
 
     Rows whose adapters are already resident there move first.
     """
     pending = {replica.replica_id: replica.pending_s for replica in [*over, *under]}
-    moves: list[Move] = []
+    moves: list[Transfer] = []
     for source in over:
         for target in under:
             for group in sorted(source.groups, key=lambda g: (g.adapter not in target.resident, g.adapter)):
@@ -352,7 +352,7 @@ def move_greedily(
                 surplus = pending[source.replica_id] - pending[target.replica_id]
                 rows = min(left, int(surplus / (group.row_s * (1 + settings.gamma)))) if group.row_s > 0 else 0
                 if rows > 0:
-                    moves.append(Move(group.adapter, source.replica_id, target.replica_id, rows))
+                    moves.append(Transfer(group.adapter, source.replica_id, target.replica_id, rows))
                     pending[source.replica_id] -= rows * group.row_s
                     pending[target.replica_id] += settings.gamma * rows * group.row_s
     return tuple(moves)
@@ -372,7 +372,7 @@ def level_s(over: Sequence[ReplicaLoad], under: Sequence[ReplicaLoad], gamma: fl
 
 def transport(
     over: Sequence[ReplicaLoad], under: Sequence[ReplicaLoad], settings: MigrationSettings
-) -> tuple[tuple[Move, ...], int]:
+) -> tuple[tuple[Transfer, ...], int]:
     """Moves that bring every replica near the level, and how many adapter copies they need."""
     filling = _Filling(over, under, level_s(over, under, settings.gamma), settings.gamma)
     for may_copy in (False, True):
@@ -396,7 +396,7 @@ class _Filling:
         self._moved: dict[tuple[str, str, str], int] = {}
         self.num_copies = 0
 
-    def pour(self, source: ReplicaLoad, group: RowGroup, *, may_copy: bool) -> None:
+    def pour(self, source: ReplicaLoad, group: AdapterRows, *, may_copy: bool) -> None:
         """Move rows of a group while its replica has a surplus; the roomiest targets first."""
         mine = source.replica_id
         for target in sorted(self._room, key=lambda t: (group.adapter not in self._resident[t], -self._room[t], t)):
@@ -420,7 +420,7 @@ class _Filling:
                 return
             self._move(group, mine, target, 1)
 
-    def _move(self, group: RowGroup, mine: str, target: str, num_rows: int) -> None:
+    def _move(self, group: AdapterRows, mine: str, target: str, num_rows: int) -> None:
         if num_rows <= 0:
             return
         self._left[mine, group.adapter] -= num_rows
@@ -431,5 +431,5 @@ class _Filling:
         key = (group.adapter, mine, target)
         self._moved[key] = self._moved.get(key, 0) + num_rows
 
-    def moves(self) -> tuple[Move, ...]:
-        return tuple(Move(*key, num_rows) for key, num_rows in self._moved.items())
+    def moves(self) -> tuple[Transfer, ...]:
+        return tuple(Transfer(*key, num_rows) for key, num_rows in self._moved.items())

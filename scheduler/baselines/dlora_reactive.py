@@ -10,11 +10,11 @@ import numpy as np
 from ..dispatch import ReplicaState
 from ..estimates.lengths import PRIOR_SHARE, LengthEstimator
 from ..estimates.pace import planned_work
-from ..messages import MigrateRows, Progress
+from ..messages import MigrateRows, ReplicaReported
 from ..migration import OpenShards, rows_here
 from ..planning.waves import Shard
 from ..settings import SchedulerSettings
-from .dlora_migration import MigrationSettings, Move, ReplicaLoad, RowGroup, plan_migration
+from .dlora_migration import AdapterRows, MigrationSettings, ReplicaLoad, Transfer, plan_migration
 
 # Seconds between two looks at the cluster's load.
 _PERIOD_S = 2.0
@@ -38,10 +38,10 @@ class CoMigration:
         work = planned_work(shards)
         self._lengths.asked(round(work.output_tokens / PRIOR_SHARE), round(work.num_rows))
         # The last report of each replica; dropped when rows have moved since.
-        self._reports: dict[str, Progress] = {}
+        self._reports: dict[str, ReplicaReported] = {}
         self._looked_s = 0.0
 
-    def reported(self, replica: ReplicaState, report: Progress) -> None:
+    def reported(self, replica: ReplicaState, report: ReplicaReported) -> None:
         """Keep a report, and take in the lengths of the rows that have finished."""
         self._reports[replica.replica_id] = report
         for adapter, num_rows, output_tokens in report.finished:
@@ -103,7 +103,7 @@ class CoMigration:
         for adapter, rows in sorted(num_rows.items()):
             prompt, output = tokens[adapter] / rows, self._lengths.measured(adapter) or mean_output
             row_s = undone * float(self._cost.row_seconds(prompt, output, batch_rows=replica.batch_rows))
-            groups.append(RowGroup(adapter, rows, row_s, running * self._memory.token_bytes * (prompt + output)))
+            groups.append(AdapterRows(adapter, rows, row_s, running * self._memory.token_bytes * (prompt + output)))
         mean_prompt = tokens.total() / max(1, total)
         incoming_s = float(self._cost.row_seconds(mean_prompt, mean_output, batch_rows=replica.batch_rows))
         return ReplicaLoad(
@@ -125,7 +125,7 @@ def _shares(shard: Shard, num_left: int) -> list[int]:
     return [int(rows) for rows in whole]
 
 
-def _commands(move: Move, rows_left: dict[tuple[Shard, str], int]) -> list[MigrateRows]:
+def _commands(move: Transfer, rows_left: dict[tuple[Shard, str], int]) -> list[MigrateRows]:
     """Commands for a move: they take rows of the shards that were opened last, which have most of their way to go."""
     commands, wanted = [], move.num_rows
     for (shard, adapter), there in reversed(rows_left.items()):

@@ -13,7 +13,7 @@ from operator import mul
 import numpy as np
 
 from ..cost import CostModel, StepLoad
-from ..messages import Progress
+from ..messages import ReplicaReported
 from ..planning.waves import Shard
 from .step_costs import prices
 from .time_left import Work
@@ -89,7 +89,7 @@ class PaceEstimator:
         self._compared: RelativePaces | None = None
         self._num_since = 0
 
-    def reported(self, report: Progress) -> None:
+    def reported(self, report: ReplicaReported) -> None:
         """Take in a report. Totals that have become smaller are those of an engine that was started again."""
         if self._prices is None:
             return

@@ -21,12 +21,12 @@ from ..messages import (
     FailJob,
     FinishJob,
     MigrateRows,
-    Progress,
     Recall,
     RemoveReplica,
     ReplicaFailed,
     ReplicaJoined,
     ReplicaLeft,
+    ReplicaReported,
     ReplicasFound,
     RunShard,
     ShardCommitted,
@@ -330,7 +330,7 @@ class JobSimulation:
         self._reported[replica] = (now, generated)
         lent = Counter(int(self._shard_of[row]) for row, (owner, _) in self._loans.items() if owner == replica)
         self._tell(
-            Progress(
+            ReplicaReported(
                 self._event_s(now),
                 str(replica),
                 sum(rows_left.values()),

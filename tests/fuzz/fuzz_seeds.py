@@ -29,10 +29,10 @@ from lorabatch.jobs.spec import JobSpec
 from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
 from lorabatch.scheduler.messages import (
     MigrateRows,
-    Progress,
     ReplicaFailed,
     ReplicaJoined,
     ReplicaLeft,
+    ReplicaReported,
     ReplicasFound,
     RunShard,
     ShardCommitted,
@@ -317,7 +317,7 @@ def records() -> dict[str, Any]:
         ReplicasFound(0.5, (("tcp://10.0.0.2:4000", 8, ((1, 4),), 1.0),)),
         ReplicaJoined(1.0, worker, 8),
         RunShard(0, worker, 0),
-        Progress(2.0, worker, 4, 3, 25.0, ("alpha",), ((0, 4),), mode="unmerged"),
+        ReplicaReported(2.0, worker, 4, 3, 25.0, ("alpha",), ((0, 4),), mode="unmerged"),
         MigrateRows(0, 2, worker, "tcp://10.0.0.2:4000", "alpha"),
         ShardFailed(3.0, 0, worker, "a reason"),
         RunShard(0, worker, 1),

@@ -8,7 +8,7 @@ import pytest
 from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.dispatch import AdapterSources, ShardQueue, rows_behind
-from lorabatch.scheduler.messages import Progress, ReplicaJoined, ReplicaLeft, RunShard
+from lorabatch.scheduler.messages import ReplicaJoined, ReplicaLeft, ReplicaReported, RunShard
 from lorabatch.scheduler.planning.waves import Shard
 from lorabatch.scheduler.scheduler import Scheduler
 from lorabatch.scheduler.settings import SchedulerSettings
@@ -44,7 +44,7 @@ def test_commands_name_sources_and_a_replica_that_was_removed_has_nothing_any_mo
     shards = [shard(0, "x"), shard(1, "x")]
     scheduler = Scheduler(shards, settings=SchedulerSettings(shares_adapters=True, open_batches=0.1))
     assert scheduler.handle(ReplicaJoined(0.0, "a", 64)) == [RunShard(0, "a", 0, (("x", ""),))]
-    scheduler.handle(Progress(1.0, "a", 32, 32, 9.0, ("x",), ((0, 32),)))
+    scheduler.handle(ReplicaReported(1.0, "a", 32, 32, 9.0, ("x",), ((0, 32),)))
     assert scheduler.handle(ReplicaJoined(1.0, "b", 64)) == [RunShard(1, "b", 0, (("x", "a"),))]
     scheduler.handle(ReplicaLeft(2.0, "b"))
     assert scheduler.handle(ReplicaJoined(3.0, "b", 64)) == [RunShard(1, "b", 1, (("x", "a"),))]

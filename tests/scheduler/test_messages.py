@@ -10,12 +10,12 @@ from lorabatch.scheduler.messages import (
     FailJob,
     FinishJob,
     MigrateRows,
-    Progress,
     Recall,
     RemoveReplica,
     ReplicaFailed,
     ReplicaJoined,
     ReplicaLeft,
+    ReplicaReported,
     ReplicasFound,
     RunShard,
     ShardCommitted,
@@ -35,7 +35,7 @@ from lorabatch.scheduler.messages import (
         ReplicasFound(2.5, (("a", 64, ((7, 9),), 0.5), ("b", 64, (), 0.0))),
         ShardCommitted(3.0, 7, "a"),
         ShardFailed(4.0, 7, "a", "why"),
-        Progress(5.0, "a", 9, 8, 1.5, ("x", "y"), ((7, 9),), (("x", 2, 80),)),
+        ReplicaReported(5.0, "a", 9, 8, 1.5, ("x", "y"), ((7, 9),), (("x", 2, 80),)),
         Tick(6.0),
     ],
 )
@@ -60,5 +60,5 @@ def test_a_command_survives_json(command):
 
 
 def test_an_unknown_kind_is_refused_by_name():
-    with pytest.raises(ValueError, match="kind='RunShard': expected one of Progress"):
+    with pytest.raises(ValueError, match="kind='RunShard': expected one of ReplicaFailed"):
         Event.from_json({"kind": "RunShard"})

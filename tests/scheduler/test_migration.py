@@ -6,7 +6,7 @@ from dataclasses import astuple, replace
 
 from lorabatch.scheduler.lending import Pace, TailRows, TailSettings
 from lorabatch.scheduler.machines import CPU_SMOLLM2_135M as CPU
-from lorabatch.scheduler.messages import MigrateRows, Progress, ReplicaJoined, RunShard, ShardFailed, StepTotals
+from lorabatch.scheduler.messages import MigrateRows, ReplicaJoined, ReplicaReported, RunShard, ShardFailed, StepTotals
 from lorabatch.scheduler.migration import lend, tail_rows
 from lorabatch.scheduler.planning.waves import Shard
 from lorabatch.scheduler.scheduler import Scheduler
@@ -18,7 +18,7 @@ PACE = Pace(64)
 
 def make_progress(open_shards, running=16, lent=(), tokens=0):
     left = sum(rows for _, rows in open_shards)
-    return Progress(9.0, "slow", left, running, 10.0, (), open_shards, running_tokens=tokens, lent_shards=lent)
+    return ReplicaReported(9.0, "slow", left, running, 10.0, (), open_shards, running_tokens=tokens, lent_shards=lent)
 
 
 def lent_by(report, shards, owner, helpers, output_tokens=600):
@@ -80,7 +80,7 @@ def after_reports(slowness):
     for name, factor in (("fast", 1.0), ("slow", slowness)):
         rows = tuple((command.shard_id, 16) for command in opened[name])
         assert len(rows) == 1
-        report = Progress(5.0, name, 16, 16, 0.0, (), rows, running_tokens=160)
+        report = ReplicaReported(5.0, name, 16, 16, 0.0, (), rows, running_tokens=160)
         totals = {"engine_s": 1000 * factor * STEP_S, "steps": astuple(StepTotals(1000, 0, 16_000, 4_800_000))}
         commands = scheduler.handle(replace(report, **totals))
     return scheduler, commands
@@ -105,7 +105,9 @@ def test_rows_move_to_no_replica_that_is_much_slower_than_the_fastest():
         scheduler.handle(ReplicaJoined(0.0, name, 16))
     moved = []
     for name, factor, rows in (("idle", 2.0, ()), ("fast", 1.0, ((1, 16),)), ("slow", 6.0, ((0, 16),))):
-        report = Progress(5.0, name, 16 * len(rows), 16 * len(rows), 0.0, (), rows, running_tokens=160 * len(rows))
+        report = ReplicaReported(
+            5.0, name, 16 * len(rows), 16 * len(rows), 0.0, (), rows, running_tokens=160 * len(rows)
+        )
         totals = {"engine_s": 1000 * factor * STEP_S, "steps": astuple(StepTotals(1000, 0, 16_000, 4_800_000))}
         moved += [c.to_replica_id for c in scheduler.handle(replace(report, **totals)) if isinstance(c, MigrateRows)]
     assert "idle" not in moved
@@ -118,9 +120,11 @@ def test_rows_move_to_no_replica_at_work_whose_pace_is_not_known():
         scheduler = Scheduler(shards, settings=SchedulerSettings(expected_replicas=2, tail=SETTINGS, cost=CPU))
         for name in ("owner", "helper"):
             scheduler.handle(ReplicaJoined(0.0, name, 64))
-        helper = Progress(5.0, "helper", 1, 1, 0.0, (), ((1, 1),), running_tokens=9)
+        helper = ReplicaReported(5.0, "helper", 1, 1, 0.0, (), ((1, 1),), running_tokens=9)
         steps = astuple(StepTotals(num_steps, 0, 16 * num_steps, 4800 * num_steps))
-        owner = Progress(5.0, "owner", 16, 16, 0.0, (), ((0, 16),), prefilling_rows=16, prefill_tokens_left=16 * 400)
+        owner = ReplicaReported(
+            5.0, "owner", 16, 16, 0.0, (), ((0, 16),), prefilling_rows=16, prefill_tokens_left=16 * 400
+        )
         scheduler.handle(replace(helper, engine_s=num_steps * STEP_S, steps=steps))
         moved[num_steps] = [c.num_rows for c in scheduler.handle(owner) if isinstance(c, MigrateRows)]
     assert moved[0] == []
@@ -131,7 +135,7 @@ def test_rows_of_a_shard_that_was_opened_after_the_last_report_move():
     shards = [Shard(i, 0, "unmerged", ("a",), 16, 16 * 200, 16 * 200) for i in range(3)]
     scheduler = Scheduler(shards, settings=SchedulerSettings(expected_replicas=1, tail=SETTINGS, cost=CPU))
     (first,) = scheduler.handle(ReplicaJoined(0.0, "owner", 16))
-    report = Progress(5.0, "owner", 8, 8, 0.0, (), ((first.shard_id, 8),), running_tokens=80)
+    report = ReplicaReported(5.0, "owner", 8, 8, 0.0, (), ((first.shard_id, 8),), running_tokens=80)
     totals = {"engine_s": 1000 * STEP_S, "steps": astuple(StepTotals(1000, 0, 16_000, 4_800_000))}
     opened = {command.shard_id for command in scheduler.handle(replace(report, **totals))}
     assert len(opened) == 2
@@ -145,10 +149,10 @@ def test_rows_of_a_shard_that_a_report_lists_no_more_count_as_done_before_it_is_
     scheduler = Scheduler(shards, settings=SchedulerSettings(expected_replicas=1, tail=SETTINGS, cost=CPU))
     (first,) = scheduler.handle(ReplicaJoined(0.0, "owner", 16))
     totals = {"engine_s": 1000 * STEP_S, "steps": astuple(StepTotals(1000, 0, 16_000, 4_800_000))}
-    (second,) = scheduler.handle(Progress(5.0, "owner", 16, 16, 0.0, (), ((first.shard_id, 16),), **totals))
+    (second,) = scheduler.handle(ReplicaReported(5.0, "owner", 16, 16, 0.0, (), ((first.shard_id, 16),), **totals))
     both = ((first.shard_id, 16), (second.shard_id, 16))
-    assert scheduler.handle(Progress(6.0, "owner", 32, 16, 0.0, (), both, **totals)) == []
-    opened = scheduler.handle(Progress(7.0, "owner", 16, 16, 0.0, (), both[1:], **totals))
+    assert scheduler.handle(ReplicaReported(6.0, "owner", 32, 16, 0.0, (), both, **totals)) == []
+    opened = scheduler.handle(ReplicaReported(7.0, "owner", 16, 16, 0.0, (), both[1:], **totals))
     assert [type(command) for command in opened] == [RunShard]
     scheduler.check_integrity()
 
@@ -160,10 +164,10 @@ def test_a_replica_whose_rows_are_all_done_helps_before_its_last_shard_is_commit
     totals = {"engine_s": 1000 * STEP_S, "steps": astuple(StepTotals(1000, 0, 16_000, 4_800_000))}
     for name, time_s in (("owner", 5.0), ("helper", 5.0), ("owner", 6.0), ("helper", 6.0)):
         rows = tuple((command.shard_id, 16) for command in opened[name])
-        report = Progress(time_s, name, 16 * len(rows), 16, 0.0, (), rows, running_tokens=160, **totals)
+        report = ReplicaReported(time_s, name, 16 * len(rows), 16, 0.0, (), rows, running_tokens=160, **totals)
         opened[name] += scheduler.handle(report)
     assert [len(commands) for commands in opened.values()] == [2, 2]
-    moves = scheduler.handle(Progress(7.0, "helper", 0, 0, 0.0, (), (), **totals))
+    moves = scheduler.handle(ReplicaReported(7.0, "helper", 0, 0, 0.0, (), (), **totals))
     assert {(move.from_replica_id, move.to_replica_id) for move in moves} == {("owner", "helper")}
     scheduler.check_integrity()
 
@@ -172,10 +176,10 @@ def test_a_shard_that_is_opened_again_is_not_done_because_a_report_from_before_l
     shards = [Shard(0, 0, "unmerged", ("a",), 16, 16 * 200, 16 * 200)]
     scheduler = Scheduler(shards, settings=SchedulerSettings(expected_replicas=1, tail=SETTINGS, cost=CPU))
     scheduler.handle(ReplicaJoined(0.0, "only", 16))
-    scheduler.handle(Progress(5.0, "only", 16, 16, 0.0, (), ((0, 16),), running_tokens=160))
+    scheduler.handle(ReplicaReported(5.0, "only", 16, 16, 0.0, (), ((0, 16),), running_tokens=160))
     (again,) = scheduler.handle(ShardFailed(5.5, 0, "only", "a reason"))
     assert isinstance(again, RunShard)
-    scheduler.handle(Progress(6.0, "only", 0, 0, 0.0, (), ()))
+    scheduler.handle(ReplicaReported(6.0, "only", 0, 0, 0.0, (), ()))
     moves = scheduler.handle(ReplicaJoined(6.1, "helper", 16))
     assert sum(move.num_rows for move in moves if isinstance(move, MigrateRows)) > 0
     scheduler.check_integrity()

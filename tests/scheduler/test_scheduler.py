@@ -10,12 +10,12 @@ from lorabatch.scheduler.machines import CPU_SMOLLM2_135M as CPU
 from lorabatch.scheduler.messages import (
     FailJob,
     FinishJob,
-    Progress,
     Recall,
     RemoveReplica,
     ReplicaFailed,
     ReplicaJoined,
     ReplicaLeft,
+    ReplicaReported,
     ReplicasFound,
     RunShard,
     ShardCommitted,
@@ -48,7 +48,7 @@ def test_a_replica_keeps_two_batches_of_rows_open():
     scheduler = Scheduler(make_shards(20))
     assert len(opened(scheduler.handle(ReplicaJoined(0.0, "a", 64)))) == 4
     left = tuple((i, 10) for i in range(4))
-    more = opened(scheduler.handle(Progress(1.0, "a", 40, 40, 100.0, (), left)))
+    more = opened(scheduler.handle(ReplicaReported(1.0, "a", 40, 40, 100.0, (), left)))
     assert len(more) == 3
     scheduler.check_integrity()
 
@@ -168,7 +168,7 @@ def test_a_new_scheduler_adopts_shards_already_running_before_it_opens_others():
 def test_a_new_scheduler_adopts_a_shard_that_an_older_one_opened_after_replicas_were_asked():
     scheduler = Scheduler(make_shards(3, rows=100))
     scheduler.handle(ReplicasFound(0.0, (("a", 25, ((0, 100),), 0.0),)))
-    report = Progress(0.3, "a", 120, 25, 1.0, (), ((0, 60), (1, 90)))
+    report = ReplicaReported(0.3, "a", 120, 25, 1.0, (), ((0, 60), (1, 90)))
     assert opened(scheduler.handle(report)) == [(1, "a", 0)]
     scheduler.check_integrity()
     assert opened(scheduler.handle(ReplicaJoined(0.4, "b", 25))) == [(2, "b", 0)]
@@ -178,9 +178,9 @@ def test_what_a_replica_still_lists_of_shards_that_are_not_its_own_changes_nothi
     scheduler = Scheduler(make_shards(2, rows=100))
     assert opened(scheduler.handle(ReplicaJoined(0.0, "a", 25))) == [(0, "a", 0)]
     assert opened(scheduler.handle(ReplicaJoined(0.1, "b", 25))) == [(1, "b", 0)]
-    scheduler.handle(Progress(0.2, "a", 120, 25, 1.0, (), ((0, 60), (1, 60))))
+    scheduler.handle(ReplicaReported(0.2, "a", 120, 25, 1.0, (), ((0, 60), (1, 60))))
     assert opened(scheduler.handle(ShardFailed(0.3, 1, "b", "disk full"))) == []
-    assert opened(scheduler.handle(Progress(0.4, "b", 10, 25, 1.0, (), ((1, 60),)))) == []
+    assert opened(scheduler.handle(ReplicaReported(0.4, "b", 10, 25, 1.0, (), ((1, 60),)))) == []
     scheduler.check_integrity()
 
 
@@ -190,8 +190,8 @@ def test_waves_whose_rows_prove_long_are_opened_before_the_others():
     (wave,) = {s % 2 for s, _, _ in first}
     other = f"adapter-{1 - wave}"
     left = tuple((s, 1) for s, _, _ in first)
-    scheduler.handle(Progress(1.0, "a", 1, 1, 1.0, (), left, ((other, 8, 8 * 2000),)))
-    more = opened(scheduler.handle(Progress(2.0, "a", 1, 1, 1.0, (), tuple((s, 0) for s, _, _ in first))))
+    scheduler.handle(ReplicaReported(1.0, "a", 1, 1, 1.0, (), left, ((other, 8, 8 * 2000),)))
+    more = opened(scheduler.handle(ReplicaReported(2.0, "a", 1, 1, 1.0, (), tuple((s, 0) for s, _, _ in first))))
     assert {s % 2 for s, _, _ in more} <= {1 - wave}
 
 
@@ -216,7 +216,7 @@ def test_reports_keep_a_replica_and_a_pause_of_the_scheduler_itself_removes_none
     scheduler = Scheduler(make_shards(4), settings=SchedulerSettings(silence_limit_s=20.0))
     scheduler.handle(ReplicaJoined(0.0, "a", 64))
     for now_s in range(2, 60, 2):
-        scheduler.handle(Progress(float(now_s), "a", 1, 1, 1.0, ()))
+        scheduler.handle(ReplicaReported(float(now_s), "a", 1, 1, 1.0, ()))
         assert scheduler.handle(Tick(float(now_s))) == []
     assert scheduler.handle(Tick(600.0)) == []
 
@@ -340,7 +340,7 @@ def worked(name, slowness, *, open_shards=(), time_s=5.0):
     step_s = CPU.step_s + 10 * (CPU.decode_row_s + 150 * CPU.context_token_s)
     left = sum(rows for _, rows in open_shards)
     steps = astuple(StepTotals(1000, decode_rows=10_000, context_tokens=1_500_000))
-    return Progress(time_s, name, left, 0, 0.0, (), open_shards, engine_s=slowness * step_s * 1000, steps=steps)
+    return ReplicaReported(time_s, name, left, 0, 0.0, (), open_shards, engine_s=slowness * step_s * 1000, steps=steps)
 
 
 def make_paced(num_shards, *, replicas=("fast", "slow")):

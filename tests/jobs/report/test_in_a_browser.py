@@ -15,8 +15,8 @@ from lorabatch.jobs.record import InputRecord, JobRecord
 from lorabatch.jobs.report.page import write_report
 from lorabatch.jobs.store import JobStore
 from lorabatch.scheduler.messages import (
-    Progress,
     ReplicaJoined,
+    ReplicaReported,
     ReplicasFound,
     RunShard,
     ShardCommitted,
@@ -114,7 +114,7 @@ def test_nothing_is_loaded_and_what_comes_from_outside_is_text(
     browser: Browser, store: JobStore, tmp_path: Path
 ) -> None:
     append(store, beginning(0.0, coordinator=ATTACK, **{ATTACK: 0.0}), ReplicaJoined(0.0, ATTACK, 8))
-    append(store, RunShard(0, ATTACK, 0), Progress(1.0, ATTACK, 8, 8, 2.0, (ATTACK,), mode=ATTACK))
+    append(store, RunShard(0, ATTACK, 0), ReplicaReported(1.0, ATTACK, 8, 8, 2.0, (ATTACK,), mode=ATTACK))
     append(store, {"kind": "RemoveReplica", "replica_id": ATTACK, "reason": ATTACK}, Tick(30.0))
     store.write_plan_facts({"shards": [{"shard_id": 0, "mode": "none", "adapters": [ATTACK]}]})
     error = {"kind": ATTACK, "num_rows": 1, "location": ATTACK, "sentence": ATTACK}

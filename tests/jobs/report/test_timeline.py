@@ -7,11 +7,11 @@ import pytest
 from lorabatch.jobs.report.timeline import Activity, read_timelines
 from lorabatch.scheduler.messages import (
     MigrateRows,
-    Progress,
     Recall,
     RemoveReplica,
     ReplicaFailed,
     ReplicaJoined,
+    ReplicaReported,
     ReplicasFound,
     RunShard,
     ShardCommitted,
@@ -23,8 +23,8 @@ from lorabatch.scheduler.messages import (
 from .journals import beginning, busy_run, lines
 
 
-def progress(time_s: float, worker: str, running_rows: int = 4) -> Progress:
-    return Progress(time_s, worker, 9, running_rows, 10.0, ("a", "b"), ((1, 9),), mode="merged")
+def progress(time_s: float, worker: str, running_rows: int = 4) -> ReplicaReported:
+    return ReplicaReported(time_s, worker, 9, running_rows, 10.0, ("a", "b"), ((1, 9),), mode="merged")
 
 
 def test_a_shard_is_a_span_from_its_command_to_its_commit() -> None:
@@ -152,8 +152,8 @@ def test_a_second_coordinator_goes_on_with_the_workers_of_the_first_and_misses_t
 
 def test_idle_time_has_a_name() -> None:
     report = progress(5.0, "w", 0)
-    nothing = Progress(9.0, "w", 0, 0, 0.0, ())
-    lent = Progress(12.0, "w", 9, 0, 0.0, (), ((1, 9),), lent_shards=((1, 9),))
+    nothing = ReplicaReported(9.0, "w", 0, 0, 0.0, ())
+    lent = ReplicaReported(12.0, "w", 9, 0, 0.0, (), ((1, 9),), lent_shards=((1, 9),))
     (run,) = read_timelines(
         lines(
             WorkersSeen(2.0, ("w", "x")),
@@ -164,9 +164,9 @@ def test_idle_time_has_a_name() -> None:
             Tick(10.0),
             RunShard(2, "w", 0),
             lent,
-            Progress(14.0, "w", 0, 0, 0.0, ()),
+            ReplicaReported(14.0, "w", 0, 0, 0.0, ()),
             Tick(15.0),
-            Progress(16.0, "w", 0, 0, 0.0, ()),
+            ReplicaReported(16.0, "w", 0, 0, 0.0, ()),
             Tick(30.0),
             ReplicaFailed(30.0, "x", "out of memory"),
         )

@@ -10,7 +10,7 @@ import pytest
 from lorabatch.engine.telemetry import EngineTelemetry
 from lorabatch.jobs.errors import StorageError
 from lorabatch.jobs.store import JobStore
-from lorabatch.pipeline.coordinator.driver import EventLog, latest_reports, progress_of
+from lorabatch.pipeline.coordinator.driver import EventLog, event_of, latest_reports
 from lorabatch.pipeline.messages import FinishedRows, WorkerReport
 from lorabatch.scheduler.messages import Event, FinishJob, StepTotals, Tick
 
@@ -40,7 +40,7 @@ def test_adapters_in_a_report_have_names() -> None:
         telemetry=EngineTelemetry(resident_adapter_ids=("sha-x",)),
         finished=(FinishedRows("sha-x", 3, 30), FinishedRows("", 1, 4)),
     )
-    event = progress_of(sent, 7.0, {"sha-x": "x"}.__getitem__)
+    event = event_of(sent, 7.0, {"sha-x": "x"}.__getitem__)
     assert (event.time_s, event.replica_id, event.open_shards) == (7.0, "a", ((1, 5), (2, 6)))
     assert event.resident_adapters == ("x",)
     assert event.finished == (("x", 3, 30), ("", 1, 4))
@@ -57,7 +57,7 @@ def test_merges_and_waits_for_adapters_are_no_seconds_of_steps() -> None:
         adapter_stall_s=1.0,
         steps=steps,
     )
-    event = progress_of(WorkerReport("a", "ready", 8, telemetry=telemetry), 7.0, {}.__getitem__)
+    event = event_of(WorkerReport("a", "ready", 8, telemetry=telemetry), 7.0, {}.__getitem__)
     assert (event.running_rows, event.prefilling_rows, event.prefill_tokens_left) == (5, 2, 70)
     assert (event.engine_s, event.steps) == (5.0, astuple(steps))
     assert Event.from_json(event.to_json()) == event

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorabatch.scheduler.baselines.dlora_migration import (
+    AdapterRows,
     CoMigrationModel,
     MigrationSettings,
-    Move,
     ReplicaLoad,
-    RowGroup,
+    Transfer,
     level_s,
     longest_after,
     move_greedily,
@@ -25,7 +25,10 @@ from lorabatch.scheduler.planning.placement import solve
 
 def make_replica(name, *groups, resident=(), **more):
     return ReplicaLoad(
-        name, tuple(RowGroup(adapter, rows, seconds) for adapter, rows, seconds in groups), frozenset(resident), **more
+        name,
+        tuple(AdapterRows(adapter, rows, seconds) for adapter, rows, seconds in groups),
+        frozenset(resident),
+        **more,
     )
 
 
@@ -53,7 +56,7 @@ def test_figure_8_rows_of_the_full_replica_go_to_the_empty_one():
     replicas = [make_replica("full", ("x", 20, 1.0), resident="x"), make_replica("idle")]
     plan = plan_migration(replicas, {"x": 1.0}, MigrationSettings(gamma=1.0))
     assert plan.method == "transport"
-    assert plan.moves == (Move("x", "full", "idle", 10),)
+    assert plan.moves == (Transfer("x", "full", "idle", 10),)
 
 
 def test_moved_rows_cost_gamma_so_fewer_move():
@@ -72,7 +75,7 @@ def test_copies_of_adapters_are_avoided_when_eta_is_high():
 
 
 def test_memory_that_would_be_swapped_keeps_rows_away():
-    groups = (RowGroup("x", 20, 1.0, row_bytes=10.0),)
+    groups = (AdapterRows("x", 20, 1.0, row_bytes=10.0),)
     full = ReplicaLoad("full", groups, frozenset("x"))
     idle = ReplicaLoad("idle", (), frozenset("x"), memory_bytes=40.0)
     swapping = MigrationSettings(gamma=1.0, swap_bytes_per_s=1.0)
@@ -82,7 +85,7 @@ def test_memory_that_would_be_swapped_keeps_rows_away():
 
 
 def test_memory_in_use_triggers_where_pending_times_do_not():
-    groups = (RowGroup("x", 20, 1.0, row_bytes=10.0),)
+    groups = (AdapterRows("x", 20, 1.0, row_bytes=10.0),)
     full = ReplicaLoad("full", groups, frozenset("x"), memory_bytes=100.0)
     roomy = ReplicaLoad("roomy", groups, frozenset("x"), memory_bytes=1000.0)
     slow_swap = MigrationSettings(gamma=1.0, swap_bytes_per_s=10.0)
@@ -92,10 +95,10 @@ def test_memory_in_use_triggers_where_pending_times_do_not():
 
 
 def test_an_adapter_that_would_not_fit_keeps_its_rows_away():
-    groups = (RowGroup("x", 20, 1.0),)
+    groups = (AdapterRows("x", 20, 1.0),)
     replicas = [ReplicaLoad("full", groups, frozenset("x")), ReplicaLoad("idle", (), memory_bytes=10.0)]
     swapping = MigrationSettings(gamma=1.0, swap_bytes_per_s=1.0)
-    assert plan_migration(replicas, {"x": 5.0}, swapping).moves == (Move("x", "full", "idle", 10),)
+    assert plan_migration(replicas, {"x": 5.0}, swapping).moves == (Transfer("x", "full", "idle", 10),)
     assert plan_migration(replicas, {"x": 1e6}, swapping).moves == ()
 
 
@@ -154,7 +157,7 @@ def test_plans_move_rows_that_exist_and_always_end_sooner(seed):
 )
 def test_rows_move_only_when_a_trigger_holds_and_swapping_counts(loads, memory):
     replicas = [
-        ReplicaLoad(f"r{i}", (RowGroup("x", rows, 1.0, row_bytes=10.0),), frozenset("x"), float(fixed), memory)
+        ReplicaLoad(f"r{i}", (AdapterRows("x", rows, 1.0, row_bytes=10.0),), frozenset("x"), float(fixed), memory)
         for i, (rows, fixed) in enumerate(loads)
     ]
     chosen = MigrationSettings(swap_bytes_per_s=50.0)

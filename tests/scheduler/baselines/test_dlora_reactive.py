@@ -14,7 +14,7 @@ from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.baselines.dlora_reactive import CoMigration
 from lorabatch.scheduler.lending import TailSettings
 from lorabatch.scheduler.machines import H200_LLAMA_3_8B as COST
-from lorabatch.scheduler.messages import MigrateRows, Progress, ReplicaJoined
+from lorabatch.scheduler.messages import MigrateRows, ReplicaJoined, ReplicaReported
 from lorabatch.scheduler.migration import ReplicaMemory
 from lorabatch.scheduler.planning.waves import Shard
 from lorabatch.scheduler.policies import make_scheduler
@@ -41,7 +41,7 @@ def begun(settings=SETTINGS):
 
 
 def report(scheduler, time_s, name, left, **more):
-    event = Progress(time_s, name, left, min(8, left), 9.0, ("x", "y"), ((int(name == "b"), left),), **more)
+    event = ReplicaReported(time_s, name, left, min(8, left), 9.0, ("x", "y"), ((int(name == "b"), left),), **more)
     return [command for command in scheduler.handle(event) if isinstance(command, MigrateRows)]
 
 

@@ -17,9 +17,9 @@ from lorabatch.scheduler.estimates.work_left import WorkLeft
 from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
 from lorabatch.scheduler.messages import (
     Event,
-    Progress,
     ReplicaJoined,
     ReplicaLeft,
+    ReplicaReported,
     RunShard,
     ShardCommitted,
     StepTotals,
@@ -138,9 +138,9 @@ PLANNED = PlannedJob(60.0, Work(30, 3000, 3000, 3000, 300), CPU_SMOLLM2_135M, 2,
 TOTALS = StepTotals(num_steps=40, prefill_tokens=400, decode_rows=300)
 
 
-def progress(time_s: float, replica: str, steps: float = 0.0, **facts: object) -> Progress:
+def progress(time_s: float, replica: str, steps: float = 0.0, **facts: object) -> ReplicaReported:
     """A report after `steps` times the steps of `TOTALS`."""
-    return Progress(
+    return ReplicaReported(
         time_s,
         replica,
         open_rows=0,
