@@ -18,7 +18,7 @@ from .dispatch import ReplicaState
 from .estimates.lengths import LengthEstimator
 from .estimates.pace import PaceEstimator
 from .lending import Pace, TailRows, TailSettings, rows_to_lend, shares_of
-from .messages import MigrateRows, ReplicaReported
+from .messages import MigrateRows, ReplicaReported, UnfinishedRows
 from .planning.waves import Shard
 
 # Seconds after which a helper that has reported no incoming rows is taken to have got none.
@@ -70,7 +70,7 @@ class ReplicaMemory:
     pool_bytes: int
     #: Bytes of each token of a row.
     token_bytes: int
-    #: Bytes of each adapter, by name.
+    #: Bytes of each adapter, by its id.
     adapter_bytes: Mapping[str, int]
 
 
@@ -212,7 +212,7 @@ class TailMigration:
         report = self._reports.get(replica.replica_id)
         if report is None:
             return replica.open_rows
-        lent = sum(rows for _, rows in report.lent_shards)
+        lent = sum(rows.num_rows for rows in report.lent_shards)
         return max(0, replica.open_rows - lent) + report.incoming_rows
 
     def _moves(
@@ -246,11 +246,11 @@ def _brought_up(report: ReplicaReported, replica: ReplicaState, shards: Sequence
     """A report brought up to now: with the shards that the replica has opened since, whose rows wait, and without those
     that have been committed.
     """
-    known = {shard_id for shard_id, _ in report.open_shards}
+    known = {rows.shard_id for rows in report.open_shards}
     new_tokens = sum(shard.prompt_tokens for shard in shards if shard.shard_id not in known)
     return replace(
         report,
-        open_shards=tuple((shard.shard_id, replica.rows_left[shard.shard_id]) for shard in shards),
+        open_shards=tuple(UnfinishedRows(shard.shard_id, replica.rows_left[shard.shard_id]) for shard in shards),
         prefill_tokens_left=report.prefill_tokens_left + new_tokens,
     )
 
@@ -294,8 +294,7 @@ def _moves_of(
         for shard in reversed(open_shards):
             num_rows = min(share, here.get(shard.shard_id, 0))
             if num_rows:
-                adapter = shard.adapters[0] if len(shard.adapters) == 1 else ""
-                commands.append(MigrateRows(shard.shard_id, report.replica_id, helper, adapter, num_rows))
+                commands.append(MigrateRows(shard.shard_id, report.replica_id, helper, num_rows))
                 share -= num_rows
                 here[shard.shard_id] -= num_rows
     return tuple(commands)
@@ -303,8 +302,8 @@ def _moves_of(
 
 def rows_here(report: ReplicaReported) -> dict[int, int]:
     """Unfinished rows of each open shard that are not lent to other replicas, by shard id."""
-    lent = dict(report.lent_shards)
-    return {shard_id: rows - lent.get(shard_id, 0) for shard_id, rows in report.open_shards}
+    lent = {rows.shard_id: rows.num_rows for rows in report.lent_shards}
+    return {rows.shard_id: rows.num_rows - lent.get(rows.shard_id, 0) for rows in report.open_shards}
 
 
 def tail_rows(

@@ -196,11 +196,11 @@ def _zipf_problem() -> PlacementProblem:
     workload = _zipf_job(10_000, 100)
     settings = RunSettings.of_machine("h200-llama-3-8b", batch_rows=64)
     plan = prediction.cut_rows(settings, workload, 16).plan
-    number = {adapter.name: i for i, adapter in enumerate(workload.adapters)}
+    number = {adapter.adapter_id: i for i, adapter in enumerate(workload.adapters)}
     seconds = H200_LLAMA_3_8B.row_seconds(workload.prompt_tokens, workload.max_tokens / 2, batch_rows=64)
     return PlacementProblem(
         np.array([seconds[plan.rows_of(shard.shard_id)].sum() for shard in plan.shards]),
-        tuple(tuple(number[name] for name in shard.adapters) for shard in plan.shards),
+        tuple(tuple(number[adapter_id] for adapter_id in shard.adapters) for shard in plan.shards),
         np.array([H200_LLAMA_3_8B.load_seconds(a.weight_bytes, "storage") for a in workload.adapters]),
         16,
     )

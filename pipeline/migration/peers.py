@@ -61,13 +61,14 @@ class PeerRequest(Generic[ReplyT]):
 
 @dataclass(frozen=True, slots=True)
 class LendRows(PeerRequest[Accepted]):
-    """Asks an owner to lend rows of an open shard to the worker `helper`. `adapter_id`: hash of the adapter whose rows
-    are lent; "" for the base model, None for any rows.
+    """Asks an owner to lend rows of an open shard to the worker `helper`. `is_selective`: whether only rows of the
+    adapter `adapter_id` are lent (None: of the base model), instead of rows of any.
     """
 
     shard_id: int
     num_rows: int
     helper: str
+    is_selective: bool = False
     adapter_id: str | None = None
 
 

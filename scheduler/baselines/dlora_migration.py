@@ -32,7 +32,7 @@ class CoMigrationModel:
         self,
         over: Sequence[ReplicaLoad],
         under: Sequence[ReplicaLoad],
-        adapter_bytes: Mapping[str, float],
+        adapter_bytes: Mapping[str | None, float],
         settings: MigrationSettings,
     ) -> None:
         self._over, self._under, self._settings = list(over), list(under), settings
@@ -44,7 +44,9 @@ class CoMigrationModel:
             for s, source in enumerate(self._over)
             for g in range(len(source.groups))
         }
-        adapters = sorted({group.adapter for source in self._over for group in source.groups})
+        adapters = sorted(
+            {group.adapter_id for source in self._over for group in source.groups}, key=lambda key: key or ""
+        )
         self.is_resident = {
             (k, t): self.problem.add_variable(f"is_resident_{n}_on_{t}", cat=pulp.LpBinary)
             for n, k in enumerate(adapters)
@@ -79,7 +81,7 @@ class CoMigrationModel:
     def _requests_need_their_adapter(self) -> None:
         for (s, g), on in self.share.items():
             for t, part in on.items():
-                copy = self.is_resident.get((self._group((s, g)).adapter, t))
+                copy = self.is_resident.get((self._group((s, g)).adapter_id, t))
                 if copy is not None:
                     self.problem += copy >= part, f"group_{s}_{g}_needs_its_adapter_on_{t}"
 
@@ -125,7 +127,7 @@ class CoMigrationModel:
             for t, rows in zip(on, whole.tolist(), strict=True):
                 if rows and t != key[0]:
                     source, target = self._replica(key[0]).replica_id, self._replica(t).replica_id
-                    moves.append(Transfer(group.adapter, source, target, rows))
+                    moves.append(Transfer(group.adapter_id, source, target, rows))
         return tuple(moves)
 
 
@@ -133,14 +135,19 @@ class CoMigrationModel:
 class AdapterRows:
     """Movable rows of one adapter on one replica."""
 
-    #: Name of the adapter.
-    adapter: str
+    #: Id of the adapter; None for the base model.
+    adapter_id: str | None
     #: Rows that may move.
     num_rows: int
     #: Seconds of one row: L_i.
     row_s: float
     #: Bytes of one row's KV: M_i.
     row_bytes: float = 0.0
+
+    @property
+    def place(self) -> str:
+        """Key by which groups are in order, that of the base model first."""
+        return self.adapter_id or ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +158,8 @@ class ReplicaLoad:
     replica_id: str
     #: Rows that may move, by adapter.
     groups: tuple[AdapterRows, ...]
-    #: Adapters in its memory.
-    resident: frozenset[str] = frozenset()
+    #: Adapters in its memory; None for the base model.
+    resident: frozenset[str | None] = frozenset()
     #: Seconds of work that cannot move.
     fixed_s: float = 0.0
     #: Bytes for KV and adapters together (infinite: never swaps).
@@ -163,7 +170,7 @@ class ReplicaLoad:
         """Seconds until it is done with everything it has."""
         return self.fixed_s + sum(group.num_rows * group.row_s for group in self.groups)
 
-    def held_bytes(self, adapter_bytes: Mapping[str, float]) -> float:
+    def held_bytes(self, adapter_bytes: Mapping[str | None, float]) -> float:
         """Bytes that its rows and adapters take."""
         rows = sum(group.num_rows * group.row_bytes for group in self.groups)
         return rows + sum(adapter_bytes.get(name, 0.0) for name in self.resident)
@@ -171,9 +178,9 @@ class ReplicaLoad:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """`num_rows` rows of an adapter, from one replica to another."""
+    """`num_rows` rows of an adapter (None: of the base model), from one replica to another."""
 
-    adapter: str
+    adapter_id: str | None
     from_replica_id: str
     to_replica_id: str
     num_rows: int
@@ -217,7 +224,9 @@ class MigrationPlan:
 
 
 def plan_migration(
-    replicas: Sequence[ReplicaLoad], adapter_bytes: Mapping[str, float], settings: MigrationSettings | None = None
+    replicas: Sequence[ReplicaLoad],
+    adapter_bytes: Mapping[str | None, float],
+    settings: MigrationSettings | None = None,
 ) -> MigrationPlan:
     """Decide whether rows move, and which. Adapters without an entry in `adapter_bytes` weigh nothing."""
     settings = settings or MigrationSettings()
@@ -248,7 +257,7 @@ def near_the_bound(
     over: Sequence[ReplicaLoad],
     under: Sequence[ReplicaLoad],
     settings: MigrationSettings,
-    adapter_bytes: Mapping[str, float] = MappingProxyType({}),
+    adapter_bytes: Mapping[str | None, float] = MappingProxyType({}),
 ) -> tuple[Transfer, ...] | None:
     """The transport's moves if they are proved good, else None.
 
@@ -268,7 +277,7 @@ def near_the_bound(
 def _by_model(
     over: Sequence[ReplicaLoad],
     under: Sequence[ReplicaLoad],
-    adapter_bytes: Mapping[str, float],
+    adapter_bytes: Mapping[str | None, float],
     settings: MigrationSettings,
 ) -> tuple[Method, tuple[Transfer, ...]]:
     model = CoMigrationModel(over, under, adapter_bytes, settings)
@@ -281,7 +290,7 @@ def _by_model(
 def select(
     replicas: Sequence[ReplicaLoad],
     settings: MigrationSettings,
-    adapter_bytes: Mapping[str, float] = MappingProxyType({}),
+    adapter_bytes: Mapping[str | None, float] = MappingProxyType({}),
 ) -> tuple[list[ReplicaLoad], list[ReplicaLoad]]:
     """The top K overloaded and underloaded replicas; both empty below the triggers."""
     seconds = seconds_after(replicas, (), settings, adapter_bytes)
@@ -299,25 +308,25 @@ def seconds_after(
     replicas: Sequence[ReplicaLoad],
     moves: Sequence[Transfer],
     settings: MigrationSettings,
-    adapter_bytes: Mapping[str, float] = MappingProxyType({}),
+    adapter_bytes: Mapping[str | None, float] = MappingProxyType({}),
 ) -> dict[str, float]:
     """Running time of each replica once the moves are made, by replica id.
 
     Moved rows cost gamma times theirs, and what exceeds a replica's memory is swapped.
     """
-    groups = {(r.replica_id, g.adapter): g for r in replicas for g in r.groups}
+    groups = {(r.replica_id, g.adapter_id): g for r in replicas for g in r.groups}
     seconds = {replica.replica_id: replica.pending_s for replica in replicas}
     held = {replica.replica_id: replica.held_bytes(adapter_bytes) for replica in replicas}
     copies = {(replica.replica_id, name) for replica in replicas for name in replica.resident}
     for move in moves:
-        group = groups[move.from_replica_id, move.adapter]
+        group = groups[move.from_replica_id, move.adapter_id]
         seconds[move.from_replica_id] -= move.num_rows * group.row_s
         seconds[move.to_replica_id] += settings.gamma * move.num_rows * group.row_s
         held[move.from_replica_id] -= move.num_rows * group.row_bytes
         held[move.to_replica_id] += move.num_rows * group.row_bytes
-        if (move.to_replica_id, move.adapter) not in copies:
-            copies.add((move.to_replica_id, move.adapter))
-            held[move.to_replica_id] += adapter_bytes.get(move.adapter, 0.0)
+        if (move.to_replica_id, move.adapter_id) not in copies:
+            copies.add((move.to_replica_id, move.adapter_id))
+            held[move.to_replica_id] += adapter_bytes.get(move.adapter_id, 0.0)
     for replica in replicas:
         swapped = max(0.0, held[replica.replica_id] - replica.memory_bytes)
         seconds[replica.replica_id] += swapped / settings.swap_bytes_per_s
@@ -328,7 +337,7 @@ def longest_after(
     replicas: Sequence[ReplicaLoad],
     moves: Sequence[Transfer],
     settings: MigrationSettings,
-    adapter_bytes: Mapping[str, float] = MappingProxyType({}),
+    adapter_bytes: Mapping[str | None, float] = MappingProxyType({}),
 ) -> float:
     """The longest of `seconds_after`."""
     return max(seconds_after(replicas, moves, settings, adapter_bytes).values())
@@ -345,14 +354,13 @@ def move_greedily(
     moves: list[Transfer] = []
     for source in over:
         for target in under:
-            for group in sorted(source.groups, key=lambda g: (g.adapter not in target.resident, g.adapter)):
-                left = group.num_rows - sum(
-                    m.num_rows for m in moves if (m.from_replica_id, m.adapter) == (source.replica_id, group.adapter)
-                )
+            for group in sorted(source.groups, key=lambda g: (g.adapter_id not in target.resident, g.place)):
+                key = (source.replica_id, group.adapter_id)
+                left = group.num_rows - sum(m.num_rows for m in moves if (m.from_replica_id, m.adapter_id) == key)
                 surplus = pending[source.replica_id] - pending[target.replica_id]
                 rows = min(left, int(surplus / (group.row_s * (1 + settings.gamma)))) if group.row_s > 0 else 0
                 if rows > 0:
-                    moves.append(Transfer(group.adapter, source.replica_id, target.replica_id, rows))
+                    moves.append(Transfer(group.adapter_id, source.replica_id, target.replica_id, rows))
                     pending[source.replica_id] -= rows * group.row_s
                     pending[target.replica_id] += settings.gamma * rows * group.row_s
     return tuple(moves)
@@ -377,7 +385,7 @@ def transport(
     filling = _Filling(over, under, level_s(over, under, settings.gamma), settings.gamma)
     for may_copy in (False, True):
         for source in over:
-            for group in sorted(source.groups, key=lambda g: (-g.num_rows * g.row_s, g.adapter)):
+            for group in sorted(source.groups, key=lambda g: (-g.num_rows * g.row_s, g.place)):
                 filling.pour(source, group, may_copy=may_copy)
     filling.even_out()
     return filling.moves(), filling.num_copies
@@ -392,30 +400,30 @@ class _Filling:
         self._room = {replica.replica_id: level - replica.pending_s for replica in under}
         self._resident = {replica.replica_id: set(replica.resident) for replica in under}
         self._groups = {replica.replica_id: replica.groups for replica in over}
-        self._left = {(r.replica_id, g.adapter): g.num_rows for r in over for g in r.groups}
-        self._moved: dict[tuple[str, str, str], int] = {}
+        self._left = {(r.replica_id, g.adapter_id): g.num_rows for r in over for g in r.groups}
+        self._moved: dict[tuple[str | None, str, str], int] = {}
         self.num_copies = 0
 
     def pour(self, source: ReplicaLoad, group: AdapterRows, *, may_copy: bool) -> None:
         """Move rows of a group while its replica has a surplus; the roomiest targets first."""
         mine = source.replica_id
-        for target in sorted(self._room, key=lambda t: (group.adapter not in self._resident[t], -self._room[t], t)):
-            if group.row_s <= 0 or not (may_copy or group.adapter in self._resident[target]):
+        for target in sorted(self._room, key=lambda t: (group.adapter_id not in self._resident[t], -self._room[t], t)):
+            if group.row_s <= 0 or not (may_copy or group.adapter_id in self._resident[target]):
                 return
             # Half a row beyond the level, here or there, is nearer to it than none.
             wanted = math.floor(self._surplus[mine] / group.row_s + 0.5)
             fits = math.floor(self._room[target] / (self._gamma * group.row_s) + 0.5)
-            self._move(group, mine, target, min(self._left[mine, group.adapter], wanted, fits))
+            self._move(group, mine, target, min(self._left[mine, group.adapter_id], wanted, fits))
 
     def even_out(self) -> None:
         """Move what rounding has left: single rows from the fullest to the emptiest while that helps."""
         for _ in range(sum(self._left.values())):
             mine = max(self._surplus, key=lambda s: self._surplus[s])
             target = max(self._room, key=lambda t: self._room[t])
-            groups = [g for g in self._groups[mine] if self._left[mine, g.adapter] and g.row_s > 0]
+            groups = [g for g in self._groups[mine] if self._left[mine, g.adapter_id] and g.row_s > 0]
             if not groups:
                 return
-            group = min(groups, key=lambda g: (g.adapter not in self._resident[target], g.row_s, g.adapter))
+            group = min(groups, key=lambda g: (g.adapter_id not in self._resident[target], g.row_s, g.place))
             if self._gamma * group.row_s - self._room[target] >= self._surplus[mine]:
                 return
             self._move(group, mine, target, 1)
@@ -423,12 +431,12 @@ class _Filling:
     def _move(self, group: AdapterRows, mine: str, target: str, num_rows: int) -> None:
         if num_rows <= 0:
             return
-        self._left[mine, group.adapter] -= num_rows
+        self._left[mine, group.adapter_id] -= num_rows
         self._surplus[mine] -= num_rows * group.row_s
         self._room[target] -= self._gamma * num_rows * group.row_s
-        self.num_copies += group.adapter not in self._resident[target]
-        self._resident[target].add(group.adapter)
-        key = (group.adapter, mine, target)
+        self.num_copies += group.adapter_id not in self._resident[target]
+        self._resident[target].add(group.adapter_id)
+        key = (group.adapter_id, mine, target)
         self._moved[key] = self._moved.get(key, 0) + num_rows
 
     def moves(self) -> tuple[Transfer, ...]:

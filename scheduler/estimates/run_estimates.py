@@ -61,12 +61,11 @@ class RunEstimates:
     def reported(self, event: ReplicaReported) -> None:
         """Take in a replica's report."""
         self.paces.reported(event)
-        for adapter, num_rows, output_tokens in event.finished:
-            self.lengths.finished(output_tokens, num_rows, adapter)
+        for rows in event.finished:
+            self.lengths.finished(rows.output_tokens, rows.num_rows, rows.adapter_id)
         if self._planned is not None:
             self._reports[event.replica_id] = event
-            if event.steps:
-                self.costs.reported(event.replica_id, event.steps, event.engine_s)
+            self.costs.reported(event.replica_id, event.steps, event.engine_s)
 
     def committed(self, shard: Shard) -> None:
         """Subtract the work of a shard whose part is written."""

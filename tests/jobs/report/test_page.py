@@ -53,7 +53,7 @@ def finish(store: JobStore, adapter: str = "tenant") -> None:
         ReplicaJoined(0.0, "tcp://w1", 8),
         RunShard(0, "tcp://w1", 0),
         ReplicaReported(1.0, "tcp://w1", 8, 8, 250.0, (adapter,), mode="merged"),
-        MigrateRows(0, "tcp://w1", "tcp://w2", adapter, 3),
+        MigrateRows(0, "tcp://w1", "tcp://w2", 3),
         ShardCommitted(36.0, 0, "tcp://w1"),
     )
     errors = [{"kind": "prompt", "num_rows": 2, "location": "a:1", "sentence": f"too long {ATTACK}"}]

@@ -71,7 +71,7 @@ def test_copies_of_adapters_are_avoided_when_eta_is_high():
         make_replica("idle", resident="y"),
     ]
     plan = plan_migration(replicas, {}, MigrationSettings(gamma=1.0, eta_s=5.0))
-    assert {move.adapter for move in plan.moves} == {"y"}
+    assert {move.adapter_id for move in plan.moves} == {"y"}
 
 
 def test_memory_that_would_be_swapped_keeps_rows_away():
@@ -132,7 +132,7 @@ def test_an_infeasible_model_falls_back_by_name(monkeypatch):
 def test_the_greedy_rule_prefers_adapters_that_are_there():
     full = make_replica("full", ("x", 10, 1.0), ("y", 10, 1.0))
     moves = move_greedily([full], [make_replica("idle", resident="y")], MigrationSettings(gamma=1.0))
-    assert moves[0].adapter == "y"
+    assert moves[0].adapter_id == "y"
 
 
 @settings(deadline=None, max_examples=15)
@@ -140,10 +140,10 @@ def test_the_greedy_rule_prefers_adapters_that_are_there():
 def test_plans_move_rows_that_exist_and_always_end_sooner(seed):
     replicas = random_cluster(seed, num_replicas=8)
     plan = plan_migration(replicas, {f"a{k}": 1.0 for k in range(8)})
-    held = {(r.replica_id, g.adapter): g.num_rows for r in replicas for g in r.groups}
+    held = {(r.replica_id, g.adapter_id): g.num_rows for r in replicas for g in r.groups}
     for move in plan.moves:
         assert move.num_rows > 0
-        held[move.from_replica_id, move.adapter] -= move.num_rows
+        held[move.from_replica_id, move.adapter_id] -= move.num_rows
     assert min(held.values()) >= 0
     if plan.moves:
         before_s = max(replica.pending_s for replica in replicas)
@@ -178,7 +178,7 @@ def test_the_same_cluster_always_gets_the_same_plan():
 def priced(over, under, moves, chosen):
     """The paper's objective: the longest pending time, and eta for every adapter copy."""
     resident = {replica.replica_id: replica.resident for replica in under}
-    copies = {(m.adapter, m.to_replica_id) for m in moves if m.adapter not in resident[m.to_replica_id]}
+    copies = {(m.adapter_id, m.to_replica_id) for m in moves if m.adapter_id not in resident[m.to_replica_id]}
     return longest_after([*over, *under], moves, chosen) + chosen.eta_s * len(copies)
 
 

@@ -107,7 +107,8 @@ def test_a_fresh_scheduler_answers_recorded_events_with_the_recorded_commands():
 def test_reports_count_every_finished_row_once():
     _, simulation, recorder = make_job(progress_s=0.05)
     simulation.run()
-    reported = sum(n for event, _ in recorder.log if isinstance(event, ReplicaReported) for _, n, _ in event.finished)
+    events = (event for event, _ in recorder.log if isinstance(event, ReplicaReported))
+    reported = sum(rows.num_rows for event in events for rows in event.finished)
     assert 150 < reported <= 300
 
 
