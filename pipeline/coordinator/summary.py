@@ -161,7 +161,8 @@ def _account_part(
     for of_row in zip(*values.values(), strict=True):
         row = dict(zip(columns, of_row, strict=True))
         for each in completions(row, _LISTS) if record.has_lists else (row,):
-            _count(account, each, row.get(ROW_ADAPTER), f"{columns[ROW_ID]}={row[ROW_ID]!r}")
+            # The input may have an empty name, which is the base model too.
+            _count(account, each, row.get(ROW_ADAPTER) or None, f"{columns[ROW_ID]}={row[ROW_ID]!r}")
     return account
 
 

@@ -118,7 +118,7 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None, speeds: str
         indexed = _index(job)
         with check_rows(job.store, job.record, indexed) as checked:
             names = checked.names
-            rows, workload = next(checked.blocks(max(checked.rows.num_rows, 1)))
+            rows, workload = checked.whole()
             name_number = np.where(workload.adapter_index == BASE_MODEL, BASE_MODEL, rows["adapter"])
         predict = partial(
             prediction.forecast, settings, workload, num_workers, max_rows=_SIMULATED_ROWS, slowness=slowness

@@ -90,10 +90,9 @@ class CheckedRows:
     #: Whether completions of one row of the input must be in one shard.
     together: bool = False
 
-    def whole(self) -> Workload:
-        """The planner's view of all rows at once."""
-        blocks = self.blocks(max(self.rows.num_rows, 1))
-        return next(blocks)[1]
+    def whole(self) -> tuple[IndexedRows, Workload]:
+        """All rows at once, and the planner's view of them."""
+        return next(self.blocks(max(self.rows.num_rows, 1)))
 
     def blocks(self, block_rows: int) -> Iterator[tuple[IndexedRows, Workload]]:
         """Blocks of rows in order of their adapters, and the planner's view of each: error rows have no work in it."""

@@ -65,7 +65,7 @@ def test_it_is_known_which_rows_are_drawn(prepare_job: Callable[..., Any]) -> No
     for of_job, expected in ((0.0, [False, False, True, False, True]), (1.0, [True, False, True, True, True])):
         job = prepare_job(pa.table({"prompt": ["a"] * 5, "temperature": temperatures}), temperature=of_job)
         with check_rows(job.store, job.record, IndexTotals.of(job.index())) as checked:
-            workload = checked.whole()
+            _, workload = checked.whole()
         assert workload.is_drawn is not None
         assert workload.is_drawn[workload.input_order].tolist() == expected
 
@@ -86,7 +86,7 @@ def test_it_is_known_what_choices_scores_and_prompts_compute(prepare_job: Callab
         pa.table({"prompt": ["the quick brown fox"] * 6} | {n: [row.get(n) for row in asked] for n in sorted(names)})
     )
     with check_rows(job.store, job.record, IndexTotals.of(job.index())) as checked:
-        workload = checked.whole()
+        _, workload = checked.whole()
     workload.check_integrity()
     encoded = Tokenizer.from_folder(Path(job.spec.model)).encode_batch(texts, is_rendered=True)
     places = {tuple(tokens[:i]) for tokens in encoded for i in range(len(tokens))}
