@@ -278,7 +278,7 @@ def test_the_rows_of_two_names_of_one_content_are_counted_apart() -> None:
         adapters,
         np.array([0, 0, 0, 1, -1], np.int32),
         np.array([10, 20, 40, 80, 160], np.int32),
-        np.full(5, 7, np.int32),
+        np.full(5, 8, np.int32),
     )
     settings = RunSettings.of_machine("h200-llama-3-8b", batch_rows=8)
     forecast = prediction.forecast(settings, rows, 1, max_rows=100)
