@@ -135,7 +135,7 @@ def test_reports_tell_what_is_open_and_count_each_finished_row_once(
     finished = [rows for report in reports.all for rows in report.finished]
     assert sum(rows.num_rows for rows in finished) == 40
     assert sum(rows.output_tokens for rows in finished) == 40 * 40
-    assert {rows.adapter_id for rows in finished} == {""}
+    assert {rows.adapter_id for rows in finished} == {None}
 
 
 def test_a_killed_engine_is_replaced_and_its_rows_start_again(
