@@ -1,8 +1,8 @@
 """The options of a job as command-line parameters, made from the fields of `JobSpec`.
 
 `Commands` is a group of commands: its `job_command` gives a command the job file argument and every option of a job.
-`shared_option` declares an option of a job for a command that takes no job. A `Command` refuses an option that is given
-twice. `JobSpec` is imported only when the options of a job are needed: importing it takes longer than listing the
+`shared_option` declares an option of a job for a command that takes no job. A `StrictCommand` refuses an option that is
+given twice. `JobSpec` is imported only when the options of a job are needed: importing it takes longer than listing the
 commands.
 """
 
@@ -28,7 +28,7 @@ _JobCall = TypeVar("_JobCall", bound=Callable[..., None])
 # Field of `JobSpec` -> name on the command line, where the two differ: repeatable options are named in the singular.
 _NAMES = {"columns": "column"}
 _NUMBERS = (int, float)
-# Placeholder for the help of a shared option; `Command.format_help` puts the option's own help in its place.
+# Placeholder for the help of a shared option; `StrictCommand.format_help` puts the option's own help in its place.
 _SHARED = "As for `lorabatch run`."
 
 
@@ -63,7 +63,7 @@ class JobOption:
         return typer.Option(flags, help=_unmarked(text), metavar=metavar, show_default=False)
 
 
-class Command(TyperCommand):
+class StrictCommand(TyperCommand):
     """A command that refuses an option given twice, unless it is repeatable: a second value would replace the first.
 
     A value that is not of its option's kind is reported in the same form as a wrong value of a job.
@@ -116,12 +116,12 @@ class Command(TyperCommand):
 
 
 class Commands(typer.Typer):
-    """A group of commands, each of them a `Command`."""
+    """A group of commands, each of them a `StrictCommand`."""
 
     def command(
-        self, name: str | None = None, *, cls: type[TyperCommand] | None = Command, **settings: Any
+        self, name: str | None = None, *, cls: type[TyperCommand] | None = StrictCommand, **settings: Any
     ) -> Callable[[_Function], _Function]:
-        """Register a command as `typer.Typer.command` does, by default as a `Command`."""
+        """Register a command as `typer.Typer.command` does, by default as a `StrictCommand`."""
         return super().command(name, cls=cls, **settings)
 
     def job_command(self, name: str) -> Callable[[_JobCall], _JobCall]:
@@ -141,7 +141,7 @@ class Commands(typer.Typer):
         return register
 
 
-class _JobCommand(Command):
+class _JobCommand(StrictCommand):
     """A command that takes a job, in the form that lists of commands need. Its options are made when it is called."""
 
     def __init__(self, call: _JobCall, **settings: Any) -> None:

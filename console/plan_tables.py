@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..engine.memory.limits import CpuMemory
-from ..pipeline.planning.dry_run import DryRun
-from ..scheduler.forecast import AdapterForecast
+from ..pipeline.planning.dry_run import AdapterForecast, DryRun
 from ..scheduler.planning.waves import Shard
 from .terminal import plain_console
 
@@ -64,6 +63,9 @@ class WorkerFacts:
 def waves(found: DryRun) -> list[WaveFacts]:
     """Facts of each wave, the one with the most work first."""
     forecast = found.forecast
+    names: dict[str, list[str]] = {}
+    for adapter in found.adapters:
+        names.setdefault(adapter.sha256, []).append(adapter.name)
     members: dict[int, list[Shard]] = {}
     for shard in forecast.plan.shards:
         members.setdefault(shard.wave_id, []).append(shard)
@@ -71,7 +73,7 @@ def waves(found: DryRun) -> list[WaveFacts]:
         WaveFacts(
             wave_id,
             shards[0].mode,
-            tuple(sorted({name for shard in shards for name in shard.adapters})),
+            tuple(sorted({name for shard in shards for key in shard.adapters for name in names[key]})),
             len(shards),
             sum(shard.num_rows for shard in shards),
             sum(shard.predicted_output_tokens for shard in shards),
@@ -85,18 +87,18 @@ def waves(found: DryRun) -> list[WaveFacts]:
 def workers(found: DryRun) -> list[WorkerFacts]:
     """Facts of each worker under the placement. While a job runs, idle workers help others, so that shares differ."""
     forecast, adapters = found.forecast, found.workload.adapters
-    weight_of = {adapter.name: adapter.weight_bytes for adapter in adapters}
+    weight_of = {adapter.adapter_id: adapter.weight_bytes for adapter in adapters}
     facts = []
     for worker in range(found.num_workers):
         mine = [forecast.plan.shards[i] for i in np.flatnonzero(forecast.placement.replica_of == worker)]
-        names = {name for shard in mine for name in shard.adapters}
+        adapter_ids = {adapter_id for shard in mine for adapter_id in shard.adapters}
         facts.append(
             WorkerFacts(
                 worker,
                 len(mine),
                 sum(shard.num_rows for shard in mine),
-                len(names),
-                sum(weight_of[name] for name in names),
+                len(adapter_ids),
+                sum(weight_of[adapter_id] for adapter_id in adapter_ids),
                 found.weight_bytes,
                 float(forecast.placement.finish_s[worker]),
             )
@@ -113,7 +115,7 @@ def plan_json(found: DryRun, gpu_hour_price: float | None) -> dict[str, Any]:
         "errors": [asdict(kind) for kind in found.errors],
         "prompt_tokens": int(found.workload.prompt_tokens.sum()),
         "shared_prompt_tokens": forecast.shared_prompt_tokens,
-        "predicted_output_tokens": sum(adapter.predicted_output_tokens for adapter in forecast.adapters),
+        "predicted_output_tokens": sum(share.predicted_output_tokens for share in found.shares),
         "workers": found.num_workers,
         "speeds": None if found.slowness is None else [1 / slow for slow in found.slowness],
         "policy": found.settings.policy,
@@ -134,7 +136,7 @@ def plan_json(found: DryRun, gpu_hour_price: float | None) -> dict[str, Any]:
         "cost_model": {"origin": found.settings.cost_origin} | found.settings.step_prices.to_json(),
         "notes": list(found.notes),
         "audit": [adapter.model_dump(mode="json") for adapter in found.adapters],
-        "adapters": [asdict(adapter) for adapter in forecast.adapters],
+        "adapters": [asdict(share) | {"name": share.name or ""} for share in found.shares],
         "waves": [asdict(wave) for wave in waves(found)],
         "placement": [asdict(worker) for worker in workers(found)],
     }
@@ -172,7 +174,7 @@ def print_plan(
 def totals(found: DryRun, gpu_hour_price: float | None) -> list[str]:
     """Lines with rows, seconds, the placement's bound and gap, the price, and the origin of the cost model."""
     forecast = found.forecast
-    output = sum(adapter.predicted_output_tokens for adapter in forecast.adapters)
+    output = sum(share.predicted_output_tokens for share in found.shares)
     lines = [
         f"{found.workload.num_rows} rows, {int(found.workload.prompt_tokens.sum())} prompt tokens, about {output} "
         f"output tokens, {len(forecast.plan.shards)} shards on {found.num_workers} workers",
@@ -278,7 +280,7 @@ def _range(found: DryRun) -> list[str]:
 
 
 def _by_seconds(found: DryRun) -> list[AdapterForecast]:
-    return sorted(found.forecast.adapters, key=lambda adapter: (-adapter.engine_s, adapter.name))
+    return sorted(found.shares, key=lambda share: (-share.engine_s, share.name or ""))
 
 
 def _print_table(console: Console, cells: Sequence[tuple[str, ...]], columns: Sequence[str], *left: str) -> None:

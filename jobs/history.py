@@ -40,26 +40,28 @@ class ModelHistory:
 
     #: Costs of steps, as the latest job measured them; None while no job took long enough.
     cost: CostModel | None = None
-    #: Content hash of an adapter ("": base model) -> lengths of its answers; adapters of the latest jobs last.
-    lengths: Mapping[str, AnswerLengths] = field(default_factory=dict)
+    #: Content hash of an adapter (None: base model) -> lengths of its answers; adapters of the latest jobs last.
+    lengths: Mapping[str | None, AnswerLengths] = field(default_factory=dict)
 
-    def joined(self, cost: CostModel | None, lengths: Mapping[str, AnswerLengths]) -> ModelHistory:
+    def joined(self, cost: CostModel | None, lengths: Mapping[str | None, AnswerLengths]) -> ModelHistory:
         """The history with the measurements of one more job added."""
-        all_lengths = {name: found for name, found in self.lengths.items() if name not in lengths}
-        for name, found in lengths.items():
-            before = self.lengths.get(name)
+        all_lengths = {adapter_id: found for adapter_id, found in self.lengths.items() if adapter_id not in lengths}
+        for adapter_id, found in lengths.items():
+            before = self.lengths.get(adapter_id)
             both = found if before is None else AnswerLengths.joined([before, found])
-            all_lengths[name] = both.scaled(min(1.0, _MAX_ROWS / both.num_rows))
+            all_lengths[adapter_id] = both.scaled(min(1.0, _MAX_ROWS / both.num_rows))
         latest = list(all_lengths.items())[-_MAX_ADAPTERS:]
         return ModelHistory(cost or self.cost, dict(latest))
 
     def to_json(self) -> dict[str, Any]:
-        """The history as a JSON object, the form in which it is stored; it names this machine."""
+        """The history as a JSON object, the form in which it is stored; it names this machine. The base model's key is
+        the empty string, since JSON has no null as a key.
+        """
         return {
             "format": _FORMAT,
             "machine": machine(),
             "cost": None if self.cost is None else self.cost.to_json(),
-            "lengths": {name: found.to_json() for name, found in self.lengths.items()},
+            "lengths": {adapter_id or "": found.to_json() for adapter_id, found in self.lengths.items()},
         }
 
     @classmethod
@@ -70,7 +72,7 @@ class ModelHistory:
         if raw["machine"] != machine():
             raise ValueError(f"it was measured on another machine, {raw['machine']!r}")
         cost = None if raw["cost"] is None else CostModel.from_json(raw["cost"])
-        lengths = {name: AnswerLengths.from_json(found) for name, found in raw["lengths"].items()}
+        lengths = {adapter_id or None: AnswerLengths.from_json(found) for adapter_id, found in raw["lengths"].items()}
         return cls(cost, lengths)
 
 
@@ -91,7 +93,7 @@ def read_history(path: Path | None) -> ModelHistory:
         return ModelHistory()
 
 
-def add_to_history(path: Path | None, cost: CostModel | None, lengths: Mapping[str, AnswerLengths]) -> None:
+def add_to_history(path: Path | None, cost: CostModel | None, lengths: Mapping[str | None, AnswerLengths]) -> None:
     """Join a job's measurements with the history at this path. The file is replaced whole; a folder that cannot be
     written is logged and raises nothing.
     """

@@ -20,6 +20,7 @@ from ..engine.telemetry import EngineTelemetry
 from ..jobs.errors import JobFailedError
 from ..jobs.record import JobState
 from ..jobs.storage.model_proof import ModelProof
+from ..scheduler.messages import FinishedRows, UnfinishedRows
 from ..scheduler.planning.bound import JobWork
 from .dataset.answers import RowAnswer
 
@@ -139,17 +140,6 @@ class LocalAdapter:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedRows:
-    """Number and output tokens of finished rows of one adapter, by its hash ("" for the base model), and of about one
-    length.
-    """
-
-    adapter_id: str
-    num_rows: int
-    output_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerReport:
     """The state of one run's engine on one worker, sent about once a second and when a shard has all its answers."""
 
@@ -165,10 +155,10 @@ class WorkerReport:
     engine_pid: int | None = None
     #: Engine processes lost.
     num_crashes: int = 0
-    #: Id and unfinished rows of each open shard.
-    open_shards: tuple[tuple[int, int], ...] = ()
-    #: Id of each shard with lent rows, and its unfinished rows that other workers' engines work on.
-    lent_shards: tuple[tuple[int, int], ...] = ()
+    #: Unfinished rows of each open shard.
+    open_shards: tuple[UnfinishedRows, ...] = ()
+    #: Unfinished rows of each open shard that other workers' engines work on, where there are some.
+    lent_shards: tuple[UnfinishedRows, ...] = ()
     #: Unfinished rows of other workers' shards.
     incoming_rows: int = 0
     #: Latest telemetry of the engine. If runs share the engine, its running rows and tokens are in proportion to this
@@ -190,12 +180,12 @@ class WorkerReport:
     @property
     def open_rows(self) -> int:
         """Unfinished rows of all open shards."""
-        return sum(rows for _, rows in self.open_shards)
+        return sum(rows.num_rows for rows in self.open_shards)
 
     @property
     def lent_rows(self) -> int:
         """Unfinished rows that other workers' engines work on."""
-        return sum(rows for _, rows in self.lent_shards)
+        return sum(rows.num_rows for rows in self.lent_shards)
 
     @property
     def running_rows(self) -> int:

@@ -20,6 +20,7 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
+from .messages import AdapterFetch
 from .planning.waves import Shard
 
 #: More than any power of two by which lengths are ranked.
@@ -128,8 +129,8 @@ class DispatchRule(Protocol):
     def removed(self, replica_id: str) -> None:
         """Drop a replica that has no open shards any more."""
 
-    def correct_length(self, adapter: str, tokens_per_row: float) -> None:
-        """Take in the mean length of an adapter's finished rows."""
+    def correct_length(self, adapter_id: str | None, tokens_per_row: float) -> None:
+        """Take in the mean length of the finished rows of one adapter or, for None, of the base model."""
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the state contradicts itself."""
@@ -286,9 +287,9 @@ class ShardQueue:
         length = self._correction[wave] * shard.predicted_output_tokens / shard.num_rows
         self._length_class[wave] = np.floor(np.log2(max(1.0, length)))
 
-    def correct_length(self, adapter: str, tokens_per_row: float) -> None:
+    def correct_length(self, adapter_id: str | None, tokens_per_row: float) -> None:
         """Rank the waves of one adapter by the mean length of its finished rows from now on."""
-        for wave, predicted in self._waves_of.get(adapter, ()):
+        for wave, predicted in self._waves_of.get(adapter_id, ()):
             self._correction[wave] = tokens_per_row / max(1.0, predicted)
             self._classify(wave)
 
@@ -374,7 +375,7 @@ class DealtShards:
         self._replicas.free(replica_id)
         del self._num_open[replica_id]
 
-    def correct_length(self, adapter: str, tokens_per_row: float) -> None:
+    def correct_length(self, adapter_id: str | None, tokens_per_row: float) -> None:
         """Do nothing: the order was decided before the job."""
 
     def check_integrity(self) -> None:
@@ -395,22 +396,24 @@ def _owner(shard: Shard) -> int:
 
 def _waves_of_one_adapter(
     shards: Sequence[Shard], number: dict[tuple[int, int], int]
-) -> dict[str, list[tuple[int, float]]]:
-    """Adapter -> (wave number, predicted output tokens per row) of the waves it has for itself ("": base model)."""
-    names: defaultdict[tuple[int, int], set[tuple[str, ...]]] = defaultdict(set)
+) -> dict[str | None, list[tuple[int, float]]]:
+    """Adapter id (None: base model) -> (wave number, predicted output tokens per row) of the waves that it has for
+    itself.
+    """
+    adapters: defaultdict[tuple[int, int], set[tuple[str, ...]]] = defaultdict(set)
     rows: Counter[tuple[int, int]] = Counter()
     tokens: Counter[tuple[int, int]] = Counter()
     for shard in shards:
         wave = _placed_wave(shard)
-        names[wave].add(shard.adapters)
+        adapters[wave].add(shard.adapters)
         rows[wave] += shard.num_rows
         tokens[wave] += shard.predicted_output_tokens
-    found: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
-    for wave, sets in names.items():
+    found: defaultdict[str | None, list[tuple[int, float]]] = defaultdict(list)
+    for wave, sets in adapters.items():
         together = next(iter(sets))
         if len(sets) == 1 and len(together) <= 1:
-            name = together[0] if together else ""
-            found[name].append((number[wave], tokens[wave] / rows[wave]))
+            adapter_id = together[0] if together else None
+            found[adapter_id].append((number[wave], tokens[wave] / rows[wave]))
     return dict(found)
 
 
@@ -420,38 +423,40 @@ def _work(shard: Shard) -> int:
 
 
 class AdapterSources:
-    """Names where each replica fetches an adapter: from another replica that has it, before storage.
+    """Chooses where each replica fetches an adapter: from another replica that has it, before storage.
 
     This is LoRAServe's distributed pool of adapters (section 4): storage is read once per adapter, not per replica.
     """
 
     def __init__(self) -> None:
-        # Replica -> its adapters, and where each is being fetched from ("": storage; None: it is there).
-        self._source: defaultdict[str, dict[str, str | None]] = defaultdict(dict)
+        # Replica -> adapters that it has, or is fetching -> the fetch (None: it has the adapter).
+        self._fetches: defaultdict[str, dict[str, AdapterFetch | None]] = defaultdict(dict)
 
-    def of_shard(self, replica_id: str, shard: Shard) -> tuple[tuple[str, str], ...]:
-        """(adapter, source) of the adapters of a shard that the replica opening it does not have yet.
+    def of_shard(self, replica_id: str, shard: Shard) -> tuple[AdapterFetch, ...]:
+        """Fetches of the adapters of a shard that the replica opening it does not have yet.
 
         An adapter that is still being fetched for an earlier shard keeps its source.
         """
-        sources = self._source[replica_id]
-        for name in shard.adapters:
-            if name not in sources:
-                sources[name] = self._replica_with(name)
-            elif sources[name] and sources[name] not in self._source:
-                sources[name] = ""
-        return tuple((name, source) for name in shard.adapters if (source := sources[name]) is not None)
+        fetches = self._fetches[replica_id]
+        for adapter_id in shard.adapters:
+            if adapter_id not in fetches:
+                fetches[adapter_id] = AdapterFetch(adapter_id, self._replica_with(adapter_id))
+            else:
+                fetch = fetches[adapter_id]
+                if fetch is not None and fetch.from_replica_id not in self._fetches:
+                    fetches[adapter_id] = AdapterFetch(adapter_id, None)
+        return tuple(fetch for adapter_id in shard.adapters if (fetch := fetches[adapter_id]) is not None)
 
     def reported(self, replica_id: str, resident: Collection[str]) -> None:
         """Take in what a replica has in memory; it may have fetched some by itself."""
-        self._source[replica_id] |= dict.fromkeys(resident)
+        self._fetches[replica_id] |= dict.fromkeys(resident)
 
     def removed(self, replica_id: str) -> None:
         """Drop a replica, and its memory with it."""
-        self._source.pop(replica_id, None)
+        self._fetches.pop(replica_id, None)
 
-    def _replica_with(self, name: str) -> str:
-        return min((replica for replica, held in self._source.items() if name in held), default="")
+    def _replica_with(self, adapter_id: str) -> str | None:
+        return min((replica for replica, known in self._fetches.items() if adapter_id in known), default=None)
 
 
 def rows_behind(shards: Sequence[Shard], num_replicas: int) -> dict[int, int]:

@@ -31,24 +31,6 @@ _LEAST_REPLICAS = 2
 _FULL_SWING = (0.15, 0.75)
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterForecast:
-    """One adapter's share of the job."""
-
-    #: Name of the adapter; "" for the base model.
-    name: str
-    #: LoRA rank; 0 for the base model.
-    rank: int
-    #: Rows of the adapter.
-    num_rows: int
-    #: Tokens of their prompts.
-    prompt_tokens: int
-    #: Tokens that they are expected to generate.
-    predicted_output_tokens: int
-    #: Seconds of one replica for these rows.
-    engine_s: float
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Forecast:
     """Prediction for one job: its plan, where its shards are placed, and how long it takes."""
@@ -57,10 +39,12 @@ class Forecast:
     plan: ShardPlan
     #: Replica of each shard, with a bound.
     placement: Placement
-    #: Share of each adapter that has rows; the base model's last.
-    adapters: tuple[AdapterForecast, ...]
     #: Engine seconds of each shard, float64 `[num_shards]`.
     shard_s: NDArray[np.float64]
+    #: Tokens that each row is expected to generate, float64 `[num_rows]`.
+    predicted: NDArray[np.float64]
+    #: Engine seconds of each row, float64 `[num_rows]`.
+    row_s: NDArray[np.float64]
     #: Makespan in seconds.
     predicted_s: float
     #: Rows that were played to find the makespan.
@@ -103,10 +87,17 @@ def forecast_job(
     sample = JobSample(workload.num_rows, num_replicas, played_rows)
     sample.add(workload, cut)
     predicted_s = sample.predict(play)
-    adapters = _per_adapter(workload, cut.predicted, cut.row_s)
-    shared = int(workload.prompt_tokens.sum() - workload.computed_prompt_tokens.sum())
-    replica_s = predicted_s * num_replicas
-    return Forecast(cut.plan, placement, adapters, cut.shard_s, predicted_s, sample.num_rows, replica_s, shared)
+    return Forecast(
+        cut.plan,
+        placement,
+        cut.shard_s,
+        cut.predicted,
+        cut.row_s,
+        predicted_s,
+        sample.num_rows,
+        replica_s=predicted_s * num_replicas,
+        shared_prompt_tokens=int(workload.prompt_tokens.sum() - workload.computed_prompt_tokens.sum()),
+    )
 
 
 class JobSample:
@@ -288,10 +279,10 @@ def place_job(
     """Place the shards on replicas: a shard takes its seconds, and each replica loads each adapter it needs once from
     storage. Shards that were dealt out run where they were dealt to.
     """
-    number = {adapter.name: i for i, adapter in enumerate(adapters)}
+    number = {adapter.adapter_id: i for i, adapter in enumerate(adapters)}
     problem = PlacementProblem(
         shard_s,
-        tuple(tuple(number[name] for name in shard.adapters) for shard in shards),
+        tuple(tuple(number[adapter_id] for adapter_id in shard.adapters) for shard in shards),
         np.array([cost.load_seconds(adapter.weight_bytes, "storage") for adapter in adapters]),
         num_replicas,
     )
@@ -324,20 +315,3 @@ def row_seconds(
         is_scored=False if workload.is_scored is None else workload.is_scored,
     )
     return np.where(workload.max_tokens > 0, seconds, 0.0)
-
-
-def _per_adapter(
-    workload: Workload, predicted: NDArray[np.float64], row_s: NDArray[np.float64]
-) -> tuple[AdapterForecast, ...]:
-    slots = len(workload.adapters) + 1
-    slot = workload.adapter_index % slots
-    rows = np.bincount(slot, minlength=slots)
-    prompt, output, seconds = (
-        np.bincount(slot, weights=column, minlength=slots) for column in (workload.prompt_tokens, predicted, row_s)
-    )
-    names = [(adapter.name, adapter.rank) for adapter in workload.adapters] + [("", 0)]
-    return tuple(
-        AdapterForecast(name, rank, int(rows[i]), int(prompt[i]), round(float(output[i])), float(seconds[i]))
-        for i, (name, rank) in enumerate(names)
-        if rows[i]
-    )

@@ -1,23 +1,25 @@
 """Events that the scheduler handles and commands that it gives, on a real cluster and on a simulated one.
 
-All are frozen records. Each is one line of `events.jsonl`: a flat JSON object with the class under `kind`. Tuples
-become lists there and tuples again when they are read: `Event.from_json(event.to_json()) == event`.
+All are frozen records. Each is one line of `events.jsonl`: a JSON object with the class under `kind`, in which records
+such as `UnfinishedRows` are flat objects: `Event.from_json(event.to_json()) == event`.
 
-A replica is the engine of one worker; both have the same id, the worker's address. `StepTotals` is part of what engines
-report.
+A replica is the engine of one worker; both have the same id, the worker's address. An adapter's id is the hash of its
+content, and None is the base model. `StepTotals` is part of what engines report.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any, ClassVar, Self
+
+from ..system.codec import from_plain, to_plain
 
 #: Kind of the line with which a scheduler's part of `events.jsonl` begins.
 BEGINNING = "SchedulerStarted"
 #: Version of the events and commands in `events.jsonl`. Runs of another version are not replayed.
-EVENTS_VERSION = 7
+EVENTS_VERSION = 8
 
 
 class Record:
@@ -34,22 +36,18 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready object: `kind` and every field."""
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        return {"kind": type(self).__name__} | {f.name: getattr(self, f.name) for f in fields}
+        return {"kind": type(self).__name__} | to_plain(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """The record that `to_json` wrote. Raises ValueError for a kind this family does not have."""
+        """The record that `to_json` wrote. Raises ValueError for a kind this family does not have, and for other fields
+        than the kind has.
+        """
         kind = value.get("kind")
         if kind not in cls.kinds:
             raise ValueError(f"kind={kind!r}: expected one of {', '.join(sorted(cls.kinds))}")
-        fields = {name: _as_tuples(item) for name, item in value.items() if name != "kind"}
-        record: Self = cls.kinds[kind](**fields)
+        record: Self = from_plain(cls.kinds[kind], {name: item for name, item in value.items() if name != "kind"})
         return record
-
-
-def _as_tuples(value: Any) -> Any:
-    return tuple(_as_tuples(item) for item in value) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +84,54 @@ class StepTotals:
     #: Prompt tokens whose log-probabilities were asked.
     scored_tokens: int = 0
 
+    @property
+    def values(self) -> tuple[float, ...]:
+        """All fields, in order."""
+        values: tuple[float, ...] = _step_totals(self)
+        return values
+
+
+_step_totals = attrgetter(*(each.name for each in fields(StepTotals)))
+
+
+@dataclass(frozen=True, slots=True)
+class UnfinishedRows:
+    """Number of rows of one shard that have no result."""
+
+    shard_id: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRows:
+    """Number and output tokens of finished rows of one adapter (None: the base model) and of about one length."""
+
+    adapter_id: str | None
+    num_rows: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class FoundReplica:
+    """A replica that works for the job already when its scheduler starts, as it last reported."""
+
+    #: Id of the replica.
+    replica_id: str
+    #: Sequences it decodes together.
+    batch_rows: int
+    #: Its open shards.
+    open_shards: tuple[UnfinishedRows, ...]
+    #: Seconds since its report.
+    silent_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFetch:
+    """An adapter that a replica fetches, and the replica that has it (None: it is read from storage)."""
+
+    adapter_id: str
+    from_replica_id: str | None
+
 
 @dataclass(frozen=True, slots=True)
 class Event(Record):
@@ -103,13 +149,11 @@ class WorkersSeen(Event):
 
 @dataclass(frozen=True, slots=True)
 class ReplicasFound(Event):
-    """Replicas that work for this job already when its scheduler starts, as they last reported.
-
-    One event for all, so that none is given a shard that another has open. `replicas`: (replica id, batch rows,
-    ((shard id, unfinished rows) of each open shard, …), seconds since its report) of each.
+    """All replicas that work for this job already when its scheduler starts. They come in one event, so that none is
+    given a shard that another has open.
     """
 
-    replicas: tuple[tuple[str, int, tuple[tuple[int, int], ...], float], ...]
+    replicas: tuple[FoundReplica, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +197,7 @@ class ShardFailed(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Progress(Event):
+class ReplicaReported(Event):
     """A replica's report of its state, about once a second and when a shard of its own has all its answers. It is also
     the replica's heartbeat.
     """
@@ -166,24 +210,24 @@ class Progress(Event):
     running_rows: int
     #: Tokens generated per second since the report before.
     tokens_per_s: float
-    #: Names of the adapters in its engine's memory.
+    #: Ids of the adapters in its engine's memory.
     resident_adapters: tuple[str, ...]
-    #: (shard id, unfinished rows) of each open shard.
-    open_shards: tuple[tuple[int, int], ...] = ()
-    #: (adapter name or "", rows, output tokens) completed since the last report.
-    finished: tuple[tuple[str, int, int], ...] = ()
+    #: Unfinished rows of each open shard.
+    open_shards: tuple[UnfinishedRows, ...] = ()
+    #: Rows finished since the last report.
+    finished: tuple[FinishedRows, ...] = ()
     #: Mode in which its latest step served its rows; for reports only.
     mode: str = ""
     #: Tokens that the running rows have generated so far.
     running_tokens: int = 0
-    #: (shard id, its rows that other replicas work on).
-    lent_shards: tuple[tuple[int, int], ...] = ()
+    #: Unfinished rows of each open shard that other replicas work on, where there are some.
+    lent_shards: tuple[UnfinishedRows, ...] = ()
     #: Unfinished rows of other replicas' shards.
     incoming_rows: int = 0
     #: Seconds in steps since its engine started, without merges and waits for adapters.
     engine_s: float = 0.0
-    #: Work of these steps: the fields of `StepTotals`, in order.
-    steps: tuple[float, ...] = ()
+    #: Work of these steps.
+    steps: StepTotals = field(default_factory=StepTotals)
     #: Running rows that have no token yet.
     prefilling_rows: int = 0
     #: Tokens that its rows, waiting ones too, must compute before they all decode.
@@ -212,9 +256,8 @@ class RunShard(Command):
     replica_id: str
     #: Number of the attempt; counts from 0 and grows with each retry.
     attempt: int
-    #: (adapter, the replica it is fetched from, "" for storage) of each adapter to fetch before its rows run; the
-    #: replica finds adapters not named here by itself.
-    adapter_sources: tuple[tuple[str, str], ...] = ()
+    #: Adapters to fetch before their rows run; the replica finds adapters not named here by itself.
+    adapter_fetches: tuple[AdapterFetch, ...] = ()
     #: Rows of the same merged wave that will follow this shard to the replica.
     rows_behind: int = 0
 
@@ -251,12 +294,12 @@ class MigrateRows(Command):
     from_replica_id: str
     #: Helper that works on the rows.
     to_replica_id: str
-    #: Adapter of the rows, when the shard has one only; "" otherwise, and for the base model.
-    adapter: str
     #: Unfinished rows to lend.
     num_rows: int
-    #: Whether only rows of `adapter` move.
+    #: Whether only rows of one adapter move, that of `adapter_id`; else rows of any move.
     is_selective: bool = False
+    #: Id of this adapter; None for the base model, and when rows of any adapter move.
+    adapter_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from .dispatch import ReplicaState
 from .estimates.lengths import LengthEstimator
 from .estimates.pace import PaceEstimator
 from .lending import Pace, TailRows, TailSettings, rows_to_lend, shares_of
-from .messages import MigrateRows, Progress
+from .messages import MigrateRows, ReplicaReported, UnfinishedRows
 from .planning.waves import Shard
 
 # Seconds after which a helper that has reported no incoming rows is taken to have got none.
@@ -39,7 +39,7 @@ OpenShards = Callable[[ReplicaState], Sequence[Shard]]
 class MigrationRule(Protocol):
     """Decides which rows move, from reports."""
 
-    def reported(self, replica: ReplicaState, report: Progress) -> None:
+    def reported(self, replica: ReplicaState, report: ReplicaReported) -> None:
         """Take in a report."""
 
     def removed(self, replica_id: str) -> None:
@@ -70,7 +70,7 @@ class ReplicaMemory:
     pool_bytes: int
     #: Bytes of each token of a row.
     token_bytes: int
-    #: Bytes of each adapter, by name.
+    #: Bytes of each adapter, by its id.
     adapter_bytes: Mapping[str, int]
 
 
@@ -83,7 +83,7 @@ class TailMigration:
         self._lengths = lengths
         self._paces = paces
         # The last report of each replica; dropped once rows have left it.
-        self._reports: dict[str, Progress] = {}
+        self._reports: dict[str, ReplicaReported] = {}
         # Replicas that were given rows of others and have not reported them -> seconds at which they were given them.
         self._given: dict[str, float] = {}
         # Replicas with room and those with most left when all were last looked at, and the decisions since.
@@ -91,7 +91,7 @@ class TailMigration:
         self._owners: list[str] = []
         self._num_since: float = math.inf
 
-    def reported(self, replica: ReplicaState, report: Progress) -> None:
+    def reported(self, replica: ReplicaState, report: ReplicaReported) -> None:
         """Take in a report, and whether its replica is done helping."""
         self._reports[replica.replica_id] = report
         given_s = self._given.get(replica.replica_id)
@@ -181,7 +181,7 @@ class TailMigration:
         _, tokens_left = self._tokens_of(report, shards)
         return replace(pace, own_rows=rows, own_prefill_tokens=report.prefill_tokens_left, own_tokens_left=tokens_left)
 
-    def _tokens_of(self, report: Progress, shards: Sequence[Shard]) -> tuple[float, float]:
+    def _tokens_of(self, report: ReplicaReported, shards: Sequence[Shard]) -> tuple[float, float]:
         """Expected output tokens of the reporting replica's waiting rows, and tokens that its decoding rows still have
         to generate, both per row; 0 without shards.
         """
@@ -212,7 +212,7 @@ class TailMigration:
         report = self._reports.get(replica.replica_id)
         if report is None:
             return replica.open_rows
-        lent = sum(rows for _, rows in report.lent_shards)
+        lent = sum(rows.num_rows for rows in report.lent_shards)
         return max(0, replica.open_rows - lent) + report.incoming_rows
 
     def _moves(
@@ -242,15 +242,15 @@ class TailMigration:
         return Pace(replica.batch_rows, self._paces.slowness(replica.replica_id))
 
 
-def _brought_up(report: Progress, replica: ReplicaState, shards: Sequence[Shard]) -> Progress:
+def _brought_up(report: ReplicaReported, replica: ReplicaState, shards: Sequence[Shard]) -> ReplicaReported:
     """A report brought up to now: with the shards that the replica has opened since, whose rows wait, and without those
     that have been committed.
     """
-    known = {shard_id for shard_id, _ in report.open_shards}
+    known = {rows.shard_id for rows in report.open_shards}
     new_tokens = sum(shard.prompt_tokens for shard in shards if shard.shard_id not in known)
     return replace(
         report,
-        open_shards=tuple((shard.shard_id, replica.rows_left[shard.shard_id]) for shard in shards),
+        open_shards=tuple(UnfinishedRows(shard.shard_id, replica.rows_left[shard.shard_id]) for shard in shards),
         prefill_tokens_left=report.prefill_tokens_left + new_tokens,
     )
 
@@ -265,7 +265,7 @@ def _may_help(helper: Pace, owner: Pace, *, waits: bool) -> bool:
 
 
 def lend(
-    progress: Progress,
+    report: ReplicaReported,
     open_shards: Sequence[Shard],
     rows: TailRows,
     owner: Pace,
@@ -281,46 +281,47 @@ def lend(
     if not helpers or not rows.num_rows:
         return ()
     shares = rows_to_lend(rows, owner, list(helpers.values()), cost, settings)
-    return _moves_of(progress, open_shards, helpers, shares)
+    return _moves_of(report, open_shards, helpers, shares)
 
 
 def _moves_of(
-    progress: Progress, open_shards: Sequence[Shard], helpers: Iterable[str], shares: Sequence[int]
+    report: ReplicaReported, open_shards: Sequence[Shard], helpers: Iterable[str], shares: Sequence[int]
 ) -> tuple[MigrateRows, ...]:
     """Commands that lend each helper its share of rows, from the shards that were opened last."""
-    here = rows_here(progress)
+    here = rows_here(report)
     commands = []
     for helper, share in zip(helpers, shares, strict=True):
         for shard in reversed(open_shards):
             num_rows = min(share, here.get(shard.shard_id, 0))
             if num_rows:
-                adapter = shard.adapters[0] if len(shard.adapters) == 1 else ""
-                commands.append(MigrateRows(shard.shard_id, progress.replica_id, helper, adapter, num_rows))
+                commands.append(MigrateRows(shard.shard_id, report.replica_id, helper, num_rows))
                 share -= num_rows
                 here[shard.shard_id] -= num_rows
     return tuple(commands)
 
 
-def rows_here(progress: Progress) -> dict[int, int]:
+def rows_here(report: ReplicaReported) -> dict[int, int]:
     """Unfinished rows of each open shard that are not lent to other replicas, by shard id."""
-    lent = dict(progress.lent_shards)
-    return {shard_id: rows - lent.get(shard_id, 0) for shard_id, rows in progress.open_shards}
+    lent = {rows.shard_id: rows.num_rows for rows in report.lent_shards}
+    return {rows.shard_id: rows.num_rows - lent.get(rows.shard_id, 0) for rows in report.open_shards}
 
 
-def tail_rows(progress: Progress, open_shards: Sequence[Shard], output_tokens: float, tokens_left: float) -> TailRows:
+def tail_rows(
+    report: ReplicaReported, open_shards: Sequence[Shard], output_tokens: float, tokens_left: float
+) -> TailRows:
     """Rows of its own shards that the reporting replica's engine still has to work on.
 
     `output_tokens`: expected of a row that waits. `tokens_left`: expected still of a row that decodes.
     """
     total = sum(shard.num_rows for shard in open_shards)
-    left = sum(rows_here(progress).values())
+    left = sum(rows_here(report).values())
     if not total or left <= 0:
         return TailRows(0, 0, 0.0, 0.0, 0.0, 0.0)
     prompt = sum(shard.prompt_tokens for shard in open_shards) / total
-    num_decoding = progress.running_rows - progress.prefilling_rows
-    num_waiting = left + progress.incoming_rows - num_decoding
+    num_decoding = report.running_rows - report.prefilling_rows
+    num_waiting = left + report.incoming_rows - num_decoding
     running = min(num_decoding, left)
-    context = prompt + progress.running_tokens / max(1, num_decoding)
-    if progress.prefill_tokens_left:
-        prompt = progress.prefill_tokens_left / max(1, num_waiting)
+    context = prompt + report.running_tokens / max(1, num_decoding)
+    if report.prefill_tokens_left:
+        prompt = report.prefill_tokens_left / max(1, num_waiting)
     return TailRows(running, left - running, context, prompt, output_tokens, tokens_left)

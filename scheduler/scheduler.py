@@ -31,12 +31,12 @@ from .messages import (
     Event,
     FailJob,
     FinishJob,
-    Progress,
     Recall,
     RemoveReplica,
     ReplicaFailed,
     ReplicaJoined,
     ReplicaLeft,
+    ReplicaReported,
     ReplicasFound,
     RunShard,
     ShardCommitted,
@@ -157,10 +157,10 @@ class Scheduler:
         if not self._is_over:
             candidates = self._maybe_hungry(event, commands)
             shares = self._shares.of(candidates, self._replicas) if self._queue else {}
-            if isinstance(event, Progress) and self._queue:
+            if isinstance(event, ReplicaReported) and self._queue:
                 commands += self._relieve(event.replica_id, event.time_s, shares)
             commands += self._dispatch(candidates, shares)
-            if isinstance(event, ReplicaJoined | Progress | ShardCommitted):
+            if isinstance(event, ReplicaJoined | ReplicaReported | ShardCommitted):
                 commands += self._migrate(event.replica_id, event.time_s)
         if any(isinstance(command, RunShard) for command in commands):
             self.estimates.opened(event.time_s)
@@ -172,7 +172,7 @@ class Scheduler:
     def _maybe_hungry(self, event: Event, commands: list[Command]) -> list[ReplicaState]:
         """Replicas that this event may have left with too few open rows; the others need no look."""
         match event:
-            case ReplicaJoined() | ShardCommitted() | Progress():
+            case ReplicaJoined() | ShardCommitted() | ReplicaReported():
                 names = {event.replica_id} | {c.replica_id for c in commands if isinstance(c, Recall)}
                 return [self._replicas[name] for name in sorted(names) if name in self._replicas]
         return list(self._replicas.values())
@@ -195,8 +195,8 @@ class Scheduler:
                 return self._committed(event)
             case ShardFailed():
                 return self._shard_failed(event)
-            case Progress():
-                return self._progress(event)
+            case ReplicaReported():
+                return self._reported(event)
             case Tick():
                 return self._tick(event.time_s)
         return []
@@ -217,19 +217,19 @@ class Scheduler:
     def _adopt(self, event: ReplicasFound) -> list[Command]:
         """Join replicas of a scheduler before this one; the shards that they have open go on there."""
         commands: list[Command] = []
-        for replica_id, batch_rows, open_shards, silent_s in event.replicas:
-            is_gone = self._workers is not None and replica_id not in self._workers
-            if is_gone or silent_s > self._settings.silence_limit_s:
+        for found in event.replicas:
+            is_gone = self._workers is not None and found.replica_id not in self._workers
+            if is_gone or found.silent_s > self._settings.silence_limit_s:
                 continue
-            replica = self._join(replica_id, batch_rows, event.time_s - silent_s)
-            for shard_id, rows_left in open_shards:
-                state = self._shards.get(shard_id)
+            replica = self._join(found.replica_id, found.batch_rows, event.time_s - found.silent_s)
+            for unfinished in found.open_shards:
+                state = self._shards.get(unfinished.shard_id)
                 if state is None or state.status is not ShardStatus.QUEUED:
                     continue
-                self._queue_of(state).discard(shard_id)
+                self._queue_of(state).discard(unfinished.shard_id)
                 commands.append(self._open(state, replica))
                 if state.shard.has_engine_work:
-                    self._set_rows_left(replica, shard_id, rows_left)
+                    self._set_rows_left(replica, unfinished.shard_id, unfinished.num_rows)
         return commands
 
     def _tick(self, now_s: float) -> list[Command]:
@@ -363,7 +363,7 @@ class Scheduler:
         replica.open_work += work
         replica.set_rows_left(shard_id, rows)
 
-    def _progress(self, event: Progress) -> list[Command]:
+    def _reported(self, event: ReplicaReported) -> list[Command]:
         replica = self._replicas.get(event.replica_id)
         if replica is None:
             return []
@@ -372,25 +372,27 @@ class Scheduler:
         if self._sources is not None:
             self._sources.reported(event.replica_id, event.resident_adapters)
         # Predicted lengths are corrected by what finished, so that waves of long rows are not left for the end.
-        for adapter in sorted({name for name, _, _ in event.finished}):
-            measured = self.estimates.lengths.measured(adapter)
+        for adapter_id in dict.fromkeys(rows.adapter_id for rows in event.finished):
+            measured = self.estimates.lengths.measured(adapter_id)
             if measured is not None:
-                self._queue.correct_length(adapter, measured)
+                self._queue.correct_length(adapter_id, measured)
         # A scheduler before this one opened a shard there after this one had asked which are open.
-        missed = [s for s, _ in event.open_shards if s not in replica.rows_left and self._is_untouched(s)]
+        listed = [rows.shard_id for rows in event.open_shards]
+        missed = [s for s in listed if s not in replica.rows_left and self._is_untouched(s)]
         for shard_id in missed:
             self._queue.discard(shard_id)
         commands: list[Command] = [self._open(self._shards[shard_id], replica) for shard_id in missed]
         # A replica may still list a shard whose attempt has just failed there.
-        open_shards = tuple(entry for entry in event.open_shards if entry[0] in replica.rows_left)
+        open_shards = tuple(rows for rows in event.open_shards if rows.shard_id in replica.rows_left)
         if self._migration is not None:
             self._migration.reported(replica, replace(event, open_shards=open_shards))
         # A shard that is not listed any more has all its answers, and is about to be committed.
-        rows_left = dict.fromkeys(replica.reported & replica.rows_left.keys(), 0) | dict(open_shards)
+        reported = {rows.shard_id: rows.num_rows for rows in open_shards}
+        rows_left = dict.fromkeys(replica.reported & replica.rows_left.keys(), 0) | reported
         for shard_id, num_rows in rows_left.items():
             if self._shards[shard_id].shard.has_engine_work:
                 self._set_rows_left(replica, shard_id, num_rows)
-        replica.reported = frozenset(shard_id for shard_id, _ in open_shards)
+        replica.reported = frozenset(reported)
         if self.estimates.is_correction_due and (left := self.time_left(event.time_s)) is not None:
             self.estimates.correct(event.time_s, left)
         return commands

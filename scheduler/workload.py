@@ -12,18 +12,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+#: Code of the base model in arrays of adapter numbers; elsewhere the base model is None.
 BASE_MODEL = -1
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
-    """One adapter as the planner sees it. `name` is any unique identity, the same one telemetry reports.
+    """One adapter as the planner sees it. Adapters of the same content are one, whatever their names."""
 
-    `rank` is the largest LoRA rank over its modules; `weight_bytes` what it takes on a device.
-    """
-
-    name: str
+    #: Id of the adapter: the hash of its content or, in a simulation, any other unique string.
+    adapter_id: str
+    #: Largest LoRA rank over its modules.
     rank: int
+    #: Bytes that it takes on a device.
     weight_bytes: int
 
 
@@ -33,7 +34,7 @@ class Workload:
 
     #: Adapters of the job; `adapter_index` counts in this order.
     adapters: tuple[AdapterInfo, ...]
-    #: Index into `adapters`, `BASE_MODEL` (-1) for the base model.
+    #: Number of each row's adapter, an index into `adapters`; `BASE_MODEL` (-1) for the base model.
     adapter_index: NDArray[np.int32]
     #: Tokens of each prompt.
     prompt_tokens: NDArray[np.int32]
@@ -104,8 +105,8 @@ class Workload:
         for name, array, dtype in self._arrays():
             assert array.dtype == dtype, f"{name}: dtype {array.dtype}, expected {np.dtype(dtype)}"
             assert array.shape == (self.num_rows,), f"{name}: shape {array.shape}, expected ({self.num_rows},)"
-        names = [adapter.name for adapter in self.adapters]
-        assert len(set(names)) == len(names), "adapters: names must be unique"
+        adapter_ids = [adapter.adapter_id for adapter in self.adapters]
+        assert len(set(adapter_ids)) == len(adapter_ids), "adapters: ids must be unique"
         _assert_rows("adapter_index", self.adapter_index, self.adapter_index >= BASE_MODEL)
         _assert_rows("adapter_index", self.adapter_index, self.adapter_index < len(self.adapters))
         _assert_rows("prompt_tokens", self.prompt_tokens, self.prompt_tokens >= 0)

@@ -154,7 +154,7 @@ class Journey:
     def report(self) -> WorkerReport:
         """The last report of the worker with the shard open."""
         reports = (report for report in self.run.reports if report.worker == self.replica)
-        return [report for report in reports if self.shard_id in dict(report.open_shards)][-1]
+        return [report for report in reports if self.shard_id in {rows.shard_id for rows in report.open_shards}][-1]
 
     def text_of(self, token_id: int) -> str:
         """Text of a token."""

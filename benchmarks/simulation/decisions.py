@@ -12,7 +12,7 @@ import numpy as np
 
 from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
-from lorabatch.scheduler.baselines.dlora_migration import ReplicaLoad, RowGroup, plan_migration
+from lorabatch.scheduler.baselines.dlora_migration import AdapterRows, ReplicaLoad, plan_migration
 from lorabatch.scheduler.batching import ClusteredBatcher
 from lorabatch.scheduler.machines import H200_LLAMA_3_8B
 from lorabatch.scheduler.messages import Command, Event
@@ -195,11 +195,11 @@ def _zipf_problem() -> PlacementProblem:
     workload = _zipf_job(10_000, 100)
     settings = RunSettings.of_machine("h200-llama-3-8b", batch_rows=64)
     plan = prediction.cut_rows(settings, workload, 16).plan
-    number = {adapter.name: i for i, adapter in enumerate(workload.adapters)}
+    number = {adapter.adapter_id: i for i, adapter in enumerate(workload.adapters)}
     seconds = H200_LLAMA_3_8B.row_seconds(workload.prompt_tokens, workload.max_tokens / 2, batch_rows=64)
     return PlacementProblem(
         np.array([seconds[plan.rows_of(shard.shard_id)].sum() for shard in plan.shards]),
-        tuple(tuple(number[name] for name in shard.adapters) for shard in plan.shards),
+        tuple(tuple(number[adapter_id] for adapter_id in shard.adapters) for shard in plan.shards),
         np.array([H200_LLAMA_3_8B.load_seconds(a.weight_bytes, "storage") for a in workload.adapters]),
         16,
     )
@@ -221,6 +221,6 @@ def _unbalanced(seed: int) -> list[ReplicaLoad]:
     replicas = []
     for number in range(32):
         held = [f"a{k}" for k in sorted(generator.choice(32, 3, replace=False).tolist())]
-        groups = tuple(RowGroup(name, int(generator.integers(1, 40) * (1 + 3 * (number % 2))), 0.1) for name in held)
+        groups = tuple(AdapterRows(name, int(generator.integers(1, 40) * (1 + 3 * (number % 2))), 0.1) for name in held)
         replicas.append(ReplicaLoad(f"r{number:02}", groups, frozenset(held)))
     return replicas

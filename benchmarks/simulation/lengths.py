@@ -45,12 +45,12 @@ def synthetic_lengths() -> Lengths:
     return Lengths(prompt, output, "log-normal lengths (prompt median 600, output median 130)")
 
 
-def kept_answers(job: Workload) -> dict[str, AnswerLengths]:
-    """Adapter -> lengths of its answers, as a job keeps them for later jobs. All rows must have an adapter."""
+def kept_answers(job: Workload) -> dict[str | None, AnswerLengths]:
+    """Adapter id -> lengths of its answers, as a job keeps them for later jobs. All rows must have an adapter."""
     assert job.output_tokens is not None
     is_cut = job.output_tokens == job.max_tokens
     return {
-        job.adapters[number].name: AnswerLengths.of(
+        job.adapters[number].adapter_id: AnswerLengths.of(
             (1, tokens, cut)
             for tokens, cut in zip(job.output_tokens[of_adapter].tolist(), is_cut[of_adapter].tolist(), strict=True)
         )

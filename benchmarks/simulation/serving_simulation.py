@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lorabatch.scheduler.baselines.dealing import furthest_behind, pending_seconds
-from lorabatch.scheduler.baselines.dlora_migration import MigrationSettings, ReplicaLoad, RowGroup, plan_migration
+from lorabatch.scheduler.baselines.dlora_migration import AdapterRows, MigrationSettings, ReplicaLoad, plan_migration
 from lorabatch.scheduler.cost import CostModel
 from lorabatch.scheduler.simulation.replica import SimulatedReplica
-from lorabatch.scheduler.workload import Workload
+from lorabatch.scheduler.workload import BASE_MODEL, Workload
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -247,7 +247,8 @@ class ServingSimulation:
         for move in plan.moves:
             source, target = names[move.from_replica_id], names[move.to_replica_id]
             waiting = self._replicas[source].waiting
-            rows = waiting[self._workload.adapter_index[waiting] == int(move.adapter)]
+            number = BASE_MODEL if move.adapter_id is None else int(move.adapter_id)
+            rows = waiting[self._workload.adapter_index[waiting] == number]
             handed = self._replicas[source].hand_over(rows, move.num_rows)
             if handed:
                 rows = np.fromiter(handed, np.int64, len(handed))
@@ -260,10 +261,13 @@ class ServingSimulation:
         adapter = self._workload.adapter_index[engine.waiting]
         present, group, counts = np.unique(adapter, return_inverse=True, return_counts=True)
         means = np.bincount(group, weights=rows_s, minlength=len(present)) / np.maximum(counts, 1)
-        groups = tuple(RowGroup(str(a), int(n), float(s)) for a, n, s in zip(present, counts, means, strict=True))
-        resident = frozenset(str(a) for a in np.flatnonzero(self._is_resident[:, replica]))
+        groups = tuple(
+            AdapterRows(None if a == BASE_MODEL else str(a), int(n), float(s))
+            for a, n, s in zip(present, counts, means, strict=True)
+        )
+        resident = (str(a) for a in np.flatnonzero(self._is_resident[:, replica]))
         fixed_s = max(0.0, float(self._queue_s[replica] - rows_s.sum()))
-        return ReplicaLoad(str(replica), groups, resident | {"-1"}, fixed_s)
+        return ReplicaLoad(str(replica), groups, frozenset((*resident, None)), fixed_s)
 
     def _replace(self, now: float) -> None:
         assert self._replan is not None, "replan_every_s without a replan"

@@ -53,7 +53,7 @@ class Job:
     #: Whether the plan knows the lengths of answers.
     is_known: bool
     #: Adapter -> lengths of its answers in an earlier job; empty without such a job.
-    earlier: Mapping[str, AnswerLengths]
+    earlier: Mapping[str | None, AnswerLengths]
     #: Whether the plan's costs are a guess rather than a profile's.
     is_guess: bool
     #: Costs of the plan over the true ones.
@@ -66,7 +66,7 @@ class Job:
         return replace(self.settings, engine=engine, lengths=self.earlier)
 
     @property
-    def known_lengths(self) -> Mapping[str, AnswerLengths] | None:
+    def known_lengths(self) -> Mapping[str | None, AnswerLengths] | None:
         """Lengths of an earlier job, for the scheduler; None where all lengths are known."""
         return None if self.is_known else self.earlier
 

@@ -73,9 +73,9 @@ def worker_names(run: RunTimeline) -> dict[str, str]:
     return {track.worker: run.names.name(track.worker) for track in run.tracks}
 
 
-def run_figures(run: RunTimeline, adapters: Mapping[int, Sequence[str]]) -> Column:
-    """A run's throughput above its timeline, with one axis of seconds. `adapters`: shard id -> names of its adapters,
-    for the shards whose adapters are known.
+def run_figures(run: RunTimeline, adapters: Mapping[int, Mapping[str, str]]) -> Column:
+    """A run's throughput above its timeline, with one axis of seconds. `adapters`: shard id -> name and content hash of
+    each of its adapters, for the shards whose adapters are known.
     """
     seconds = Range1d(0.0, run.end_s or 1.0, bounds=(0.0, run.end_s or 1.0))
     return column(_throughput(run, seconds), _timeline(run, seconds, adapters), sizing_mode="stretch_width")
@@ -115,7 +115,7 @@ def _throughput(run: RunTimeline, seconds: Range1d) -> figure:
     return plot
 
 
-def _timeline(run: RunTimeline, seconds: Range1d, adapters: Mapping[int, Sequence[str]]) -> figure:
+def _timeline(run: RunTimeline, seconds: Range1d, adapters: Mapping[int, Mapping[str, str]]) -> figure:
     names = worker_names(run)
     lanes = {track.worker: lane for lane, track in enumerate(run.tracks)}
     lane_px = max(_LEAST_LANE_PX, min(_LANE_PX, _MOST_PX // (len(lanes) + 1)))
@@ -142,7 +142,7 @@ def _timeline(run: RunTimeline, seconds: Range1d, adapters: Mapping[int, Sequenc
                 fill_color=color, line_color="#ffffff", line_width=0.5, hatch_pattern=hatch, hatch_color="#475467",
                 hatch_alpha=0.6, hatch_scale=7, name=kind,
             )))  # fmt: skip
-    items += [item for item in (_moves(plot, run, lanes, names), _losses(plot, run, lanes)) if item]
+    items += [item for item in (_moves(plot, run, lanes, adapters), _losses(plot, run, lanes)) if item]
     if len(run.coordinators) > 1:
         items.append(_coordinators(plot, run, len(lanes), names))
     legend = Legend(
@@ -172,7 +172,7 @@ def _phases(plot: figure, run: RunTimeline) -> tuple[str, Any]:
 
 
 def _add_shards(
-    bars: _Bars, track: WorkerTrack, lane: int, end_s: float, adapters: Mapping[int, Sequence[str]]
+    bars: _Bars, track: WorkerTrack, lane: int, end_s: float, adapters: Mapping[int, Mapping[str, str]]
 ) -> None:
     spans = sorted(track.spans, key=lambda span: span.start_s)
     placed = list(zip(spans, _without_overlap(spans), strict=True))
@@ -181,7 +181,7 @@ def _add_shards(
     for span, row in _one_per_column(
         placed, end_s, lambda p: (p[0].start_s, p[1]), lambda p: p[0].end_s - p[0].start_s
     ):
-        names = [name or "base model" for name in adapters.get(span.shard_id, ())]
+        names = list(adapters.get(span.shard_id, ()))
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         title = f"shard {span.shard_id}, attempt {span.attempt}: {span.ended}, {_interval(span.start_s, span.end_s)}"
         if names:
@@ -204,22 +204,33 @@ def _add_activities(bars: _Bars, track: WorkerTrack, lane: int, end_s: float) ->
 
 
 def _moves(
-    plot: figure, run: RunTimeline, lanes: Mapping[str, int], names: Mapping[str, str]
+    plot: figure,
+    run: RunTimeline,
+    lanes: Mapping[str, int],
+    adapters: Mapping[int, Mapping[str, str]],
 ) -> tuple[str, Any] | None:
+    names = worker_names(run)
     known = [move for move in run.moves if move.from_worker in lanes and move.to_worker in lanes]
     if not known:
         return None
     moves: Iterable[Move] = _one_per_column(known, run.end_s, lambda move: (move.time_s, 0), lambda move: move.num_rows)
     bars: defaultdict[str, list[Any]] = defaultdict(list)
     for move in moves:
-        adapter = f" ({move.adapter})" if move.adapter else ""
-        title = f"{move.num_rows} rows of shard {move.shard_id}{adapter} from {names[move.from_worker]} to "
+        title = f"{move.num_rows} rows of shard {move.shard_id}{_adapter_of(move, adapters)} from "
+        title += f"{names[move.from_worker]} to {names[move.to_worker]}"
         values = (move.time_s, lanes[move.from_worker] + 0.47, lanes[move.to_worker] + 0.47)
-        for name, value in zip(("s", "from", "to", "title"), (*values, title + names[move.to_worker]), strict=True):
+        for name, value in zip(("s", "from", "to", "title"), (*values, title), strict=True):
             bars[name].append(value)
     source = ColumnDataSource(dict(bars))
     plot.segment("s", "from", "s", "to", source=source, color="#d6337c", line_width=1.5)
     return "rows moved", plot.scatter("s", "to", source=source, marker="diamond", size=9, color="#d6337c")
+
+
+def _adapter_of(move: Move, adapters: Mapping[int, Mapping[str, str]]) -> str:
+    """Name of the adapter of rows that moved, in brackets; nothing when they may have several."""
+    of_shard = adapters.get(move.shard_id, {}).items()
+    names = [name for name, adapter_id in of_shard if not move.is_selective or adapter_id == move.adapter_id]
+    return f" ({names[0]})" if len(names) == 1 else ""
 
 
 def _losses(plot: figure, run: RunTimeline, lanes: Mapping[str, int]) -> tuple[str, Any] | None:

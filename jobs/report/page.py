@@ -63,7 +63,11 @@ def write_report(store: JobStore, gpu_hour_price: float | None = None) -> str:
     worker_hours = sum(run.worker_s for run in runs) / _SECONDS_PER_HOUR
     cost = None if gpu_hour_price is None else worker_hours * gpu_hour_price
     adapters = _adapters(summary, cost)
-    adapters_of_shards = {shard["shard_id"]: shard["adapters"] for shard in plan.get("shards", ())}
+    served = {adapter.name: adapter.sha256 for adapter in status.record.adapters if not adapter.is_refused}
+    adapters_of_shards = {
+        shard_id: {name: served[name] for name in names if name in served}
+        for shard_id, names in enumerate(plan.get("adapter_names", ()))
+    }
     drawn: dict[str, Column] = {}
     for i, run in enumerate(runs):
         drawn[f"run {i}"] = run_figures(run, adapters_of_shards)

@@ -83,10 +83,12 @@ class Move:
     from_worker: str
     #: Address of the worker that takes the rows.
     to_worker: str
-    #: Adapter of the rows, when the shard has one only; "" otherwise, and for the base model.
-    adapter: str
     #: Rows that move.
     num_rows: int
+    #: Whether only rows of one adapter move.
+    is_selective: bool = False
+    #: Content hash of this adapter; None for the base model, and when rows of any adapter move.
+    adapter_id: str | None = None
 
 
 @dataclass(slots=True)
@@ -226,7 +228,7 @@ class _RunReader:
                 self._lose(worker, now_s, record.get("reason", "lost"))
             case {"kind": "ReplicaFailed", "replica_id": worker}:
                 self._lose(worker, now_s, record["reason"])
-            case {"kind": "Progress", "replica_id": worker} if worker in self._current:
+            case {"kind": "ReplicaReported", "replica_id": worker} if worker in self._current:
                 self._enter(worker, now_s, _activity(record), record["running_rows"])
                 self._rate(worker, record["tokens_per_s"], now_s)
             case {"kind": "RunShard", "shard_id": shard_id, "replica_id": worker, "attempt": attempt}:
@@ -297,11 +299,12 @@ class _RunReader:
 
     def _find(self, found: Iterable[Any], now_s: float) -> None:
         still_open = set()
-        for worker, batch_rows, open_shards, *_ in found:
+        for replica in found:
+            worker = replica["replica_id"]
             if self._seen is not None and worker not in self._seen:
                 continue  # its last report is found, but the worker is gone
-            self._join(worker, batch_rows, now_s)
-            still_open |= {(shard_id, worker) for shard_id, _ in open_shards}
+            self._join(worker, replica["batch_rows"], now_s)
+            still_open |= {(rows["shard_id"], worker) for rows in replica["open_shards"]}
         for shard_id, worker in self._open.keys() - still_open:
             self._end_spans(now_s, "lost", shard_id, worker)
 
@@ -364,7 +367,7 @@ def _activity(record: Mapping[str, Any]) -> str:
     if record["running_rows"] and record.get("mode"):
         return str(record["mode"])
     open_rows = record["open_rows"]
-    if open_rows and open_rows == sum(rows for _, rows in record.get("lent_shards", ())):
+    if open_rows and open_rows == sum(rows["num_rows"] for rows in record.get("lent_shards", ())):
         return LENT
     return OPENING if open_rows or record.get("incoming_rows") or record["running_rows"] else WAITING
 
@@ -375,6 +378,7 @@ def _move(now_s: float, record: Mapping[str, Any]) -> Move:
         shard_id=record["shard_id"],
         from_worker=record["from_replica_id"],
         to_worker=record["to_replica_id"],
-        adapter=record["adapter"],
         num_rows=record["num_rows"],
+        is_selective=record["is_selective"],
+        adapter_id=record["adapter_id"],
     )

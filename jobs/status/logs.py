@@ -189,9 +189,11 @@ class EventStory:
                 yield self._names.name(worker), f"engine ready, {batch_rows} rows at once"
             case {"kind": "ReplicasFound", "replicas": found}:
                 # The last report of a worker that is lost may be there.
-                for worker, batch_rows, open_shards, *_ in (entry for entry in found if entry[0] in self._in_cluster):
-                    at_work = f", shards open: {len(open_shards)}" if open_shards else ""
-                    yield self._names.name(worker), f"engine ready, {batch_rows} rows at once{at_work}"
+                for replica in (each for each in found if each["replica_id"] in self._in_cluster):
+                    num_open = len(replica["open_shards"])
+                    at_work = f", shards open: {num_open}" if num_open else ""
+                    ready = f"engine ready, {replica['batch_rows']} rows at once{at_work}"
+                    yield self._names.name(replica["replica_id"]), ready
             case {"kind": "ReplicaLeft", "replica_id": worker}:
                 yield self._names.name(worker), "leaves; its rows go on elsewhere"
             case {"kind": "ReplicaFailed", "replica_id": worker, "reason": reason}:

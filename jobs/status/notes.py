@@ -120,12 +120,12 @@ def messages_note(record: JobRecord) -> tuple[str, ...]:
 
 
 def row_notes(
-    record: JobRecord, rows_per_adapter: Mapping[str, int], peculiar_rows: Mapping[str, int] | None = None
+    record: JobRecord, rows_per_adapter: Mapping[str | None, int], peculiar_rows: Mapping[str, int] | None = None
 ) -> tuple[str, ...]:
     """Notes from the index: no row names an adapter, or which adapters no row names; conversations that end with an
     answer; and parts of conversations that the chat template drops.
 
-    `rows_per_adapter`: adapter, as rows name it ("": none) -> rows. `peculiar_rows`: peculiarity -> rows; see
+    `rows_per_adapter`: adapter, as rows name it (None: base model) -> rows. `peculiar_rows`: peculiarity -> rows; see
     `peculiarities`.
     """
     return (*_adapter_notes(record, rows_per_adapter), *_conversation_notes(record, peculiar_rows or {}))
@@ -145,11 +145,11 @@ def _conversation_notes(record: JobRecord, rows: Mapping[str, int]) -> list[str]
     return notes
 
 
-def _adapter_notes(record: JobRecord, rows_per_adapter: Mapping[str, int]) -> tuple[str, ...]:
+def _adapter_notes(record: JobRecord, rows_per_adapter: Mapping[str | None, int]) -> tuple[str, ...]:
     names = [adapter.name for adapter in record.adapters]
     unused = [name for name in names if not rows_per_adapter.get(name)]
     num_rows, column = sum(rows_per_adapter.values()), record.input.roles.get("adapter")
-    if column is not None and num_rows and num_rows == rows_per_adapter.get(""):
+    if column is not None and num_rows and num_rows == rows_per_adapter.get(None):
         given = f", none of the {len(names)} adapters does" if len(names) > 1 else ", its adapter does not"
         return (
             f"column {column!r} (adapter): null or empty in all {num_rows:,} rows; the base model answers them"

@@ -16,7 +16,7 @@ import queue
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -29,13 +29,14 @@ from ...scheduler.messages import (
     Event,
     FailJob,
     FinishJob,
+    FoundReplica,
     MigrateRows,
-    Progress,
     Recall,
     RemoveReplica,
     ReplicaFailed,
     ReplicaJoined,
     ReplicaLeft,
+    ReplicaReported,
     ReplicasFound,
     RunShard,
     ShardCommitted,
@@ -94,8 +95,6 @@ class Coordinator:
         self._attempts: dict[int, _Attempt] = {}
         # Worker -> task that ends once one of the worker's threads takes tasks again.
         self._probes: dict[str, Future[None]] = {}
-        # Adapter name -> content hash; "" -> "" for the base model.
-        self._adapter_ids = {"": ""} | {adapter.name: adapter.sha256 for adapter in run.job.record.adapters}
         self._workers: tuple[str, ...] = ()
         self._start_s = time.monotonic()
         self._ticked_s = self._shown_s = 0.0
@@ -148,8 +147,12 @@ class Coordinator:
 
     def _find_replicas(self, reports: list[tuple[WorkerReport, float]]) -> None:
         """Take over replicas that are ready, with the shards they have open."""
-        found = tuple((r.worker, r.batch_rows, r.open_shards, age_s) for r, age_s in reports if r.state == "ready")
-        self.has_adopted = any(open_shards for _, _, open_shards, _ in found)
+        found = tuple(
+            FoundReplica(report.worker, report.batch_rows, report.open_shards, age_s)
+            for report, age_s in reports
+            if report.state == "ready"
+        )
+        self.has_adopted = any(replica.open_shards for replica in found)
         self._handle(ReplicasFound(self._now_s(), found))
         for report, _ in reports:
             if report.state == "failed" or self._scheduler.has_replica(report.worker):
@@ -191,7 +194,7 @@ class Coordinator:
                 if not self._scheduler.has_failed(worker):
                     self._handle(ReplicaFailed(self._now_s(), worker, report.error or "its engine failed"))
         if self._scheduler.has_replica(worker):
-            self._handle(progress_of(report, self._now_s(), self._monitor.adapter_name))
+            self._handle(event_of(report, self._now_s()))
 
     def _begins_nothing(self, report: WorkerReport) -> bool:
         """Whether a worker reports but does not begin its shards: its threads have other users' tasks, or are gone, or
@@ -292,8 +295,8 @@ class Coordinator:
                 self._cancel(lambda attempt: attempt.command.replica_id == command.replica_id)
                 self._monitor.lost(command.replica_id)
             case MigrateRows():
-                adapter_id = self._adapter_ids[command.adapter] if command.is_selective else None
-                lend = LendRows(command.shard_id, command.num_rows, command.to_replica_id, adapter_id)
+                what = (command.shard_id, command.num_rows, command.to_replica_id)
+                lend = LendRows(*what, command.is_selective, command.adapter_id)
                 self._run.peers.send(command.from_replica_id, lend)
             case FinishJob() | FailJob():
                 self._outcome = command
@@ -332,9 +335,9 @@ def latest_reports(published: Iterable[tuple[float, WorkerReport]]) -> list[tupl
     return [(report, newest_s - sent_s) for sent_s, report in latest.values()]
 
 
-def progress_of(report: WorkerReport, time_s: float, adapter_name: Callable[[str], str]) -> Progress:
+def event_of(report: WorkerReport, time_s: float) -> ReplicaReported:
     """The scheduler's event for a worker's report."""
-    return Progress(
+    return ReplicaReported(
         time_s=time_s,
         replica_id=report.worker,
         open_rows=report.open_rows,
@@ -342,17 +345,15 @@ def progress_of(report: WorkerReport, time_s: float, adapter_name: Callable[[str
         prefilling_rows=report.telemetry.num_prefilling,
         prefill_tokens_left=report.telemetry.prefill_tokens_left,
         tokens_per_s=report.tokens_per_s,
-        resident_adapters=tuple(map(adapter_name, report.telemetry.resident_adapter_ids)),
+        resident_adapters=report.telemetry.resident_adapter_ids,
         open_shards=report.open_shards,
-        finished=tuple(
-            (adapter_name(f.adapter_id) if f.adapter_id else "", f.num_rows, f.output_tokens) for f in report.finished
-        ),
+        finished=report.finished,
         mode=report.telemetry.mode,
         running_tokens=report.telemetry.running_tokens,
         lent_shards=report.lent_shards,
         incoming_rows=report.incoming_rows,
         engine_s=report.telemetry.computing_s,
-        steps=astuple(report.telemetry.steps),
+        steps=report.telemetry.steps,
         reused_share=report.telemetry.prefix_hit_rate or 0.0,
     )
 

@@ -37,7 +37,7 @@ _LISTS = ("completion", "completion_tokens", "finish_reason")
 
 @dataclass(slots=True)
 class Account:
-    """Counts over some of a job's parts. Adapters are keyed by name, the base model by ""."""
+    """Counts over some of a job's parts. Adapters are keyed by name, the base model by None."""
 
     #: Parts that were counted.
     num_parts: int = 0
@@ -54,15 +54,15 @@ class Account:
     #: Tokens of all completions.
     completion_tokens: int = 0
     #: Rows by adapter.
-    rows: Counter[str] = field(default_factory=Counter)
+    rows: Counter[str | None] = field(default_factory=Counter)
     #: Rows without an answer by adapter.
-    errors: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str | None] = field(default_factory=Counter)
     #: Completion tokens by adapter.
-    tokens: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[str | None] = field(default_factory=Counter)
     #: Answers by adapter, class of length, and whether `max_tokens` ended them.
-    answers: Counter[tuple[str, int, bool]] = field(default_factory=Counter)
+    answers: Counter[tuple[str | None, int, bool]] = field(default_factory=Counter)
     #: Tokens of the answers, by the keys of `answers`.
-    answer_tokens: Counter[tuple[str, int, bool]] = field(default_factory=Counter)
+    answer_tokens: Counter[tuple[str | None, int, bool]] = field(default_factory=Counter)
     #: Place and sentence of the first error of an engine; None without one.
     first_engine_error: tuple[str, str] | None = None
     #: Mark of each part that counts.
@@ -102,13 +102,12 @@ class Account:
 
     def adapter_counts(self) -> tuple[AdapterCount, ...]:
         """Counts of each adapter, in order of the adapters' names."""
-        return tuple(
-            AdapterCount(name, self.rows[name], self.errors[name], self.tokens[name]) for name in sorted(self.rows)
-        )
+        names = sorted(self.rows, key=lambda name: name or "")
+        return tuple(AdapterCount(name or "", self.rows[name], self.errors[name], self.tokens[name]) for name in names)
 
-    def answer_lengths(self) -> dict[str, AnswerLengths]:
+    def answer_lengths(self) -> dict[str | None, AnswerLengths]:
         """Lengths of the answers of each adapter that has answered a row, by its name."""
-        groups: defaultdict[str, list[tuple[float, float, bool]]] = defaultdict(list)
+        groups: defaultdict[str | None, list[tuple[float, float, bool]]] = defaultdict(list)
         for key, num_rows in self.answers.items():
             name, _, is_cut = key
             groups[name].append((num_rows, self.answer_tokens[key], is_cut))
@@ -162,12 +161,13 @@ def _account_part(
     for of_row in zip(*values.values(), strict=True):
         row = dict(zip(columns, of_row, strict=True))
         for each in completions(row, _LISTS) if record.has_lists else (row,):
-            _count(account, each, row.get(ROW_ADAPTER), f"{columns[ROW_ID]}={row[ROW_ID]!r}")
+            # The input may have an empty name, which is the base model too.
+            _count(account, each, row.get(ROW_ADAPTER) or None, f"{columns[ROW_ID]}={row[ROW_ID]!r}")
     return account
 
 
-def _count(account: Account, completion: Mapping[str, Any], adapter: str | None, place: str) -> None:
-    name, error = adapter or "", completion["error"]
+def _count(account: Account, completion: Mapping[str, Any], name: str | None, place: str) -> None:
+    error = completion["error"]
     account.num_rows += 1
     account.rows[name] += 1
     account.tokens[name] += completion["completion_tokens"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -334,7 +335,7 @@ def _take_away(run: JobRun, bad: Mapping[int, str], curable: Mapping[int, str]) 
 
 
 def _planned(
-    settings: RunSettings, plan: JobPlan, num_workers: int, known_lengths: Mapping[str, AnswerLengths] | None
+    settings: RunSettings, plan: JobPlan, num_workers: int, known_lengths: Mapping[str | None, AnswerLengths] | None
 ) -> PlannedJob:
     num_places = settings.limits.batch_rows * num_workers
     work = WorkLeft(plan.shards, known_lengths, LengthEstimator()).now(num_places, Work())
@@ -433,8 +434,12 @@ def finish(run: JobRun, plan: JobPlan, account: Account, done: Coordinated, seco
 
 def _keep_history(run: JobRun, account: Account, done: Coordinated) -> None:
     """Keep the measured costs of steps and lengths of answers for the predictions of later jobs."""
-    lengths = {}
+    lengths: defaultdict[str | None, list[AnswerLengths]] = defaultdict(list)
     if not run.job.spec.sampling.ignore_eos:
-        hashes = {adapter.name: adapter.sha256 for adapter in run.job.record.adapters} | {"": ""}
-        lengths = {hashes[name]: found for name, found in account.answer_lengths().items() if name in hashes}
-    add_to_history(run.settings.history, done.measured, lengths)
+        hashes: dict[str | None, str | None] = {adapter.name: adapter.sha256 for adapter in run.job.record.adapters}
+        hashes[None] = None
+        for name, found in account.answer_lengths().items():
+            if name in hashes:
+                lengths[hashes[name]].append(found)
+    joined = {adapter_id: AnswerLengths.joined(parts) for adapter_id, parts in lengths.items()}
+    add_to_history(run.settings.history, done.measured, joined)

@@ -191,7 +191,7 @@ class ChunkRows:
 
     def _vocab_size(self, adapter: str | None) -> int:
         """Size of the vocabulary of an adapter's rows: the adapter's own, else the base model's."""
-        apart = self._job.prepared_apart.get(adapter or "")
+        apart = None if adapter is None else self._job.prepared_apart.get(adapter)
         return (apart.vocab_size if apart else 0) or self._job.vocab_size
 
     def _sampling(self, values: Mapping[str, Any], vocab_size: int) -> tuple[SamplingParams, list[str]]:

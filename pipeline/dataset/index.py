@@ -47,8 +47,8 @@ class IndexTotals:
     num_chunks: int = 0
     #: Prepared rows of all chunks; each completion of a row with several counts.
     num_rows: int = 0
-    #: Prepared rows by name of their adapter; "" for the base model.
-    rows_per_adapter: Counter[str] = field(default_factory=Counter)
+    #: Prepared rows by name of their adapter; None for the base model.
+    rows_per_adapter: Counter[str | None] = field(default_factory=Counter)
     #: Rows of the input with a peculiarity that users should know of, by peculiarity.
     peculiar_rows: Counter[str] = field(default_factory=Counter)
     #: Number of a chunk -> why row groups of it cannot be read, a sentence each. Nothing is written or counted of such
@@ -181,7 +181,7 @@ def _tokenizer_of(job: IndexJob, adapter: str | None) -> Tokenizer:
     be read is a `MissingTokenizer`, which makes its rows error rows.
     """
     base = local_folder(job.model_url, job.storage_options)
-    apart = job.prepared_apart.get(adapter or "")
+    apart = None if adapter is None else job.prepared_apart.get(adapter)
     if apart is None or not apart.tokenizer_sha256:
         return _tokenizer(base, job.tokenizer_sha256, job.now, job.chat_template)
     try:
@@ -234,5 +234,5 @@ def _ipc_bytes(batches: Iterable[pa.RecordBatch], key: str) -> memoryview:
 
 def _totals(index: pa.Table, peculiar_rows: Mapping[str, int], cured: Iterable[str] = ()) -> IndexTotals:
     """Counts of one chunk by its index."""
-    adapters = Counter(name or "" for name in index.column("adapter").to_pylist())
+    adapters = Counter(index.column("adapter").to_pylist())
     return IndexTotals(1, index.num_rows, adapters, Counter(peculiar_rows), cured=set(cured))

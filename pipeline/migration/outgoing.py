@@ -56,7 +56,7 @@ class OutgoingRows:
         is_avoided = time.monotonic() - self._unreachable.get(request.helper, -math.inf) < _AVOIDED_S
         if self._is_leaving or is_avoided:
             return
-        task = asyncio.create_task(self.lend(request.shard_id, request.num_rows, request.helper, request.adapter_id))
+        task = asyncio.create_task(self.lend(request))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
@@ -66,9 +66,11 @@ class OutgoingRows:
         if self._running:
             await asyncio.wait(self._running, timeout=timeout_s)
 
-    async def lend(self, shard_id: int, num_rows: int, helper: str, adapter_id: str | None = None) -> None:
+    async def lend(self, request: LendRows) -> None:
         """Lend rows of an open shard and wait until each has its result or is back in this worker's engine."""
-        exported = asyncio.wrap_future(self._engine.lend(shard_id, num_rows, adapter_id))
+        shard_id, helper = request.shard_id, request.helper
+        asked = (shard_id, request.num_rows, request.is_selective, request.adapter_id)
+        exported = asyncio.wrap_future(self._engine.lend(*asked))
         try:
             # Shielded: rows that leave the engine late must be taken back.
             lent = await asyncio.wait_for(asyncio.shield(exported), _EXPORT_TIMEOUT_S)

@@ -61,13 +61,17 @@ class PeerRequest(Generic[ReplyT]):
 
 @dataclass(frozen=True, slots=True)
 class LendRows(PeerRequest[Accepted]):
-    """Asks an owner to lend rows of an open shard to the worker `helper`. `adapter_id`: hash of the adapter whose rows
-    are lent; "" for the base model, None for any rows.
-    """
+    """Asks an owner to lend rows of an open shard to another worker."""
 
+    #: Shard of the rows.
     shard_id: int
+    #: Unfinished rows to lend.
     num_rows: int
+    #: Address of the worker that works on the rows.
     helper: str
+    #: Whether only rows of one adapter are lent, that of `adapter_id`; else rows of any.
+    is_selective: bool = False
+    #: Content hash of this adapter; None for the base model, and when rows of any adapter are lent.
     adapter_id: str | None = None
 
 

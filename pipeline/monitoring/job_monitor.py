@@ -87,10 +87,6 @@ class JobMonitor:
         """Forget the report of a worker that is gone."""
         self._reports.pop(worker, None)
 
-    def adapter_name(self, adapter_id: str) -> str:
-        """Name of the adapter with a content hash; the beginning of the hash for an unknown adapter."""
-        return self._names.get(adapter_id, adapter_id[:12])
-
     def state(self, now_s: float, rows_left: int, left: TimeLeft | None = None) -> JobState:
         """The job's state at one time, while shards run. `now_s`: seconds since the epoch. `rows_left`: rows without a
         result, as the scheduler counts them. Finished rows of a lost worker are in its journals, and are found again

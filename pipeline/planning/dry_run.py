@@ -7,12 +7,15 @@ job's output and no engine is started.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ...engine.memory.limits import CpuMemory, cpu_memory, keeps_merged_copy
 from ...jobs.opening import OpenedJob, open_job
@@ -22,7 +25,7 @@ from ...jobs.spec import JobSpec
 from ...jobs.status.notes import job_notes, messages_note, row_notes
 from ...jobs.validation import requested_job
 from ...scheduler.forecast import Forecast
-from ...scheduler.workload import Workload
+from ...scheduler.workload import BASE_MODEL, Workload
 from ...system.local_cache import temporary_folder
 from ..cluster.connect import connected, count_workers, num_embedded_workers
 from ..cluster.devices import Device, find_device, find_device_of_workers
@@ -35,6 +38,24 @@ from .settings import RunSettings
 
 # Rows of the largest job that is played whole; of a larger one a sample is. Playing this many takes some ten seconds.
 _SIMULATED_ROWS = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterForecast:
+    """One adapter's share of a job."""
+
+    #: Name of the adapter; None for the base model.
+    name: str | None
+    #: LoRA rank; 0 for the base model.
+    rank: int
+    #: Rows of the adapter.
+    num_rows: int
+    #: Tokens of their prompts.
+    prompt_tokens: int
+    #: Tokens that they are expected to generate.
+    predicted_output_tokens: int
+    #: Seconds of one replica for these rows.
+    engine_s: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +78,8 @@ class DryRun:
     settings: RunSettings
     #: Predicted waves, placement and seconds.
     forecast: Forecast
+    #: Share of each adapter that has rows, by name; the base model's last, with the error rows.
+    shares: tuple[AdapterForecast, ...]
     #: Seconds below which no run ends, if answers are as long as expected.
     bound_s: float
     #: Seconds predicted for answers of a quarter of `max_tokens` and of all of it. None when their lengths, or those of
@@ -94,7 +117,9 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None, speeds: str
         settings = RunSettings.of(job, num_workers, device)
         indexed = _index(job)
         with check_rows(job.store, job.record, indexed) as checked:
-            workload = checked.whole()
+            names = checked.names
+            rows, workload = checked.whole()
+            name_number = np.where(workload.adapter_index == BASE_MODEL, BASE_MODEL, rows["adapter"])
         predict = partial(
             prediction.forecast, settings, workload, num_workers, max_rows=_SIMULATED_ROWS, slowness=slowness
         )
@@ -112,6 +137,7 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None, speeds: str
             weight_bytes,
             settings,
             forecast,
+            adapter_forecasts(names, name_number, workload, forecast),
             prediction.bound(settings, workload, num_workers, slowness).seconds,
             range_s,
             slowness,
@@ -137,3 +163,29 @@ def _index(job: OpenedJob) -> IndexTotals:
     index = partial(index_chunk, job=IndexJob.from_record(job.record, job.spec), store=job.store)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return IndexTotals.of(pool.map(index, list_chunks(job.record, job.spec.inputs)))
+
+
+def adapter_forecasts(
+    names: Sequence[str], name_number: NDArray[np.int32], workload: Workload, forecast: Forecast
+) -> tuple[AdapterForecast, ...]:
+    """Share of each adapter that has rows, the base model's last. Two names of the same content have a share each.
+
+    `name_number` int32 `[num_rows]`: index of the name of each row's adapter in `names`, -1 for the base model.
+    """
+    number = name_number % (len(names) + 1)
+    columns = (workload.prompt_tokens, forecast.predicted, forecast.row_s)
+    prompt, output, seconds = (np.bincount(number, weights=column, minlength=len(names) + 1) for column in columns)
+    shares = []
+    for i, first, num_rows in zip(*np.unique(number, return_index=True, return_counts=True), strict=True):
+        index = int(workload.adapter_index[first])
+        shares.append(
+            AdapterForecast(
+                name=None if index == BASE_MODEL else names[i],
+                rank=0 if index == BASE_MODEL else workload.adapters[index].rank,
+                num_rows=int(num_rows),
+                prompt_tokens=int(prompt[i]),
+                predicted_output_tokens=round(float(output[i])),
+                engine_s=float(seconds[i]),
+            )
+        )
+    return tuple(shares)

@@ -90,10 +90,9 @@ class CheckedRows:
     #: Whether completions of one row of the input must be in one shard.
     together: bool = False
 
-    def whole(self) -> Workload:
-        """The planner's view of all rows at once."""
-        blocks = self.blocks(max(self.rows.num_rows, 1))
-        return next(blocks)[1]
+    def whole(self) -> tuple[IndexedRows, Workload]:
+        """All rows at once, and the planner's view of them."""
+        return next(self.blocks(max(self.rows.num_rows, 1)))
 
     def blocks(self, block_rows: int) -> Iterator[tuple[IndexedRows, Workload]]:
         """Blocks of rows in order of their adapters, and the planner's view of each: error rows have no work in it."""
@@ -172,13 +171,12 @@ def check_rows(store: JobStore, record: JobRecord, indexed: IndexTotals) -> Iter
         damages = chain.from_iterable(indexed.damages[chunk_id] for chunk_id in sorted(indexed.damages))
         raise InputRowsError(*dict.fromkeys(damages))
     known = {adapter.name: adapter for adapter in record.adapters}
-    counts = dict(indexed.rows_per_adapter)
-    num_base = counts.pop("", 0)
+    counts = {name: num_rows for name, num_rows in indexed.rows_per_adapter.items() if name is not None}
     names = tuple(sorted(counts))
     codes = {name: code for code, name in enumerate(names)}
     errors = RowErrors([adapter_problem(name, known) for name in names])
     num_rows = indexed.num_rows
-    with SortedRows([*(counts[name] for name in names), num_base]) as rows:
+    with SortedRows([*(counts[name] for name in names), indexed.rows_per_adapter[None]]) as rows:
         with DuplicateIds(num_rows, _BLOCK_ROWS) as ids:
             for chunk in read_chunks(store, index_key(record), indexed.num_chunks, codes):
                 rows.add(chunk)
@@ -188,22 +186,23 @@ def check_rows(store: JobStore, record: JobRecord, indexed: IndexTotals) -> Iter
         kinds = errors.kinds(store)
         check_budget(ErrorBudget.parse(record.spec["max_errors"]), kinds, num_rows)
         serving = serving_adapters(record)
-        place = {adapter.name: i for i, adapter in enumerate(serving)}
+        number = {adapter.adapter_id: i for i, adapter in enumerate(serving)}
+        served = {adapter.name: number[adapter.sha256] for adapter in record.adapters if not adapter.is_refused}
         yield CheckedRows(
             rows,
             errors,
             kinds,
             names,
             serving,
-            np.array([BASE_MODEL, *(place.get(name, BASE_MODEL) for name in names)], np.int32),
+            np.array([BASE_MODEL, *(served.get(name, BASE_MODEL) for name in names)], np.int32),
             record.has_lists,
         )
 
 
 def serving_adapters(record: JobRecord) -> tuple[AdapterInfo, ...]:
-    """The adapters that answer rows, as planners see them."""
-    served = (adapter for adapter in record.adapters if not adapter.is_refused)
-    return tuple(AdapterInfo(adapter.name, max(adapter.rank, 1), adapter.weight_bytes) for adapter in served)
+    """The adapters that answer rows, as planners see them: names of the same content are one adapter."""
+    served = {adapter.sha256: adapter for adapter in record.adapters if not adapter.is_refused}
+    return tuple(AdapterInfo(each.sha256, max(each.rank, 1), each.weight_bytes) for each in served.values())
 
 
 def read_plan(store: JobStore) -> JobPlan:
@@ -312,25 +311,31 @@ def reopen_shards(
     """Uncommit every part with a row of a changed adapter; answers of its other rows go to the shard's journal.
 
     `record`: the job's record with the adapters as they are now. `length_share`: share of their `max_tokens` that rows
-    are expected to generate. `check`: called before each shard; raises an error to stop. Needs the prepared rows. Safe
-    to repeat after a crash: a part is removed only after the answers kept of it are written. Returns the plan with the
-    adapters and the work that these shards have now.
+    are expected to generate. `check`: called before each shard; raises an error to stop. Needs the prepared rows, and
+    the store's record with the adapters as they were. Safe to repeat after a crash: a part is removed only after the
+    answers kept of it are written. Returns the plan with the adapters and the work that these shards have now.
     """
     affected = [i for i, names in enumerate(plan.adapter_names) if not set(changed).isdisjoint(names)]
     committed = store.committed_parts()
-    weight_bytes = {adapter.name: adapter.weight_bytes for adapter in serving_adapters(record)}
+    before = {adapter.name: adapter.sha256 for adapter in store.read_record().adapters} if affected else {}
+    served = {adapter.name: adapter.sha256 for adapter in record.adapters if not adapter.is_refused}
+    serving = serving_adapters(record)
     shards = list(plan.shards)
     for shard_id in affected:
-        adapters = {name: weight_bytes[name] for name in plan.adapter_names[shard_id] if name in weight_bytes}
-        is_served_by_others = tuple(adapters) != shards[shard_id].adapters
-        if shard_id not in committed and not is_served_by_others:
+        planned, names = shards[shard_id], [name for name in plan.adapter_names[shard_id] if name in served]
+        adapter_ids = {served[name] for name in names}
+        shard = _served_by(planned, [adapter for adapter in serving if adapter.adapter_id in adapter_ids])
+        # Other content under the same names is no other work.
+        is_other_work = planned.adapters != shard.adapters and set(planned.adapters) != set(map(before.get, names))
+        shards[shard_id] = shard
+        if shard_id not in committed and not is_other_work:
             continue
         check()
         rows = read_shard(store, record, shard_id)
         if shard_id in committed:
             reopen_shard(store, record, rows)
-        if is_served_by_others:
-            shards[shard_id] = _refreshed(shards[shard_id], adapters, rows, length_share)
+        if is_other_work:
+            shards[shard_id] = _refreshed(shard, rows, length_share)
     refreshed = replace(plan, shards=tuple(shards))
     if refreshed != plan:
         store.write_plan_facts(plan_facts(refreshed))
@@ -347,22 +352,27 @@ def reopen_shard(store: JobStore, record: JobRecord, rows: ShardRows) -> None:
     store.remove_part(rows.shard_id)
 
 
-def _refreshed(shard: Shard, adapters: Mapping[str, int], rows: ShardRows, length_share: float) -> Shard:
-    """The shard with the adapters that can serve its rows now, and the work of these rows. `adapters`: name -> bytes.
-    A shard that had error rows only may need an engine now.
+def _served_by(shard: Shard, adapters: Sequence[AdapterInfo]) -> Shard:
+    return replace(
+        shard,
+        adapters=tuple(adapter.adapter_id for adapter in adapters),
+        adapter_bytes=sum(adapter.weight_bytes for adapter in adapters),
+    )
+
+
+def _refreshed(shard: Shard, rows: ShardRows, length_share: float) -> Shard:
+    """The shard with the work of the rows that its adapters, and the base model, can serve now. A shard that had error
+    rows only may need an engine now.
     """
-    names = rows.table.column(prepared.ADAPTER).to_pylist()
-    answered = [(name or "", r) for name, r in zip(names, rows.requests, strict=True) if isinstance(r, Request)]
-    requests, of_each = [request for _, request in answered], Counter(name for name, _ in answered)
+    requests = [request for request in rows.requests if isinstance(request, Request)]
+    of_each = Counter(request.adapter_id for request in requests)
     expected = expected_tokens(np.array([r.sampling.max_tokens for r in requests], np.int32), length_share)
     return replace(
         shard,
-        adapters=tuple(adapters),
-        adapter_bytes=sum(adapters.values()),
-        mode="unmerged" if adapters and shard.mode == "none" else shard.mode,
+        mode="unmerged" if shard.adapters and shard.mode == "none" else shard.mode,
         prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
         predicted_output_tokens=round(float(expected.sum())),
         longest_output_tokens=round(float(expected.max(initial=0.0))),
         # kept only by plans that deal rows out
-        adapter_rows=shard.adapter_rows and tuple(of_each[name] for name in (*adapters, "")),
+        adapter_rows=shard.adapter_rows and tuple(of_each[adapter_id] for adapter_id in (*shard.adapters, None)),
     )

@@ -148,7 +148,7 @@ def with_answers(
 
 
 def _answers(settings: RunSettings, adapters: Sequence[AdapterInfo], length_share: float | None) -> AnswerModel:
-    earlier = [settings.lengths.get(name) for name in (*(adapter.name for adapter in adapters), "")]
+    earlier = [settings.lengths.get(key) for key in (*(adapter.adapter_id for adapter in adapters), None)]
     return AnswerModel(settings.length_share if length_share is None else length_share, earlier)
 
 
@@ -156,8 +156,8 @@ def guesses_lengths(settings: RunSettings, rows: Workload) -> bool:
     """Whether there are rows whose length of answer is a guess: it is not fixed, and earlier jobs did not have the
     row's adapter.
     """
-    names = [*(adapter.name for adapter in rows.adapters), ""]
-    is_known = np.array([name in settings.lengths for name in names])[rows.adapter_index]
+    adapter_ids = (*(adapter.adapter_id for adapter in rows.adapters), None)
+    is_known = np.array([adapter_id in settings.lengths for adapter_id in adapter_ids])[rows.adapter_index]
     if rows.fixed_tokens is not None:
         is_known |= rows.fixed_tokens > 0
     return settings.length_share < 1 and bool((~is_known & (rows.max_tokens > 0)).any())
@@ -170,7 +170,7 @@ def play(
 
     `slowness`: seconds of each worker's steps over those of the cost model, which only the workers have.
     """
-    merged_only = [adapter.name in settings.merged_only for adapter in rows.adapters]
+    merged_only = [adapter.adapter_id in settings.merged_only for adapter in rows.adapters]
 
     def make_batcher(facts: ReplicaFacts) -> Batcher:
         return settings.batcher(replace(facts, must_merge=merged_only.__getitem__, cost=settings.cost))

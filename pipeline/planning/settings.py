@@ -83,7 +83,7 @@ class RunSettings:
     shares_adapters: bool = False
     #: Whether engines compute equal beginnings of prompts once.
     shares_prefixes: bool = False
-    #: Names of adapters that are exact only when merged.
+    #: Ids of adapters that are exact only when merged.
     merged_only: frozenset[str] = frozenset()
     #: Phrase for people that says how the cost model was found.
     cost_origin: str = ""
@@ -94,8 +94,8 @@ class RunSettings:
     #: Costs of steps as earlier jobs have measured them; None to use the cost model. Predictions use them, decisions
     #: do not: engines can then be shared, and do the same whatever ran before.
     prices: CostModel | None = None
-    #: Adapter's name ("" for the base model) -> lengths of its answers in earlier jobs.
-    lengths: Mapping[str, AnswerLengths] = field(default_factory=dict)
+    #: Adapter's id (None for the base model) -> lengths of its answers in earlier jobs.
+    lengths: Mapping[str | None, AnswerLengths] = field(default_factory=dict)
     #: Path of the file that keeps measured costs and lengths for later jobs; None when no history is kept.
     history: Path | None = None
     #: Whether the costs of steps are a guess: none were measured on this machine.
@@ -139,7 +139,7 @@ class RunSettings:
         is_fixed = device.kind == "cpu" or spec.mode == "exact"
         served = [adapter for adapter in job.record.adapters if not adapter.is_refused]
         has_history = chosen.is_guess and before.cost is not None
-        names = {adapter.sha256: adapter.name for adapter in served} | {"": ""}
+        known = {None, *(adapter.sha256 for adapter in served)}
         settings = cls(
             engine,
             model,
@@ -150,12 +150,12 @@ class RunSettings:
             # Adapters that workers see as files need not be fetched.
             shares_adapters=any(is_remote(adapter.url) for adapter in served),
             shares_prefixes=shares_prefixes(engine, model, is_arithmetic_fixed=is_fixed),
-            merged_only=frozenset(adapter.name for adapter in served if adapter.verdict == "exact-by-merge"),
+            merged_only=frozenset(adapter.sha256 for adapter in served if adapter.verdict == "exact-by-merge"),
             cost_origin=f"measured by earlier jobs, {history}" if has_history else chosen.origin,
             prices=before.cost if has_history else None,
             lengths={}
             if spec.sampling.ignore_eos
-            else {names[sha256]: found for sha256, found in before.lengths.items() if sha256 in names},
+            else {adapter_id: found for adapter_id, found in before.lengths.items() if adapter_id in known},
             history=history,
             is_guess=chosen.is_guess and not has_history,
         )
@@ -274,7 +274,7 @@ class RunSettings:
             settings = replace(settings, open_batches=_DEALT_BATCHES)
         if policy.migration is not None:
             growth = adapter_growth(self.model, self.engine.tensor_parallel)
-            sizes = {adapter.name: int(adapter.weight_bytes * growth) for adapter in adapters}
+            sizes = {adapter.adapter_id: int(adapter.weight_bytes * growth) for adapter in adapters}
             memory = ReplicaMemory(self.limits.pool_bytes, self.limits.token_bytes, sizes)
             settings = replace(settings, memory=memory)
         return settings

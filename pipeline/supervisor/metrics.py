@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from ...engine.telemetry import EngineTelemetry
-from ..messages import FinishedRows, WorkerReport
+from ...scheduler.messages import FinishedRows, UnfinishedRows
+from ..messages import WorkerReport
 from .open_shard import OpenShard
 
 
@@ -67,13 +68,19 @@ class EngineMeter:
         `finished`: rows finished since the run's last report. `lent`: shard -> its rows that other engines work on.
         `share`: share of the engine's rows that are the run's; running rows and rates are reported in this proportion.
         """
-        unfinished = [(shard.shard_id, shard.num_unfinished) for shard in open_shards]
+        own: list[UnfinishedRows] = []
+        incoming_rows = 0
+        for shard in open_shards:
+            if shard.shard_id is None:
+                incoming_rows += shard.num_unfinished
+            else:
+                own.append(UnfinishedRows(shard.shard_id, shard.num_unfinished))
         latest, telemetry = self.latest, self.latest.telemetry
         return replace(
             latest,
-            open_shards=tuple((shard_id, rows) for shard_id, rows in unfinished if shard_id is not None),
-            incoming_rows=sum(rows for shard_id, rows in unfinished if shard_id is None),
-            lent_shards=tuple((lent or {}).items()),
+            open_shards=tuple(own),
+            incoming_rows=incoming_rows,
+            lent_shards=tuple(UnfinishedRows(shard_id, num_rows) for shard_id, num_rows in (lent or {}).items()),
             finished=finished,
             telemetry=replace(
                 telemetry,

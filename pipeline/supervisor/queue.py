@@ -140,12 +140,13 @@ class EngineQueue:
         shard_id: int,
         num_rows: int,
         lent: Future[LentRows | None],
+        is_selective: bool = False,
         adapter_id: str | None = None,
     ) -> None:
         """Ask the process for the last `num_rows` rows of an open shard that may leave: they have the most tokens left
-        to generate. `adapter_id`: hash of the adapter whose rows are asked for; "" for the base model, None for any
-        rows. `lent` gets the rows, perhaps fewer, or None. `answered`, `returned` or `reclaim` must follow for each of
-        them.
+        to generate. `is_selective`: whether only rows of the adapter `adapter_id` are asked for (None: of the base
+        model), instead of rows of any. `lent` gets the rows, perhaps fewer, or None. `answered`, `returned` or
+        `reclaim` must follow for each of them.
         """
         run = self.table.runs.get(run_id)
         shard = next((shard for shard in run.shards if shard.shard_id == shard_id), None) if run is not None else None
@@ -153,8 +154,8 @@ class EngineQueue:
             lent.set_result(None)
             return
         rows = self._sent(self._rows_of(shard).values())
-        if adapter_id is not None:
-            rows = [row for row in rows if (row.request.adapter_id or "") == adapter_id]
+        if is_selective:
+            rows = [row for row in rows if row.request.adapter_id == adapter_id]
 
         def receive(given_up: list[QueuedRow]) -> None:
             self.table.lend(given_up)

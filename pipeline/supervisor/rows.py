@@ -24,7 +24,7 @@ from itertools import chain, count
 
 from ...engine.request import ExportedRow, Request
 from ...scheduler.estimates.lengths import length_class
-from ..messages import FinishedRows
+from ...scheduler.messages import FinishedRows
 from .open_shard import OpenShard
 
 logger = logging.getLogger(__name__)
@@ -132,8 +132,8 @@ class RunRows:
     served_tokens: float = 0.0
     #: Service, in tokens, that the run's rows in the process may take.
     reserved_tokens: float = 0.0
-    #: Rows finished since `take_finished`, and their tokens, by adapter ("": base model) and class of length.
-    _finished: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
+    #: Rows finished since `take_finished`, and their tokens, by adapter (None: base model) and class of length.
+    _finished: dict[tuple[str | None, int], tuple[int, int]] = field(default_factory=dict)
 
     def rows(self) -> list[QueuedRow]:
         """Unfinished rows of the run, shard by shard."""
@@ -141,7 +141,7 @@ class RunRows:
 
     def count_finished(self, adapter_id: str | None, output_tokens: int) -> None:
         """Add a finished row to those of the next report."""
-        key = adapter_id or "", length_class(output_tokens)
+        key = adapter_id, length_class(output_tokens)
         num_rows, tokens = self._finished.get(key, (0, 0))
         self._finished[key] = num_rows + 1, tokens + output_tokens
 

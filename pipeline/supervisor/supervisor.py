@@ -304,10 +304,12 @@ class EngineHandle:
         self.submit(EngineQueue.open, shard, tuple(adapters), rows_behind)
         return shard
 
-    def lend(self, shard_id: int, num_rows: int, adapter_id: str | None = None) -> Future[LentRows | None]:
+    def lend(
+        self, shard_id: int, num_rows: int, is_selective: bool = False, adapter_id: str | None = None
+    ) -> Future[LentRows | None]:
         """Take rows of an open shard out of the engine (`EngineQueue.lend`)."""
         lent: Future[LentRows | None] = Future()
-        self.submit(EngineQueue.lend, self.run_id, shard_id, num_rows, lent, adapter_id)
+        self.submit(EngineQueue.lend, self.run_id, shard_id, num_rows, lent, is_selective, adapter_id)
         return lent
 
     def submit(self, change: Callable[Concatenate[EngineQueue, _P], None], *args: _P.args, **kwargs: _P.kwargs) -> None:

@@ -208,15 +208,13 @@ class RunPlugin(WorkerPlugin):
                     del self._claims[shard_id]
 
     def adapters(self, adapter_ids: Collection[str], sources: Mapping[str, str]) -> list[LocalAdapter]:
-        """Adapters in local folders. `sources`: name of an adapter -> address of a worker that has it.
+        """Adapters in local folders. `sources`: content hash of an adapter -> address of a worker that has it.
 
         Blocks, so it must not be called from the event loop. Raises `StorageError`, and `ShardAbandonedError` when the
         event loop ends first.
         """
-        known = self.shards().adapters
-        peers = {known[name].sha256: source for name, source in sources.items() if name in known}
         loop = self._worker.loop.asyncio_loop  # type: ignore[attr-defined]
-        found = asyncio.run_coroutine_threadsafe(self._adapters.get(adapter_ids, peers), loop)
+        found = asyncio.run_coroutine_threadsafe(self._adapters.get(adapter_ids, sources), loop)
         while True:
             done, _ = wait([found], timeout=_LOOP_CHECK_S)
             if done:

@@ -86,8 +86,9 @@ def _answer(
     fingerprints = rows.fingerprint_of()
     journal = f"{_journals_of(run_id)}{command.attempt}-{uuid4().hex[:8]}"
     begun = [kept.begun.get(request.request_id, ExportedRow(request)) for request in asked]
-    # "" is storage, from which adapters are read by default.
-    sources = {adapter: replica for adapter, replica in command.adapter_sources if replica}
+    # Adapters without a source here are read from storage.
+    fetches = command.adapter_fetches
+    sources = {fetch.adapter_id: source for fetch in fetches if (source := fetch.from_replica_id) is not None}
     adapters = plugin.adapters(adapter_ids, sources)
     shard = plugin.engine.open(command.shard_id, begun, adapters, command.rows_behind)
     turn_s = time.monotonic()
@@ -137,8 +138,8 @@ def _row_answer(
 def work_of(answers: Mapping[str, RowAnswer], begun: Mapping[str, ExportedRow]) -> JobWork:
     """Work that engines did for these answers. `begun`: rows that had tokens before. Both by request id."""
     done = [(answer, begun.get(request_id)) for request_id, answer in answers.items() if answer.error is None]
-    adapters = sorted({answer.adapter_sha256 or "" for answer, _ in done})
-    slot = [adapters.index(answer.adapter_sha256 or "") for answer, _ in done]
+    adapters = list(dict.fromkeys(answer.adapter_sha256 for answer, _ in done))
+    slot = [adapters.index(answer.adapter_sha256) for answer, _ in done]
     prompt = np.array([answer.prompt_tokens for answer, _ in done], dtype=np.float64)
     copied = np.array([answer.reused_prompt_tokens or 0 for answer, _ in done], dtype=np.float64)
     # The first token comes out of the prompt and the tokens that a row had before.

@@ -7,8 +7,8 @@ decides. All functions are pure and deterministic.
 
 In the integer program `share` is x (relaxed to reals), `is_resident` is y; the objective is the longest running time
 over replicas plus eta for every adapter copy. Requests of one adapter on one replica have the same L_i, so they are one
-variable with a count (`RowGroup`), which changes nothing but the size. Seconds of a replica include those of swapping
-what exceeds its memory. `dlora_reactive.py` has the program decide in a job.
+variable with a count (`AdapterRows`), which changes nothing but the size. Seconds of a replica include those of
+swapping what exceeds its memory. `dlora_reactive.py` has the program decide in a job.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CoMigrationModel:
         self,
         over: Sequence[ReplicaLoad],
         under: Sequence[ReplicaLoad],
-        adapter_bytes: Mapping[str, float],
+        adapter_bytes: Mapping[str | None, float],
         settings: MigrationSettings,
     ) -> None:
         self._over, self._under, self._settings = list(over), list(under), settings
@@ -44,7 +44,9 @@ class CoMigrationModel:
             for s, source in enumerate(self._over)
             for g in range(len(source.groups))
         }
-        adapters = sorted({group.adapter for source in self._over for group in source.groups})
+        adapters = sorted(
+            {group.adapter_id for source in self._over for group in source.groups}, key=lambda key: key or ""
+        )
         self.is_resident = {
             (k, t): self.problem.add_variable(f"is_resident_{n}_on_{t}", cat=pulp.LpBinary)
             for n, k in enumerate(adapters)
@@ -69,7 +71,7 @@ class CoMigrationModel:
     def _replica(self, number: int) -> ReplicaLoad:
         return self._over[number] if number < len(self._over) else self._under[number - len(self._over)]
 
-    def _group(self, key: tuple[int, int]) -> RowGroup:
+    def _group(self, key: tuple[int, int]) -> AdapterRows:
         return self._over[key[0]].groups[key[1]]
 
     def _every_request_runs_somewhere(self) -> None:
@@ -79,7 +81,7 @@ class CoMigrationModel:
     def _requests_need_their_adapter(self) -> None:
         for (s, g), on in self.share.items():
             for t, part in on.items():
-                copy = self.is_resident.get((self._group((s, g)).adapter, t))
+                copy = self.is_resident.get((self._group((s, g)).adapter_id, t))
                 if copy is not None:
                     self.problem += copy >= part, f"group_{s}_{g}_needs_its_adapter_on_{t}"
 
@@ -111,7 +113,7 @@ class CoMigrationModel:
             used = kept + pulp.lpSum(rows) + pulp.lpSum(copies)
             self.problem += used - replica.memory_bytes <= swapped, f"replica_{t}_swaps_the_rest"
 
-    def decode(self) -> tuple[Move, ...]:
+    def decode(self) -> tuple[Transfer, ...]:
         """Moves of whole rows: each group is dealt out by its shares, the largest remainders first (row maximum for
         one).
         """
@@ -125,22 +127,27 @@ class CoMigrationModel:
             for t, rows in zip(on, whole.tolist(), strict=True):
                 if rows and t != key[0]:
                     source, target = self._replica(key[0]).replica_id, self._replica(t).replica_id
-                    moves.append(Move(group.adapter, source, target, rows))
+                    moves.append(Transfer(group.adapter_id, source, target, rows))
         return tuple(moves)
 
 
 @dataclass(frozen=True, slots=True)
-class RowGroup:
+class AdapterRows:
     """Movable rows of one adapter on one replica."""
 
-    #: Name of the adapter.
-    adapter: str
+    #: Id of the adapter; None for the base model.
+    adapter_id: str | None
     #: Rows that may move.
     num_rows: int
     #: Seconds of one row: L_i.
     row_s: float
     #: Bytes of one row's KV: M_i.
     row_bytes: float = 0.0
+
+    @property
+    def place(self) -> str:
+        """Key by which groups are in order, that of the base model first."""
+        return self.adapter_id or ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +157,9 @@ class ReplicaLoad:
     #: Id of the replica.
     replica_id: str
     #: Rows that may move, by adapter.
-    groups: tuple[RowGroup, ...]
-    #: Adapters in its memory.
-    resident: frozenset[str] = frozenset()
+    groups: tuple[AdapterRows, ...]
+    #: Adapters in its memory; None for the base model.
+    resident: frozenset[str | None] = frozenset()
     #: Seconds of work that cannot move.
     fixed_s: float = 0.0
     #: Bytes for KV and adapters together (infinite: never swaps).
@@ -163,17 +170,17 @@ class ReplicaLoad:
         """Seconds until it is done with everything it has."""
         return self.fixed_s + sum(group.num_rows * group.row_s for group in self.groups)
 
-    def held_bytes(self, adapter_bytes: Mapping[str, float]) -> float:
+    def held_bytes(self, adapter_bytes: Mapping[str | None, float]) -> float:
         """Bytes that its rows and adapters take."""
         rows = sum(group.num_rows * group.row_bytes for group in self.groups)
         return rows + sum(adapter_bytes.get(name, 0.0) for name in self.resident)
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """`num_rows` rows of an adapter, from one replica to another."""
+class Transfer:
+    """`num_rows` rows of an adapter (None: of the base model), from one replica to another."""
 
-    adapter: str
+    adapter_id: str | None
     from_replica_id: str
     to_replica_id: str
     num_rows: int
@@ -212,12 +219,14 @@ _GOOD_GAP = 0.02
 class MigrationPlan:
     """Moves, and how they were found."""
 
-    moves: tuple[Move, ...]
+    moves: tuple[Transfer, ...]
     method: Method
 
 
 def plan_migration(
-    replicas: Sequence[ReplicaLoad], adapter_bytes: Mapping[str, float], settings: MigrationSettings | None = None
+    replicas: Sequence[ReplicaLoad],
+    adapter_bytes: Mapping[str | None, float],
+    settings: MigrationSettings | None = None,
 ) -> MigrationPlan:
     """Decide whether rows move, and which. Adapters without an entry in `adapter_bytes` weigh nothing."""
     settings = settings or MigrationSettings()
@@ -228,7 +237,7 @@ def plan_migration(
     if 1 - level_s(over, under, settings.gamma) / before < settings.least_gain:
         return MigrationPlan((), "nothing pays")
 
-    def pays(moves: Sequence[Move]) -> bool:
+    def pays(moves: Sequence[Transfer]) -> bool:
         after = longest_after(replicas, moves, settings, adapter_bytes)
         return bool(moves) and after <= before * (1 - settings.least_gain)
 
@@ -248,8 +257,8 @@ def near_the_bound(
     over: Sequence[ReplicaLoad],
     under: Sequence[ReplicaLoad],
     settings: MigrationSettings,
-    adapter_bytes: Mapping[str, float] = MappingProxyType({}),
-) -> tuple[Move, ...] | None:
+    adapter_bytes: Mapping[str | None, float] = MappingProxyType({}),
+) -> tuple[Transfer, ...] | None:
     """The transport's moves if they are proved good, else None.
 
     They may miss the bound by the gap, and by half a row's time because rows are whole. None also where memory may run
@@ -268,9 +277,9 @@ def near_the_bound(
 def _by_model(
     over: Sequence[ReplicaLoad],
     under: Sequence[ReplicaLoad],
-    adapter_bytes: Mapping[str, float],
+    adapter_bytes: Mapping[str | None, float],
     settings: MigrationSettings,
-) -> tuple[Method, tuple[Move, ...]]:
+) -> tuple[Method, tuple[Transfer, ...]]:
     model = CoMigrationModel(over, under, adapter_bytes, settings)
     outcome = solve(model.problem, max_nodes=settings.max_nodes, relative_gap=_GOOD_GAP)
     if outcome in ("infeasible", "unsolved"):
@@ -281,7 +290,7 @@ def _by_model(
 def select(
     replicas: Sequence[ReplicaLoad],
     settings: MigrationSettings,
-    adapter_bytes: Mapping[str, float] = MappingProxyType({}),
+    adapter_bytes: Mapping[str | None, float] = MappingProxyType({}),
 ) -> tuple[list[ReplicaLoad], list[ReplicaLoad]]:
     """The top K overloaded and underloaded replicas; both empty below the triggers."""
     seconds = seconds_after(replicas, (), settings, adapter_bytes)
@@ -297,27 +306,27 @@ def select(
 
 def seconds_after(
     replicas: Sequence[ReplicaLoad],
-    moves: Sequence[Move],
+    moves: Sequence[Transfer],
     settings: MigrationSettings,
-    adapter_bytes: Mapping[str, float] = MappingProxyType({}),
+    adapter_bytes: Mapping[str | None, float] = MappingProxyType({}),
 ) -> dict[str, float]:
     """Running time of each replica once the moves are made, by replica id.
 
     Moved rows cost gamma times theirs, and what exceeds a replica's memory is swapped.
     """
-    groups = {(r.replica_id, g.adapter): g for r in replicas for g in r.groups}
+    groups = {(r.replica_id, g.adapter_id): g for r in replicas for g in r.groups}
     seconds = {replica.replica_id: replica.pending_s for replica in replicas}
     held = {replica.replica_id: replica.held_bytes(adapter_bytes) for replica in replicas}
     copies = {(replica.replica_id, name) for replica in replicas for name in replica.resident}
     for move in moves:
-        group = groups[move.from_replica_id, move.adapter]
+        group = groups[move.from_replica_id, move.adapter_id]
         seconds[move.from_replica_id] -= move.num_rows * group.row_s
         seconds[move.to_replica_id] += settings.gamma * move.num_rows * group.row_s
         held[move.from_replica_id] -= move.num_rows * group.row_bytes
         held[move.to_replica_id] += move.num_rows * group.row_bytes
-        if (move.to_replica_id, move.adapter) not in copies:
-            copies.add((move.to_replica_id, move.adapter))
-            held[move.to_replica_id] += adapter_bytes.get(move.adapter, 0.0)
+        if (move.to_replica_id, move.adapter_id) not in copies:
+            copies.add((move.to_replica_id, move.adapter_id))
+            held[move.to_replica_id] += adapter_bytes.get(move.adapter_id, 0.0)
     for replica in replicas:
         swapped = max(0.0, held[replica.replica_id] - replica.memory_bytes)
         seconds[replica.replica_id] += swapped / settings.swap_bytes_per_s
@@ -326,9 +335,9 @@ def seconds_after(
 
 def longest_after(
     replicas: Sequence[ReplicaLoad],
-    moves: Sequence[Move],
+    moves: Sequence[Transfer],
     settings: MigrationSettings,
-    adapter_bytes: Mapping[str, float] = MappingProxyType({}),
+    adapter_bytes: Mapping[str | None, float] = MappingProxyType({}),
 ) -> float:
     """The longest of `seconds_after`."""
     return max(seconds_after(replicas, moves, settings, adapter_bytes).values())
@@ -336,23 +345,22 @@ def longest_after(
 
 def move_greedily(
     over: Sequence[ReplicaLoad], under: Sequence[ReplicaLoad], settings: MigrationSettings
-) -> tuple[Move, ...]:
+) -> tuple[Transfer, ...]:
     """Move rows from the fullest to the emptiest replica until they are even.
 
     Rows whose adapters are already resident there move first.
     """
     pending = {replica.replica_id: replica.pending_s for replica in [*over, *under]}
-    moves: list[Move] = []
+    moves: list[Transfer] = []
     for source in over:
         for target in under:
-            for group in sorted(source.groups, key=lambda g: (g.adapter not in target.resident, g.adapter)):
-                left = group.num_rows - sum(
-                    m.num_rows for m in moves if (m.from_replica_id, m.adapter) == (source.replica_id, group.adapter)
-                )
+            for group in sorted(source.groups, key=lambda g: (g.adapter_id not in target.resident, g.place)):
+                key = (source.replica_id, group.adapter_id)
+                left = group.num_rows - sum(m.num_rows for m in moves if (m.from_replica_id, m.adapter_id) == key)
                 surplus = pending[source.replica_id] - pending[target.replica_id]
                 rows = min(left, int(surplus / (group.row_s * (1 + settings.gamma)))) if group.row_s > 0 else 0
                 if rows > 0:
-                    moves.append(Move(group.adapter, source.replica_id, target.replica_id, rows))
+                    moves.append(Transfer(group.adapter_id, source.replica_id, target.replica_id, rows))
                     pending[source.replica_id] -= rows * group.row_s
                     pending[target.replica_id] += settings.gamma * rows * group.row_s
     return tuple(moves)
@@ -372,12 +380,12 @@ def level_s(over: Sequence[ReplicaLoad], under: Sequence[ReplicaLoad], gamma: fl
 
 def transport(
     over: Sequence[ReplicaLoad], under: Sequence[ReplicaLoad], settings: MigrationSettings
-) -> tuple[tuple[Move, ...], int]:
+) -> tuple[tuple[Transfer, ...], int]:
     """Moves that bring every replica near the level, and how many adapter copies they need."""
     filling = _Filling(over, under, level_s(over, under, settings.gamma), settings.gamma)
     for may_copy in (False, True):
         for source in over:
-            for group in sorted(source.groups, key=lambda g: (-g.num_rows * g.row_s, g.adapter)):
+            for group in sorted(source.groups, key=lambda g: (-g.num_rows * g.row_s, g.place)):
                 filling.pour(source, group, may_copy=may_copy)
     filling.even_out()
     return filling.moves(), filling.num_copies
@@ -392,44 +400,44 @@ class _Filling:
         self._room = {replica.replica_id: level - replica.pending_s for replica in under}
         self._resident = {replica.replica_id: set(replica.resident) for replica in under}
         self._groups = {replica.replica_id: replica.groups for replica in over}
-        self._left = {(r.replica_id, g.adapter): g.num_rows for r in over for g in r.groups}
-        self._moved: dict[tuple[str, str, str], int] = {}
+        self._left = {(r.replica_id, g.adapter_id): g.num_rows for r in over for g in r.groups}
+        self._moved: dict[tuple[str | None, str, str], int] = {}
         self.num_copies = 0
 
-    def pour(self, source: ReplicaLoad, group: RowGroup, *, may_copy: bool) -> None:
+    def pour(self, source: ReplicaLoad, group: AdapterRows, *, may_copy: bool) -> None:
         """Move rows of a group while its replica has a surplus; the roomiest targets first."""
         mine = source.replica_id
-        for target in sorted(self._room, key=lambda t: (group.adapter not in self._resident[t], -self._room[t], t)):
-            if group.row_s <= 0 or not (may_copy or group.adapter in self._resident[target]):
+        for target in sorted(self._room, key=lambda t: (group.adapter_id not in self._resident[t], -self._room[t], t)):
+            if group.row_s <= 0 or not (may_copy or group.adapter_id in self._resident[target]):
                 return
             # Half a row beyond the level, here or there, is nearer to it than none.
             wanted = math.floor(self._surplus[mine] / group.row_s + 0.5)
             fits = math.floor(self._room[target] / (self._gamma * group.row_s) + 0.5)
-            self._move(group, mine, target, min(self._left[mine, group.adapter], wanted, fits))
+            self._move(group, mine, target, min(self._left[mine, group.adapter_id], wanted, fits))
 
     def even_out(self) -> None:
         """Move what rounding has left: single rows from the fullest to the emptiest while that helps."""
         for _ in range(sum(self._left.values())):
             mine = max(self._surplus, key=lambda s: self._surplus[s])
             target = max(self._room, key=lambda t: self._room[t])
-            groups = [g for g in self._groups[mine] if self._left[mine, g.adapter] and g.row_s > 0]
+            groups = [g for g in self._groups[mine] if self._left[mine, g.adapter_id] and g.row_s > 0]
             if not groups:
                 return
-            group = min(groups, key=lambda g: (g.adapter not in self._resident[target], g.row_s, g.adapter))
+            group = min(groups, key=lambda g: (g.adapter_id not in self._resident[target], g.row_s, g.place))
             if self._gamma * group.row_s - self._room[target] >= self._surplus[mine]:
                 return
             self._move(group, mine, target, 1)
 
-    def _move(self, group: RowGroup, mine: str, target: str, num_rows: int) -> None:
+    def _move(self, group: AdapterRows, mine: str, target: str, num_rows: int) -> None:
         if num_rows <= 0:
             return
-        self._left[mine, group.adapter] -= num_rows
+        self._left[mine, group.adapter_id] -= num_rows
         self._surplus[mine] -= num_rows * group.row_s
         self._room[target] -= self._gamma * num_rows * group.row_s
-        self.num_copies += group.adapter not in self._resident[target]
-        self._resident[target].add(group.adapter)
-        key = (group.adapter, mine, target)
+        self.num_copies += group.adapter_id not in self._resident[target]
+        self._resident[target].add(group.adapter_id)
+        key = (group.adapter_id, mine, target)
         self._moved[key] = self._moved.get(key, 0) + num_rows
 
-    def moves(self) -> tuple[Move, ...]:
-        return tuple(Move(*key, num_rows) for key, num_rows in self._moved.items())
+    def moves(self) -> tuple[Transfer, ...]:
+        return tuple(Transfer(*key, num_rows) for key, num_rows in self._moved.items())

@@ -10,11 +10,11 @@ import numpy as np
 from ..dispatch import ReplicaState
 from ..estimates.lengths import PRIOR_SHARE, LengthEstimator
 from ..estimates.pace import planned_work
-from ..messages import MigrateRows, Progress
+from ..messages import MigrateRows, ReplicaReported
 from ..migration import OpenShards, rows_here
 from ..planning.waves import Shard
 from ..settings import SchedulerSettings
-from .dlora_migration import MigrationSettings, Move, ReplicaLoad, RowGroup, plan_migration
+from .dlora_migration import AdapterRows, MigrationSettings, ReplicaLoad, Transfer, plan_migration
 
 # Seconds between two looks at the cluster's load.
 _PERIOD_S = 2.0
@@ -38,14 +38,14 @@ class CoMigration:
         work = planned_work(shards)
         self._lengths.asked(round(work.output_tokens / PRIOR_SHARE), round(work.num_rows))
         # The last report of each replica; dropped when rows have moved since.
-        self._reports: dict[str, Progress] = {}
+        self._reports: dict[str, ReplicaReported] = {}
         self._looked_s = 0.0
 
-    def reported(self, replica: ReplicaState, report: Progress) -> None:
+    def reported(self, replica: ReplicaState, report: ReplicaReported) -> None:
         """Keep a report, and take in the lengths of the rows that have finished."""
         self._reports[replica.replica_id] = report
-        for adapter, num_rows, output_tokens in report.finished:
-            self._lengths.finished(output_tokens, num_rows, adapter)
+        for rows in report.finished:
+            self._lengths.finished(rows.output_tokens, rows.num_rows, rows.adapter_id)
 
     def removed(self, replica_id: str) -> None:
         """Drop a replica."""
@@ -70,46 +70,47 @@ class CoMigration:
         self._looked_s = time_s
         rows_of = {name: self._rows_left(name, open_shards(replicas[name])) for name in sorted(replicas)}
         loads = [self._load(replicas[name], rows) for name, rows in rows_of.items()]
-        moves = plan_migration(loads, self._memory.adapter_bytes, self._settings).moves
+        adapter_bytes: dict[str | None, float] = dict(self._memory.adapter_bytes.items())
+        moves = plan_migration(loads, adapter_bytes, self._settings).moves
         commands = [command for move in moves for command in _commands(move, rows_of[move.from_replica_id])]
         if commands:
             self._reports.clear()
         return commands
 
-    def _rows_left(self, name: str, shards: Sequence[Shard]) -> dict[tuple[Shard, str], int]:
+    def _rows_left(self, name: str, shards: Sequence[Shard]) -> dict[tuple[Shard, str | None], int]:
         """Rows of each open shard and adapter that its replica works on itself, in the order of opening."""
         left = rows_here(self._reports[name])
         return {
-            (shard, adapter): num_rows
+            (shard, adapter_id): num_rows
             for shard in shards
-            for adapter, num_rows in zip(
-                (*shard.adapters, ""), _shares(shard, left.get(shard.shard_id, 0)), strict=False
+            for adapter_id, num_rows in zip(
+                (*shard.adapters, None), _shares(shard, left.get(shard.shard_id, 0)), strict=False
             )
             if num_rows
         }
 
-    def _load(self, replica: ReplicaState, rows_left: Mapping[tuple[Shard, str], int]) -> ReplicaLoad:
+    def _load(self, replica: ReplicaState, rows_left: Mapping[tuple[Shard, str | None], int]) -> ReplicaLoad:
         report = self._reports[replica.replica_id]
-        num_rows, tokens = Counter[str](), Counter[str]()
-        for (shard, adapter), rows in rows_left.items():
-            num_rows[adapter] += rows
-            tokens[adapter] += round(rows * shard.prompt_tokens / shard.num_rows)
+        num_rows, tokens = Counter[str | None](), Counter[str | None]()
+        for (shard, adapter_id), rows in rows_left.items():
+            num_rows[adapter_id] += rows
+            tokens[adapter_id] += round(rows * shard.prompt_tokens / shard.num_rows)
         total = num_rows.total()
         mean_output = self._lengths.mean()
         # A part of the running rows' work is done.
         undone = 1 - min(0.9, report.running_tokens / (mean_output * max(1, total + report.incoming_rows)))
         running = min(1.0, replica.batch_rows / max(1, total))
         groups = []
-        for adapter, rows in sorted(num_rows.items()):
-            prompt, output = tokens[adapter] / rows, self._lengths.measured(adapter) or mean_output
+        for adapter_id, rows in sorted(num_rows.items(), key=lambda group: group[0] or ""):
+            prompt, output = tokens[adapter_id] / rows, self._lengths.measured(adapter_id) or mean_output
             row_s = undone * float(self._cost.row_seconds(prompt, output, batch_rows=replica.batch_rows))
-            groups.append(RowGroup(adapter, rows, row_s, running * self._memory.token_bytes * (prompt + output)))
+            groups.append(AdapterRows(adapter_id, rows, row_s, running * self._memory.token_bytes * (prompt + output)))
         mean_prompt = tokens.total() / max(1, total)
         incoming_s = float(self._cost.row_seconds(mean_prompt, mean_output, batch_rows=replica.batch_rows))
         return ReplicaLoad(
             replica.replica_id,
             tuple(groups),
-            frozenset(report.resident_adapters) | {""},
+            frozenset((*report.resident_adapters, None)),
             undone * incoming_s * report.incoming_rows,
             self._memory.pool_bytes,
         )
@@ -125,17 +126,22 @@ def _shares(shard: Shard, num_left: int) -> list[int]:
     return [int(rows) for rows in whole]
 
 
-def _commands(move: Move, rows_left: dict[tuple[Shard, str], int]) -> list[MigrateRows]:
+def _commands(move: Transfer, rows_left: dict[tuple[Shard, str | None], int]) -> list[MigrateRows]:
     """Commands for a move: they take rows of the shards that were opened last, which have most of their way to go."""
     commands, wanted = [], move.num_rows
-    for (shard, adapter), there in reversed(rows_left.items()):
+    for (shard, adapter_id), there in reversed(rows_left.items()):
         num_rows = min(wanted, there)
-        if adapter == move.adapter and num_rows:
+        if adapter_id == move.adapter_id and num_rows:
             commands.append(
                 MigrateRows(
-                    shard.shard_id, move.from_replica_id, move.to_replica_id, adapter, num_rows, is_selective=True
+                    shard.shard_id,
+                    move.from_replica_id,
+                    move.to_replica_id,
+                    num_rows,
+                    is_selective=True,
+                    adapter_id=adapter_id,
                 )
             )
-            rows_left[shard, adapter] -= num_rows
+            rows_left[shard, adapter_id] -= num_rows
             wanted -= num_rows
     return commands

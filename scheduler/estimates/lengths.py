@@ -215,14 +215,14 @@ def spread_quantiles(places: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 class LengthEstimator:
-    """Mean output tokens of rows, by adapter and over all; the base model has the name ""."""
+    """Mean output tokens of rows, by adapter and over all. An adapter is known by its id, None is the base model."""
 
     def __init__(self) -> None:
         self._asked_rows = self._asked_tokens = self._prompt_tokens = self._reused_tokens = 0
         #: Rows of any adapter that have finished, and their output tokens.
         self.num_finished = self.finished_tokens = 0
         # Adapter -> rows finished so far and their output tokens.
-        self._finished: dict[str, tuple[int, int]] = {}
+        self._finished: dict[str | None, tuple[int, int]] = {}
         # By length class: rows of any adapter that have finished, and their output tokens.
         self._rows = np.zeros(_NUM_CLASSES)
         self._tokens = np.zeros(_NUM_CLASSES)
@@ -242,7 +242,9 @@ class LengthEstimator:
         self._asked_tokens += max_tokens
         self._prompt_tokens += prompt_tokens
 
-    def finished(self, output_tokens: int, num_rows: int = 1, adapter: str = "", reused_tokens: int = 0) -> None:
+    def finished(
+        self, output_tokens: int, num_rows: int = 1, adapter_id: str | None = None, reused_tokens: int = 0
+    ) -> None:
         """Take in finished rows of one adapter and about the same length.
 
         `output_tokens`: sum of the tokens that they have generated. `reused_tokens`: sum of their prompt tokens that
@@ -255,8 +257,8 @@ class LengthEstimator:
             self._tokens[number] += output_tokens
         self.num_finished += num_rows
         self.finished_tokens += output_tokens
-        rows, tokens = self._finished.get(adapter, (0, 0))
-        self._finished[adapter] = (rows + num_rows, tokens + output_tokens)
+        rows, tokens = self._finished.get(adapter_id, (0, 0))
+        self._finished[adapter_id] = (rows + num_rows, tokens + output_tokens)
 
     def had(self, earlier: AnswerLengths, share: float) -> None:
         """Take in the lengths of an adapter's answers in earlier jobs, for `distribution`.
@@ -277,14 +279,14 @@ class LengthEstimator:
         reused = self._reused_tokens / max(1, self.num_finished)
         return max(0.0, self._prompt_tokens / max(1, self._asked_rows) - reused)
 
-    def measured(self, adapter: str) -> float | None:
+    def measured(self, adapter_id: str | None) -> float | None:
         """Mean output tokens of an adapter's finished rows; None while there are fewer than `MIN_FINISHED_ROWS`."""
-        rows, tokens = self._finished.get(adapter, (0, 0))
+        rows, tokens = self._finished.get(adapter_id, (0, 0))
         return tokens / rows if rows >= MIN_FINISHED_ROWS else None
 
     def measured_together(self, adapters: Sequence[str]) -> float | None:
         """Mean of the measured lengths of these adapters (none: of the base model); None while there is none."""
-        means = [mean for name in adapters or ("",) if (mean := self.measured(name)) is not None]
+        means = [mean for adapter_id in adapters or (None,) if (mean := self.measured(adapter_id)) is not None]
         return sum(means) / len(means) if means else None
 
     @property

@@ -13,7 +13,7 @@ from operator import mul
 import numpy as np
 
 from ..cost import CostModel, StepLoad
-from ..messages import Progress
+from ..messages import ReplicaReported
 from ..planning.waves import Shard
 from .step_costs import prices
 from .time_left import Work
@@ -89,20 +89,18 @@ class PaceEstimator:
         self._compared: RelativePaces | None = None
         self._num_since = 0
 
-    def reported(self, report: Progress) -> None:
+    def reported(self, report: ReplicaReported) -> None:
         """Take in a report. Totals that have become smaller are those of an engine that was started again."""
         if self._prices is None:
             return
-        if not report.steps:
-            return
-        steps = self._steps.setdefault(report.replica_id, _Steps())
+        steps, num_steps = self._steps.setdefault(report.replica_id, _Steps()), report.steps.num_steps
         # a report is too short for NumPy
-        all_predicted_s = sum(map(mul, self._prices, report.steps))
+        all_predicted_s = sum(map(mul, self._prices, report.steps.values))
         taken_s, predicted_s = report.engine_s - steps.engine_s, all_predicted_s - steps.all_predicted_s
-        if taken_s > 0 and report.steps[0] > steps.num_steps:
+        if taken_s > 0 and num_steps > steps.num_steps:
             kept = 0.5 ** (taken_s / _HALF_LIFE_S)
             self._count(steps, kept * steps.taken_s + taken_s, kept * steps.predicted_s + predicted_s)
-        steps.engine_s, steps.num_steps, steps.all_predicted_s = report.engine_s, report.steps[0], all_predicted_s
+        steps.engine_s, steps.num_steps, steps.all_predicted_s = report.engine_s, num_steps, all_predicted_s
 
     def removed(self, replica_id: str) -> None:
         """Drop a replica."""

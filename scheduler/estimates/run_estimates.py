@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..cost import CostModel
-from ..messages import Progress
+from ..messages import ReplicaReported
 from ..planning.waves import Shard
 from .lengths import PRIOR_SHARE, LengthEstimator
 from .pace import PaceEstimator, planned_work
@@ -47,7 +47,7 @@ class RunEstimates:
         self.corrected_s: float | None = None
         self._planned = planned
         self._opened_s: float | None = None
-        self._reports: dict[str, Progress] = {}
+        self._reports: dict[str, ReplicaReported] = {}
         if planned is not None:
             #: Costs of steps, measured from the reports of this run's engines.
             self.costs = StepCosts(planned.cost)
@@ -58,15 +58,14 @@ class RunEstimates:
         if self._opened_s is None:
             self._opened_s = time_s
 
-    def reported(self, event: Progress) -> None:
+    def reported(self, event: ReplicaReported) -> None:
         """Take in a replica's report."""
         self.paces.reported(event)
-        for adapter, num_rows, output_tokens in event.finished:
-            self.lengths.finished(output_tokens, num_rows, adapter)
+        for rows in event.finished:
+            self.lengths.finished(rows.output_tokens, rows.num_rows, rows.adapter_id)
         if self._planned is not None:
             self._reports[event.replica_id] = event
-            if event.steps:
-                self.costs.reported(event.replica_id, event.steps, event.engine_s)
+            self.costs.reported(event.replica_id, event.steps, event.engine_s)
 
     def committed(self, shard: Shard) -> None:
         """Subtract the work of a shard whose part is written."""

@@ -6,7 +6,6 @@ seconds that they took. All of them together, and the model that the job was pla
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -50,14 +49,13 @@ class StepCosts:
         self._spans: list[NDArray[np.float64]] = []
         self._span_s: list[float] = []
 
-    def reported(self, replica_id: str, totals: Sequence[float], seconds: float) -> None:
-        """Take in a report. `totals`: the fields of `StepTotals`, in order. `seconds`: time in these steps, without
-        merges and waits for adapters.
+    def reported(self, replica_id: str, totals: StepTotals, seconds: float) -> None:
+        """Take in a report. `seconds`: time in the steps of `totals`, without merges and waits for adapters.
 
         Steps before an engine's first report were for others and do not count. Totals that have become smaller are
         those of an engine that was started again.
         """
-        now = np.array(totals, dtype=np.float64)
+        now = np.array(totals.values, dtype=np.float64)
         nothing = np.zeros_like(now)
         known = self._replicas.setdefault(replica_id, _Replica(now, seconds, nothing))
         if now[0] < known.totals[0]:

@@ -77,26 +77,26 @@ class PlannedJob:
     is_guess: bool
     #: Rows that the replicas together run at once.
     num_places: int = 1
-    #: Adapter -> lengths of its answers in earlier jobs, as the plan knew them; None when the plan knew all lengths
-    #: exactly.
-    known_lengths: Mapping[str, AnswerLengths] | None = field(default_factory=dict)
+    #: Adapter id (None: base model) -> lengths of its answers in earlier jobs, as the plan knew them. None instead of a
+    #: mapping when the plan knew all lengths exactly.
+    known_lengths: Mapping[str | None, AnswerLengths] | None = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready object with every field."""
+        """A JSON-ready object with every field; `known_lengths` is a list of pairs."""
         lengths = self.known_lengths
-        named = None if lengths is None else {name: known.to_json() for name, known in lengths.items()}
-        return asdict(replace(self, known_lengths=None)) | {"known_lengths": named}
+        pairs = None if lengths is None else [[adapter_id, known.to_json()] for adapter_id, known in lengths.items()]
+        return asdict(replace(self, known_lengths=None)) | {"known_lengths": pairs}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> PlannedJob:
         """The job that `to_json` wrote."""
-        named = raw["known_lengths"]
+        pairs = raw["known_lengths"]
         return cls(
             **{
                 **raw,
                 "work": Work(**raw["work"]),
                 "cost": CostModel.from_json(raw["cost"]),
-                "known_lengths": None if named is None else {n: AnswerLengths.from_json(k) for n, k in named.items()},
+                "known_lengths": None if pairs is None else {a: AnswerLengths.from_json(known) for a, known in pairs},
             }
         )
 

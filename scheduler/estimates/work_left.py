@@ -13,12 +13,15 @@ from .time_left import Work
 class WorkLeft:
     """Adds up the work of shards that are not committed, by the set of adapters of their rows.
 
-    `known_lengths`: adapter -> lengths of its answers in earlier jobs; None when the plan knew all lengths exactly.
-    `lengths`: lengths of this run's answers, fed by its owner; those of earlier jobs are added to it.
+    `known_lengths`: adapter id (None: base model) -> lengths of its answers in earlier jobs; None when the plan knew
+    all lengths exactly. `lengths`: lengths of this run's answers, fed by its owner; those of earlier jobs are added.
     """
 
     def __init__(
-        self, shards: Iterable[Shard], known_lengths: Mapping[str, AnswerLengths] | None, lengths: LengthEstimator
+        self,
+        shards: Iterable[Shard],
+        known_lengths: Mapping[str | None, AnswerLengths] | None,
+        lengths: LengthEstimator,
     ) -> None:
         earlier = known_lengths or {}
         self._known = frozenset(earlier)
@@ -32,8 +35,8 @@ class WorkLeft:
         # A shard names the adapters of its rows, not the number of rows of each.
         for adapters, work in self._planned.items():
             share = work.num_rows / self._total.num_rows / max(1, len(adapters))
-            for name in self._known.intersection(adapters or ("",)):
-                lengths.had(earlier[name], share)
+            for adapter_id in self._known.intersection(adapters or (None,)):
+                lengths.had(earlier[adapter_id], share)
         # Distribution of the lengths of answers when the plan knew all of them; else None.
         self._spread = (
             None
@@ -119,7 +122,7 @@ class WorkLeft:
             measured = self._lengths.measured_together(adapters)
             if measured is not None and finished:
                 output += work.num_rows * measured * mean / finished
-            elif self._known.issuperset(adapters or ("",)):
+            elif self._known.issuperset(adapters or (None,)):
                 output += predicted
             else:
                 output += predicted * mean / predicted_mean

@@ -52,8 +52,8 @@ class RowWork:
 class AdapterWork:
     """Work of engines for the rows of one adapter; tokens as in `RowWork`."""
 
-    #: Name of the adapter; "" for the base model.
-    adapter: str
+    #: Id of the adapter; None for the base model.
+    adapter_id: str | None
     #: Rows of the adapter.
     num_rows: int
     #: Their prompt tokens that are computed.
@@ -80,7 +80,7 @@ class JobWork:
     @classmethod
     def of_rows(
         cls,
-        adapters: Sequence[str],
+        adapters: Sequence[str | None],
         slot: NDArray[np.int64],
         prompt: NDArray[np.float64],
         computed: NDArray[np.float64],
@@ -97,8 +97,8 @@ class JobWork:
         chosen = {int(np.argmax(decoded)), int(np.argmax(computed))}
         return cls(
             tuple(
-                AdapterWork(name, int(num_rows[i]), float(all_computed[i]), float(all_decoded[i]), float(longest[i]))
-                for i, name in enumerate(adapters)
+                AdapterWork(key, int(num_rows[i]), float(all_computed[i]), float(all_decoded[i]), float(longest[i]))
+                for i, key in enumerate(adapters)
                 if num_rows[i]
             ),
             float(prompt_pairs(computed, prompt - computed).sum()),
@@ -112,16 +112,16 @@ class JobWork:
         parts = [part for part in parts if part.adapters]
         if not parts:
             return cls()
-        sums: dict[str, NDArray[np.float64]] = {}
-        most: dict[str, float] = {}
+        sums: dict[str | None, NDArray[np.float64]] = {}
+        most: dict[str | None, float] = {}
         for work in (work for part in parts for work in part.adapters):
             counted = np.array([work.num_rows, work.computed_tokens, work.decoded_tokens])
-            sums[work.adapter] = sums.get(work.adapter, 0.0) + counted
-            most[work.adapter] = max(most.get(work.adapter, 0.0), work.longest_decoded)
+            sums[work.adapter_id] = sums.get(work.adapter_id, 0.0) + counted
+            most[work.adapter_id] = max(most.get(work.adapter_id, 0.0), work.longest_decoded)
         longest = [row for part in parts for row in part.longest]
         chosen = {max(longest, key=lambda row: row.decoded_tokens), max(longest, key=lambda row: row.computed_tokens)}
         return cls(
-            tuple(AdapterWork(a, int(n), float(c), float(d), most[a]) for a, (n, c, d) in sorted(sums.items())),
+            tuple(AdapterWork(a, int(n), float(c), float(d), most[a]) for a, (n, c, d) in sums.items()),
             sum(part.row_pairs for part in parts),
             sum(part.context_tokens for part in parts),
             tuple(chosen),
@@ -137,7 +137,7 @@ def work_bound(
     step_tokens: int,
     slowness: Sequence[float],
 ) -> JobBound:
-    """Lower bound for work that was added up, without loads. `ranks`: LoRA rank by adapter. For the rest see
+    """Lower bound for work that was added up, without loads. `ranks`: LoRA rank by adapter id. For the rest see
     `job_bound`.
     """
     alone_s = (
@@ -171,10 +171,9 @@ def job_bound(
     computed = workload.computed_prompt_tokens[has_work].astype(np.float64)
     # The first token comes out of the prefill.
     decoded = np.maximum(output_tokens[has_work] - 1.0, 0.0)
-    names = [adapter.name for adapter in workload.adapters]
-    slot = workload.adapter_index[has_work].astype(np.int64) % (len(names) + 1)
-    work = JobWork.of_rows([*names, ""], slot, prompt, computed, decoded)
-    ranks = {adapter.name: float(adapter.rank) for adapter in workload.adapters}
+    ranks = {adapter.adapter_id: float(adapter.rank) for adapter in workload.adapters}
+    slot = workload.adapter_index[has_work].astype(np.int64) % (len(ranks) + 1)
+    work = JobWork.of_rows([*ranks, None], slot, prompt, computed, decoded)
     all_s = _work_seconds(work, ranks, cost, batch_rows, step_tokens)
     longest_s = float(_alone_seconds(prompt, computed, decoded, cost, step_tokens).max())
     loads_s = _load_seconds(workload, has_work, cost, len(slowness), adapter_source)
@@ -221,8 +220,11 @@ def _work_seconds(
     )
 
     def steps_s(num_steps: float, place_s: float) -> float:
-        served = (part for part in work.adapters if part.adapter)
-        adapters_s = (_adapter_seconds(part, ranks[part.adapter], cost, batch_rows, place_s) for part in served)
+        adapters_s = (
+            _adapter_seconds(part, ranks[part.adapter_id], cost, batch_rows, place_s)
+            for part in work.adapters
+            if part.adapter_id is not None
+        )
         return cost.step_s * num_steps + sum(adapters_s)
 
     # An empty place may cost nothing in steps that tokens limit.

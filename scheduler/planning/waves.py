@@ -46,7 +46,7 @@ class Shard:
     wave_id: int
     #: Mode in which its rows are planned to run; `none`: no row needs an engine.
     mode: ShardMode
-    #: Names of its adapters, without the base model.
+    #: Ids of its adapters, without the base model.
     adapters: tuple[str, ...]
     #: Rows of the shard.
     num_rows: int
@@ -289,7 +289,7 @@ def _describe(
         shard_id=shard_id,
         wave_id=wave_id,
         mode=mode,
-        adapters=tuple(workload.adapters[index].name for index in present if index != BASE_MODEL),
+        adapters=tuple(workload.adapters[index].adapter_id for index in present if index != BASE_MODEL),
         num_rows=len(rows),
         prompt_tokens=int(workload.prompt_tokens[rows].sum()),
         predicted_output_tokens=round(float(output[rows][has_work].sum())),
@@ -376,7 +376,7 @@ def with_merged_waves(
     plan: ShardPlan, workload: Workload, cost: CostModel, *, batch_rows: int, num_replicas: int
 ) -> ShardPlan:
     """Mark the waves of one adapter that run sooner merged as `merged`. Rows and order are untouched."""
-    ranks = {adapter.name: adapter.rank for adapter in workload.adapters}
+    ranks = {adapter.adapter_id: adapter.rank for adapter in workload.adapters}
     waves: dict[int, list[Shard]] = {}
     for shard in plan.shards:
         waves.setdefault(shard.wave_id, []).append(shard)
@@ -384,7 +384,7 @@ def with_merged_waves(
         wave_id
         for wave_id, shards in waves.items()
         if shards[0].mode == "unmerged"
-        and len({name for shard in shards for name in shard.adapters}) == 1
+        and len({adapter_id for shard in shards for adapter_id in shard.adapters}) == 1
         and pays_to_merge(shards, ranks[shards[0].adapters[0]], cost, batch_rows=batch_rows, num_replicas=num_replicas)
     }
     shards = tuple(replace(s, mode="merged") if s.wave_id in merged else s for s in plan.shards)

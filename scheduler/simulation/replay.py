@@ -1,6 +1,6 @@
 """Replay of a job: its recorded events through new Schedulers must give the recorded commands, one by one.
 
-An event log (`events.jsonl`) is a sequence of flat objects: how a scheduler began, then each event followed by the
+An event log (`events.jsonl`) is a sequence of objects: how a scheduler began, then each event followed by the
 commands it gave. A job with several coordinators, or one that was resumed, has several beginnings; each is replayed by
 itself. Those of another version of the events are passed over.
 """
@@ -46,10 +46,10 @@ def replay(shards: Sequence[Shard], event_log: Iterable[Mapping[str, Any]]) -> R
             shards, committed=origin["committed"], settings=SchedulerSettings.from_json(origin["settings"])
         )
         for event, recorded in steps:
-            given = [command.to_json() for command in scheduler.handle(Event.from_json(event))]
-            # Both are read back from JSON: tuples have become lists in the record.
-            if [Command.from_json(command) for command in given] != [Command.from_json(c) for c in recorded]:
-                return ReplayOutcome(num_events, num_commands, num_passed_over, (num_events, recorded, given))
+            given = scheduler.handle(Event.from_json(event))
+            if given != [Command.from_json(command) for command in recorded]:
+                found = [command.to_json() for command in given]
+                return ReplayOutcome(num_events, num_commands, num_passed_over, (num_events, recorded, found))
             num_events += 1
             num_commands += len(given)
     return ReplayOutcome(num_events, num_commands, num_passed_over)

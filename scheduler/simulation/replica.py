@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,9 +131,10 @@ class SimulatedReplica:
         return self._memory.resident
 
     @property
-    def totals(self) -> tuple[float, ...]:
-        """Work of its steps: the fields of `StepTotals` in order."""
-        return tuple(self._totals.tolist())
+    def totals(self) -> StepTotals:
+        """Work of its steps."""
+        totals: Any = self._totals.tolist()
+        return StepTotals(*totals)
 
     @property
     def num_prefilling(self) -> int:

@@ -49,12 +49,10 @@ def test_an_adapter_is_read_from_storage_by_one_worker_only(echo_job: EchoJob, b
     echo_job.assert_answered(rows)
     opened = [event for event in echo_job.store.read_events() if event["kind"] == "RunShard"]
     # Worker -> where it fetched the adapter.
-    source = {
-        event["replica_id"]: dict(event["adapter_sources"])["rank8"] for event in opened if event["adapter_sources"]
-    }
+    source = {event["replica_id"]: fetch["from_replica_id"] for event in opened for fetch in event["adapter_fetches"]}
     assert len(source) == 3
-    (first,) = [worker for worker, origin in source.items() if origin == ""]
-    assert set(source.values()) == {"", first}
+    (first,) = [worker for worker, origin in source.items() if origin is None]
+    assert set(source.values()) == {None, first}
     assert sorted(map(fetched, caches.values())) == [[], [], ["rank8"]]
     assert replay_job(echo_job.store).first_difference is None
 
@@ -68,5 +66,5 @@ def test_adapters_that_workers_see_as_files_need_no_source(echo_job: EchoJob, tm
     echo_job.assert_answered(rows)
     opened = [event for event in echo_job.store.read_events() if event["kind"] == "RunShard"]
     assert opened
-    assert not any(event["adapter_sources"] for event in opened)
+    assert not any(event["adapter_fetches"] for event in opened)
     assert not any(map(fetched, caches.values()))

@@ -64,8 +64,10 @@ def test_a_job_goes_on_when_the_worker_that_coordinates_it_is_killed(echo_job: E
     assert (result.num_rows, result.num_errors) == (320, 0)
     events = echo_job.store.read_events()
     first, second, *_ = [record for record in events if record["kind"] == "ReplicasFound"]
-    assert all(open_shards == [] for _, _, open_shards, _ in first["replicas"])
-    adopted = {worker: {shard for shard, _ in open_shards} for worker, _, open_shards, _ in second["replicas"]}
+    assert all(replica["open_shards"] == [] for replica in first["replicas"])
+    adopted = {
+        replica["replica_id"]: {rows["shard_id"] for rows in replica["open_shards"]} for replica in second["replicas"]
+    }
     # What the other worker had open went on there, and was not begun again. The killed worker's last report is found
     # too, one that has started in its place may be there without a shard, and the other may be between two shards.
     survivors = [worker for worker, shards in adopted.items() if shards and worker not in killed]

@@ -28,16 +28,18 @@ from lorabatch.jobs.record import (
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
 from lorabatch.scheduler.messages import (
+    FoundReplica,
     MigrateRows,
-    Progress,
     ReplicaFailed,
     ReplicaJoined,
     ReplicaLeft,
+    ReplicaReported,
     ReplicasFound,
     RunShard,
     ShardCommitted,
     ShardFailed,
     Tick,
+    UnfinishedRows,
     WorkersSeen,
 )
 from lorabatch.scheduler.planning.waves import Shard
@@ -314,11 +316,11 @@ def records() -> dict[str, Any]:
     }  # fmt: skip
     events = [
         WorkersSeen(0.0, (worker, "tcp://10.0.0.2:4000")),
-        ReplicasFound(0.5, (("tcp://10.0.0.2:4000", 8, ((1, 4),), 1.0),)),
+        ReplicasFound(0.5, (FoundReplica("tcp://10.0.0.2:4000", 8, (UnfinishedRows(1, 4),), 1.0),)),
         ReplicaJoined(1.0, worker, 8),
         RunShard(0, worker, 0),
-        Progress(2.0, worker, 4, 3, 25.0, ("alpha",), ((0, 4),), mode="unmerged"),
-        MigrateRows(0, 2, worker, "tcp://10.0.0.2:4000", "alpha"),
+        ReplicaReported(2.0, worker, 4, 3, 25.0, ("alpha",), (UnfinishedRows(0, 4),), mode="unmerged"),
+        MigrateRows(0, worker, "tcp://10.0.0.2:4000", 2, is_selective=True, adapter_id="alpha"),
         ShardFailed(3.0, 0, worker, "a reason"),
         RunShard(0, worker, 1),
         ShardCommitted(4.0, 0, worker),

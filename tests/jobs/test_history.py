@@ -33,15 +33,15 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_jobs_are_joined_and_the_latest_cost_counts(path: Path) -> None:
     assert read_history(path) == ModelHistory()
-    add_to_history(path, CPU_SMOLLM2_135M, {"a": answers(10, 100), "": answers(4, 8)})
+    add_to_history(path, CPU_SMOLLM2_135M, {"a": answers(10, 100), None: answers(4, 8)})
     add_to_history(path, COST, {"a": answers(30, 60)})
     # Too short for its steps to be measured.
     add_to_history(path, None, {"b": answers(1, 7)})
     found = read_history(path)
     assert found.cost == COST
     of_both = AnswerLengths.of([(10, 100, False), (30, 60, False)])
-    assert found.lengths == {"": answers(4, 8), "a": of_both, "b": answers(1, 7)}
-    assert list(found.lengths) == ["", "a", "b"]
+    assert found.lengths == {None: answers(4, 8), "a": of_both, "b": answers(1, 7)}
+    assert list(found.lengths) == [None, "a", "b"]
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 

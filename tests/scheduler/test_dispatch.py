@@ -8,11 +8,12 @@ import pytest
 from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.dispatch import AdapterSources, ShardQueue, rows_behind
-from lorabatch.scheduler.messages import Progress, ReplicaJoined, ReplicaLeft, RunShard
+from lorabatch.scheduler.messages import AdapterFetch, ReplicaJoined, ReplicaLeft, ReplicaReported, RunShard
 from lorabatch.scheduler.planning.waves import Shard
 from lorabatch.scheduler.scheduler import Scheduler
 from lorabatch.scheduler.settings import SchedulerSettings
 from lorabatch.scheduler.simulation.synthetic import draw_adapters, make_adapters, make_workload, power_popularity
+from lorabatch.tests.scheduler.unfinished import unfinished
 
 
 def shard(number, *adapters):
@@ -21,9 +22,9 @@ def shard(number, *adapters):
 
 def test_an_adapter_is_read_from_storage_once_and_fetched_from_a_replica_that_has_it_after():
     sources = AdapterSources()
-    assert sources.of_shard("a", shard(0, "x")) == (("x", ""),)
-    assert sources.of_shard("a", shard(1, "x", "y")) == (("x", ""), ("y", ""))
-    assert sources.of_shard("b", shard(2, "x")) == (("x", "a"),)
+    assert sources.of_shard("a", shard(0, "x")) == (AdapterFetch("x", None),)
+    assert sources.of_shard("a", shard(1, "x", "y")) == (AdapterFetch("x", None), AdapterFetch("y", None))
+    assert sources.of_shard("b", shard(2, "x")) == (AdapterFetch("x", "a"),)
 
 
 def test_what_a_replica_reports_needs_no_source():
@@ -37,17 +38,17 @@ def test_a_source_that_is_gone_is_replaced_by_storage():
     sources.of_shard("a", shard(0, "x"))
     sources.of_shard("b", shard(1, "x"))
     sources.removed("a")
-    assert sources.of_shard("b", shard(2, "x")) == (("x", ""),)
+    assert sources.of_shard("b", shard(2, "x")) == (AdapterFetch("x", None),)
 
 
 def test_commands_name_sources_and_a_replica_that_was_removed_has_nothing_any_more():
     shards = [shard(0, "x"), shard(1, "x")]
     scheduler = Scheduler(shards, settings=SchedulerSettings(shares_adapters=True, open_batches=0.1))
-    assert scheduler.handle(ReplicaJoined(0.0, "a", 64)) == [RunShard(0, "a", 0, (("x", ""),))]
-    scheduler.handle(Progress(1.0, "a", 32, 32, 9.0, ("x",), ((0, 32),)))
-    assert scheduler.handle(ReplicaJoined(1.0, "b", 64)) == [RunShard(1, "b", 0, (("x", "a"),))]
+    assert scheduler.handle(ReplicaJoined(0.0, "a", 64)) == [RunShard(0, "a", 0, (AdapterFetch("x", None),))]
+    scheduler.handle(ReplicaReported(1.0, "a", 32, 32, 9.0, ("x",), unfinished((0, 32))))
+    assert scheduler.handle(ReplicaJoined(1.0, "b", 64)) == [RunShard(1, "b", 0, (AdapterFetch("x", "a"),))]
     scheduler.handle(ReplicaLeft(2.0, "b"))
-    assert scheduler.handle(ReplicaJoined(3.0, "b", 64)) == [RunShard(1, "b", 1, (("x", "a"),))]
+    assert scheduler.handle(ReplicaJoined(3.0, "b", 64)) == [RunShard(1, "b", 1, (AdapterFetch("x", "a"),))]
     scheduler.check_integrity()
 
 

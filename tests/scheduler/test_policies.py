@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lorabatch.scheduler.messages import (
     FinishJob,
-    Progress,
     ReplicaJoined,
+    ReplicaReported,
     RunShard,
     ShardCommitted,
     ShardFailed,
@@ -139,7 +139,7 @@ class DealtJob(RuleBasedStateMachine):
             if not self.alive:
                 self.joins()
             for name in self.alive:
-                self.tell(lambda now, name=name: Progress(now, name, 0, 0, 0.0, ()))
+                self.tell(lambda now, name=name: ReplicaReported(now, name, 0, 0, 0.0, ()))
             for shard, owner in list(self.open.items()):
                 del self.open[shard]
                 self.commits[shard] += 1

@@ -17,5 +17,5 @@ def test_the_whole_room_loads_nothing_heavy_and_nothing_of_the_other_rooms():
     )
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     rooms = {name.split(".")[1] for name in loaded if name.startswith("lorabatch.")}
-    assert rooms - {"version"} == {"scheduler"}
+    assert rooms - {"version"} == {"scheduler", "system"}
     assert {"torch", "triton", "dask", "distributed", "pyarrow", "matplotlib"}.isdisjoint(loaded)

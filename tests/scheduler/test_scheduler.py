@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import astuple
-
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -9,13 +7,15 @@ from hypothesis import strategies as st
 from lorabatch.scheduler.machines import CPU_SMOLLM2_135M as CPU
 from lorabatch.scheduler.messages import (
     FailJob,
+    FinishedRows,
     FinishJob,
-    Progress,
+    FoundReplica,
     Recall,
     RemoveReplica,
     ReplicaFailed,
     ReplicaJoined,
     ReplicaLeft,
+    ReplicaReported,
     ReplicasFound,
     RunShard,
     ShardCommitted,
@@ -27,6 +27,7 @@ from lorabatch.scheduler.messages import (
 from lorabatch.scheduler.planning.waves import Shard
 from lorabatch.scheduler.scheduler import Scheduler
 from lorabatch.scheduler.settings import SchedulerSettings
+from lorabatch.tests.scheduler.unfinished import unfinished
 
 
 def make_shards(count, *, rows=32, waves=1, mode="unmerged"):
@@ -47,8 +48,8 @@ def test_a_job_without_shards_finishes_at_once():
 def test_a_replica_keeps_two_batches_of_rows_open():
     scheduler = Scheduler(make_shards(20))
     assert len(opened(scheduler.handle(ReplicaJoined(0.0, "a", 64)))) == 4
-    left = tuple((i, 10) for i in range(4))
-    more = opened(scheduler.handle(Progress(1.0, "a", 40, 40, 100.0, (), left)))
+    left = unfinished(*((i, 10) for i in range(4)))
+    more = opened(scheduler.handle(ReplicaReported(1.0, "a", 40, 40, 100.0, (), left)))
     assert len(more) == 3
     scheduler.check_integrity()
 
@@ -160,15 +161,18 @@ def test_a_late_failure_of_an_old_attempt_is_ignored():
 
 def test_a_new_scheduler_adopts_shards_already_running_before_it_opens_others():
     scheduler = Scheduler(make_shards(4, rows=100), committed=[3])
-    found = ReplicasFound(0.0, (("a", 25, ((1, 60), (3, 5)), 0.0), ("b", 50, ((0, 40), (1, 60)), 1.0)))
-    assert opened(scheduler.handle(found)) == [(1, "a", 0), (0, "b", 0), (2, "b", 0)]
+    found = (
+        FoundReplica("a", 25, unfinished((1, 60), (3, 5)), 0.0),
+        FoundReplica("b", 50, unfinished((0, 40), (1, 60)), 1.0),
+    )
+    assert opened(scheduler.handle(ReplicasFound(0.0, found))) == [(1, "a", 0), (0, "b", 0), (2, "b", 0)]
     scheduler.check_integrity()
 
 
 def test_a_new_scheduler_adopts_a_shard_that_an_older_one_opened_after_replicas_were_asked():
     scheduler = Scheduler(make_shards(3, rows=100))
-    scheduler.handle(ReplicasFound(0.0, (("a", 25, ((0, 100),), 0.0),)))
-    report = Progress(0.3, "a", 120, 25, 1.0, (), ((0, 60), (1, 90)))
+    scheduler.handle(ReplicasFound(0.0, (FoundReplica("a", 25, unfinished((0, 100)), 0.0),)))
+    report = ReplicaReported(0.3, "a", 120, 25, 1.0, (), unfinished((0, 60), (1, 90)))
     assert opened(scheduler.handle(report)) == [(1, "a", 0)]
     scheduler.check_integrity()
     assert opened(scheduler.handle(ReplicaJoined(0.4, "b", 25))) == [(2, "b", 0)]
@@ -178,9 +182,9 @@ def test_what_a_replica_still_lists_of_shards_that_are_not_its_own_changes_nothi
     scheduler = Scheduler(make_shards(2, rows=100))
     assert opened(scheduler.handle(ReplicaJoined(0.0, "a", 25))) == [(0, "a", 0)]
     assert opened(scheduler.handle(ReplicaJoined(0.1, "b", 25))) == [(1, "b", 0)]
-    scheduler.handle(Progress(0.2, "a", 120, 25, 1.0, (), ((0, 60), (1, 60))))
+    scheduler.handle(ReplicaReported(0.2, "a", 120, 25, 1.0, (), unfinished((0, 60), (1, 60))))
     assert opened(scheduler.handle(ShardFailed(0.3, 1, "b", "disk full"))) == []
-    assert opened(scheduler.handle(Progress(0.4, "b", 10, 25, 1.0, (), ((1, 60),)))) == []
+    assert opened(scheduler.handle(ReplicaReported(0.4, "b", 10, 25, 1.0, (), unfinished((1, 60))))) == []
     scheduler.check_integrity()
 
 
@@ -189,9 +193,10 @@ def test_waves_whose_rows_prove_long_are_opened_before_the_others():
     first = opened(scheduler.handle(ReplicaJoined(0.0, "a", 16)))
     (wave,) = {s % 2 for s, _, _ in first}
     other = f"adapter-{1 - wave}"
-    left = tuple((s, 1) for s, _, _ in first)
-    scheduler.handle(Progress(1.0, "a", 1, 1, 1.0, (), left, ((other, 8, 8 * 2000),)))
-    more = opened(scheduler.handle(Progress(2.0, "a", 1, 1, 1.0, (), tuple((s, 0) for s, _, _ in first))))
+    left, none_left = (unfinished(*((s, num_rows) for s, _, _ in first)) for num_rows in (1, 0))
+    finished = (FinishedRows(other, 8, 8 * 2000),)
+    scheduler.handle(ReplicaReported(1.0, "a", 1, 1, 1.0, (), left, finished))
+    more = opened(scheduler.handle(ReplicaReported(2.0, "a", 1, 1, 1.0, (), none_left)))
     assert {s % 2 for s, _, _ in more} <= {1 - wave}
 
 
@@ -216,7 +221,7 @@ def test_reports_keep_a_replica_and_a_pause_of_the_scheduler_itself_removes_none
     scheduler = Scheduler(make_shards(4), settings=SchedulerSettings(silence_limit_s=20.0))
     scheduler.handle(ReplicaJoined(0.0, "a", 64))
     for now_s in range(2, 60, 2):
-        scheduler.handle(Progress(float(now_s), "a", 1, 1, 1.0, ()))
+        scheduler.handle(ReplicaReported(float(now_s), "a", 1, 1, 1.0, ()))
         assert scheduler.handle(Tick(float(now_s))) == []
     assert scheduler.handle(Tick(600.0)) == []
 
@@ -256,7 +261,11 @@ def test_a_job_without_any_replica_for_the_limit_fails():
 def test_a_new_scheduler_adopts_neither_silent_replicas_nor_those_whose_workers_are_gone():
     scheduler = Scheduler(make_shards(4, rows=100))
     scheduler.handle(WorkersSeen(0.0, ("hung", "b")))
-    found = (("gone", 25, ((0, 60),), 0.0), ("hung", 25, ((1, 60),), 40.0), ("b", 25, ((2, 60),), 1.0))
+    silences = {"gone": 0.0, "hung": 40.0, "b": 1.0}
+    found = tuple(
+        FoundReplica(name, 25, unfinished((shard_id, 60)), silent_s)
+        for shard_id, (name, silent_s) in enumerate(silences.items())
+    )
     assert {r for _, r, _ in opened(scheduler.handle(ReplicasFound(0.0, found)))} == {"b"}
 
 
@@ -296,7 +305,7 @@ class Storm:
                 self.send(WorkersSeen(0.0, tuple(sorted(self.alive))))
             elif kind == "report" and replica_id in self.joined:
                 self.num_reports += 1
-                left = tuple((s, 1) for s, r in sorted(self.open.items()) if r == replica_id)
+                left = unfinished(*((s, 1) for s, r in sorted(self.open.items()) if r == replica_id))
                 # By their names, workers are up to a thousand times slower than the first.
                 self.send(worked(replica_id, 10.0 ** (choice % 4), open_shards=left, time_s=float(self.num_reports)))
             elif kind == "fail" and self.open:
@@ -338,9 +347,9 @@ def test_whatever_happens_every_shard_is_committed_once_in_the_end(num_shards, m
 def worked(name, slowness, *, open_shards=(), time_s=5.0):
     """A report of a replica that has made a thousand steps of ten rows."""
     step_s = CPU.step_s + 10 * (CPU.decode_row_s + 150 * CPU.context_token_s)
-    left = sum(rows for _, rows in open_shards)
-    steps = astuple(StepTotals(1000, decode_rows=10_000, context_tokens=1_500_000))
-    return Progress(time_s, name, left, 0, 0.0, (), open_shards, engine_s=slowness * step_s * 1000, steps=steps)
+    left = sum(rows.num_rows for rows in open_shards)
+    steps = StepTotals(1000, decode_rows=10_000, context_tokens=1_500_000)
+    return ReplicaReported(time_s, name, left, 0, 0.0, (), open_shards, engine_s=slowness * step_s * 1000, steps=steps)
 
 
 def make_paced(num_shards, *, replicas=("fast", "slow")):
@@ -381,8 +390,8 @@ def test_until_its_pace_is_known_a_replica_gets_one_batch_unless_that_is_over_be
 
 def test_a_slow_replica_gets_its_share_by_pace():
     scheduler, given = make_paced(60)
-    scheduler.handle(worked("fast", 1.0, open_shards=tuple((s, 8) for s, _, _ in given[0])))
-    idle = tuple((s, 0) for s, _, _ in given[1])
+    scheduler.handle(worked("fast", 1.0, open_shards=unfinished(*((s, 8) for s, _, _ in given[0]))))
+    idle = unfinished(*((s, 0) for s, _, _ in given[1]))
     more = opened(scheduler.handle(worked("slow", 3.0, open_shards=idle)))
     more += opened(scheduler.handle(worked("slow", 3.0, open_shards=idle, time_s=6.0)))
     # Of 416 rows that are left a quarter, to within a shard, and not two batches.
@@ -392,8 +401,8 @@ def test_a_slow_replica_gets_its_share_by_pace():
 
 def test_a_replica_that_would_end_after_the_job_gets_nothing_more():
     scheduler, given = make_paced(20)
-    scheduler.handle(worked("fast", 1.0, open_shards=tuple((s, 8) for s, _, _ in given[0])))
-    idle = tuple((s, 0) for s, _, _ in given[1])
+    scheduler.handle(worked("fast", 1.0, open_shards=unfinished(*((s, 8) for s, _, _ in given[0]))))
+    idle = unfinished(*((s, 0) for s, _, _ in given[1]))
     assert opened(scheduler.handle(worked("slow", 50.0, open_shards=idle))) == []
     assert opened(scheduler.handle(worked("slow", 50.0, open_shards=idle, time_s=6.0))) == []
     # Alone it goes on, however slow.
@@ -404,8 +413,8 @@ def test_a_replica_that_would_end_after_the_job_gets_nothing_more():
 
 def test_a_shard_goes_back_to_the_replica_on_which_it_failed_when_the_others_get_none():
     scheduler, given = make_paced(2)
-    scheduler.handle(worked("fast", 1.0, open_shards=((0, 8),)))
-    scheduler.handle(worked("slow", 50.0, open_shards=((1, 0),)))
+    scheduler.handle(worked("fast", 1.0, open_shards=unfinished((0, 8))))
+    scheduler.handle(worked("slow", 50.0, open_shards=unfinished((1, 0))))
     assert [shards[0][0] for shards in given] == [0, 1]
     assert opened(scheduler.handle(ShardCommitted(6.0, 1, "slow"))) == []
     assert opened(scheduler.handle(ShardFailed(7.0, 0, "fast", "the disk is full"))) == [(0, "fast", 1)]

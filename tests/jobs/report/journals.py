@@ -6,7 +6,16 @@ import json
 from typing import Any
 
 from lorabatch.jobs.store import JobStore
-from lorabatch.scheduler.messages import BEGINNING, Progress, ReplicaJoined, RunShard, ShardCommitted, Tick, WorkersSeen
+from lorabatch.scheduler.messages import (
+    BEGINNING,
+    ReplicaJoined,
+    ReplicaReported,
+    RunShard,
+    ShardCommitted,
+    Tick,
+    UnfinishedRows,
+    WorkersSeen,
+)
 
 ATTACK = "</script><script>document.title='hacked'</script><img src=x onerror=\"document.title='hacked'\">"
 
@@ -34,7 +43,8 @@ def busy_run(num_shards: int = 100, num_workers: int = 4) -> list[Any]:
         time_s, worker = 2.0 + shard_id, workers[shard_id % num_workers]
         mode = ("base", "unmerged", "merged", "mixture")[shard_id // num_workers % 4]
         records += [Tick(time_s), RunShard(shard_id, worker, 0)]
-        records.append(Progress(time_s + 0.5, worker, 90, 60, 250.0, ("a",), ((shard_id, 90),), mode=mode))
+        open_shards = (UnfinishedRows(shard_id, 90),)
+        records.append(ReplicaReported(time_s + 0.5, worker, 90, 60, 250.0, ("a",), open_shards, mode=mode))
         records.append(ShardCommitted(time_s + 0.9, shard_id, worker))
     return [*records, {"kind": "FinishJob"}]
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from bokeh.models import Model, Range1d
+from typing import Any
+
+import pytest
+from bokeh.models import GlyphRenderer, Model, Range1d
 
 from lorabatch.jobs.report.figures import run_figures, worker_names
 from lorabatch.jobs.report.timeline import Activity, Move, RunTimeline, ShardSpan, WorkerTrack, read_timelines
@@ -22,9 +25,27 @@ def track(worker: str = "w", **changes: object) -> WorkerTrack:
 
 def test_a_bar_has_the_seconds_of_its_shard_and_says_whose_rows_it_holds() -> None:
     run = RunTimeline([track(spans=[ShardSpan(1, 0, 25.0, 75.0, "committed")])], end_s=100.0)
-    found = bars(run_figures(run, {1: ["pirate", ""]}), "part written")
+    found = bars(run_figures(run, {1: {"pirate": "sha-p", "sql": "sha-s"}}), "part written")
     assert (found["left"], found["right"]) == ([25.0], [75.0])
-    assert found["title"] == ["shard 1, attempt 0: committed, 50.0 s, from 25.0 to 75.0 s; pirate, base model"]
+    assert found["title"] == ["shard 1, attempt 0: committed, 50.0 s, from 25.0 to 75.0 s; pirate, sql"]
+
+
+@pytest.mark.parametrize(
+    ("adapters", "more", "said"),
+    [
+        ({"pirate": "sha-p"}, {}, " (pirate)"),
+        ({"pirate": "sha-p", "sql": "sha-s"}, {}, ""),
+        ({"pirate": "sha-p", "sql": "sha-s"}, {"is_selective": True, "adapter_id": "sha-s"}, " (sql)"),
+        ({"pirate": "sha-p"}, {"is_selective": True}, ""),
+        ({}, {}, ""),
+    ],
+)
+def test_rows_that_moved_are_named_by_their_adapter_where_they_have_one(
+    adapters: dict[str, str], more: dict[str, Any], said: str
+) -> None:
+    run = RunTimeline([track("v"), track("w")], [Move(1.0, 7, "v", "w", 3, **more)], end_s=9.0)
+    titles = [r.data_source.data.get("title") for r in run_figures(run, {7: adapters}).select({"type": GlyphRenderer})]
+    assert [f"3 rows of shard 7{said} from v to w"] in titles
 
 
 def test_shards_that_are_open_together_stand_in_rows_of_their_own() -> None:
@@ -49,7 +70,7 @@ def test_modes_outcomes_and_idle_times_differ_by_more_than_colour() -> None:
 
 def test_many_shards_workers_and_moves_stay_a_bounded_picture() -> None:
     spans = [ShardSpan(i, 0, i * 0.001, i * 0.001 + 0.0005, "committed") for i in range(20_000)]
-    moves = [Move(1.0, 1, "0", "1", "", 1)] * 5000
+    moves = [Move(1.0, 1, "0", "1", 1)] * 5000
     tracks = [track(str(i), spans=spans if i == 0 else []) for i in range(200)]
     figures = run_figures(RunTimeline(tracks, moves, rates=[(i / 10_000, 1.0) for i in range(200_000)], end_s=20.0), {})
     assert len(bars(figures, "part written")["left"]) <= 401

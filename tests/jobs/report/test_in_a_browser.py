@@ -15,12 +15,14 @@ from lorabatch.jobs.record import InputRecord, JobRecord
 from lorabatch.jobs.report.page import write_report
 from lorabatch.jobs.store import JobStore
 from lorabatch.scheduler.messages import (
-    Progress,
+    FoundReplica,
     ReplicaJoined,
+    ReplicaReported,
     ReplicasFound,
     RunShard,
     ShardCommitted,
     Tick,
+    UnfinishedRows,
     WorkersSeen,
 )
 
@@ -115,10 +117,12 @@ def shown_rows(browser: Browser) -> list[str]:
 def test_nothing_is_loaded_and_what_comes_from_outside_is_text(
     browser: Browser, store: JobStore, tmp_path: Path
 ) -> None:
+    attacker = store.read_record().adapters[0].model_copy(update={"name": ATTACK})
+    store.replace_record(store.read_record().model_copy(update={"adapters": (attacker,)}))
     append(store, beginning(0.0, coordinator=ATTACK, **{ATTACK: 0.0}), ReplicaJoined(0.0, ATTACK, 8))
-    append(store, RunShard(0, ATTACK, 0), Progress(1.0, ATTACK, 8, 8, 2.0, (ATTACK,), mode=ATTACK))
+    append(store, RunShard(0, ATTACK, 0), ReplicaReported(1.0, ATTACK, 8, 8, 2.0, (ATTACK,), mode=ATTACK))
     append(store, {"kind": "RemoveReplica", "replica_id": ATTACK, "reason": ATTACK}, Tick(30.0))
-    store.write_plan_facts({"shards": [{"shard_id": 0, "mode": "none", "adapters": [ATTACK]}]})
+    store.write_plan_facts({"shards": [{"shard_id": 0, "mode": "none"}], "adapter_names": [[ATTACK]]})
     error = {"kind": ATTACK, "num_rows": 1, "location": ATTACK, "sentence": ATTACK}
     store.write_summary(summary(ATTACK, num_errors=1, errors=[error]))
     write_part(store, [(ATTACK, ATTACK, ATTACK)])
@@ -147,7 +151,7 @@ def test_two_coordinators_share_one_axis(browser: Browser, store: JobStore, tmp_
     append(store, WorkersSeen(0.0, ("v", "w")), ReplicaJoined(1.0, "v", 8), ReplicaJoined(1.0, "w", 8))
     append(store, RunShard(0, "v", 0), RunShard(1, "w", 0), Tick(10.0))
     append(store, beginning(130.0, coordinator="w", starting=90.0, running=129.0))
-    append(store, WorkersSeen(0.0, ("w",)), ReplicasFound(0.1, (("w", 8, ((1, 5),), 0.5),)))
+    append(store, WorkersSeen(0.0, ("w",)), ReplicasFound(0.1, (FoundReplica("w", 8, (UnfinishedRows(1, 5),), 0.5),)))
     append(store, RunShard(0, "w", 1), ShardCommitted(10.0, 1, "w"), ShardCommitted(20.0, 0, "w"))
     show(browser, store, tmp_path)
     starts = browser.evaluate(f"{MODEL}('coordinator started').data_source.data.s")

@@ -14,7 +14,7 @@ from lorabatch.jobs.errors import DamagedRecordError, JobRequestError
 from lorabatch.jobs.record import JobRecord, JobState
 from lorabatch.jobs.report.page import save_report, write_report
 from lorabatch.jobs.store import JobStore
-from lorabatch.scheduler.messages import MigrateRows, Progress, ReplicaJoined, RunShard, ShardCommitted
+from lorabatch.scheduler.messages import MigrateRows, ReplicaJoined, ReplicaReported, RunShard, ShardCommitted
 
 from .journals import ATTACK, append, summary
 
@@ -52,8 +52,8 @@ def finish(store: JobStore, adapter: str = "tenant") -> None:
         store,
         ReplicaJoined(0.0, "tcp://w1", 8),
         RunShard(0, "tcp://w1", 0),
-        Progress(1.0, "tcp://w1", 8, 8, 250.0, (adapter,), mode="merged"),
-        MigrateRows(0, "tcp://w1", "tcp://w2", adapter, 3),
+        ReplicaReported(1.0, "tcp://w1", 8, 8, 250.0, (adapter,), mode="merged"),
+        MigrateRows(0, "tcp://w1", "tcp://w2", 3),
         ShardCommitted(36.0, 0, "tcp://w1"),
     )
     errors = [{"kind": "prompt", "num_rows": 2, "location": "a:1", "sentence": f"too long {ATTACK}"}]
@@ -152,7 +152,7 @@ def test_a_place_that_cannot_be_written_is_said_with_what_to_do(tmp_path: Path) 
     ],
 )
 def test_records_of_another_shape_are_named(store: JobStore, summary: dict[str, object]) -> None:
-    append(store, {"kind": "MigrateRows", "shard_id": {}}, {"kind": "Progress", "replica_id": []})
+    append(store, {"kind": "MigrateRows", "shard_id": {}}, {"kind": "ReplicaReported", "replica_id": []})
     store.write_summary(summary)
     store.mark_success()
     with pytest.raises(DamagedRecordError, match="cannot be read back") as raised:

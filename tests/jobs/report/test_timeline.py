@@ -6,25 +6,27 @@ import pytest
 
 from lorabatch.jobs.report.timeline import Activity, read_timelines
 from lorabatch.scheduler.messages import (
+    FoundReplica,
     MigrateRows,
-    Progress,
     Recall,
     RemoveReplica,
     ReplicaFailed,
     ReplicaJoined,
+    ReplicaReported,
     ReplicasFound,
     RunShard,
     ShardCommitted,
     ShardFailed,
     Tick,
+    UnfinishedRows,
     WorkersSeen,
 )
 
 from .journals import beginning, busy_run, lines
 
 
-def progress(time_s: float, worker: str, running_rows: int = 4) -> Progress:
-    return Progress(time_s, worker, 9, running_rows, 10.0, ("a", "b"), ((1, 9),), mode="merged")
+def progress(time_s: float, worker: str, running_rows: int = 4) -> ReplicaReported:
+    return ReplicaReported(time_s, worker, 9, running_rows, 10.0, ("a", "b"), (UnfinishedRows(1, 9),), mode="merged")
 
 
 def test_a_shard_is_a_span_from_its_command_to_its_commit() -> None:
@@ -73,7 +75,7 @@ def test_the_record_of_an_earlier_version_is_read_too() -> None:
 
 
 def test_replicas_that_a_coordinator_found_have_tracks_of_their_own() -> None:
-    found = ReplicasFound(0.1, (("v", 8, ((1, 5),), 0.5),))
+    found = ReplicasFound(0.1, (FoundReplica("v", 8, (UnfinishedRows(1, 5),), 0.5),))
     (run,) = read_timelines(lines(found, RunShard(1, "v", 0), ShardCommitted(2.0, 1, "v")))
     assert [(t.worker, t.activities[0].start_s, len(t.spans)) for t in run.tracks] == [("v", 0.1, 1)]
 
@@ -92,9 +94,7 @@ def test_failed_and_recalled_attempts_are_distinguished() -> None:
 
 
 def test_moved_rows_carry_the_time_of_the_event_before_them() -> None:
-    (run,) = read_timelines(
-        lines(ReplicaJoined(0.0, "w", 8), progress(7.0, "w"), MigrateRows(5, "w", "v", "tenant", 12))
-    )
+    (run,) = read_timelines(lines(ReplicaJoined(0.0, "w", 8), progress(7.0, "w"), MigrateRows(5, "w", "v", 12)))
     (move,) = run.moves
     assert (move.time_s, move.shard_id, move.to_worker, move.num_rows) == (7.0, 5, "v", 12)
 
@@ -132,7 +132,13 @@ def test_a_second_coordinator_goes_on_with_the_workers_of_the_first_and_misses_t
             Tick(10.0),
             beginning(120.0, coordinator="w", starting=98.0, running=119.0) | {"committed": [3]},
             WorkersSeen(0.0, ("w",)),
-            ReplicasFound(0.5, (("v", 8, ((1, 5),), 9.0), ("w", 8, ((2, 5),), 0.5))),
+            ReplicasFound(
+                0.5,
+                (
+                    FoundReplica("v", 8, (UnfinishedRows(1, 5),), 9.0),
+                    FoundReplica("w", 8, (UnfinishedRows(2, 5),), 0.5),
+                ),
+            ),
             RunShard(1, "w", 0),
             RunShard(2, "w", 0),
             ShardCommitted(8.0, 2, "w"),
@@ -152,8 +158,9 @@ def test_a_second_coordinator_goes_on_with_the_workers_of_the_first_and_misses_t
 
 def test_idle_time_has_a_name() -> None:
     report = progress(5.0, "w", 0)
-    nothing = Progress(9.0, "w", 0, 0, 0.0, ())
-    lent = Progress(12.0, "w", 9, 0, 0.0, (), ((1, 9),), lent_shards=((1, 9),))
+    nothing = ReplicaReported(9.0, "w", 0, 0, 0.0, ())
+    rows = (UnfinishedRows(1, 9),)
+    lent = ReplicaReported(12.0, "w", 9, 0, 0.0, (), rows, lent_shards=rows)
     (run,) = read_timelines(
         lines(
             WorkersSeen(2.0, ("w", "x")),
@@ -164,9 +171,9 @@ def test_idle_time_has_a_name() -> None:
             Tick(10.0),
             RunShard(2, "w", 0),
             lent,
-            Progress(14.0, "w", 0, 0, 0.0, ()),
+            ReplicaReported(14.0, "w", 0, 0, 0.0, ()),
             Tick(15.0),
-            Progress(16.0, "w", 0, 0, 0.0, ()),
+            ReplicaReported(16.0, "w", 0, 0, 0.0, ()),
             Tick(30.0),
             ReplicaFailed(30.0, "x", "out of memory"),
         )

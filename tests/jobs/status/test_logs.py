@@ -14,6 +14,7 @@ from lorabatch.jobs.record import JobRecord, JobState
 from lorabatch.jobs.status.logs import log_lines
 from lorabatch.jobs.store import JobStore
 from lorabatch.scheduler.messages import (
+    FoundReplica,
     MigrateRows,
     RemoveReplica,
     ReplicaFailed,
@@ -23,6 +24,7 @@ from lorabatch.scheduler.messages import (
     ShardCommitted,
     ShardFailed,
     Tick,
+    UnfinishedRows,
     WorkersSeen,
 )
 
@@ -65,7 +67,7 @@ def test_plan_starts_losses_moves_and_retries_are_told_by_workers_names(store: J
     store.write_plan_facts({"shards": [{"num_rows": 4}, {"num_rows": 3}], "predicted_s": 65.0})
     append(store, beginning(BEGAN_S, coordinator=A, starting=BEGAN_S - 9, indexing=BEGAN_S - 5))
     append(store, WorkersSeen(0.0, (A, B)), ReplicaJoined(2.0, A, 8), ReplicaJoined(3.0, B, 8))
-    append(store, RunShard(0, A, 0), RunShard(1, B, 0), MigrateRows(1, B, A, "x", 3))
+    append(store, RunShard(0, A, 0), RunShard(1, B, 0), MigrateRows(1, B, A, 3))
     append(store, ShardFailed(4.0, 1, B, "the disk is full"), RunShard(1, B, 1), Tick(5.0))
     append(store, RemoveReplica(A, f"{A} is silent"), WorkersSeen(6.0, (B, C)))
     append(store, ReplicaFailed(7.0, C, "no memory"), ShardCommitted(8.0, 1, B))
@@ -73,7 +75,7 @@ def test_plan_starts_losses_moves_and_retries_are_told_by_workers_names(store: J
     append(
         store,
         WorkersSeen(0.0, (B,)),
-        ReplicasFound(0.1, ((A, 8, (), 9.0), (B, 8, ((0, 2),), 0.5))),
+        ReplicasFound(0.1, (FoundReplica(A, 8, (), 9.0), FoundReplica(B, 8, (UnfinishedRows(0, 2),), 0.5))),
         ShardCommitted(3.0, 0, B),
     )
     w0, w1, w2 = "w0 10.0.0.5", "w1 10.0.0.6", "w2 10.0.0.5"

@@ -62,10 +62,10 @@ def test_what_templates_drop_is_said_of_rows_that_have_it(record: Record) -> Non
     dropping = job.model.model_copy(update={"template_drops": ("reasoning of earlier turns",)})
     job = job.model_copy(update={"model": dropping})
     counts = {"reasoning of earlier turns": 1200, "blanks at the ends of messages": 7}
-    assert row_notes(job, {"": 9}, counts) == (
+    assert row_notes(job, {None: 9}, counts) == (
         "messages: the chat template drops by design: reasoning of earlier turns (1,200 rows)",
     )
-    assert row_notes(job, {"": 9}, {}) == ()
+    assert row_notes(job, {None: 9}, {}) == ()
 
 
 def test_what_special_tokens_in_messages_are_is_said_where_there_are_messages(record: Record) -> None:
@@ -92,7 +92,7 @@ def test_a_chat_template_of_the_job_is_said_with_those_that_it_takes_the_place_o
 
 def test_adapters_that_no_row_names_are_said_in_one_line(record: Record) -> None:
     job = with_adapter_column(record(adapters=adapters("a", "b", "c")))
-    assert row_notes(job, {"a": 3, "": 1}) == ("2 of 3 adapters are named by no row: b, c",)
+    assert row_notes(job, {"a": 3, None: 1}) == ("2 of 3 adapters are named by no row: b, c",)
     assert row_notes(job, {"a": 3, "b": 1, "c": 1}) == ()
     many = with_adapter_column(record(adapters=adapters(*(f"a{i:03}" for i in range(200)))))
     (line,) = row_notes(many, {"a000": 1})
@@ -103,7 +103,7 @@ def test_adapters_that_no_row_names_are_said_in_one_line(record: Record) -> None
 def test_a_column_that_names_nothing_is_said(record: Record) -> None:
     said = "column 'tenant' (adapter): null or empty in all 1,200 rows; the base model answers them"
     job = with_adapter_column(record(adapters=adapters("a", "b")))
-    assert row_notes(job, {"": 1200}) == (f"{said}, none of the 2 adapters does",)
-    assert row_notes(with_adapter_column(record(adapters=())), {"": 1200}) == (said,)
-    assert row_notes(record(adapters=()), {"": 1200}) == ()
+    assert row_notes(job, {None: 1200}) == (f"{said}, none of the 2 adapters does",)
+    assert row_notes(with_adapter_column(record(adapters=())), {None: 1200}) == (said,)
+    assert row_notes(record(adapters=()), {None: 1200}) == ()
     assert row_notes(job, {}) == ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,9 @@ import pytest
 from lorabatch.engine.telemetry import EngineTelemetry
 from lorabatch.jobs.errors import StorageError
 from lorabatch.jobs.store import JobStore
-from lorabatch.pipeline.coordinator.driver import EventLog, latest_reports, progress_of
-from lorabatch.pipeline.messages import FinishedRows, WorkerReport
-from lorabatch.scheduler.messages import Event, FinishJob, StepTotals, Tick
+from lorabatch.pipeline.coordinator.driver import EventLog, event_of, latest_reports
+from lorabatch.pipeline.messages import WorkerReport
+from lorabatch.scheduler.messages import Event, FinishedRows, FinishJob, StepTotals, Tick, UnfinishedRows
 
 
 def report(worker: str, running_rows: int = 0) -> WorkerReport:
@@ -30,20 +29,20 @@ def test_reports_have_an_age() -> None:
     assert latest_reports([]) == []
 
 
-def test_adapters_in_a_report_have_names() -> None:
+def test_a_report_goes_to_the_scheduler_as_it_is() -> None:
     sent = WorkerReport(
         "a",
         "ready",
         8,
-        open_shards=((1, 5), (2, 6)),
-        lent_shards=((1, 2),),
+        open_shards=(UnfinishedRows(1, 5), UnfinishedRows(2, 6)),
+        lent_shards=(UnfinishedRows(1, 2),),
         telemetry=EngineTelemetry(resident_adapter_ids=("sha-x",)),
-        finished=(FinishedRows("sha-x", 3, 30), FinishedRows("", 1, 4)),
+        finished=(FinishedRows("sha-x", 3, 30), FinishedRows(None, 1, 4)),
     )
-    event = progress_of(sent, 7.0, {"sha-x": "x"}.__getitem__)
-    assert (event.time_s, event.replica_id, event.open_shards) == (7.0, "a", ((1, 5), (2, 6)))
-    assert event.resident_adapters == ("x",)
-    assert event.finished == (("x", 3, 30), ("", 1, 4))
+    event = event_of(sent, 7.0)
+    assert (event.time_s, event.replica_id, event.open_rows) == (7.0, "a", 11)
+    assert (event.open_shards, event.lent_shards) == (sent.open_shards, sent.lent_shards)
+    assert (event.resident_adapters, event.finished) == (("sha-x",), sent.finished)
 
 
 def test_merges_and_waits_for_adapters_are_no_seconds_of_steps() -> None:
@@ -57,9 +56,9 @@ def test_merges_and_waits_for_adapters_are_no_seconds_of_steps() -> None:
         adapter_stall_s=1.0,
         steps=steps,
     )
-    event = progress_of(WorkerReport("a", "ready", 8, telemetry=telemetry), 7.0, {}.__getitem__)
+    event = event_of(WorkerReport("a", "ready", 8, telemetry=telemetry), 7.0)
     assert (event.running_rows, event.prefilling_rows, event.prefill_tokens_left) == (5, 2, 70)
-    assert (event.engine_s, event.steps) == (5.0, astuple(steps))
+    assert (event.engine_s, event.steps) == (5.0, steps)
     assert Event.from_json(event.to_json()) == event
 
 

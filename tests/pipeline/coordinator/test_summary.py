@@ -167,3 +167,15 @@ def test_a_job_that_was_done_says_which_parts_are_not_as_they_were(job: Any) -> 
     job.store.write_parts({i: (sizes[i], marks[min(i, 1)].contents) for i in sizes})
     assert found(missing_parts) == {}
     assert found() == {2: f"holds the rows of shard 2 of {job.record.job_id}"}
+
+
+def test_rows_with_an_empty_name_and_without_one_are_counted_together(
+    prepare_job: Prepare, answer_by_echo: Echo
+) -> None:
+    table = pa.table({"id": range(4), "adapter": ["", None, "alpha", ""], "prompt": ["p"] * 4})
+    job = prepare_job(table)
+    for rows in job.shards():
+        job.store.commit_part(rows.shard_id, part_bytes(rows, answer_by_echo(rows), job.record, "run"))
+    account = counted(job)
+    assert [(count.adapter, count.num_rows) for count in account.adapter_counts()] == [("", 3), ("alpha", 1)]
+    assert account.answer_lengths().keys() == {None, "alpha"}

@@ -249,7 +249,7 @@ class Moves(RuleBasedStateMachine):
         if (address, shard_id) in self.tasks:
             return
         self.num_faults += any(shard == shard_id for _, shard in self.tasks)
-        command = RunShard(shard_id, address, self.num_attempts[shard_id], adapter_sources=())
+        command = RunShard(shard_id, address, self.num_attempts[shard_id])
         self.num_attempts[shard_id] += 1
 
         self.tasks[address, shard_id] = PausingTask(lambda: tasks.run_shard(RUN, command))
@@ -275,7 +275,7 @@ class Moves(RuleBasedStateMachine):
     def coordinator_goes_on(self, which: int) -> None:
         """Another coordinator sends a shard to the worker that has it open: one more task joins the first."""
         address, shard_id = sorted(self.tasks)[which % len(self.tasks)]
-        command = RunShard(shard_id, address, self.num_attempts[shard_id], adapter_sources=())
+        command = RunShard(shard_id, address, self.num_attempts[shard_id])
         self.num_attempts[shard_id] += 1
         ended: list[Any] = []
         plugin, is_ours = self.plugins[address], threading.Event()

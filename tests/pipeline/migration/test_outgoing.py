@@ -65,7 +65,7 @@ async def lending(owner: Host, helper: Host, num_rows: int) -> AsyncIterator[tup
     await until(lambda: any(report.running_rows for report in owner.reports))
     line = Line(IncomingRows(helper.engine, patience_s=1.0))
     outgoing = OutgoingRows(owner.engine, line, "tcp://owner")  # type: ignore[arg-type]
-    task = asyncio.create_task(outgoing.lend(7, num_rows, "tcp://helper"))
+    task = asyncio.create_task(outgoing.lend(LendRows(7, num_rows, "tcp://helper")))
     await until(lambda: FetchResults in line.asked)
     yield line, task
     await asyncio.wait_for(task, 60)
@@ -132,7 +132,7 @@ def test_rows_are_not_lent_again_to_a_helper_that_could_not_be_reached(
         line = Line(IncomingRows(helper.engine))
         line.is_cut = True
         outgoing = OutgoingRows(owner.engine, line, "tcp://owner")  # type: ignore[arg-type]
-        await outgoing.lend(7, 3, "tcp://helper")
+        await outgoing.lend(LendRows(7, 3, "tcp://helper"))
         assert line.asked == [ReceiveRows]
         outgoing.begin(LendRows(7, 3, "tcp://helper"))
         outgoing.begin(LendRows(7, 3, "tcp://another"))

@@ -11,10 +11,12 @@ import pytest
 
 from lorabatch.engine.telemetry import EngineTelemetry
 from lorabatch.jobs.record import JobState
-from lorabatch.pipeline.messages import FinishedRows, PromptReuse, ShardOutcome, WorkerReport
+from lorabatch.pipeline.messages import PromptReuse, ShardOutcome, WorkerReport
 from lorabatch.pipeline.monitoring.job_monitor import BatchFill, JobMonitor
 from lorabatch.scheduler.estimates.time_left import TimeLeft
+from lorabatch.scheduler.messages import FinishedRows
 from lorabatch.scheduler.planning.waves import Shard
+from lorabatch.tests.scheduler.unfinished import unfinished
 
 
 def make_shard(shard_id: int, num_rows: int) -> Shard:
@@ -22,7 +24,7 @@ def make_shard(shard_id: int, num_rows: int) -> Shard:
 
 
 def make_report(worker: str, open_shards: tuple[tuple[int, int], ...], **facts: object) -> WorkerReport:
-    return WorkerReport(worker, "ready", batch_rows=8, open_shards=open_shards, **facts)  # type: ignore[arg-type]
+    return WorkerReport(worker, "ready", batch_rows=8, open_shards=unfinished(*open_shards), **facts)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -117,7 +119,7 @@ def test_workers_show_adapters_of_the_job_by_name(monitor: JobMonitor) -> None:
 
 
 def make_fill_report(worker: str, used: float, offered: float, open_rows: int = 4) -> WorkerReport:
-    shards = ((0, open_rows),) if open_rows else ()
+    shards = unfinished((0, open_rows)) if open_rows else ()
     return WorkerReport(worker, "ready", 8, open_shards=shards, used_place_s=used, offered_place_s=offered)
 
 

@@ -13,12 +13,13 @@ from lorabatch.engine.telemetry import EngineTelemetry
 from lorabatch.jobs.record import JobState, WorkerState
 from lorabatch.pipeline.messages import PublishedState, WorkerReport
 from lorabatch.pipeline.monitoring.views import History, JobsView
+from lorabatch.tests.scheduler.unfinished import unfinished
 
 REPORT = WorkerReport(
     "tcp://w0",
     "ready",
     8,
-    open_shards=((3, 5),),
+    open_shards=unfinished((3, 5)),
     incoming_rows=2,
     telemetry=EngineTelemetry(num_running=4, prompt_tokens=63, reused_prompt_tokens=37),
     tokens_per_s=12.5,
@@ -45,7 +46,7 @@ def make_view() -> JobsView:
 def test_programs_get_everything() -> None:
     (job,) = make_view().to_json()["jobs"]
     assert (job["run_id"], job["output"], job["state"]["rows_done"]) == ("night-1", "s3://bucket/out", 30)
-    assert job["workers"][0]["open_shards"] == ((3, 5),)
+    assert job["workers"][0]["open_shards"] == ({"shard_id": 3, "num_rows": 5},)
 
 
 def test_prometheus_can_read_it() -> None:

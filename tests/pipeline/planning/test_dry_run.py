@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,8 +18,12 @@ from lorabatch.engine.config import BLOCKS_KEY, read_model_config
 from lorabatch.engine.memory.limits import live_weight_bytes, weight_bytes
 from lorabatch.jobs.errors import ErrorBudgetError, JobRequestError
 from lorabatch.pipeline.cluster.devices import Device
-from lorabatch.pipeline.planning.dry_run import dry_run
+from lorabatch.pipeline.planning import prediction
+from lorabatch.pipeline.planning.dry_run import adapter_forecasts, dry_run
+from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.estimates.lengths import AnswerLengths
+from lorabatch.scheduler.simulation.synthetic import make_workload
+from lorabatch.scheduler.workload import AdapterInfo
 
 NAMES = (None, "rank1", "rank8", "rank20")
 
@@ -127,7 +132,8 @@ def test_where_lengths_are_unknown_the_plan_says_what_it_assumes_and_how_far_it_
 
 def test_where_earlier_jobs_had_all_adapters_the_plan_says_so_and_gives_no_range(options: dict[str, Any]) -> None:
     found = dry_run(options)
-    known = {name: AnswerLengths.of([(40, 200, False)]) for name in ["", *(a.name for a in found.workload.adapters)]}
+    adapter_ids = (None, *(adapter.adapter_id for adapter in found.workload.adapters))
+    known = dict.fromkeys(adapter_ids, AnswerLengths.of([(40, 200, False)]))
     learned = replace(found, settings=replace(found.settings, lengths=known), range_s=None)
     lines = totals(learned, None)
     assert "Answers of 5 adapters are taken to be as long as in earlier jobs" in lines
@@ -266,3 +272,20 @@ def test_a_cost_model_that_is_none_is_refused_with_everything_else(options: dict
         dry_run(options | {"cost_model": str(tmp_path / "cost.json"), "input": str(tmp_path / "nothing")})
     assert len(caught.value.problems) == 2
     assert "not a file that `lorabatch profile` wrote" in str(caught.value)
+
+
+def test_the_rows_of_two_names_of_one_content_are_counted_apart() -> None:
+    adapters = (AdapterInfo("sha-a", 8, 1000), AdapterInfo("sha-b", 16, 1000))
+    rows = make_workload(
+        adapters,
+        np.array([0, 0, 0, 1, -1], np.int32),
+        np.array([10, 20, 40, 80, 160], np.int32),
+        np.full(5, 8, np.int32),
+    )
+    settings = RunSettings.of_machine("h200-llama-3-8b", batch_rows=8)
+    forecast = prediction.forecast(settings, rows, 1, max_rows=100)
+    shares = adapter_forecasts(["a", "b", "twin"], np.array([0, 2, 2, 1, -1], np.int32), rows, forecast)
+    found = [(share.name, share.rank, share.num_rows, share.prompt_tokens) for share in shares]
+    assert found == [("a", 8, 1, 10), ("b", 16, 1, 80), ("twin", 8, 2, 60), (None, 0, 1, 160)]
+    assert sum(share.predicted_output_tokens for share in shares) == forecast.predicted.sum()
+    assert sum(share.engine_s for share in shares) == pytest.approx(forecast.row_s.sum())

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from lorabatch.engine.request import Request
 from lorabatch.engine.text.tokenizer import Tokenizer
 from lorabatch.jobs.errors import DamagedRecordError, ErrorBudgetError, JobRequestError, MissingFileError
 from lorabatch.jobs.record import AdapterRecord, JobRecord
@@ -64,7 +65,7 @@ def test_it_is_known_which_rows_are_drawn(prepare_job: Callable[..., Any]) -> No
     for of_job, expected in ((0.0, [False, False, True, False, True]), (1.0, [True, False, True, True, True])):
         job = prepare_job(pa.table({"prompt": ["a"] * 5, "temperature": temperatures}), temperature=of_job)
         with check_rows(job.store, job.record, IndexTotals.of(job.index())) as checked:
-            workload = checked.whole()
+            _, workload = checked.whole()
         assert workload.is_drawn is not None
         assert workload.is_drawn[workload.input_order].tolist() == expected
 
@@ -85,7 +86,7 @@ def test_it_is_known_what_choices_scores_and_prompts_compute(prepare_job: Callab
         pa.table({"prompt": ["the quick brown fox"] * 6} | {n: [row.get(n) for row in asked] for n in sorted(names)})
     )
     with check_rows(job.store, job.record, IndexTotals.of(job.index())) as checked:
-        workload = checked.whole()
+        _, workload = checked.whole()
     workload.check_integrity()
     encoded = Tokenizer.from_folder(Path(job.spec.model)).encode_batch(texts, is_rendered=True)
     places = {tuple(tokens[:i]) for tokens in encoded for i in range(len(tokens))}
@@ -303,7 +304,12 @@ def test_only_shards_with_rows_of_the_changed_adapter_are_opened_again(finished:
     refreshed = reopen_shards(finished.store, record, plan, {"alpha"})
     assert set(finished.store.committed_parts()) == set(committed) - shards_with(finished, "alpha")
     assert not finished.store.is_finished()
-    assert refreshed == plan
+    # The shards have the new content, and are otherwise as they were planned.
+    ids = {"a" * 64: "d" * 64}
+    adapters = [tuple(ids.get(adapter_id, adapter_id) for adapter_id in shard.adapters) for shard in plan.shards]
+    assert adapters != [shard.adapters for shard in plan.shards]
+    shards = tuple(replace(shard, adapters=now) for shard, now in zip(plan.shards, adapters, strict=True))
+    assert refreshed == read_plan(finished.store) == replace(plan, shards=shards)
     assert set(kept(finished).values()) <= {None, "b" * 64}
 
 
@@ -370,11 +376,29 @@ def test_rows_of_each_adapter_are_counted_anew_where_they_were_dealt_out(finishe
     record = with_adapters(finished.record, gamma)
     refreshed = reopen_shards(finished.store, record, replace(plan, shards=tuple(dealt)), {"gamma"})
     for i in shards_with(finished, "gamma"):
-        shard, names = refreshed.shards[i], read_shard(finished.store, record, i).table.column("adapter").to_pylist()
-        assert shard.adapter_rows == tuple(names.count(name) for name in (*shard.adapters, None))
+        shard, requests = refreshed.shards[i], read_shard(finished.store, record, i).requests
+        asked = [request.adapter_id for request in requests if isinstance(request, Request)]
+        assert shard.adapter_rows == tuple(asked.count(adapter_id) for adapter_id in (*shard.adapters, None))
 
 
 def test_nothing_changed_means_nothing_is_touched(finished: Any) -> None:
     plan = read_plan(finished.store)
     assert reopen_shards(finished.store, finished.record, plan, set()) == plan
     assert finished.store.is_finished()
+
+
+def test_two_names_of_one_content_are_one_adapter_of_the_plan_and_two_of_its_rows(
+    prepare_job: Callable[..., Any],
+) -> None:
+    names = ["alpha", "twin", None] * 8
+    job = prepare_job(pa.table({"id": range(24), "prompt": [f"p{i}" for i in range(24)], "adapter": names}))
+    twin = job.record.adapters[0].model_copy(update={"name": "twin"})
+    job = replace(job, record=with_adapters(job.record, twin))
+    with check_rows(job.store, job.record, IndexTotals.of(job.index())) as checked:
+        assert [adapter.adapter_id for adapter in checked.serving] == ["a" * 64, "b" * 64]
+        assert checked.number[1:].tolist() == [0, 0]
+    plan = job.plan()
+    assert {shard.adapters for shard in plan.shards} <= {("a" * 64,), ()}
+    assert {name for found in plan.adapter_names for name in found} == {"alpha", "twin"}
+    read = [row for shard in job.shards() for row in shard.table.select(["id", "adapter"]).to_pylist()]
+    assert sorted((row["id"], row["adapter"]) for row in read) == list(enumerate(names))

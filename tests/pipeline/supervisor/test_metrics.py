@@ -10,9 +10,10 @@ import pytest
 
 from lorabatch.engine.request import ExportedRow, Request, SamplingParams
 from lorabatch.engine.telemetry import EngineTelemetry
-from lorabatch.pipeline.messages import FinishedRows, WorkerReport
+from lorabatch.pipeline.messages import WorkerReport
 from lorabatch.pipeline.supervisor.metrics import EngineMeter
 from lorabatch.pipeline.supervisor.open_shard import OpenShard
+from lorabatch.scheduler.messages import FinishedRows
 from lorabatch.system.codec import from_plain, to_plain
 
 SNAPSHOT = EngineTelemetry(

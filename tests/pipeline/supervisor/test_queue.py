@@ -329,9 +329,9 @@ def test_rows_of_one_adapter_are_lent_when_it_is_named() -> None:
     opened(queue, *[make_row(f"row-{i}", adapter_id=(None, "sha-a")[i % 2]) for i in range(6)])
     queue.process_ready()
     process.take(queue)
-    for adapter_id, expected in (("sha-a", ["row-3", "row-5"]), ("", ["row-2", "row-4"])):
+    for adapter_id, expected in (("sha-a", ["row-3", "row-5"]), (None, ["row-2", "row-4"])):
         lent: Future[LentRows | None] = Future()
-        queue.lend("run", 0, 2, lent, adapter_id)
+        queue.lend("run", 0, 2, lent, is_selective=True, adapter_id=adapter_id)
         process.take(queue)
         queue.exported(process.export())
         loan = lent.result(0)

@@ -28,6 +28,7 @@ from lorabatch.pipeline.supervisor.health import HealthLimits
 from lorabatch.pipeline.supervisor.open_shard import OpenShard, ServedRow
 from lorabatch.pipeline.supervisor.queue import EngineQueue
 from lorabatch.pipeline.supervisor.supervisor import EngineHandle, EngineSupervisor
+from lorabatch.tests.scheduler.unfinished import unfinished
 
 POISON = 13
 IMPATIENT = HealthLimits(silence_s=2.5)
@@ -127,14 +128,14 @@ def test_reports_tell_what_is_open_and_count_each_finished_row_once(
     shard = open_shard(engine, 7, requests, [])
     open_report = reports.wait_for(lambda report: report.running_rows > 0)
     assert open_report.state == "ready"
-    assert open_report.open_shards == ((7, 40),)
+    assert open_report.open_shards == unfinished((7, 40))
     gate.touch()
     collect(shard)
     reports.wait_for(lambda report: report.open_shards == () and report.engine_pid is not None)
     finished = [rows for report in reports.all for rows in report.finished]
     assert sum(rows.num_rows for rows in finished) == 40
     assert sum(rows.output_tokens for rows in finished) == 40 * 40
-    assert {rows.adapter_id for rows in finished} == {""}
+    assert {rows.adapter_id for rows in finished} == {None}
 
 
 def test_a_killed_engine_is_replaced_and_its_rows_start_again(
@@ -241,7 +242,7 @@ def test_a_supervisor_may_be_closed_whose_engine_does_not_read_what_it_is_sent(
     os.kill(pid, signal.SIGSTOP)
     try:
         shard = open_shard(engine, 0, make_requests(range(5000)), [])
-        reports.wait_for(lambda report: report.open_shards == ((0, 5000),))
+        reports.wait_for(lambda report: report.open_shards == unfinished((0, 5000)))
         supervisors[0].close(10)
         assert "supervisor failed" not in caplog.text
         with pytest.raises(ShardAbandonedError):
@@ -314,7 +315,7 @@ def test_lent_rows_are_answered_from_elsewhere_or_go_on_here(
     loan = engine.lend(5, 4).result(10)
     assert loan is not None
     assert [row.request.request_id for row in loan.rows] == [f"row-{i}" for i in range(6, 10)]
-    assert reports.wait_for(lambda report: report.lent_rows == 4).open_shards == ((5, 10),)
+    assert reports.wait_for(lambda report: report.lent_rows == 4).open_shards == unfinished((5, 10))
     engine.submit(EngineQueue.answered, shard, [served(row.request, num_crashes=2) for row in loan.rows[:2]])
     engine.submit(EngineQueue.reclaim, shard, [row.request.request_id for row in loan.rows])
     gate.touch()

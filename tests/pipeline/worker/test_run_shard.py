@@ -110,5 +110,5 @@ def test_the_work_of_answers_is_what_engines_computed_of_them_in_this_attempt() 
         "wrong": answer(None, 9, error="it is"),
     }
     work = work_of(answers, {"begun": ExportedRow(Request("begun", (1,), None, SamplingParams()), (5, 5))})
-    assert work.adapters == (AdapterWork("", 1, 10, 4, 4), AdapterWork("a", 2, 12, 7, 4))
+    assert work.adapters == (AdapterWork("a", 2, 12, 7, 4), AdapterWork(None, 1, 10, 4, 4))
     assert work_of({}, {}).adapters == ()

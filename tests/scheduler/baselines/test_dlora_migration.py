@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorabatch.scheduler.baselines.dlora_migration import (
+    AdapterRows,
     CoMigrationModel,
     MigrationSettings,
-    Move,
     ReplicaLoad,
-    RowGroup,
+    Transfer,
     level_s,
     longest_after,
     move_greedily,
@@ -25,7 +25,10 @@ from lorabatch.scheduler.planning.placement import solve
 
 def make_replica(name, *groups, resident=(), **more):
     return ReplicaLoad(
-        name, tuple(RowGroup(adapter, rows, seconds) for adapter, rows, seconds in groups), frozenset(resident), **more
+        name,
+        tuple(AdapterRows(adapter, rows, seconds) for adapter, rows, seconds in groups),
+        frozenset(resident),
+        **more,
     )
 
 
@@ -53,7 +56,7 @@ def test_figure_8_rows_of_the_full_replica_go_to_the_empty_one():
     replicas = [make_replica("full", ("x", 20, 1.0), resident="x"), make_replica("idle")]
     plan = plan_migration(replicas, {"x": 1.0}, MigrationSettings(gamma=1.0))
     assert plan.method == "transport"
-    assert plan.moves == (Move("x", "full", "idle", 10),)
+    assert plan.moves == (Transfer("x", "full", "idle", 10),)
 
 
 def test_moved_rows_cost_gamma_so_fewer_move():
@@ -68,11 +71,11 @@ def test_copies_of_adapters_are_avoided_when_eta_is_high():
         make_replica("idle", resident="y"),
     ]
     plan = plan_migration(replicas, {}, MigrationSettings(gamma=1.0, eta_s=5.0))
-    assert {move.adapter for move in plan.moves} == {"y"}
+    assert {move.adapter_id for move in plan.moves} == {"y"}
 
 
 def test_memory_that_would_be_swapped_keeps_rows_away():
-    groups = (RowGroup("x", 20, 1.0, row_bytes=10.0),)
+    groups = (AdapterRows("x", 20, 1.0, row_bytes=10.0),)
     full = ReplicaLoad("full", groups, frozenset("x"))
     idle = ReplicaLoad("idle", (), frozenset("x"), memory_bytes=40.0)
     swapping = MigrationSettings(gamma=1.0, swap_bytes_per_s=1.0)
@@ -82,7 +85,7 @@ def test_memory_that_would_be_swapped_keeps_rows_away():
 
 
 def test_memory_in_use_triggers_where_pending_times_do_not():
-    groups = (RowGroup("x", 20, 1.0, row_bytes=10.0),)
+    groups = (AdapterRows("x", 20, 1.0, row_bytes=10.0),)
     full = ReplicaLoad("full", groups, frozenset("x"), memory_bytes=100.0)
     roomy = ReplicaLoad("roomy", groups, frozenset("x"), memory_bytes=1000.0)
     slow_swap = MigrationSettings(gamma=1.0, swap_bytes_per_s=10.0)
@@ -92,10 +95,10 @@ def test_memory_in_use_triggers_where_pending_times_do_not():
 
 
 def test_an_adapter_that_would_not_fit_keeps_its_rows_away():
-    groups = (RowGroup("x", 20, 1.0),)
+    groups = (AdapterRows("x", 20, 1.0),)
     replicas = [ReplicaLoad("full", groups, frozenset("x")), ReplicaLoad("idle", (), memory_bytes=10.0)]
     swapping = MigrationSettings(gamma=1.0, swap_bytes_per_s=1.0)
-    assert plan_migration(replicas, {"x": 5.0}, swapping).moves == (Move("x", "full", "idle", 10),)
+    assert plan_migration(replicas, {"x": 5.0}, swapping).moves == (Transfer("x", "full", "idle", 10),)
     assert plan_migration(replicas, {"x": 1e6}, swapping).moves == ()
 
 
@@ -129,7 +132,7 @@ def test_an_infeasible_model_falls_back_by_name(monkeypatch):
 def test_the_greedy_rule_prefers_adapters_that_are_there():
     full = make_replica("full", ("x", 10, 1.0), ("y", 10, 1.0))
     moves = move_greedily([full], [make_replica("idle", resident="y")], MigrationSettings(gamma=1.0))
-    assert moves[0].adapter == "y"
+    assert moves[0].adapter_id == "y"
 
 
 @settings(deadline=None, max_examples=15)
@@ -137,10 +140,10 @@ def test_the_greedy_rule_prefers_adapters_that_are_there():
 def test_plans_move_rows_that_exist_and_always_end_sooner(seed):
     replicas = random_cluster(seed, num_replicas=8)
     plan = plan_migration(replicas, {f"a{k}": 1.0 for k in range(8)})
-    held = {(r.replica_id, g.adapter): g.num_rows for r in replicas for g in r.groups}
+    held = {(r.replica_id, g.adapter_id): g.num_rows for r in replicas for g in r.groups}
     for move in plan.moves:
         assert move.num_rows > 0
-        held[move.from_replica_id, move.adapter] -= move.num_rows
+        held[move.from_replica_id, move.adapter_id] -= move.num_rows
     assert min(held.values()) >= 0
     if plan.moves:
         before_s = max(replica.pending_s for replica in replicas)
@@ -154,7 +157,7 @@ def test_plans_move_rows_that_exist_and_always_end_sooner(seed):
 )
 def test_rows_move_only_when_a_trigger_holds_and_swapping_counts(loads, memory):
     replicas = [
-        ReplicaLoad(f"r{i}", (RowGroup("x", rows, 1.0, row_bytes=10.0),), frozenset("x"), float(fixed), memory)
+        ReplicaLoad(f"r{i}", (AdapterRows("x", rows, 1.0, row_bytes=10.0),), frozenset("x"), float(fixed), memory)
         for i, (rows, fixed) in enumerate(loads)
     ]
     chosen = MigrationSettings(swap_bytes_per_s=50.0)
@@ -175,7 +178,7 @@ def test_the_same_cluster_always_gets_the_same_plan():
 def priced(over, under, moves, chosen):
     """The paper's objective: the longest pending time, and eta for every adapter copy."""
     resident = {replica.replica_id: replica.resident for replica in under}
-    copies = {(m.adapter, m.to_replica_id) for m in moves if m.adapter not in resident[m.to_replica_id]}
+    copies = {(m.adapter_id, m.to_replica_id) for m in moves if m.adapter_id not in resident[m.to_replica_id]}
     return longest_after([*over, *under], moves, chosen) + chosen.eta_s * len(copies)
 
 

@@ -14,13 +14,14 @@ from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.baselines.dlora_reactive import CoMigration
 from lorabatch.scheduler.lending import TailSettings
 from lorabatch.scheduler.machines import H200_LLAMA_3_8B as COST
-from lorabatch.scheduler.messages import MigrateRows, Progress, ReplicaJoined
+from lorabatch.scheduler.messages import MigrateRows, ReplicaJoined, ReplicaReported
 from lorabatch.scheduler.migration import ReplicaMemory
 from lorabatch.scheduler.planning.waves import Shard
 from lorabatch.scheduler.policies import make_scheduler
 from lorabatch.scheduler.settings import SchedulerSettings
 from lorabatch.scheduler.simulation import run as simulated
 from lorabatch.scheduler.simulation.synthetic import make_adapters, make_workload
+from lorabatch.tests.scheduler.unfinished import unfinished
 
 # Shard 0 is dealt to the first replica, shard 1 to the second: 12 rows of x, 6 of y, 2 of the base model each.
 SHARDS = [Shard(i, i, "unmerged", ("x", "y"), 20, 2000, 2000, i, (12, 6, 2)) for i in range(2)]
@@ -41,7 +42,9 @@ def begun(settings=SETTINGS):
 
 
 def report(scheduler, time_s, name, left, **more):
-    event = Progress(time_s, name, left, min(8, left), 9.0, ("x", "y"), ((int(name == "b"), left),), **more)
+    event = ReplicaReported(
+        time_s, name, left, min(8, left), 9.0, ("x", "y"), unfinished((int(name == "b"), left)), **more
+    )
     return [command for command in scheduler.handle(event) if isinstance(command, MigrateRows)]
 
 
@@ -55,9 +58,9 @@ def test_rows_move_one_adapter_at_a_time_once_the_trigger_holds():
     assert report(scheduler, 2.1, "a", 20) == []
     moves = report(scheduler, 2.2, "b", 2)
     assert {(move.from_replica_id, move.to_replica_id, move.is_selective) for move in moves} == {("a", "b", True)}
-    moved = {adapter: sum(move.num_rows for move in moves if move.adapter == adapter) for adapter in ("x", "y", "")}
+    moved = {key: sum(move.num_rows for move in moves if move.adapter_id == key) for key in ("x", "y", None)}
     assert 7 <= sum(moved.values()) <= 10
-    assert all(moved[adapter] <= held for adapter, held in (("x", 12), ("y", 6), ("", 2)))
+    assert all(moved[adapter] <= held for adapter, held in (("x", 12), ("y", 6), (None, 2)))
     # What has moved is waited for, and nothing is looked at more often than every two seconds.
     assert report(scheduler, 2.3, "a", 20) == []
     assert report(scheduler, 3.9, "b", 1) == []
@@ -72,7 +75,7 @@ def test_no_rows_move_where_the_job_forbids_it():
 def test_rows_that_have_moved_are_not_moved_again():
     scheduler = begun()
     report(scheduler, 2.1, "b", 2, incoming_rows=16)
-    moves = report(scheduler, 2.2, "a", 20, lent_shards=((0, 18),))
+    moves = report(scheduler, 2.2, "a", 20, lent_shards=unfinished((0, 18)))
     assert sum(move.num_rows for move in moves) <= 2
 
 
@@ -85,7 +88,7 @@ def test_no_more_rows_of_an_adapter_move_than_may_be_there(seed, left_a, left_b,
     report(scheduler, 2.1, "a", left_a)
     for move in report(scheduler, 2.2, "b", left_b):
         left = left_a if move.from_replica_id == "a" else left_b
-        held = {"x": 12, "y": 6, "": 2}[move.adapter]
+        held = {"x": 12, "y": 6, None: 2}[move.adapter_id]
         assert 0 < move.num_rows <= min(left, -(-held * left // 20))
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 import pytest
 
 from lorabatch.scheduler.estimates.pace import PaceEstimator, StepBudget, planned_work
 from lorabatch.scheduler.estimates.time_left import Work
 from lorabatch.scheduler.machines import CPU_SMOLLM2_135M as CPU
-from lorabatch.scheduler.messages import Progress, StepTotals
+from lorabatch.scheduler.messages import ReplicaReported, StepTotals
 from lorabatch.scheduler.planning.waves import Shard
 
 WORK = Work(100, 4000, 2000)
@@ -17,10 +17,10 @@ WORK = Work(100, 4000, 2000)
 STEP_S = CPU.step_s + 10 * (CPU.decode_row_s + 50 * CPU.context_token_s)
 
 
-def report(name: str, *, num_steps: int, engine_s: float, **others: float) -> Progress:
+def report(name: str, *, num_steps: int, engine_s: float, **others: float) -> ReplicaReported:
     """A report of steps of ten decoding rows. `others`: further totals."""
     totals = StepTotals(num_steps, decode_rows=10 * num_steps, context_tokens=500 * num_steps)
-    return Progress(1.0, name, 0, 0, 0.0, (), engine_s=engine_s, steps=astuple(replace(totals, **others)))
+    return ReplicaReported(1.0, name, 0, 0, 0.0, (), engine_s=engine_s, steps=replace(totals, **others))
 
 
 def test_a_replica_that_takes_three_times_as_long_is_three_times_as_slow() -> None:

@@ -6,7 +6,7 @@ The scheduler's events are the only source, so that a replayed log gives the sam
 from __future__ import annotations
 
 import json
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 import pytest
 
@@ -17,9 +17,10 @@ from lorabatch.scheduler.estimates.work_left import WorkLeft
 from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
 from lorabatch.scheduler.messages import (
     Event,
-    Progress,
+    FinishedRows,
     ReplicaJoined,
     ReplicaLeft,
+    ReplicaReported,
     RunShard,
     ShardCommitted,
     StepTotals,
@@ -27,6 +28,7 @@ from lorabatch.scheduler.messages import (
 from lorabatch.scheduler.planning.waves import Shard
 from lorabatch.scheduler.scheduler import Scheduler
 from lorabatch.scheduler.settings import SchedulerSettings
+from lorabatch.tests.scheduler.unfinished import unfinished
 
 NOTHING = Work()
 EARLIER = {"a": AnswerLengths.of([(40, 40, False)])}
@@ -138,9 +140,9 @@ PLANNED = PlannedJob(60.0, Work(30, 3000, 3000, 3000, 300), CPU_SMOLLM2_135M, 2,
 TOTALS = StepTotals(num_steps=40, prefill_tokens=400, decode_rows=300)
 
 
-def progress(time_s: float, replica: str, steps: float = 0.0, **facts: object) -> Progress:
+def progress(time_s: float, replica: str, steps: float = 0.0, **facts: object) -> ReplicaReported:
     """A report after `steps` times the steps of `TOTALS`."""
-    return Progress(
+    return ReplicaReported(
         time_s,
         replica,
         open_rows=0,
@@ -148,7 +150,7 @@ def progress(time_s: float, replica: str, steps: float = 0.0, **facts: object) -
         tokens_per_s=0.0,
         resident_adapters=(),
         engine_s=3.0 * steps,
-        steps=tuple(steps * value for value in astuple(TOTALS)),
+        steps=StepTotals(*(steps * value for value in TOTALS.values)),  # type: ignore[arg-type]
         **facts,  # type: ignore[arg-type]
     )
 
@@ -168,11 +170,11 @@ def test_prompt_tokens_that_engines_reuse_are_passed_without_being_computed() ->
 
 def events() -> list[Event]:
     """Two replicas, one half as fast, one of them gone later; a part is written."""
-    shard = ((0, 4),)
+    shard, finished = unfinished((0, 4)), (FinishedRows("a", 2, 30),)
     return [
         ReplicaJoined(1.0, "a", 8),
         ReplicaJoined(1.0, "b", 8),
-        *(progress(second, "a", second, open_shards=shard, finished=(("a", 2, 30),)) for second in (2.0, 3.0, 4.0)),
+        *(progress(second, "a", second, open_shards=shard, finished=finished) for second in (2.0, 3.0, 4.0)),
         *(progress(second, "b", second / 2) for second in (2.0, 4.0)),
         ShardCommitted(5.0, 0, "a"),
         ReplicaLeft(6.0, "b"),
@@ -205,7 +207,7 @@ def test_rows_are_left_until_their_results_are_reported_or_their_part_is_written
     assert scheduler.rows_left == 20
     opened = [c.shard_id for c in scheduler.handle(ReplicaJoined(0.0, "a", 8)) if isinstance(c, RunShard)]
     assert opened == [0, 1]
-    scheduler.handle(progress(1.0, "a", open_shards=((0, 4), (1, 10))))
+    scheduler.handle(progress(1.0, "a", open_shards=unfinished((0, 4), (1, 10))))
     assert scheduler.rows_left == 14
     scheduler.handle(ShardCommitted(2.0, 0, "a"))
     assert scheduler.rows_left == 10

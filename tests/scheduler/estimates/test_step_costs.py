@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -33,22 +33,22 @@ def reports(cost: CostModel, num_reports: int, seed: int = 0, noise: float = 0.0
     return found
 
 
-_KINDS = [type(value) for value in astuple(StepTotals())]
+_KINDS = [type(value) for value in StepTotals().values]
 
 
 def fed(assumed: CostModel, told: list[tuple[StepTotals, float]], replica: str = "a") -> StepCosts:
     costs = StepCosts(assumed)
-    costs.reported(replica, astuple(StepTotals()), 0.0)
+    costs.reported(replica, StepTotals(), 0.0)
     for totals, seconds in told:
-        costs.reported(replica, astuple(totals), seconds)
+        costs.reported(replica, totals, seconds)
     return costs
 
 
 def test_the_fields_of_totals_stand_in_the_order_of_the_coefficients() -> None:
-    assert len(astuple(StepTotals())) == len(coefficients(CPU_SMOLLM2_135M)) + 1
+    assert len(StepTotals().values) == len(coefficients(CPU_SMOLLM2_135M)) + 1
     totals = StepTotals(num_steps=3, decode_rows=5, lora_tokens=7)
     expected = 3 * CPU_SMOLLM2_135M.step_s + 5 * CPU_SMOLLM2_135M.decode_row_s + 7 * CPU_SMOLLM2_135M.lora_token_s
-    assert np.array(astuple(totals)[:-1]) @ coefficients(CPU_SMOLLM2_135M) == pytest.approx(expected)
+    assert np.array(totals.values[:-1]) @ coefficients(CPU_SMOLLM2_135M) == pytest.approx(expected)
 
 
 def test_a_machine_that_is_slower_by_a_factor_is_found_at_once() -> None:
@@ -88,6 +88,6 @@ def test_what_an_engine_did_for_others_before_does_not_count() -> None:
     told = reports(CPU_SMOLLM2_135M, 6)
     costs = StepCosts(CPU_SMOLLM2_135M)
     for totals, seconds in told[2:]:
-        costs.reported("a", astuple(totals), seconds)
+        costs.reported("a", totals, seconds)
     assert costs.seconds == pytest.approx(told[-1][1] - told[2][1])
     assert costs.total().num_steps == told[-1][0].num_steps - told[2][0].num_steps

@@ -185,14 +185,14 @@ def test_work_that_was_added_up_has_the_bound_of_its_rows(seed: int) -> None:
     limits = {"batch_rows": 8, "step_tokens": STEP_TOKENS}
     free_loads = replace(CPU_SMOLLM2_135M, host_bytes_per_s=1e18)
     whole = job_bound(workload, lengths, free_loads, slowness=(1.0, 2.0), **limits)
-    names = [adapter.name for adapter in workload.adapters]
+    adapter_ids = [adapter.adapter_id for adapter in workload.adapters]
     slot = workload.adapter_index.astype(np.int64) % 3
     prompt = workload.prompt_tokens.astype(np.float64)
     parts = [
-        JobWork.of_rows([*names, ""], slot[part], prompt[part], prompt[part], lengths[part] - 1)
+        JobWork.of_rows([*adapter_ids, None], slot[part], prompt[part], prompt[part], lengths[part] - 1)
         for part in np.array_split(generator.permutation(num_rows), 7)
     ]
-    ranks = dict(zip(names, RANKS, strict=True))
+    ranks = dict(zip(adapter_ids, RANKS, strict=True))
     added = work_bound(JobWork.total([*parts, JobWork()]), ranks, free_loads, slowness=(1.0, 2.0), **limits)
     assert added.work_s == pytest.approx(whole.work_s)
     # Of the longest row two candidates are kept.

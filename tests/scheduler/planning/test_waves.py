@@ -185,7 +185,9 @@ def test_groups_are_whole_in_their_shards(sizes, rows_per_shard, is_dealt, seed)
         assert shard.has_engine_work == bool(workload.max_tokens[rows].any())
         assert shard.prompt_tokens == workload.prompt_tokens[rows].sum()
         names = {
-            workload.adapters[i].name for i in workload.adapter_index[rows[workload.max_tokens[rows] > 0]] if i >= 0
+            workload.adapters[i].adapter_id
+            for i in workload.adapter_index[rows[workload.max_tokens[rows] > 0]]
+            if i >= 0
         }
         assert set(shard.adapters) == names
         if is_dealt and shard.has_engine_work:

@@ -7,7 +7,7 @@ from lorabatch.scheduler.baselines.batchers import UnmergedBatcher
 from lorabatch.scheduler.lending import TailSettings
 from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
 from lorabatch.scheduler.machines import H200_LLAMA_3_8B as COST
-from lorabatch.scheduler.messages import Progress, RunShard
+from lorabatch.scheduler.messages import ReplicaReported, RunShard
 from lorabatch.scheduler.planning.waves import plan_shards
 from lorabatch.scheduler.scheduler import Scheduler
 from lorabatch.scheduler.settings import SchedulerSettings
@@ -107,7 +107,8 @@ def test_a_fresh_scheduler_answers_recorded_events_with_the_recorded_commands():
 def test_reports_count_every_finished_row_once():
     _, simulation, recorder = make_job(progress_s=0.05)
     simulation.run()
-    reported = sum(n for event, _ in recorder.log if isinstance(event, Progress) for _, n, _ in event.finished)
+    events = (event for event, _ in recorder.log if isinstance(event, ReplicaReported))
+    reported = sum(rows.num_rows for event in events for rows in event.finished)
     assert 150 < reported <= 300
 
 
