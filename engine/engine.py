@@ -26,10 +26,10 @@ from .batching.policy import choose_batcher
 from .batching.prefix_sharing import CopiedPrefixes, NamedPrefixes, PrefixSharing
 from .config import EngineConfig, read_model_config
 from .errors import AdapterRefusedError, AdapterUnusableError, ModelFilesError, TokenizerError
-from .memory.allocation import MemoryPlan, eraser_for
+from .memory.allocation import eraser_for, pages_of_pool
 from .memory.limits import keeps_merged_copy
 from .memory.loader import AdapterLoader, HostTier
-from .memory.pool import PagePool
+from .memory.pool import PageLayout, PagePool
 from .memory.prefix_cache import shares_prefixes
 from .memory.registry import AdapterRegistry
 from .memory.residency import AdapterResidency
@@ -68,16 +68,15 @@ class Engine:
             torch.set_num_threads(config.member_threads)
         with torch.inference_mode():
             self.backend = backend = (make_backend or _backend_maker(config))(model_folder, config, self.model)
-            plan = backend.plan_memory()
-            self.config = config = replace(
-                config, max_batch_rows=plan.limits.batch_rows, max_step_tokens=plan.limits.step_tokens
-            )
-            pools = backend.allocate(plan.num_pages * plan.layout.page_elements)
+            limits, layout = backend.limits(), backend.page_layout()
+            self.config = config = replace(config, max_batch_rows=limits.batch_rows, max_step_tokens=limits.step_tokens)
+            num_pages = pages_of_pool(limits)
+            pools = backend.allocate(num_pages * layout.page_elements)
         self._registry = AdapterRegistry(self.model, backend.pool_dtype, backend.device, backend.partitions)
         cost = config.cost or backend.default_cost
         self._live = backend.live_weights()
         self._batch = _running_batch(
-            *(backend, plan, pools, self._registry, config),
+            *(backend, PagePool(num_pages), layout, pools, self._registry, config),
             shows_memory=cost.mixed_step_s > 0,
             merges_packed=self._live.takes_packed,
         )
@@ -102,7 +101,7 @@ class Engine:
         self.rules = TokenRules(tokenizers)
         self._completion = Completion(tokenizers, self.rules)
         self._choices = ChoiceScores(tokenizers)
-        self._runner = backend.runner(self._live, pools[0], plan.layout, config, self.rules)
+        self._runner = backend.runner(self._live, pools[0], layout, config, self.rules)
         self._in_flight = StepsInFlight()
         self._expected: Counter[str] = Counter()
         self._rejected: list[Result] = []
@@ -462,7 +461,8 @@ def _backend_maker(config: EngineConfig) -> MakeBackend:
 
 def _running_batch(
     backend: Backend,
-    plan: MemoryPlan,
+    pool: PagePool,
+    layout: PageLayout,
     pools: Tensor,
     registry: AdapterRegistry,
     config: EngineConfig,
@@ -471,7 +471,7 @@ def _running_batch(
     merges_packed: bool,
 ) -> RunningBatch:
     """An empty batch over `pools` [num_members, numbers of a pool], as the backend's kernels read them."""
-    traits, pool, layout, model = backend.traits, PagePool(plan.num_pages), plan.layout, backend.model
+    traits, model = backend.traits, backend.model
     read = partial(registry.load_packed, in_panels=traits.has_lora_panels)
     loader = AdapterLoader(read, HostTier(backend.host_tier_bytes), backend.loader_threads)
     residency = AdapterResidency(pool, pools[0], layout.page_elements, loader, backend.copies())

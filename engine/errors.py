@@ -7,9 +7,8 @@
     ├── TokenizerError          the tokenizer makes no tokens of a text, or takes too long
     ├── AdapterRefusedError     an adapter cannot be applied exactly (the audit says why)
     ├── AdapterUnusableError    an adapter passed its audit, but cannot be loaded or merged now; costs its rows only
-    ├── DeviceError             the device is not there, or does not multiply in the number format asked for
-    ├── ExactModeError          mode `exact` would promise nothing on this device
-    └── PoolExhaustedError      one request needs more pages than the whole pool holds
+    └── DeviceError             the device does not serve the configuration: it is not there, does not multiply in the
+                                number format asked for, would promise nothing in mode `exact`, or holds no page
 
 Each message names the field or file, its value, what was expected, and what to do next.
 """
@@ -58,12 +57,4 @@ class AdapterUnusableError(EngineError):
 
 
 class DeviceError(EngineError):
-    """The device is not there, or does not multiply in the number format that was asked for."""
-
-
-class ExactModeError(EngineError):
-    """Mode `exact` was asked for where arithmetic depends on the rows of a step."""
-
-
-class PoolExhaustedError(EngineError):
-    """A single request cannot fit into an empty pool."""
+    """The device does not serve what the configuration asks for."""

@@ -205,5 +205,4 @@ def engine_parts(matrix: EngineMatrix, config: EngineConfig, model: ModelConfig,
 
 def planned_pages(config: EngineConfig, model: ModelConfig, memory_bytes: int) -> int:
     """Pages that an engine plans for its pool on a device with `memory_bytes` of free memory."""
-    limits = engine_limits(config, model, "cuda" if config.device == "cuda" else "cpu", memory_bytes)
-    return limits.pool_bytes // (limits.token_bytes * limits.page_tokens)
+    return engine_limits(config, model, "cuda" if config.device == "cuda" else "cpu", memory_bytes).num_pages

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..config import EngineConfig
-from ..errors import DeviceError, ExactModeError
+from ..errors import DeviceError
 from ..model_config.partition import Partition
 from ..models.decoder import Members
 from ..runner.backend import GpuBackend, backend_type, choose_arithmetic
@@ -55,10 +55,10 @@ def config_of_member(config: EngineConfig, member: int) -> EngineConfig:
 
 
 def check_served(config: EngineConfig) -> None:
-    """Raises `DeviceError` or `ExactModeError` for what groups do not serve."""
+    """Raises `DeviceError` for what groups do not serve."""
     asked = f"tensor_parallel={config.tensor_parallel}"
     if config.mode == "exact":
-        raise ExactModeError(f"{asked}, mode='exact': what members add up rounds otherwise than the whole. Use 1.")
+        raise DeviceError(f"{asked}, mode='exact': what members add up rounds otherwise than the whole. Use 1.")
     device = choose_arithmetic(config).device
     if device.type == "cuda":
         first = device.index or 0

@@ -29,9 +29,9 @@ from ...scheduler.cost import CostModel
 from ...scheduler.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
 from ..config import EngineConfig, dtype_on, pool_format
 from ..errors import DeviceError
-from ..memory.allocation import MemoryPlan, host_tier_bytes, plan_pool, zeroed_memory
+from ..memory.allocation import host_tier_bytes, zeroed_memory
 from ..memory.copies import AdapterCopies, CopiesAtOnce, CopyStream
-from ..memory.limits import RUN_PAGES, cpu_limits, default_cpu_pool_bytes, gpu_plan, total_host_bytes
+from ..memory.limits import RUN_PAGES, EngineLimits, cpu_limits, gpu_limits, total_host_bytes
 from ..memory.pool import PageLayout
 from ..model_config.model import ModelConfig
 from ..model_config.partition import Partition
@@ -74,7 +74,7 @@ class Backend(ABC):
     part of a group's model; None where `model` is whole.
 
     Constructing one loads the weights, so that free memory afterwards means what is left for the pool. Raises
-    `ModelFilesError`, and `ExactModeError` where mode `exact` could promise nothing.
+    `ModelFilesError`, and `DeviceError` where mode `exact` could promise nothing.
     """
 
     decoder: Decoder
@@ -111,7 +111,7 @@ class Backend(ABC):
 
     @abstractmethod
     def check_exact(self) -> None:
-        """Raises `ExactModeError` where mode `exact` could promise nothing."""
+        """Raises `DeviceError` where mode `exact` could promise nothing."""
 
     def load(self, model_folder: Path) -> tuple[dict[str, Weight], Packed]:
         """Weights by checkpoint name, and linear layers that are packed already."""
@@ -126,19 +126,17 @@ class Backend(ABC):
     def traits(self) -> KernelTraits:
         """How the kernels read the pool."""
 
-    def plan_memory(self) -> MemoryPlan:
-        """Size of this process's pool and limits of a step, here for a pool in host memory. Raises
-        `PoolExhaustedError` when not even one page fits."""
-        pool_bytes = self.config.pool_bytes or default_cpu_pool_bytes(total_host_bytes())
-        pool_bytes //= self.config.tensor_parallel
-        return plan_pool(self.page_layout(), self.pool_dtype.itemsize, cpu_limits(self.config), pool_bytes)
+    def limits(self) -> EngineLimits:
+        """Limits of the engine's steps and pool, here for a pool in host memory."""
+        itemsize = self.pool_dtype.itemsize
+        return cpu_limits(total_host_bytes(), self.config, self.model, itemsize, self.traits.run_pages)
 
     @abstractmethod
     def runner(
         self, live: LiveWeights, memory: Tensor, layout: PageLayout, config: EngineConfig, rules: TokenRules
     ) -> StepRunner:
         """A runner of steps over `memory` (the flat pool). `live`: weights of the decoder. `config`: with the limits
-        of `plan_memory`."""
+        of a step."""
 
     @property
     def default_cost(self) -> CostModel:
@@ -188,7 +186,7 @@ class CpuBackend(Backend):
     """Steps on a CPU by compiled kernels, or by torch's operators where they were not built."""
 
     def check_exact(self) -> None:
-        """Raises `ExactModeError` where the model cannot be computed exactly on this CPU."""
+        """Raises `DeviceError` where the model cannot be computed exactly on this CPU."""
         check_exact_on_cpu(self.model)
 
     def load(self, model_folder: Path) -> tuple[dict[str, Weight], Packed]:
@@ -237,7 +235,7 @@ class GpuBackend(Backend):
     decoder: GpuDecoder
 
     def check_exact(self) -> None:
-        """Raises `ExactModeError` where the configuration cannot be exact, and fixes the interpreter's products."""
+        """Raises `DeviceError` where the configuration cannot be exact, and fixes the interpreter's products."""
         check_exact_on_gpu(self.config)
         if is_interpreted():
             fix_products()
@@ -287,14 +285,13 @@ class GpuBackend(Backend):
             decoder.fix_products()
         return decoder
 
-    def plan_memory(self) -> MemoryPlan:
-        """Size of the pool and limits of a step, from the memory that weights leave on the GPU."""
+    def limits(self) -> EngineLimits:
+        """Limits of the engine's steps and pool, from the memory that weights leave on the GPU."""
         if self.device.type != "cuda":
-            return super().plan_memory()
+            return super().limits()
         # the logits of a part are joined
         model = replace(self.model, vocab_size=self.whole.vocab_size)
-        limits, pool_bytes = gpu_plan(self.free_bytes(), self.config, model, self.pool_dtype.itemsize)
-        return plan_pool(self.page_layout(), self.pool_dtype.itemsize, limits, pool_bytes)
+        return gpu_limits(self.free_bytes(), self.config, model, self.pool_dtype.itemsize)
 
     def free_bytes(self) -> int:
         """Memory of the GPU that weights leave; 0 in Triton's interpreter."""

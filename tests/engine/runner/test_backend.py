@@ -13,7 +13,7 @@ from peft_oracle import POOL_BYTES, prompts, register_all, serve
 
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
-from lorabatch.engine.errors import DeviceError, PoolExhaustedError
+from lorabatch.engine.errors import DeviceError
 from lorabatch.engine.memory.packed import PackedAdapter
 from lorabatch.engine.memory.registry import AdapterRegistry
 from lorabatch.engine.request import Request, SamplingParams
@@ -64,7 +64,7 @@ def test_memory_and_batching_follow_the_traits_of_the_kernels(
 
 
 def test_a_pool_without_room_for_a_page_is_refused_with_both_sizes(tiny_llama: Path) -> None:
-    with pytest.raises(PoolExhaustedError, match="pool_bytes=10: one page of this model takes 8192 bytes"):
+    with pytest.raises(DeviceError, match="pool_bytes=10: one page of this model takes 8192 bytes"):
         Engine(tiny_llama, EngineConfig(device="cpu", pool_bytes=10))
 
 
