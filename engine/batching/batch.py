@@ -16,7 +16,7 @@ from ...scheduler.batching import MOST_SCORED_PLACES, BatchView, StepPlan, witho
 from ...scheduler.estimates.lengths import LengthsByPrompt
 from ..memory.packed import AdapterLayout
 from ..memory.pool import PageRun
-from ..memory.residency import MergedShare
+from ..memory.residency import ResidentAdapter
 from ..models.step_batch import StepEntry
 from ..request import ExportedRow, Request
 from ..sequence import Sequence
@@ -53,7 +53,7 @@ class RunningBatch:
         self._merges_all = merges_all
         self._rows_grow = rows_grow
         self._merges_packed = merges_packed
-        self._taken_out: MergedShare | None = None
+        self._taken_out: ResidentAdapter | None = None
         self._shows_memory = may_switch or (shows_memory and not merges_all)
         self._waiting = WaitingRows()
         self._running: dict[str, Sequence] = {}
@@ -218,18 +218,17 @@ class RunningBatch:
 
         Returns False when memory does not allow it now.
         """
-        if self._taken_out is not None and self._taken_out.resident.adapter_id != adapter_id:
-            self.residency.unpin(self._taken_out.resident.adapter_id)
+        if self._taken_out is not None and self._taken_out.adapter_id != adapter_id:
+            self.residency.unpin(self._taken_out.adapter_id)
             self._taken_out = None
         if adapter_id is None or self._taken_out is not None:
             return True
         if not self._room.make_resident(adapter_id, self._admission.next_use()):
             return False
-        resident = self.residency.get(adapter_id)
-        assert resident is not None
+        self._taken_out = self.residency.get(adapter_id)
+        assert self._taken_out is not None
         self.residency.pin(adapter_id)
         self.residency.join(adapter_id)
-        self._taken_out = MergedShare.of(resident)
         return True
 
     def admit(self, view: BatchView, plan: StepPlan) -> tuple[StepPlan, list[Sequence]]:
@@ -320,7 +319,7 @@ class RunningBatch:
         """Assert that pool, pins and running rows agree with each other."""
         self.pool.check_integrity()
         held_adapters = [s.request.adapter_id for s in self._running.values() if s.holds_adapter]
-        held_adapters += [self._taken_out.resident.adapter_id] if self._taken_out else []
+        held_adapters += [self._taken_out.adapter_id] if self._taken_out else []
         self.residency.check_integrity([a for a in held_adapters if a is not None])
         if self.prefixes is not None:
             unfinished = [s.request.request_id for s in (*self._waiting, *self._running.values())]

@@ -89,9 +89,7 @@ class AdapterLayout:
         return AdapterSites(in_order, table)
 
     def negated(self) -> AdapterLayout:
-        """The layout with negative scaling. The same matrices, added to merged weights by it, leave those of the base
-        model.
-        """
+        """The layout with negative scaling."""
 
         def negated(site: SiteLayout) -> SiteLayout:
             return replace(site, pairs=tuple(replace(pair, scaling=-pair.scaling) for pair in site.pairs))

@@ -20,7 +20,7 @@ from ...kernels.paged_attention.types import AttentionPlan, DecodeGroup, Prefill
 from ...kernels.rotary import KeyPlaces
 from ...kernels.segment_lora import LoraSpan
 from ..memory.pool import PageLayout, PageRun
-from ..memory.residency import MergedShare, ResidentAdapter
+from ..memory.residency import ResidentAdapter
 from ..model_config.model import ModelConfig
 from ..sequence import Sequence
 from .rope import RowLengths
@@ -48,7 +48,7 @@ class StepEntry:
     #: The adapter it is served by; None: base or merged.
     adapter: ResidentAdapter | None
     #: The merged adapter, where the sequence must not see it (mixture).
-    minus: MergedShare | None = None
+    minus: ResidentAdapter | None = None
     #: Pages of the prefix cache that begin its block table.
     shared: tuple[int, ...] = ()
     #: Runs of pages behind `run`.

@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from ..memory.pool import PageRun
-from ..memory.residency import MergedShare, ResidentAdapter
+from ..memory.residency import ResidentAdapter
 from ..models.step_batch import StepEntry
 from ..request import Request, SamplingParams
 from ..sequence import Sequence
@@ -97,7 +97,7 @@ def encode_step(entries: Items[StepEntry], places: Mapping[int, int] = _NO_PLACE
                 entry.run.start,
                 entry.run.num_pages,
                 _NONE if entry.adapter is None else entry.adapter.order,
-                _NONE if entry.minus is None else entry.minus.resident.order,
+                _NONE if entry.minus is None else entry.minus.order,
                 scored.start,
                 scored.stop,
                 places[id(sequence)] if sequence.num_pending else _NONE,
@@ -119,10 +119,9 @@ class PlacedAdapters:
     def place(self, entries: Items[StepEntry]) -> None:
         """Send the places of a step's adapters that the members do not know."""
         for entry in entries:
-            if entry.adapter is not None:
-                self._place(entry.adapter)
-            if entry.minus is not None:
-                self._place(entry.minus.resident)
+            for resident in (entry.adapter, entry.minus):
+                if resident is not None:
+                    self._place(resident)
 
     def _place(self, resident: ResidentAdapter) -> None:
         if resident.order in self._known:
@@ -144,13 +143,11 @@ class StepDecoder:
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
         self._residents: dict[int, ResidentAdapter] = {}
-        self._shares: dict[int, MergedShare] = {}
 
     def place(self, message: PlaceAdapter) -> None:
         """Note the place of an adapter, and forget adapters that are gone."""
         for order in message.gone:
             self._residents.pop(order, None)
-            self._shares.pop(order, None)
         numbers = self._memory[message.start : message.start + message.num_elements]
         self._residents[message.order] = ResidentAdapter("", message.order, numbers, message.layout)
 
@@ -172,17 +169,9 @@ class StepDecoder:
                     num_tokens,
                     PageRun(start, length),
                     None if order == _NONE else self._residents[order],
-                    None if minus == _NONE else self._share(minus),
+                    None if minus == _NONE else self._residents[minus],
                     tuple(islice(pages, shared)),
                     tuple(PageRun(next(pages), next(pages)) for _ in range(runs)),
                 )
             )
         return entries, places
-
-    def _share(self, order: int) -> MergedShare:
-        """The share of a merged adapter: the same object in every step, so that what is prepared for one serves the
-        next.
-        """
-        if order not in self._shares:
-            self._shares[order] = MergedShare.of(self._residents[order])
-        return self._shares[order]

@@ -342,7 +342,7 @@ class GpuRunner:
     def _table_rows(self, entries: Items[StepEntry]) -> dict[int, int]:
         """Table rows of all adapters of a step by their `order`."""
         plus = (e.adapter for e in entries)
-        minus = (e.minus.resident for e in entries if e.minus)
+        minus = (e.minus for e in entries)
         rows = self._adapters.rows_of(adapter for adapter in (*plus, *minus) if adapter is not None)
         if self._adapters.table is not self._memory.table:
             self._memory = replace(self._memory, table=self._adapters.table)
@@ -351,7 +351,7 @@ class GpuRunner:
 
     def _plan(self, entries: Items[StepEntry], rows: dict[int, int]) -> PlannedStep:
         plus = [e.adapter for e in entries]
-        minus = [e.minus.resident if e.minus else None for e in entries]
+        minus = [e.minus for e in entries]
         plus_rows, minus_rows = (
             np.fromiter((rows[adapter.order] if adapter else -1 for adapter in adapters), np.int32, len(entries))
             for adapters in (plus, minus)

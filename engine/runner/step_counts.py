@@ -47,8 +47,7 @@ class StepCounts:
             if entry.adapter is not None:
                 tokens_of[entry.adapter] = tokens_of.get(entry.adapter, 0) + num_tokens
             if entry.minus is not None:
-                subtracted = entry.minus.resident
-                tokens_of[subtracted] = tokens_of.get(subtracted, 0) + num_tokens
+                tokens_of[entry.minus] = tokens_of.get(entry.minus, 0) + num_tokens
             if entry.yields_token and sequence.request.sampling.is_drawn and not sequence.is_scoring:
                 drawn_tokens += 1
             scored_tokens += len(sequence.places_to_score(num_tokens))
