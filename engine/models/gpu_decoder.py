@@ -157,7 +157,7 @@ class GpuDecoder(Decoder):
         """The residual stream after a layer's output: in one kernel unless a norm or a sum stands between them."""
         y = self._product(h, site, layer, step, memory)
         place = (memory.table, step.segments, memory.scratch, layer.index, _SITE_NUMBERS[site])
-        if norm is None and self._members is None:
+        if norm is None and self._sums is None:
             return lora_residual_(y, x, None, *place)
         x += self._norm(self._added_up(lora_residual_(y, None, None, *place)), norm)
         return x

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..config import EngineConfig
-from ..memory.copies import AdapterCopies, Arrival, CopiesAtOnce
+from ..memory.copies import AdapterCopies, Arrival
 from ..memory.pool import PageLayout
 from ..model_config.model import ModelConfig
 from ..models.decoder import Decoder
@@ -61,7 +61,7 @@ def choose_group(
     return CpuGroupBackend(model_folder, config, model, start)
 
 
-class CopiesToAll(CopiesAtOnce):
+class CopiesToAll(AdapterCopies):
     """Copies adapters, [num_members, numbers of each], to the same place in all `pools`. Callers name the place in the
     first.
     """

@@ -20,7 +20,7 @@ from ..runner.backend import GpuBackend
 from ..runner.runner import StepRunner
 from ..runner.sampler import TokenRules
 from .backend import GroupBackend
-from .device_copies import CopiesToMembers, Slots, slots_bytes
+from .device_copies import CopiesToMembers, slots_bytes, slots_in
 from .device_sums import DeviceSums
 from .gpu_runners import LeadingRunner
 from .members import GroupMembers, StartProcess
@@ -51,7 +51,7 @@ class GpuGroupBackend(GroupBackend, GpuBackend):
 
     def copies(self) -> AdapterCopies:
         """Copies to the pools of all members, through the slots."""
-        slots = Slots(self.members.pools, len(self.partitions), self.pool_dtype)
+        slots = slots_in(self.members.pools, len(self.partitions), self.pool_dtype)
         self._copies = CopiesToMembers(super().copies(), slots, self.members)
         return self._copies
 

@@ -5,7 +5,6 @@ own.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from ..models.step_batch import build_step
 from ..runner.backend import Backend, GpuBackend
 from ..runner.sampler import NO_RULES
 from .collectives import Collectives, mapped
-from .device_copies import CopiesFromLeader, Slots
+from .device_copies import CopiesFromLeader, pin, slots_in
 from .device_sums import DeviceSums
 from .gpu_runners import FollowingRunner
 from .messages import (
@@ -34,23 +33,10 @@ from .messages import (
 from .steps import StepDecoder
 
 
-class ComputesSteps(Protocol):
-    """Computes the steps of one pool."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether something is in flight that `settle` counts."""
-
-    def settle(self) -> None:
-        """Count copies that are done."""
-
-    def handle(self, message: ToMember) -> bool:
-        """Do what a message asks; False for one that does not concern steps."""
-
-
 class StepsInMemory:
     """Steps on a CPU, computed when their messages arrive."""
 
+    #: Whether something is in flight that `settle` counts.
     is_busy = False
 
     def __init__(self, decoder: Decoder, memory: Tensor, layout: PageLayout) -> None:
@@ -113,7 +99,7 @@ class StepsOnDevice:
 
 def steps_over(
     message: UsePool | UseDevicePool, start: StartMember, backend: Backend, live: LiveWeights, collectives: Collectives
-) -> ComputesSteps:
+) -> StepsInMemory | StepsOnDevice:
     """The object that computes steps over the pool that `message` names."""
     layout = backend.page_layout()
     if isinstance(message, UsePool):
@@ -121,18 +107,17 @@ def steps_over(
         memory = torch.frombuffer(mapping, dtype=backend.pool_dtype, count=message.num_elements)
         return StepsInMemory(backend.decoder, memory, layout)
     assert isinstance(backend, GpuBackend)
-    assert backend.part is not None
-    assert isinstance(backend.part.members, DeviceSums)
+    assert isinstance(backend.sums, DeviceSums)
     memory = backend.allocate(message.num_elements)[0]
-    slots = Slots(start.pools, start.config.tensor_parallel, memory.dtype)
+    slots = slots_in(start.pools, start.config.tensor_parallel, memory.dtype)
     if memory.is_cuda:
-        slots.pin()
+        pin(slots)
     copies = CopiesFromLeader(start.member, slots, memory, backend.copies(), collectives)
     config = replace(start.config, max_batch_rows=message.batch_rows, max_step_tokens=message.step_tokens)
     runner = FollowingRunner(
         *(backend.decoder, live, memory, layout, config, NO_RULES, backend.executor()),
         prompts=backend.prompt_attention(layout, config),
-        share=backend.part.members.share,
+        share=backend.sums.share,
         full_rows=message.full_rows,
         collectives=collectives,
     )

@@ -10,19 +10,18 @@ from torch import Tensor
 from ..config import EngineConfig
 from ..errors import DeviceError
 from ..model_config.partition import Partition
-from ..models.decoder import Members
+from ..models.decoder import GroupSums
 from ..runner.backend import GpuBackend, backend_type, choose_arithmetic
 from .collectives import Collectives
 from .device_sums import DeviceSums
 
 
-class SumsInMemory:
-    """Adds up and joins tensors in memory that the members share, for parts on a CPU (`models.decoder.Members`)."""
+class SumsInMemory(GroupSums):
+    """Adds up and joins tensors in memory that the members share, for parts on a CPU."""
 
     def __init__(self, collectives: Collectives, partition: Partition) -> None:
+        super().__init__(partition)
         self._collectives = collectives
-        self.first_token = partition.tokens(partition.whole.vocab_size)[0]
-        self.head_outputs = partition.whole.vocab_size
 
     def add_up(self, x: Tensor) -> Tensor:
         """The sum of all members' `x`, by `Collectives`."""
@@ -34,7 +33,7 @@ class SumsInMemory:
         return x if joined is None else joined
 
 
-def sums_of(config: EngineConfig, collectives: Collectives, partition: Partition) -> Members:
+def sums_of(config: EngineConfig, collectives: Collectives, partition: Partition) -> GroupSums:
     """The object that adds up a member's part with the others."""
     if uses_device_sums(config):
         return DeviceSums(partition, choose_arithmetic(config).device)

@@ -30,18 +30,18 @@ from ...scheduler.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
 from ..config import EngineConfig, dtype_on, pool_format
 from ..errors import DeviceError
 from ..memory.allocation import host_tier_bytes, zeroed_memory
-from ..memory.copies import AdapterCopies, CopiesAtOnce, CopyStream
+from ..memory.copies import AdapterCopies, CopyStream
 from ..memory.limits import RUN_PAGES, EngineLimits, cpu_limits, gpu_limits, total_host_bytes
 from ..memory.pool import PageLayout
 from ..model_config.model import ModelConfig
 from ..model_config.partition import Partition
-from ..models.decoder import Decoder, Members
+from ..models.decoder import Decoder, GroupSums
 from ..models.exact import ExactDecoder, check_exact_on_cpu, check_exact_on_gpu, is_arithmetic_fixed
 from ..models.gguf.blocks import Weight
 from ..models.gpu_decoder import GpuDecoder
 from ..models.load import load_weights, stored_weights
 from ..models.merge import LiveWeights
-from ..models.part import PartOfModel, PartWeights
+from ..models.part import PartWeights
 from ..models.weight_cache import Packed, WeightCache
 from .compile_ahead import CompileAhead, EngineKernels, is_compiled_ahead
 from .gpu_graphs import EagerExecutor, GraphExecutor, StepExecutor
@@ -70,8 +70,8 @@ class KernelTraits:
 
 
 class Backend(ABC):
-    """A decoder on its device, and what steps over it need. `model`: the model that it computes. `part`: the member's
-    part of a group's model; None where `model` is whole.
+    """A decoder on its device, and what steps over it need. `model`: the model that it computes. `sums`: sums of a
+    group, of whose model `model` is a member's part; None where it is whole.
 
     Constructing one loads the weights, so that free memory afterwards means what is left for the pool. Raises
     `ModelFilesError`, and `DeviceError` where mode `exact` could promise nothing.
@@ -82,12 +82,12 @@ class Backend(ABC):
     partitions: tuple[Partition, ...] = ()
 
     def __init__(
-        self, model_folder: Path, config: EngineConfig, model: ModelConfig, part: PartOfModel | None = None
+        self, model_folder: Path, config: EngineConfig, model: ModelConfig, sums: GroupSums | None = None
     ) -> None:
         self.config = config
         self.model = model
-        self.part = part
-        self._partition = None if part is None else part.partition
+        self.sums = sums
+        self._partition = None if sums is None else sums.partition
         self.device, self.dtype, self.products, pool = choose_arithmetic(config)
         #: Number format of keys, values and adapters; that of queries where torch attends.
         self.pool_dtype = pool if can_attend_compiled(model.head_dim, pool) else self.dtype
@@ -104,10 +104,6 @@ class Backend(ABC):
     def whole(self) -> ModelConfig:
         """The whole model, of which `model` may be a member's part."""
         return self.model if self._partition is None else self._partition.whole
-
-    @property
-    def _members(self) -> Members | None:
-        return None if self.part is None else self.part.members
 
     @abstractmethod
     def check_exact(self) -> None:
@@ -149,7 +145,7 @@ class Backend(ABC):
 
     def copies(self) -> AdapterCopies:
         """How adapters move between host memory and the pool."""
-        return CopiesAtOnce()
+        return AdapterCopies()
 
     @property
     def loader_threads(self) -> int:
@@ -162,7 +158,7 @@ class Backend(ABC):
 
     def live_weights(self) -> LiveWeights:
         """The object that merges adapters into the decoder."""
-        return LiveWeights(self.decoder) if self.part is None else PartWeights(self.decoder, self.part)
+        return LiveWeights(self.decoder) if self.sums is None else PartWeights(self.decoder, self.sums)
 
     @property
     def host_tier_bytes(self) -> int:
@@ -203,9 +199,9 @@ class CpuBackend(Backend):
     def build_decoder(self, weights: dict[str, Weight], packed: Packed) -> Decoder:
         """A decoder that multiplies by `products`; in mode `exact`, one whose rows do not depend on others."""
         if self.config.mode == "exact":
-            assert self.part is None, "what parts add up rounds otherwise than the whole"
+            assert self.sums is None, "what parts add up rounds otherwise than the whole"
             return ExactDecoder(self.model, weights, self.dtype, products=self.products, packed=packed)
-        return Decoder(self.model, weights, self.dtype, products=self.products, packed=packed, members=self._members)
+        return Decoder(self.model, weights, self.dtype, products=self.products, packed=packed, sums=self.sums)
 
     @property
     def traits(self) -> KernelTraits:
@@ -278,7 +274,7 @@ class GpuBackend(Backend):
 
     def build_decoder(self, weights: dict[str, Weight], packed: Packed) -> GpuDecoder:
         """A decoder for prepared steps, with weights in 8 bits or fixed products where these are asked for."""
-        decoder = GpuDecoder(self.model, weights, self.dtype, products=None, members=self._members)
+        decoder = GpuDecoder(self.model, weights, self.dtype, products=None, sums=self.sums)
         if self.config.base_quantization != "none":
             decoder.quantize()
         if self.config.mode == "exact":
@@ -302,7 +298,7 @@ class GpuBackend(Backend):
 
     def copies(self) -> AdapterCopies:
         """Copies on a stream of their own; at once in Triton's interpreter."""
-        return CopyStream(self.device) if self.device.type == "cuda" else CopiesAtOnce()
+        return CopyStream(self.device) if self.device.type == "cuda" else AdapterCopies()
 
     @property
     def loader_threads(self) -> int:
@@ -356,10 +352,10 @@ MakeBackend = Callable[[Path, EngineConfig, ModelConfig], Backend]
 
 
 def choose_backend(
-    model_folder: Path, config: EngineConfig, model: ModelConfig, part: PartOfModel | None = None
+    model_folder: Path, config: EngineConfig, model: ModelConfig, sums: GroupSums | None = None
 ) -> Backend:
     """The backend of the configured device and kernels. Raises what `Backend` and `backend_type` do."""
-    return backend_type(config, choose_arithmetic(config).device)(model_folder, config, model, part)
+    return backend_type(config, choose_arithmetic(config).device)(model_folder, config, model, sums)
 
 
 def backend_type(config: EngineConfig, device: torch.device) -> type[Backend]:

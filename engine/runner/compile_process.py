@@ -33,6 +33,7 @@ from ..memory.pool import PageLayout, PageRun
 from ..memory.residency import ResidentAdapter
 from ..model_config.model import PACKED_SITES, ModelConfig, PackedSite, packed_members
 from ..model_config.partition import group_of
+from ..models.decoder import GroupSums
 from ..models.gpu_decoder import GpuDecoder
 from ..models.load import dummy_weights
 from ..models.merge import LiveWeights, merge_jobs, packed_jobs
@@ -107,11 +108,12 @@ def note_launches(capability: int, launch_all: Callable[[], object]) -> dict[str
 def _launch_all(kernels: EngineKernels) -> None:
     """Every kind of step, and merges."""
     whole = read_model_config(Path(kernels.model_folder))
+    partition = group_of(whole, kernels.tensor_parallel)[0]
     is_part = kernels.tensor_parallel > 1
-    model = group_of(whole, kernels.tensor_parallel)[0].shard if is_part else whole
+    model = partition.shard if is_part else whole
     dtype: torch.dtype = getattr(torch, kernels.dtype)
-    members = _OneOfMany(whole.vocab_size) if is_part else None
-    decoder = GpuDecoder(model, dict(dummy_weights(model, dtype, _META)), dtype, products=None, members=members)
+    sums = _SumsByShape(partition) if is_part else None
+    decoder = GpuDecoder(model, dict(dummy_weights(model, dtype, _META)), dtype, products=None, sums=sums)
     if kernels.base_quantization != "none":
         decoder.quantize()
     if kernels.is_exact:
@@ -179,13 +181,8 @@ class _UnreadRunner(GpuRunner):
         return LaunchedStep(sampled, lambda: SampledTokens([], [], [], []))
 
 
-class _OneOfMany:
-    """A member of a group, by shapes alone."""
-
-    first_token = 0
-
-    def __init__(self, head_outputs: int) -> None:
-        self.head_outputs = head_outputs
+class _SumsByShape(GroupSums):
+    """Sums of a group, by shapes alone."""
 
     def add_up(self, x: Tensor) -> Tensor:
         """`x` itself, which has the shape of the sum."""

@@ -226,9 +226,7 @@ class EngineProcess:
             write_frame(self._outlet, FROM_ENGINE, message)
 
     def _fatal(self, error: Exception, is_permanent: bool) -> int:
-        traceback.print_exc()
-        sentence = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-        self._send(Fatal(sentence, is_permanent, is_out_of_memory(error)))
+        self._send(failure(error, is_permanent=is_permanent))
         return 1
 
 
@@ -241,6 +239,13 @@ def read_messages(inlet: BinaryIO, inbox: queue.SimpleQueue[Any], codec: Codec[A
         inbox.put(error)
         return
     os._exit(0)
+
+
+def failure(error: Exception, *, is_permanent: bool) -> Fatal:
+    """The last message of a process that ends by the error being handled, which is printed with its place."""
+    traceback.print_exc()
+    sentence = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+    return Fatal(sentence, is_permanent, is_out_of_memory(error))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from lorabatch.engine.batching.admission import MAX_AWAITED
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
-from lorabatch.engine.memory.copies import CopiesAtOnce, CopyStream
+from lorabatch.engine.memory.copies import AdapterCopies, CopyStream
 from lorabatch.engine.memory.loader import MAX_AHEAD, AdapterLoader, HostTier
 from lorabatch.engine.memory.packed import AdapterLayout, PackedAdapter
 from lorabatch.engine.memory.pool import PagePool
@@ -193,7 +193,7 @@ def test_pages_of_an_adapter_evicted_on_its_way_are_free_once_its_copy_is_done()
 
 
 def test_a_cpu_copies_at_once() -> None:
-    copies = CopiesAtOnce()
+    copies = AdapterCopies()
     target = torch.zeros(6)
     assert copies.to_pool(torch.ones(4), target[1:5]).is_done()
     back = copies.to_host(target[1:5])

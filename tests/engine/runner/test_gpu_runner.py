@@ -19,7 +19,6 @@ from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.model_config.model import ModelConfig
 from lorabatch.engine.model_config.partition import Partition
-from lorabatch.engine.models.part import PartOfModel
 from lorabatch.engine.parallel.collectives import shared_memory
 from lorabatch.engine.parallel.device_sums import DeviceSums
 from lorabatch.engine.request import Request, Result, SamplingParams
@@ -73,7 +72,7 @@ def as_part(kind: type[GpuRunner]) -> MakeBackend:
                 settings = self.decoder, live, memory, layout, config, stop_tokens, self.executor()
                 return kind(*settings, share=sums.share)
 
-        return Backend(folder, config, model, PartOfModel(partition, sums))
+        return Backend(folder, config, model, sums)
 
     return make
 
