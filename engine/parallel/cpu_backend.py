@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,12 +20,14 @@ from ..models.merge import LiveWeights
 from ..models.step_batch import StepEntry
 from ..runner.backend import CpuBackend
 from ..runner.runner import CpuRunner, LaunchedStep, StepRunner
-from ..runner.sampler import TokenRules
 from .backend import GroupBackend
 from .gpu_backend import GpuGroupBackend
 from .members import GroupMembers, StartProcess, start_process
 from .shard import uses_device_sums
 from .steps import PlacedAdapters, encode_step
+
+if TYPE_CHECKING:
+    from ..text.token_rules import TokenRules
 
 
 class CpuGroupBackend(GroupBackend, CpuBackend):

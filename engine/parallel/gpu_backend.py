@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -18,13 +19,15 @@ from ..model_config.model import ModelConfig
 from ..models.merge import LiveWeights
 from ..runner.backend import GpuBackend
 from ..runner.runner import StepRunner
-from ..runner.sampler import TokenRules
 from .backend import GroupBackend
 from .device_copies import CopiesToMembers, slots_bytes, slots_in
 from .device_sums import DeviceSums
 from .gpu_runners import LeadingRunner
 from .members import GroupMembers, StartProcess
 from .messages import UseDevicePool
+
+if TYPE_CHECKING:
+    from ..text.token_rules import TokenRules
 
 
 class GpuGroupBackend(GroupBackend, GpuBackend):

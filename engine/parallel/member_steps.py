@@ -14,7 +14,6 @@ from ..models.decoder import Decoder
 from ..models.merge import LiveWeights
 from ..models.step_batch import build_step
 from ..runner.backend import Backend, GpuBackend
-from ..runner.sampler import NO_RULES
 from .collectives import Collectives, mapped
 from .device_copies import CopiesFromLeader, pin, slots_in
 from .device_sums import DeviceSums
@@ -115,7 +114,7 @@ def steps_over(
     copies = CopiesFromLeader(start.member, slots, memory, backend.copies(), collectives)
     config = replace(start.config, max_batch_rows=message.batch_rows, max_step_tokens=message.step_tokens)
     runner = FollowingRunner(
-        *(backend.decoder, live, memory, layout, config, NO_RULES, backend.executor()),
+        *(backend.decoder, live, memory, layout, config, None, backend.executor()),
         prompts=backend.prompt_attention(layout, config),
         share=backend.sums.share,
         full_rows=message.full_rows,

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,10 +44,12 @@ from ..models.merge import LiveWeights
 from ..models.part import PartWeights
 from ..models.weight_cache import Packed, WeightCache
 from .compile_ahead import CompileAhead, EngineKernels, is_compiled_ahead
-from .gpu_graphs import EagerExecutor, GraphExecutor, StepExecutor
+from .gpu_graphs import GraphExecutor, StepExecutor
 from .gpu_runner import GpuRunner
 from .runner import CpuRunner, StepRunner
-from .sampler import TokenRules
+
+if TYPE_CHECKING:
+    from ..text.token_rules import TokenRules
 
 logger = logging.getLogger(__name__)
 
@@ -336,7 +338,7 @@ class GpuBackend(Backend):
 
     def executor(self) -> StepExecutor:
         """How decode steps are launched: as CUDA graphs, or kernel by kernel without a GPU."""
-        return GraphExecutor() if self.device.type == "cuda" else EagerExecutor()
+        return GraphExecutor() if self.device.type == "cuda" else StepExecutor()
 
 
 def gpu_loader_threads(num_cores: int, num_engines: float) -> int:

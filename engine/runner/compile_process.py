@@ -42,11 +42,11 @@ from ..peft.random import dummy_adapter_weights, dummy_audit
 from ..request import Request, SamplingParams
 from ..sequence import Sequence
 from .compile_ahead import EngineKernels
-from .gpu_graphs import EagerExecutor
+from .gpu_graphs import StepExecutor
 from .gpu_plan import PREFILL_TILE_ROWS, SPLIT_KEYS
 from .gpu_runner import GpuRunner
 from .runner import LaunchedStep
-from .sampler import NO_RULES, SampledTokens
+from .sampler import SampledTokens
 
 _META = torch.device("meta")
 _NUM_PAGES = 4096
@@ -123,7 +123,7 @@ def _launch_all(kernels: EngineKernels) -> None:
     layout = PageLayout.of(model, config.page_tokens, run_pages=RUN_PAGES["cuda"])
     memory = torch.empty(_NUM_PAGES * layout.page_elements, dtype=dtype, device=_META)
     live = LiveWeights(decoder)
-    runner = _UnreadRunner(decoder, live, memory, layout, config, NO_RULES, EagerExecutor())
+    runner = _UnreadRunner(decoder, live, memory, layout, config, None, StepExecutor())
     for entries in _steps(model, dtype, layout):
         runner.launch(entries)
     if live.takes_packed:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,7 +23,9 @@ from ..models.gpu_step import StepBuffer, StepSizes
 from ..models.step_batch import StepEntry
 from ..request import SamplingParams
 from ..sequence import Sequence
-from .sampler import StopTokens
+
+if TYPE_CHECKING:
+    from ..text.token_rules import TokenRules
 
 SPLIT_KEYS = 512  # see kernels.paged_attention.triton
 DECODE_TILE_ROWS, PREFILL_TILE_ROWS = 16, 64  # see kernels.layouts.segments
@@ -69,7 +72,7 @@ class PlannedStep:
     """One step before its lists are written.
 
     `plus`, `minus` [num_entries]: table rows of the adapter that an entry is served by and of the merged one that it
-    must not see, -1 for none. A row's `stop_tokens` are withheld until its `min_tokens`.
+    must not see, -1 for none. `rules`: as in `GpuRunner`.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class PlannedStep:
         plus: _Int32s,
         minus: _Int32s,
         geometry: StepGeometry,
-        stop_tokens: StopTokens,
+        rules: TokenRules | None,
     ) -> None:
         self.entries = entries
         self._geometry = geometry
@@ -97,8 +100,8 @@ class PlannedStep:
         self.num_scored = sum(len(places.token_ids) for _, places in self.scored)
         self._withheld = [
             ()
-            if s.request.sampling.has_rules or s.num_generated >= s.request.sampling.min_tokens
-            else tuple(stop_tokens(s))
+            if rules is None or s.request.sampling.has_rules or s.num_generated >= s.request.sampling.min_tokens
+            else rules.stop_tokens(s)
             for s in self.sampled
         ]
         #: Places, among those that are sampled, of rows whose logits the host changes.

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -26,8 +26,11 @@ from ..models.decoder import Decoder
 from ..models.step_batch import StepEntry, build_step
 from ..request import TopLogprobs
 from ..sequence import Sequence
-from .sampler import SampledTokens, TokenRules, sample, score_prompts
+from .sampler import SampledTokens, sample, score_prompts
 from .step_counts import StepCounts
+
+if TYPE_CHECKING:
+    from ..text.token_rules import TokenRules
 
 #: A sequence, its next token (None where the largest logit is no finite number), the token's log-probability, the
 #: likeliest tokens, and log-probabilities of the asked ones.
