@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ...kernels.merge import LoraPair
 from ...kernels.packed_weight.panels import PanelWeight, has_panels
 from ..errors import AdapterRefusedError
 from .audit import AdapterAudit
@@ -27,20 +28,6 @@ _TORCH_TYPES: Mapping[str, torch.dtype] = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class LoraPair:
-    """`y += scaling * (x Aᵀ) Bᵀ`, with a [rank, in_features] and b [out_features, rank], both as stored."""
-
-    a: Tensor
-    b: Tensor
-    scaling: float
-
-    @property
-    def rank(self) -> int:
-        """Rows of A."""
-        return self.a.shape[0]
 
 
 @dataclass(frozen=True, slots=True)

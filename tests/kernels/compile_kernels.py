@@ -36,7 +36,7 @@ from lorabatch.kernels.lora_qkv import HeadFinish
 from lorabatch.kernels.lora_qkv import triton as qkv
 from lorabatch.kernels.lora_residual import triton as residual
 from lorabatch.kernels.lora_shrink import triton as shrink
-from lorabatch.kernels.merge import MergeJob, MergePair
+from lorabatch.kernels.merge import LoraPair, MergeJob
 from lorabatch.kernels.merge import triton as merge
 from lorabatch.kernels.packed_weight import triton as fp8
 from lorabatch.kernels.paged_attention import invariant as invariant_attention
@@ -216,7 +216,7 @@ def _reach_merge(num_layers: int, dtype: torch.dtype, *, is_packed: bool = False
     a, b = torch.zeros(16, 256, dtype=dtype), torch.zeros(256, 16, dtype=dtype)
     if is_packed:
         b = b.t().contiguous().t()
-    jobs = [MergeJob(bf16(256, 256), bf16(256, 256), (MergePair(a, b, 1.0),))] * num_layers
+    jobs = [MergeJob(bf16(256, 256), bf16(256, 256), (LoraPair(a, b, 1.0),))] * num_layers
     merge.merge(jobs, dtype, torch.zeros(1, dtype=torch.int32))
 
 
