@@ -14,7 +14,7 @@ from typing import Any, Literal
 from urllib.parse import unquote, urljoin
 
 from ...system.untrusted import parse_object, shown, shown_name
-from .ecma_pattern import PatternError, rust_pattern
+from .ecma_pattern import rust_pattern
 
 #: Treatment of a keyword.
 Fate = Literal["enforced", "ignored", "refused"]
@@ -250,7 +250,7 @@ class _Reader:
         """A pattern in Rust's syntax."""
         try:
             written = rust_pattern(pattern)
-        except PatternError as error:
+        except ValueError as error:
             raise SchemaProblemError(f"{place}={shown(pattern)}: {error}.") from None
         self._found.patterns.append((place, pattern, written))
         return written

@@ -14,7 +14,7 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,13 +45,6 @@ class PromptSpans:
 #: A library's attention for one step, which every layer calls with its queries, the pool, its number and its rule. It
 #: gives the attention of the step's tokens, [num_tokens, H * head_dim], as `attend_pages` does.
 StepAttention = Callable[[Tensor, Tensor, int, AttentionRule], Tensor]
-
-
-class PromptAttention(Protocol):
-    """A library's attention over prompts."""
-
-    def of_step(self, spans: PromptSpans, layout: HeadLayout, device: torch.device) -> StepAttention:
-        """Prepares one step and returns the attention that its layers call. The host does not wait for the device."""
 
 
 def choose_prompt_attention(
@@ -225,3 +218,7 @@ class FlashInferAttention:
             kv_data_type=self._dtype,
         )
         return wrapper
+
+
+#: A library's attention over prompts, whose `of_step` prepares one step.
+PromptAttention = VarlenAttention | FlashInferAttention
