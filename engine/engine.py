@@ -38,7 +38,7 @@ from .models.rope import restart_lengths
 from .models.step_batch import StepEntry
 from .request import ExportedRow, Request, Result, ServedMode, TopLogprobs
 from .runner.backend import Backend, MakeBackend, choose_backend
-from .runner.runner import StepInFlight, StepsInFlight
+from .runner.runner import LaunchedStep, StepsInFlight
 from .runner.step_counts import StepCounts
 from .sequence import Sequence
 from .telemetry import EngineTelemetry
@@ -384,14 +384,15 @@ class Engine:
             self._live.confirm()
         except AdapterRefusedError as error:
             assert merged_id is not None
-            self._in_flight.add_void(launched)
+            self._in_flight.add(launched)
             return AdapterUnusableError(merged_id, str(error))
         counts = StepCounts.of(entries, self._registry.elements_per_rank)
-        self._in_flight.add(StepInFlight(launched, entries, counts, self._budget.tokens, began_s))
+        step = replace(launched, entries=entries, counts=counts, max_tokens=self._budget.tokens, began_s=began_s)
+        self._in_flight.add(step)
         self._batch.after_step(entries)
         return None
 
-    def _count(self, step: StepInFlight) -> None:
+    def _count(self, step: LaunchedStep) -> None:
         """Count a step that was read. It took the time since the host began to plan it, or since the step before it was
         read where that was later.
         """

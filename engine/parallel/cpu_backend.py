@@ -18,8 +18,8 @@ from ..model_config.model import ModelConfig
 from ..models.decoder import Decoder
 from ..models.merge import LiveWeights
 from ..models.step_batch import StepEntry
-from ..runner.backend import CpuBackend
-from ..runner.runner import CpuRunner, LaunchedStep, StepRunner
+from ..runner.backend import CpuBackend, StepRunner
+from ..runner.runner import CpuRunner, LaunchedStep
 from .backend import GroupBackend
 from .gpu_backend import GpuGroupBackend
 from .members import GroupMembers, StartProcess, start_process

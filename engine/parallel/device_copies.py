@@ -5,7 +5,8 @@
     member                                     copy from the slot to the pool, count it ───────┘
 
 The thread waits for slots and copies, so that steps do not. What it says comes behind the steps launched so far, and
-`join` lets no later step be launched before all is said. Members copy as an engine alone does (`memory.copies`).
+`join` lets no later step be launched before all is said. Members (`member_steps`) copy as an engine alone does
+(`memory.copies`).
 """
 
 from __future__ import annotations
@@ -14,14 +15,12 @@ import os
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ..memory.copies import AdapterCopies, Arrival
-from .collectives import Collectives, mapped
+from .collectives import mapped
 from .members import GroupMembers
 from .messages import CopySlot, JoinCopies
 
@@ -139,39 +138,3 @@ class _ToMembers(Arrival):
         if self.error is not None:
             raise self.error
         self._members.send(JoinCopies())
-
-
-class CopiesFromLeader:
-    """A member's copies from the slots to its pool, `memory`."""
-
-    def __init__(
-        self, member: int, slots: Tensor, memory: Tensor, copies: AdapterCopies, collectives: Collectives
-    ) -> None:
-        self._slots = slots[:, member - 1]
-        self._memory = memory
-        self._copies = copies
-        self._note_copied: Callable[[int], None] = collectives.note_copied
-        self._arriving: deque[Arrival] = deque()
-        self._num_copied = 0
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a copy is in flight, as far as `settle` has seen."""
-        return bool(self._arriving)
-
-    def begin(self, message: CopySlot) -> None:
-        """Copy what the leader has put into a slot."""
-        target = self._memory[message.start : message.start + message.num_elements]
-        self._arriving.append(self._copies.to_pool(self._slots[message.slot, : message.num_elements], target))
-
-    def join(self) -> None:
-        """Make steps launched from now on run after all copies that were begun."""
-        for arrival in self._arriving:
-            arrival.join()
-
-    def settle(self) -> None:
-        """Count the copies that are done: their slots may be used again."""
-        while self._arriving and self._arriving[0].is_done():
-            self._arriving.popleft()
-            self._num_copied += 1
-            self._note_copied(self._num_copied)

@@ -17,8 +17,7 @@ from ..memory.copies import AdapterCopies
 from ..memory.pool import PageLayout
 from ..model_config.model import ModelConfig
 from ..models.merge import LiveWeights
-from ..runner.backend import GpuBackend
-from ..runner.runner import StepRunner
+from ..runner.backend import GpuBackend, StepRunner
 from .backend import GroupBackend
 from .device_copies import CopiesToMembers, slots_bytes, slots_in
 from .device_sums import DeviceSums

@@ -4,18 +4,21 @@ own.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from ..memory.copies import AdapterCopies, Arrival
 from ..memory.pool import PageLayout
 from ..models.decoder import Decoder
 from ..models.merge import LiveWeights
 from ..models.step_batch import build_step
 from ..runner.backend import Backend, GpuBackend
 from .collectives import Collectives, mapped
-from .device_copies import CopiesFromLeader, pin, slots_in
+from .device_copies import pin, slots_in
 from .device_sums import DeviceSums
 from .gpu_runners import FollowingRunner
 from .messages import (
@@ -62,21 +65,40 @@ class StepsInMemory:
 
 
 class StepsOnDevice:
-    """Steps on a device, planned when their messages arrive and launched when the leader has chosen their graphs."""
+    """Steps on a device, planned when their messages arrive and launched when the leader has chosen their graphs.
 
-    def __init__(self, runner: FollowingRunner, memory: Tensor, copies: CopiesFromLeader) -> None:
+    Adapters arrive in `slots` [slots, numbers], the member's part of the shared ones, and are copied to the pool,
+    `memory`. `note_copied`: notes how many copies are done, so that their slots may be used again.
+    """
+
+    def __init__(
+        self,
+        runner: FollowingRunner,
+        memory: Tensor,
+        slots: Tensor,
+        copies: AdapterCopies,
+        note_copied: Callable[[int], None],
+    ) -> None:
         self._runner = runner
+        self._memory = memory
+        self._slots = slots
         self._copies = copies
+        self._note_copied = note_copied
+        self._arriving: deque[Arrival] = deque()
+        self._num_copied = 0
         self._steps = StepDecoder(memory)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a copy of an adapter is in flight."""
-        return self._copies.is_busy
+        """Whether a copy of an adapter is in flight, as far as `settle` has seen."""
+        return bool(self._arriving)
 
     def settle(self) -> None:
         """Count the copies of adapters that are done."""
-        self._copies.settle()
+        while self._arriving and self._arriving[0].is_done():
+            self._arriving.popleft()
+            self._num_copied += 1
+            self._note_copied(self._num_copied)
 
     def handle(self, message: ToMember) -> bool:
         """Place or copy an adapter, plan or launch a step; False for other messages."""
@@ -84,9 +106,11 @@ class StepsOnDevice:
             case PlaceAdapter():
                 self._steps.place(message)
             case CopySlot():
-                self._copies.begin(message)
+                target = self._memory[message.start : message.start + message.num_elements]
+                self._arriving.append(self._copies.to_pool(self._slots[message.slot, : message.num_elements], target))
             case JoinCopies():
-                self._copies.join()
+                for arrival in self._arriving:
+                    arrival.join()
             case Step():
                 self._runner.plan(*self._steps.entries(message))
             case LaunchStep():
@@ -111,7 +135,6 @@ def steps_over(
     slots = slots_in(start.pools, start.config.tensor_parallel, memory.dtype)
     if memory.is_cuda:
         pin(slots)
-    copies = CopiesFromLeader(start.member, slots, memory, backend.copies(), collectives)
     config = replace(start.config, max_batch_rows=message.batch_rows, max_step_tokens=message.step_tokens)
     runner = FollowingRunner(
         *(backend.decoder, live, memory, layout, config, None, backend.executor()),
@@ -120,4 +143,5 @@ def steps_over(
         full_rows=message.full_rows,
         collectives=collectives,
     )
-    return StepsOnDevice(runner, memory, copies)
+    own_slots = slots[:, start.member - 1]
+    return StepsOnDevice(runner, memory, own_slots, backend.copies(), collectives.note_copied)

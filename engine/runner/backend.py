@@ -46,12 +46,16 @@ from ..models.weight_cache import Packed, WeightCache
 from .compile_ahead import CompileAhead, EngineKernels, is_compiled_ahead
 from .gpu_graphs import GraphExecutor, StepExecutor
 from .gpu_runner import GpuRunner
-from .runner import CpuRunner, StepRunner
+from .runner import CpuRunner
 
 if TYPE_CHECKING:
     from ..text.token_rules import TokenRules
 
 logger = logging.getLogger(__name__)
+
+#: Computes steps, one after the other: `launch` starts one; `steps_ahead` of them may be launched before the one before
+#: them is read.
+StepRunner = CpuRunner | GpuRunner
 
 
 @dataclass(frozen=True, slots=True)
