@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..kernels.layouts.pages import PageLayout
 from ..scheduler.batching import Batcher, BatchView, ReplicaFacts, StepPlan, all_unmerged
 from ..scheduler.estimates.lengths import LengthEstimator
 from ..scheduler.estimates.pace import StepBudget
@@ -29,7 +30,7 @@ from .errors import AdapterRefusedError, AdapterUnusableError, ModelFilesError, 
 from .memory.allocation import eraser_for, pages_of_pool
 from .memory.limits import keeps_merged_copy
 from .memory.loader import AdapterLoader, HostTier
-from .memory.pool import PageLayout, PagePool
+from .memory.pool import PagePool
 from .memory.prefix_cache import shares_prefixes
 from .memory.registry import AdapterRegistry
 from .memory.residency import AdapterResidency
@@ -481,7 +482,7 @@ def _running_batch(
         named = traits.has_block_tables
         prefixes = NamedPrefixes(pool, layout, model) if named else CopiedPrefixes(pool, layout, model, pools)
     clean = eraser_for(pools, layout) if traits.reads_other_rows else None
-    room = Room(pool, layout, residency, registry, prefixes)
+    room = Room(pool, layout, residency, registry, prefixes, traits.run_pages)
     return RunningBatch(
         room,
         clean,

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..memory.pool import PageLayout, PagePool, PageRun
+from ...kernels.layouts.pages import PageLayout
+from ..memory.pool import PagePool, PageRun
 from ..memory.prefix_cache import PrefixCache
 from ..model_config.model import ModelConfig
 from ..models.step_batch import StepEntry

@@ -9,10 +9,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ...kernels.layouts.pages import PageLayout
 from ..config import EngineConfig
 from ..errors import DeviceError
 from .limits import EngineLimits, total_host_bytes
-from .pool import PageLayout, PageRun
+from .pool import PageRun
 
 _GIB = 1 << 30
 

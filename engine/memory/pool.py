@@ -12,27 +12,13 @@ import bisect
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
+from ...kernels.layouts.pages import PageLayout
 from ..model_config.model import ModelConfig
 
 
-@dataclass(frozen=True, slots=True)
-class PageLayout:
-    """Geometry of the pool: `page_elements` numbers per page of `page_tokens` tokens. Rows' runs are multiples of
-    `run_pages` where memory allows."""
-
-    page_tokens: int
-    page_elements: int
-    run_pages: int = 1
-
-    @classmethod
-    def of(cls, model: ModelConfig, page_tokens: int, *, run_pages: int = 1) -> PageLayout:
-        return cls(page_tokens, page_tokens * 2 * model.num_layers * model.kv_size, run_pages)
-
-    def pages_for_tokens(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_tokens)
-
-    def pages_for_elements(self, num_elements: int) -> int:
-        return -(-num_elements // self.page_elements)
+def page_layout(model: ModelConfig, page_tokens: int) -> PageLayout:
+    """How the pool of a model, or of a member's part of it, is cut into pages."""
+    return PageLayout(model.num_heads, model.num_kv_heads, model.head_dim, model.num_layers, page_tokens)
 
 
 @dataclass(frozen=True, slots=True)

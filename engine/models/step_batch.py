@@ -15,11 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...kernels.layouts.pages import PageLayout
 from ...kernels.paged_attention.compiled import can_attend_compiled
 from ...kernels.paged_attention.types import AttentionPlan, DecodeGroup, PrefillChunk, SpanTable
 from ...kernels.rotary import KeyPlaces
 from ...kernels.segment_lora import LoraSpan
-from ..memory.pool import PageLayout, PageRun
+from ..memory.pool import PageRun
 from ..memory.residency import ResidentAdapter
 from ..model_config.model import ModelConfig
 from ..sequence import Sequence

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...kernels.layouts.pages import PageLayout
 from ..config import EngineConfig
 from ..memory.copies import AdapterCopies, Arrival
-from ..memory.pool import PageLayout
 from ..model_config.model import ModelConfig
 from ..models.decoder import Decoder
 from ..models.merge import LiveWeights

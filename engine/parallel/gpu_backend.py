@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ...kernels.layouts.pages import PageLayout
 from ..config import EngineConfig
 from ..memory.copies import AdapterCopies
-from ..memory.pool import PageLayout
 from ..model_config.model import ModelConfig
 from ..models.merge import LiveWeights
 from ..runner.backend import GpuBackend, StepRunner

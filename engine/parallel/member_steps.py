@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ...kernels.layouts.pages import PageLayout
 from ..memory.copies import AdapterCopies, Arrival
-from ..memory.pool import PageLayout
 from ..models.decoder import Decoder
 from ..models.merge import LiveWeights
 from ..models.step_batch import build_step

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...kernels.interpreted import fix_products
 from ...kernels.launch import is_interpreted
-from ...kernels.layouts.heads import HeadLayout
+from ...kernels.layouts.pages import PageLayout
 from ...kernels.packed_weight import Products, can_multiply
 from ...kernels.packed_weight.panels import StoredWeight, has_panels
 from ...kernels.paged_attention.compiled import can_attend_compiled
@@ -32,7 +32,7 @@ from ..errors import DeviceError
 from ..memory.allocation import host_tier_bytes, zeroed_memory
 from ..memory.copies import AdapterCopies, CopyStream
 from ..memory.limits import RUN_PAGES, EngineLimits, cpu_limits, gpu_limits, total_host_bytes
-from ..memory.pool import PageLayout
+from ..memory.pool import page_layout
 from ..model_config.model import ModelConfig
 from ..model_config.partition import Partition
 from ..models.decoder import Decoder, GroupSums
@@ -181,7 +181,7 @@ class Backend(ABC):
 
     def page_layout(self) -> PageLayout:
         """How the pool is cut into pages."""
-        return PageLayout.of(self.model, self.config.page_tokens, run_pages=self.traits.run_pages)
+        return page_layout(self.model, self.config.page_tokens)
 
 
 class CpuBackend(Backend):
@@ -330,12 +330,11 @@ class GpuBackend(Backend):
     def prompt_attention(self, layout: PageLayout, config: EngineConfig) -> PromptAttention | None:
         """The library for attention over prompts that is asked for, where it can serve; None: our kernel."""
         model = self.model
-        heads = HeadLayout(model.num_heads, model.num_kv_heads, model.head_dim, model.num_layers, layout.page_tokens)
         rules = frozenset(
             AttentionRule(model.attention_scale, window, model.attention_softcap) for window in model.sliding_windows
         )
         is_exact = config.mode == "exact"
-        found, problem = choose_prompt_attention(self.device, self.pool_dtype, heads, rules, is_exact=is_exact)
+        found, problem = choose_prompt_attention(self.device, self.pool_dtype, layout, rules, is_exact=is_exact)
         if problem is not None:
             logger.warning("%s", problem)
         return found

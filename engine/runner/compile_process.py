@@ -23,13 +23,13 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import triton_key
 
+from ...kernels.layouts.pages import PageLayout
 from ...kernels.merge.triton import merge
 from ...system.confinement import end_with
 from ...system.local_cache import file_lock
 from ..config import EngineConfig, read_model_config
-from ..memory.limits import RUN_PAGES
 from ..memory.packed import pack_adapter
-from ..memory.pool import PageLayout, PageRun
+from ..memory.pool import PageRun, page_layout
 from ..memory.residency import ResidentAdapter
 from ..model_config.model import PACKED_SITES, ModelConfig, PackedSite, packed_members
 from ..model_config.partition import group_of
@@ -120,7 +120,7 @@ def _launch_all(kernels: EngineKernels) -> None:
         decoder.fix_products()
         _multiply_rows(decoder)
     config = EngineConfig(page_tokens=kernels.page_tokens, mode="exact" if kernels.is_exact else "auto")
-    layout = PageLayout.of(model, config.page_tokens, run_pages=RUN_PAGES["cuda"])
+    layout = page_layout(model, config.page_tokens)
     memory = torch.empty(_NUM_PAGES * layout.page_elements, dtype=dtype, device=_META)
     live = LiveWeights(decoder)
     runner = _UnreadRunner(decoder, live, memory, layout, config, None, StepExecutor())

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.layouts.heads import HeadLayout
+from ...kernels.layouts.pages import PageLayout
 from ...kernels.layouts.segments import SegmentLimits, plan_segments
 from ...kernels.paged_attention.libraries import PromptSpans
 from ...kernels.paged_attention.work import SEGMENT_KEYS, Span, WorkLimits, plan_attention, tile_rows_for
@@ -43,7 +43,7 @@ class StepGeometry:
     #: Most chunks of a resident in any layer, per packed site: [table rows, 4].
     chunk_counts: _Int32s
     #: Heads and pages of the pool.
-    layout: HeadLayout
+    layout: PageLayout
     #: Number format of the pool.
     dtype: torch.dtype
     #: Programs that share a contraction.

@@ -29,12 +29,12 @@ from torch import Tensor
 
 from ...kernels.launch import empty_pinned, num_persistent_programs, to_device
 from ...kernels.layouts.lora_table import CHUNK_RANK
+from ...kernels.layouts.pages import PageLayout
 from ...kernels.log_sum_exp import log_sum_exp
 from ...kernels.paged_attention.libraries import PromptAttention
 from ...kernels.paged_attention.types import Partials
 from ...kernels.sampling import NO_TOKEN, sample_tokens
 from ..config import EngineConfig
-from ..memory.pool import PageLayout
 from ..model_config.model import ModelConfig
 from ..models.gpu_decoder import GpuDecoder, GpuMemory
 from ..models.gpu_step import GpuStep, StepBuffer, StepSizes
@@ -147,9 +147,7 @@ class GpuRunner:
         self._num_programs = 1 if self._is_exact else programs
         self.full_rows = None if self._is_exact else full_rows_of(device, model.num_kv_heads)
         rows = bucket_of(config.batch_rows)
-        self._memory = GpuMemory.allocate(
-            model, self._adapters.table, first.scratch_rows, self._attention_items(rows), layout.page_tokens
-        )
+        self._memory = GpuMemory.allocate(layout, self._adapters.table, first.scratch_rows, self._attention_items(rows))
         self._buffers: dict[tuple[int, bool], StepBuffer] = {}
         # the step before: its tokens as the next step reads them and as the host does, their log-probabilities, and
         # whose they are
@@ -232,8 +230,8 @@ class GpuRunner:
             )
             if self._prompt_attention is None or planned.is_decode:
                 return made
-            spans, heads = planned.spans(), self._memory.heads
-            return replace(made, library=self._prompt_attention.of_step(spans, heads, target.buffer.device))
+            library = self._prompt_attention.of_step(planned.spans(), self._memory.layout, target.buffer.device)
+            return replace(made, library=library)
 
         if key is None:
             self.compute(step(), planned)
@@ -356,8 +354,8 @@ class GpuRunner:
         return PlannedStep(entries, plus_rows, minus_rows, self._geometry(), self._rules)
 
     def _geometry(self) -> StepGeometry:
-        heads, dtype = self._memory.heads, self._memory.table.pool.dtype
-        return StepGeometry(self._adapters.chunk_counts, heads, dtype, self._num_programs, self.full_rows)
+        layout, dtype = self._memory.layout, self._memory.table.pool.dtype
+        return StepGeometry(self._adapters.chunk_counts, layout, dtype, self._num_programs, self.full_rows)
 
     def _make_room(self, planned: PlannedStep) -> None:
         """Grow scratch to what the step needs (ranks have no limit)."""

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ...kernels.layouts.pages import PageLayout
 from ...kernels.sampling import NO_TOKEN
-from ..memory.pool import PageLayout
 from ..models.decoder import Decoder
 from ..models.step_batch import StepEntry, build_step
 from ..request import TopLogprobs

@@ -25,7 +25,7 @@ from lorabatch.engine.memory.limits import (
     step_bytes,
     weight_bytes,
 )
-from lorabatch.engine.memory.pool import PageLayout
+from lorabatch.engine.memory.pool import page_layout
 from lorabatch.engine.model_config import parse_model_config
 from lorabatch.engine.model_config.model import ModelConfig
 from lorabatch.engine.models.gpu_decoder import GpuDecoder
@@ -63,7 +63,7 @@ def test_the_decoder_takes_random_weights_of_these_shapes(shape: ModelShape) -> 
 def test_the_memory_of_an_8b_engine_on_an_h200() -> None:
     model = model_of(LLAMA_3_8B)
     config = EngineConfig(max_batch_rows=256, max_step_tokens=8192, pool_bytes=1 << 34)
-    layout = PageLayout.of(model, config.page_tokens)
+    layout = page_layout(model, config.page_tokens)
     assert layout.page_elements * BF16 == 2 << 20, "a page of 16 tokens is 2 MiB"
     assert cpu_limits(0, config, model, BF16).num_pages == 1 << 13
     sites = dummy_audit(model, 16, "x").sites

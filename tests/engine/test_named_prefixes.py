@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lorabatch.engine.batching.admission import row_owner
 from lorabatch.engine.batching.prefix_sharing import NamedPrefixes
 from lorabatch.engine.config import read_model_config
-from lorabatch.engine.memory.pool import PageLayout, PagePool
+from lorabatch.engine.memory.pool import PagePool, page_layout
 from lorabatch.engine.model_config.model import ModelConfig
 from lorabatch.engine.models.step_batch import StepEntry
 from lorabatch.engine.request import Request, SamplingParams
@@ -31,7 +31,7 @@ class Rows:
 
     def __init__(self, model: ModelConfig, num_pages: int) -> None:
         self.pool = PagePool(num_pages)
-        self._layout = PageLayout.of(model, PAGE)
+        self._layout = page_layout(model, PAGE)
         self.prefixes = NamedPrefixes(self.pool, self._layout, model)
         self.running: list[Sequence] = []
         self.content: dict[tuple[int, int], tuple[str | None, tuple[int, ...]]] = {}

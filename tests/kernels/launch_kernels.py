@@ -23,8 +23,8 @@ from triton.runtime.jit import JITFunction
 
 from lorabatch.engine.runner.compile_process import TargetOnly
 from lorabatch.kernels.launch import launch, uses_pdl
-from lorabatch.kernels.layouts.heads import HeadLayout
 from lorabatch.kernels.layouts.lora_table import DOWN, NUM_SITES, O_PROJ
+from lorabatch.kernels.layouts.pages import PageLayout
 from lorabatch.kernels.lora_gate_up import triton as gate_up
 from lorabatch.kernels.lora_qkv import HeadFinish
 from lorabatch.kernels.lora_qkv import triton as qkv
@@ -136,7 +136,7 @@ def _same(by_launch: tuple[Any, ...], by_triton: tuple[Any, ...]) -> bool:
 
 def _layer() -> Callable[[int], None]:
     """A function that launches the kernels of a layer of Llama-3-8B, as a decoder does."""
-    layout = HeadLayout(num_heads=32, num_kv_heads=8, head_dim=128, num_layers=NUM_LAYERS, page_tokens=16)
+    layout = PageLayout(num_heads=32, num_kv_heads=8, head_dim=128, num_layers=NUM_LAYERS, page_tokens=16)
     segments, table = shapes.make_segments(NUM_ROWS, TILE_ROWS), shapes.make_table()
     scratch = segments.allocate_scratch()
     x, active = shapes.bf16(NUM_ROWS, shapes.HIDDEN), shapes.bf16(NUM_ROWS, shapes.INTERMEDIATE)
