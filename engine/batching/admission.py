@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ...kernels.layouts.pages import PageLayout
 from ...scheduler.batching import FreeMemory, StepPlan
 from ...scheduler.estimates.lengths import PRIOR_SHARE, tokens_to_hold
-from ..memory.pool import PagePool, PageRun
+from ..memory.pool import PagePool, PageRange
 from ..memory.registry import AdapterRegistry
 from ..memory.residency import AdapterResidency, adapter_owner
 from ..sequence import Sequence
@@ -156,7 +156,7 @@ class Admission:
         waiting: WaitingRows,
         running: dict[str, Sequence],
         room: Room,
-        clean: Callable[[PageRun], None] | None,
+        clean: Callable[[PageRange], None] | None,
         *,
         may_switch: bool,
         rows_grow: bool,
@@ -281,7 +281,7 @@ class Admission:
         owner = row_owner(sequence)
         sequence.held_tokens = self._pool.num_pages_of(owner) * self._layout.page_tokens
         if self._clean is not None:
-            self._clean(self._pool.run_of(owner))
+            self._clean(self._pool.range_of(owner))
         if adapter_id is not None:
             self._residency.pin(adapter_id)
             sequence.holds_adapter = True

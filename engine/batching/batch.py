@@ -15,7 +15,7 @@ from torch import Tensor
 from ...scheduler.batching import MOST_SCORED_PLACES, BatchView, StepPlan, without_vain_merge
 from ...scheduler.estimates.lengths import LengthsByPrompt
 from ..memory.packed import AdapterLayout
-from ..memory.pool import PageRun
+from ..memory.pool import PageRange
 from ..memory.residency import ResidentAdapter
 from ..models.step_batch import StepEntry
 from ..request import ExportedRow, Request
@@ -36,7 +36,7 @@ class RunningBatch:
     def __init__(
         self,
         room: Room,
-        clean: Callable[[PageRun], None] | None,
+        clean: Callable[[PageRange], None] | None,
         *,
         may_switch: bool,
         merges_all: bool,
@@ -334,7 +334,7 @@ class RunningBatch:
 
     def _entry(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> StepEntry:
         adapter_id, owner = sequence.request.adapter_id, row_owner(sequence)
-        run, shared = self.pool.run_of(owner), self._shared_pages(sequence)
+        run, shared = self.pool.range_of(owner), self._shared_pages(sequence)
         extensions = self.pool.extensions_of(owner)
         if adapter_id is not None and self._registry.code_of[adapter_id] == plan.merged_adapter:
             sequence.served("merged")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ...kernels.layouts.pages import PageLayout
-from ..memory.pool import PagePool, PageRun
+from ..memory.pool import PagePool, PageRange
 from ..memory.prefix_cache import PrefixCache
 from ..model_config.model import ModelConfig
 from ..models.step_batch import StepEntry
@@ -99,7 +99,7 @@ class PrefixSharing(ABC):
             for number in self._pass(entry.sequence):
                 page = self.cache.find(path[number]) if path[number] in self._being_computed else None
                 if page is not None:
-                    self._fill(page, entry.run, number)
+                    self._fill(page, entry.pages, number)
         self._being_computed.clear()
 
     def check_integrity(self, unfinished_ids: Collection[str]) -> None:
@@ -112,7 +112,7 @@ class PrefixSharing(ABC):
         assert named == self.cache.users, f"rows name {named}, counted are {self.cache.users}"
         for reader in self._readers.values():
             for key, page in zip(reader.path, reader.pages, strict=False):
-                assert self.cache.find(key) == PageRun(page, 1), f"prefix page {key.hex()} is not page {page}"
+                assert self.cache.find(key) == PageRange(page, 1), f"prefix page {key.hex()} is not page {page}"
 
     def _pass(self, sequence: Sequence) -> range:
         """Numbers of the pages that the row has completed since the last call."""
@@ -123,7 +123,7 @@ class PrefixSharing(ABC):
         return range(before, reader.num_passed)
 
     @abstractmethod
-    def _have(self, reader: _Reader, number: int, page: PageRun, owner: Hashable) -> bool:
+    def _have(self, reader: _Reader, number: int, page: PageRange, owner: Hashable) -> bool:
         """Make a cached page the row's page `number`, if that is possible."""
 
     @abstractmethod
@@ -131,7 +131,7 @@ class PrefixSharing(ABC):
         """Enter a page that the row computes in this step, if others wait for it."""
 
     @abstractmethod
-    def _fill(self, page: PageRun, run: PageRun, number: int) -> None:
+    def _fill(self, page: PageRange, run: PageRange, number: int) -> None:
         """Note that the row of `run` has computed its page `number`, whose place in the cache is `page`."""
 
 
@@ -144,17 +144,17 @@ class CopiedPrefixes(PrefixSharing):
         self._page_elements = layout.page_elements
         self._model = model
 
-    def _have(self, reader: _Reader, number: int, page: PageRun, owner: Hashable) -> bool:
-        self._slot(self._pool.run_of(owner), number).copy_(self._slot(page, 0))
+    def _have(self, reader: _Reader, number: int, page: PageRange, owner: Hashable) -> bool:
+        self._slot(self._pool.range_of(owner), number).copy_(self._slot(page, 0))
         return True
 
     def _keep(self, reader: _Reader, number: int, owner: Hashable) -> bool:
         return self.cache.keep(reader.path, number) is not None
 
-    def _fill(self, page: PageRun, run: PageRun, number: int) -> None:
+    def _fill(self, page: PageRange, run: PageRange, number: int) -> None:
         self._slot(page, 0).copy_(self._slot(run, number))
 
-    def _slot(self, run: PageRun, number: int) -> Tensor:
+    def _slot(self, run: PageRange, number: int) -> Tensor:
         """Keys and values of a run's page `number` in all pools, [num_members, num_layers * 2 * num_kv_heads,
         page_tokens, head_dim]."""
         model, size, page_tokens = self._model, self._page_elements, self._page_tokens
@@ -170,7 +170,7 @@ class NamedPrefixes(PrefixSharing):
     a page may be named as soon as the step that computes it is launched.
     """
 
-    def _have(self, reader: _Reader, number: int, page: PageRun, owner: Hashable) -> bool:
+    def _have(self, reader: _Reader, number: int, page: PageRange, owner: Hashable) -> bool:
         # a row that has a page of its own names no cached page behind it
         if number != len(reader.pages):
             return False
@@ -187,7 +187,7 @@ class NamedPrefixes(PrefixSharing):
             reader.pages.append(page.start)
         return page is not None
 
-    def _fill(self, page: PageRun, run: PageRun, number: int) -> None:
+    def _fill(self, page: PageRange, run: PageRange, number: int) -> None:
         """Do nothing: the cached page is the row's own."""
 
 

@@ -13,7 +13,7 @@ from ...kernels.layouts.pages import PageLayout
 from ..config import EngineConfig
 from ..errors import DeviceError
 from .limits import EngineLimits, total_host_bytes
-from .pool import PageRun
+from .pool import PageRange
 
 _GIB = 1 << 30
 
@@ -47,10 +47,10 @@ def zeroed_memory(num_elements: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=num_elements)
 
 
-def eraser_for(pools: Tensor, layout: PageLayout) -> Callable[[PageRun], None]:
+def eraser_for(pools: Tensor, layout: PageLayout) -> Callable[[PageRange], None]:
     """A function that zeroes a run in all of `pools` [num_members, numbers of a pool]."""
 
-    def erase(run: PageRun) -> None:
+    def erase(run: PageRange) -> None:
         pools[:, run.start * layout.page_elements : run.end * layout.page_elements].zero_()
 
     return erase

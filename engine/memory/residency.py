@@ -199,7 +199,7 @@ class AdapterResidency:
             counts[adapter_id] = counts.get(adapter_id, 0) + 1
         assert counts == self._pins, f"pins {self._pins}, running sequences use {counts}"
         for adapter_id in self._residents:
-            self._pool.run_of(adapter_owner(adapter_id))
+            self._pool.range_of(adapter_owner(adapter_id))
         self.loader.check_integrity(self._residents)
         assert self._arriving.keys() <= self._residents.keys(), f"arriving and not resident: {self._arriving.keys()}"
         missing = self._pins.keys() - self._residents.keys()

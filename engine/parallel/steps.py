@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 from torch import Tensor
 
-from ..memory.pool import PageRun
+from ..memory.pool import PageRange
 from ..memory.residency import ResidentAdapter
 from ..models.step_batch import StepEntry
 from ..request import Request, SamplingParams
@@ -94,8 +94,8 @@ def encode_step(entries: Items[StepEntry], places: Mapping[int, int] = _NO_PLACE
                 first,
                 sequence.prompt_tokens,
                 sequence.num_generated,
-                entry.run.start,
-                entry.run.num_pages,
+                entry.pages.start,
+                entry.pages.num_pages,
                 _NONE if entry.adapter is None else entry.adapter.order,
                 _NONE if entry.minus is None else entry.minus.order,
                 scored.start,
@@ -167,11 +167,11 @@ class StepDecoder:
                 StepEntry(
                     cast("Sequence", row),
                     num_tokens,
-                    PageRun(start, length),
+                    PageRange(start, length),
                     None if order == _NONE else self._residents[order],
                     None if minus == _NONE else self._residents[minus],
                     tuple(islice(pages, shared)),
-                    tuple(PageRun(next(pages), next(pages)) for _ in range(runs)),
+                    tuple(PageRange(next(pages), next(pages)) for _ in range(runs)),
                 )
             )
         return entries, places

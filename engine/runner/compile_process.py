@@ -29,7 +29,7 @@ from ...system.confinement import end_with
 from ...system.local_cache import file_lock
 from ..config import EngineConfig, read_model_config
 from ..memory.packed import pack_adapter
-from ..memory.pool import PageRun, page_layout
+from ..memory.pool import PageRange, page_layout
 from ..memory.residency import ResidentAdapter
 from ..model_config.model import PACKED_SITES, ModelConfig, PackedSite, packed_members
 from ..model_config.partition import group_of
@@ -149,7 +149,7 @@ def _steps(model: ModelConfig, dtype: torch.dtype, layout: PageLayout) -> Iterat
     def entry(sampling: SamplingParams, adapter: ResidentAdapter | None, num_tokens: int, num_stored: int) -> StepEntry:
         request = Request("", (1,) * num_tokens, None, sampling)
         sequence = Sequence(request, token_ids=[1] if num_stored else [], num_stored=num_stored)
-        run = PageRun(0, layout.pages_for_tokens(num_tokens + 1))
+        run = PageRange(0, layout.pages_for_tokens(num_tokens + 1))
         return StepEntry(sequence, 1 if num_stored else num_tokens, run, adapter)
 
     yield [entry(_DRAWN, which, prompt, 0) for which in (adapter, None)]

@@ -268,10 +268,10 @@ def split_keys_of(contexts: _Int64s, full_rows: int | None) -> int:
 
 def _pages(entry: StepEntry, count: int) -> _Int64s:
     """The first `count` pages of a row's block table."""
-    own = np.arange(entry.run.start, entry.run.start + count - len(entry.shared))
+    own = np.arange(entry.pages.start, entry.pages.start + count - len(entry.shared))
     if not entry.shared and not entry.extensions:
         return own
-    runs = [np.arange(run.start, run.end) for run in (entry.run, *entry.extensions)]
+    runs = [np.arange(run.start, run.end) for run in (entry.pages, *entry.extensions)]
     return np.concatenate([np.array(entry.shared, np.int64), *runs])[:count]
 
 

@@ -60,7 +60,7 @@ class Rows:
             count = min(chunk, sequence.prompt_tokens - sequence.num_stored)
             self.prefixes.compute(sequence, count, row_owner(sequence))
             shared = self.prefixes.pages_of(sequence)
-            entries.append(StepEntry(sequence, count, self.pool.run_of(row_owner(sequence)), None, None, shared))
+            entries.append(StepEntry(sequence, count, self.pool.range_of(row_owner(sequence)), None, None, shared))
         for entry in entries:
             table = self.table(entry.sequence)
             for place in range(entry.sequence.num_stored, entry.sequence.num_stored + entry.num_tokens):
@@ -71,7 +71,7 @@ class Rows:
         self.prefixes.after_step(entries)
 
     def table(self, sequence: Sequence) -> list[int]:
-        run = self.pool.run_of(row_owner(sequence))
+        run = self.pool.range_of(row_owner(sequence))
         return [*self.prefixes.pages_of(sequence), *range(run.start, run.end)]
 
     def written(self, sequence: Sequence, place: int) -> tuple[str | None, tuple[int, ...]]:

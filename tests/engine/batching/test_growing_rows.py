@@ -46,7 +46,7 @@ class TableRunner:
     def launch(self, entries: Items[StepEntry]) -> LaunchedStep:
         """See `StepRunner`."""
         for entry in entries:
-            runs = (entry.run, *entry.extensions)
+            runs = (entry.pages, *entry.extensions)
             table = [*entry.shared, *(page for run in runs for page in range(run.start, run.end))]
             sequence, stored = entry.sequence, entry.sequence.num_stored
             for place in range(stored + entry.num_tokens):

@@ -14,7 +14,7 @@ from peft_oracle import register_all
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.errors import AdapterRefusedError
-from lorabatch.engine.memory.pool import PageRun
+from lorabatch.engine.memory.pool import PageRange
 from lorabatch.engine.models.merge import LiveWeights
 from lorabatch.engine.models.step_batch import StepEntry
 from lorabatch.engine.request import Request, SamplingParams
@@ -33,7 +33,7 @@ def sequence(max_tokens: int = 3) -> Sequence:
 def launched(steps: StepsInFlight, row: Sequence, num_tokens: int, token: int | None) -> None:
     sampled = () if token is None else (row,)
     tokens = [] if token is None else [token]
-    entry = StepEntry(row, num_tokens, PageRun(0, 1), None)
+    entry = StepEntry(row, num_tokens, PageRange(0, 1), None)
     assert entry.yields_token == (token is not None)
     none: list[tuple[Any, ...]] = [()] * len(tokens)
     read = SampledTokens(tokens, [0.0] * len(tokens), none, none)
