@@ -23,7 +23,7 @@ from ..sequence import Sequence
 
 
 @dataclass(slots=True)
-class _Reader:
+class _PrefixReader:
     """A row's progress through the pages of its prompt.
 
     Pages of `path` before `num_passed` are computed or copied. `pages`: the cached pages that begin its block table.
@@ -41,13 +41,13 @@ class PrefixSharing(ABC):
         self.cache = PrefixCache(pool, layout.page_tokens, lambda number: page_flops(model, layout.page_tokens, number))
         self._pool = pool
         self._page_tokens = layout.page_tokens
-        self._readers: dict[str, _Reader] = {}
+        self._readers: dict[str, _PrefixReader] = {}
         self._being_computed: set[bytes] = set()  # pages that have their place and no content yet
         self.num_reused_tokens = 0
 
     def expect(self, sequence: Sequence) -> None:
         """Note that a row was queued."""
-        reader = _Reader(self.cache.path(sequence.request.adapter_id, sequence.request.prompt_token_ids))
+        reader = _PrefixReader(self.cache.path(sequence.request.adapter_id, sequence.request.prompt_token_ids))
         self._readers[sequence.request.request_id] = reader
         self.cache.expect(reader.path)
 
@@ -123,11 +123,11 @@ class PrefixSharing(ABC):
         return range(before, reader.num_passed)
 
     @abstractmethod
-    def _have(self, reader: _Reader, number: int, page: PageRange, owner: Hashable) -> bool:
+    def _have(self, reader: _PrefixReader, number: int, page: PageRange, owner: Hashable) -> bool:
         """Make a cached page the row's page `number`, if that is possible."""
 
     @abstractmethod
-    def _keep(self, reader: _Reader, number: int, owner: Hashable) -> bool:
+    def _keep(self, reader: _PrefixReader, number: int, owner: Hashable) -> bool:
         """Enter a page that the row computes in this step, if others wait for it."""
 
     @abstractmethod
@@ -144,11 +144,11 @@ class CopiedPrefixes(PrefixSharing):
         self._page_elements = layout.page_elements
         self._model = model
 
-    def _have(self, reader: _Reader, number: int, page: PageRange, owner: Hashable) -> bool:
+    def _have(self, reader: _PrefixReader, number: int, page: PageRange, owner: Hashable) -> bool:
         self._slot(self._pool.range_of(owner), number).copy_(self._slot(page, 0))
         return True
 
-    def _keep(self, reader: _Reader, number: int, owner: Hashable) -> bool:
+    def _keep(self, reader: _PrefixReader, number: int, owner: Hashable) -> bool:
         return self.cache.keep(reader.path, number) is not None
 
     def _fill(self, page: PageRange, run: PageRange, number: int) -> None:
@@ -170,7 +170,7 @@ class NamedPrefixes(PrefixSharing):
     a page may be named as soon as the step that computes it is launched.
     """
 
-    def _have(self, reader: _Reader, number: int, page: PageRange, owner: Hashable) -> bool:
+    def _have(self, reader: _PrefixReader, number: int, page: PageRange, owner: Hashable) -> bool:
         # a row that has a page of its own names no cached page behind it
         if number != len(reader.pages):
             return False
@@ -179,7 +179,7 @@ class NamedPrefixes(PrefixSharing):
         reader.pages.append(page.start)
         return True
 
-    def _keep(self, reader: _Reader, number: int, owner: Hashable) -> bool:
+    def _keep(self, reader: _PrefixReader, number: int, owner: Hashable) -> bool:
         if number != len(reader.pages):
             return False
         page = self.cache.adopt(reader.path, number, owner)

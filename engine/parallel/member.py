@@ -26,7 +26,7 @@ from ..memory.registry import AdapterRegistry
 from ..model_config.partition import group_of
 from ..runner.backend import choose_backend
 from ..server.frames import write_frame
-from ..server.process import HEARTBEAT_INTERVAL_S, claim_stdout, failure, read_messages
+from ..server.process import HEARTBEAT_INTERVAL_S, claim_stdout, failure, receive_messages
 from .collectives import Collectives
 from .device_sums import DeviceSums
 from .member_steps import StepsInMemory, StepsOnDevice, steps_over
@@ -163,7 +163,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as the leader does
     outlet = claim_stdout()
     inbox: Inbox = queue.SimpleQueue()
-    threading.Thread(target=read_messages, args=(sys.stdin.buffer, inbox, TO_MEMBER), daemon=True).start()
+    threading.Thread(target=receive_messages, args=(sys.stdin.buffer, inbox, TO_MEMBER), daemon=True).start()
     try:
         return serve(inbox, outlet)
     except BrokenPipeError:

@@ -3,7 +3,7 @@
 Everything named here is free of torch; `lorabatch.engine.peft.weights` is the part that needs it.
 """
 
-from .audit import AdapterAudit, audit_adapter, find_adapters
+from .audit import AdapterAudit, audit_adapter, find_adapter_folders
 from .content import ParameterChange
 from .findings import Verdict
 from .sites import LoraSite
@@ -14,5 +14,5 @@ __all__ = [
     "ParameterChange",
     "Verdict",
     "audit_adapter",
-    "find_adapters",
+    "find_adapter_folders",
 ]

@@ -257,7 +257,7 @@ def _judge_ties(config: AdapterConfig, ledger: Ledger) -> None:
 _shared_judgement = lru_cache(maxsize=MAX_SHARED)(_judgement)
 
 
-def find_adapters(root: Path) -> dict[str, Path]:
+def find_adapter_folders(root: Path) -> dict[str, Path]:
     """The adapter folders right below `root`, by folder name: those with a configuration or adapter weights."""
     return {
         folder.name: folder

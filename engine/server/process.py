@@ -97,7 +97,7 @@ class RunsRequests(Protocol):
 Inbox = queue.SimpleQueue[ToEngine | MessageError]
 
 
-class EngineProcess:
+class EngineServer:
     """Feeds one engine from a queue of messages and writes its replies.
 
     `imported`: a module that is likely to be needed, imported before the first message; "" for none.
@@ -230,7 +230,7 @@ class EngineProcess:
         return 1
 
 
-def read_messages(inlet: BinaryIO, inbox: queue.SimpleQueue[Any], codec: Codec[Any] = TO_ENGINE) -> None:
+def receive_messages(inlet: BinaryIO, inbox: queue.SimpleQueue[Any], codec: Codec[Any] = TO_ENGINE) -> None:
     """Move messages from the parent to the inbox; end the process with the parent, even in a long step."""
     try:
         while (message := read_frame(inlet, codec)) is not None:
@@ -282,9 +282,9 @@ def main() -> int:
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(LogFormatter())  # no other handler is there
     inbox: Inbox = queue.SimpleQueue()
-    threading.Thread(target=read_messages, args=(sys.stdin.buffer, inbox), daemon=True).start()
+    threading.Thread(target=receive_messages, args=(sys.stdin.buffer, inbox), daemon=True).start()
     try:
-        return EngineProcess(inbox, outlet, *sys.argv[1:]).run()
+        return EngineServer(inbox, outlet, *sys.argv[1:]).run()
     except BrokenPipeError:
         return 0
 

@@ -133,7 +133,7 @@ def enforceable(text: str) -> Enforceable:
     """
     schema = parse_object(text)
     found = Enforceable(schema, _form(schema.pop("x-guidance", {})))
-    _Reader(found).read(schema, "json_schema", 0)
+    _SchemaReader(found).read(schema, "json_schema", 0)
     return found
 
 
@@ -156,7 +156,7 @@ def _form(given: Any) -> dict[str, Any]:
     return dict(given)
 
 
-class _Reader:
+class _SchemaReader:
     """Goes through a schema from its root, along references, and rewrites it. Each part is read once."""
 
     def __init__(self, found: Enforceable) -> None:
