@@ -29,7 +29,7 @@ from .config import EngineConfig, read_model_config
 from .errors import AdapterRefusedError, AdapterUnusableError, ModelFilesError, TokenizerError
 from .memory.allocation import eraser_for, pages_of_pool
 from .memory.limits import keeps_merged_copy
-from .memory.loader import AdapterLoader, HostTier
+from .memory.loader import AdapterLoader
 from .memory.pool import PagePool
 from .memory.prefix_cache import shares_prefixes
 from .memory.registry import AdapterRegistry
@@ -473,22 +473,22 @@ def _running_batch(
     merges_packed: bool,
 ) -> RunningBatch:
     """An empty batch over `pools` [num_members, numbers of a pool], as the backend's kernels read them."""
-    traits, model = backend.traits, backend.model
-    read = partial(registry.load_packed, in_panels=traits.has_lora_panels)
-    loader = AdapterLoader(read, HostTier(backend.host_tier_bytes), backend.loader_threads)
+    model = backend.model
+    read = partial(registry.load_packed, in_panels=backend.has_lora_panels)
+    loader = AdapterLoader(read, backend.host_tier_bytes, backend.loader_threads)
     residency = AdapterResidency(pool, pools[0], layout.page_elements, loader, backend.copies())
     prefixes: PrefixSharing | None = None
-    if shares_prefixes(config, model, is_arithmetic_fixed=traits.is_arithmetic_fixed):
-        named = traits.has_block_tables
+    if shares_prefixes(config, model, is_arithmetic_fixed=backend.is_arithmetic_fixed):
+        named = backend.has_block_tables
         prefixes = NamedPrefixes(pool, layout, model) if named else CopiedPrefixes(pool, layout, model, pools)
-    clean = eraser_for(pools, layout) if traits.reads_other_rows else None
-    room = Room(pool, layout, residency, registry, prefixes, traits.run_pages)
+    clean = eraser_for(pools, layout) if backend.reads_other_rows else None
+    room = Room(pool, layout, residency, registry, prefixes, backend.run_pages)
     return RunningBatch(
         room,
         clean,
         may_switch=config.mode == "auto",
         merges_all=config.mode == "merged",
         shows_memory=shows_memory,
-        rows_grow=traits.has_block_tables,
+        rows_grow=backend.has_block_tables,
         merges_packed=merges_packed,
     )

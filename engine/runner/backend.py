@@ -1,6 +1,6 @@
 """One `Backend` for each way to compute an engine's steps: its decoder, its memory and its runner.
 
-The engine, memory and batching ask a backend's methods and `KernelTraits`, never which backend it is. A further way to
+The engine, memory and batching ask a backend's attributes and methods, never which backend it is. A further way to
 compute (other kernels, another accelerator) is one more `Backend` and a line in `choose_backend`.
 """
 
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -43,7 +44,7 @@ from ..models.load import load_weights, stored_weights
 from ..models.merge import LiveWeights
 from ..models.part import PartWeights
 from ..models.weight_cache import Packed, WeightCache
-from .compile_ahead import CompileAhead, EngineKernels, is_compiled_ahead
+from .compile_ahead import EngineKernels, is_compiled_ahead, start_compiling, wait_until_compiled
 from .gpu_graphs import GraphExecutor, StepExecutor
 from .gpu_runner import GpuRunner
 from .runner import CpuRunner
@@ -58,23 +59,6 @@ logger = logging.getLogger(__name__)
 StepRunner = CpuRunner | GpuRunner
 
 
-@dataclass(frozen=True, slots=True)
-class KernelTraits:
-    """How a backend's kernels read the pool: what memory and batching are set up for."""
-
-    #: Rows' runs are rounded up to this many pages where memory allows.
-    run_pages: int
-    #: Block tables may name pages of the prefix cache. Otherwise these are copied into a row's own run.
-    has_block_tables: bool
-    #: LoRA matrices are stored in panels (`kernels.packed_weight`). Otherwise rank rows are stored one after the other.
-    has_lora_panels: bool
-    #: Attention reads numbers of other rows and masks them. A row's pages are then zeroed before it gets them, since no
-    #: mask keeps out NaN.
-    reads_other_rows: bool
-    #: A row's bits are the same however its prompt is cut into steps.
-    is_arithmetic_fixed: bool
-
-
 class Backend(ABC):
     """A decoder on its device, and what steps over it need. `model`: the model that it computes. `sums`: sums of a
     group, of whose model `model` is a member's part; None where it is whole.
@@ -83,6 +67,10 @@ class Backend(ABC):
     `ModelFilesError`, and `UnsupportedError` where mode `exact` could promise nothing.
     """
 
+    #: Pages to a multiple of which rows' runs are rounded up where memory allows.
+    run_pages: int
+    #: Whether block tables may name pages of the prefix cache. Otherwise these are copied into a row's own run.
+    has_block_tables: bool
     decoder: Decoder
     #: Parts of a group's members, the first of which this process has; none where it leads no group.
     partitions: tuple[Partition, ...] = ()
@@ -125,13 +113,27 @@ class Backend(ABC):
 
     @property
     @abstractmethod
-    def traits(self) -> KernelTraits:
-        """How the kernels read the pool."""
+    def has_lora_panels(self) -> bool:
+        """Whether LoRA matrices are stored in panels (`kernels.packed_weight`). Otherwise rank rows are stored one by
+        one.
+        """
+
+    @property
+    @abstractmethod
+    def reads_other_rows(self) -> bool:
+        """Whether attention reads numbers of other rows and masks them. A row's pages are then zeroed before it gets
+        them, since no mask keeps out NaN.
+        """
+
+    @property
+    @abstractmethod
+    def is_arithmetic_fixed(self) -> bool:
+        """Whether a row's bits are the same however its prompt is cut into steps."""
 
     def limits(self) -> EngineLimits:
         """Limits of the engine's steps and pool, here for a pool in host memory."""
         itemsize = self.pool_dtype.itemsize
-        return cpu_limits(total_host_bytes(), self.config, self.model, itemsize, self.traits.run_pages)
+        return cpu_limits(total_host_bytes(), self.config, self.model, itemsize, self.run_pages)
 
     @abstractmethod
     def runner(
@@ -187,6 +189,9 @@ class Backend(ABC):
 class CpuBackend(Backend):
     """Steps on a CPU by compiled kernels, or by torch's operators where they were not built."""
 
+    run_pages = RUN_PAGES["cpu"]
+    has_block_tables = False
+
     def check_exact(self) -> None:
         """Raises `UnsupportedError` where the model cannot be computed exactly on this CPU."""
         check_exact_on_cpu(self.model)
@@ -210,15 +215,19 @@ class CpuBackend(Backend):
         return Decoder(self.model, weights, self.dtype, products=self.products, packed=packed, sums=self.sums)
 
     @property
-    def traits(self) -> KernelTraits:
-        """How compiled kernels, or torch's operators, read the pool."""
-        return KernelTraits(
-            run_pages=RUN_PAGES["cpu"],
-            has_block_tables=False,
-            has_lora_panels=has_panels(),
-            reads_other_rows=not can_attend_compiled(self.model.head_dim, self.pool_dtype),
-            is_arithmetic_fixed=is_arithmetic_fixed(self.model),
-        )
+    def has_lora_panels(self) -> bool:
+        """Whether there are compiled kernels, which read panels."""
+        return has_panels()
+
+    @property
+    def reads_other_rows(self) -> bool:
+        """Whether torch attends, over rows side by side."""
+        return not can_attend_compiled(self.model.head_dim, self.pool_dtype)
+
+    @property
+    def is_arithmetic_fixed(self) -> bool:
+        """Whether compiled kernels compute all that could round otherwise."""
+        return is_arithmetic_fixed(self.model)
 
     def allocate(self, num_elements: int) -> Tensor:
         """This process's pool, [1, num_elements], whose memory the system hands out page by page on first use."""
@@ -234,6 +243,10 @@ class CpuBackend(Backend):
 class GpuBackend(Backend):
     """Steps by the Triton kernels: on a GPU, or on a CPU in Triton's interpreter."""
 
+    run_pages = RUN_PAGES["cuda"]
+    has_block_tables = True
+    has_lora_panels = False
+    reads_other_rows = False
     decoder: GpuDecoder
 
     def check_exact(self) -> None:
@@ -243,24 +256,18 @@ class GpuBackend(Backend):
             fix_products()
 
     @property
-    def traits(self) -> KernelTraits:
-        """How the Triton kernels read the pool."""
-        return KernelTraits(
-            run_pages=RUN_PAGES["cuda"],
-            has_block_tables=True,
-            has_lora_panels=False,
-            reads_other_rows=False,
-            is_arithmetic_fixed=self.config.mode == "exact",
-        )
+    def is_arithmetic_fixed(self) -> bool:
+        """Whether the mode is `exact`."""
+        return self.config.mode == "exact"
 
     def load(self, model_folder: Path) -> tuple[dict[str, Weight], Packed]:
         """Load the weights while other processes compile the kernels."""
         self._ahead = self.compile_ahead(model_folder)
         return super().load(model_folder)
 
-    def compile_ahead(self, model_folder: Path) -> CompileAhead | None:
-        """Start to compile the kernels; None: they are not compiled ahead. Members of a group have the same kernels,
-        which the leader has compiled.
+    def compile_ahead(self, model_folder: Path) -> subprocess.Popen[bytes] | None:
+        """Start to compile the kernels, by `start_compiling`; None: they are not compiled ahead. Members of a group
+        have the same kernels, which the leader has compiled.
         """
         is_leader = self._partition is None or self._partition.member == 0
         is_nvidia = self.device.type == "cuda" and torch.version.hip is None
@@ -276,7 +283,7 @@ class GpuBackend(Backend):
             1 if self._partition is None else self._partition.num_members,
             self.config.mode == "exact",
         )
-        return CompileAhead(kernels)
+        return start_compiling(kernels)
 
     def build_decoder(self, weights: dict[str, Weight], packed: Packed) -> GpuDecoder:
         """A decoder for prepared steps, with weights in 8 bits or fixed products where these are asked for."""
@@ -325,7 +332,7 @@ class GpuBackend(Backend):
     def await_kernels(self) -> None:
         """Wait until the kernels are compiled: the first steps would compile them one by one."""
         if self._ahead is not None:
-            self._ahead.wait()
+            wait_until_compiled(self._ahead)
 
     def prompt_attention(self, layout: PageLayout, config: EngineConfig) -> PromptAttention | None:
         """The library for attention over prompts that is asked for, where it can serve; None: our kernel."""

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,23 +64,15 @@ _GREEDY = SamplingParams(max_tokens=2)
 Noted = tuple[Any, str]
 
 
-class TargetOnly:
-    """The part of a driver that compiling asks for."""
-
-    def __init__(self, capability: int) -> None:
-        self._target = GPUTarget("cuda", capability, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        """The GPU that is compiled for."""
-        return self._target
-
-    def get_current_device(self) -> int:
-        """Number of the only device."""
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        """A number; nothing is launched on the stream."""
-        return device
+def compile_for(capability: int) -> None:
+    """Make Triton compile for a GPU of this capability from now on, by the part of a driver that compiling asks for:
+    nothing is launched on its stream.
+    """
+    target = GPUTarget("cuda", capability, 32)
+    driver = SimpleNamespace(
+        get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: device
+    )
+    triton.runtime.driver.set_active(driver)
 
 
 def note_kernels(kernels: EngineKernels) -> dict[str, Noted]:
@@ -89,7 +82,7 @@ def note_kernels(kernels: EngineKernels) -> dict[str, Noted]:
 
 def note_launches(capability: int, launch_all: Callable[[], object]) -> dict[str, Noted]:
     """Kernels that `launch_all` launches, by what they are compiled by for a GPU."""
-    triton.runtime.driver.set_active(TargetOnly(capability))
+    compile_for(capability)
     noted: dict[str, Noted] = {}
 
     def note(*, key: str, fn: Any, compile: dict[str, Any], **others: Any) -> bool:

@@ -23,7 +23,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from lorabatch.engine.runner.compile_process import TargetOnly
+from lorabatch.engine.runner.compile_process import compile_for
 from lorabatch.engine.runner.gpu_plan import DECODE_TILE_ROWS, PREFILL_TILE_ROWS, rounded
 from lorabatch.kernels import launch as kernel_launch
 from lorabatch.kernels.invariant_linear import triton as invariant_linear
@@ -57,7 +57,7 @@ PARTS = [(4096, 1024, 1024), (HIDDEN,), (INTERMEDIATE, INTERMEDIATE), (HIDDEN,)]
 def main() -> None:
     """Compile all, print `{kernel: {registers, stack_bytes, shared_bytes, has_tensor_cores, early_loads, …}}`."""
     capability, head_dim = map(int, sys.argv[1:])
-    triton.runtime.driver.set_active(TargetOnly(capability))
+    compile_for(capability)
     layout = PageLayout(num_heads=32, num_kv_heads=8, head_dim=head_dim, num_layers=1, page_tokens=16)
     compile_all = head_dim == LLAMA_HEAD_DIM
     compiled: dict[str, Any] = {}

@@ -16,12 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from lorabatch.engine.runner.compile_process import TargetOnly
+from lorabatch.engine.runner.compile_process import compile_for
 from lorabatch.kernels.launch import launch, uses_pdl
 from lorabatch.kernels.layouts.lora_table import DOWN, NUM_SITES, O_PROJ
 from lorabatch.kernels.layouts.pages import PageLayout
@@ -46,7 +45,7 @@ KERNELS = (shrink, qkv, residual, gate_up, attention, rms_norm)
 def main() -> None:
     """Launch two layers, compare, then time layers."""
     global is_recording
-    triton.runtime.driver.set_active(TargetOnly(90))
+    compile_for(90)
     num_by_triton = [0]
     _stand_in(num_by_triton)
     layer = _layer()

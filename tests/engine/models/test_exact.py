@@ -75,7 +75,7 @@ def test_gpu_kernels_share_prompt_beginnings_in_mode_exact(tiny_llama: Path, mon
     modes: tuple[Literal["exact", "unmerged"], ...] = ("exact", "unmerged")
     for mode in modes:
         engine = Engine(tiny_llama, EngineConfig(mode=mode, device="cpu", kernels="triton", pool_bytes=1 << 20))
-        assert engine.backend.traits.is_arithmetic_fixed == (mode == "exact")
+        assert engine.backend.is_arithmetic_fixed == (mode == "exact")
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
