@@ -35,7 +35,9 @@ def random_table(
 
 def _rows_of(shape: ModelShape, rank: int, start: int) -> tuple[AdapterRows, int]:
     """Rows of the table for one adapter that begins with number `start` of the pool, and where it ends."""
-    counts, chunks, at = [], [], start
+    counts: list[int] = []
+    chunks: list[tuple[int, ...]] = []
+    at = start
     for in_features, members in shape.sites:
         before, column = len(chunks), 0
         for out_features in members:

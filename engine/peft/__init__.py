@@ -4,9 +4,8 @@ Everything named here is free of torch; `lorabatch.engine.peft.weights` is the p
 """
 
 from .audit import AdapterAudit, audit_adapter, find_adapter_folders
-from .content import ParameterChange
 from .findings import Verdict
-from .sites import LoraSite
+from .sites import LoraSite, ParameterChange
 
 __all__ = [
     "AdapterAudit",

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ...kernels.merge import LoraPair
 from ..model_config.partition import LinearCut, Partition, Piece, Pieces
-from .content import ParameterChange
-from .sites import LoraSite
+from .sites import LoraSite, ParameterChange
 from .weights import AdapterWeights
 
 

@@ -16,9 +16,9 @@ from ...kernels.merge import LoraPair
 from ...kernels.packed_weight.panels import PanelWeight, has_panels
 from ..errors import AdapterRefusedError
 from .audit import AdapterAudit
-from .content import ParameterChange, TensorData, content_sha256
+from .content import TensorData, content_sha256
 from .folder import open_folder
-from .sites import LoraSite
+from .sites import LoraSite, ParameterChange
 from .tensor_file import TensorEntry, TensorReader
 
 # Half of a core's L2 cache: what was read is hashed and packed from there, in memory that is used again.
