@@ -15,7 +15,7 @@ from ...kernels.launch import empty_pinned
 from ...kernels.merge import LoraPair
 from ...kernels.native import POOL_TYPES, adapter_type
 from ...kernels.native.segments import moved
-from ...kernels.packed_weight.panels import MatrixRows, RowForm, has_panels, pack_matrices_
+from ...kernels.packed_weight.panels import IN_COLUMNS, IN_PANELS, IN_ROWS, MatrixRows, has_panels, pack_matrices_
 from ...kernels.segment_lora import AdapterSites, LoraMember, LoraSiteWeights, site_records
 from ..model_config.model import PACKED_SITES, ModelConfig, packed_members
 from ..model_config.partition import Partition
@@ -272,7 +272,7 @@ def _places(layout: AdapterLayout, dtype: torch.dtype) -> tuple[NDArray[np.int64
     """
     places: list[MatrixRows] = []
     modules: list[str] = []
-    a_form, b_form = (RowForm.PANELS, RowForm.PANELS) if layout.in_panels else (RowForm.ROWS, RowForm.COLUMNS)
+    a_form, b_form = (IN_PANELS, IN_PANELS) if layout.in_panels else (IN_ROWS, IN_COLUMNS)
     for site in (site for of_layer in layout.layers for site in of_layer.values()):
         depths = (site.in_features, *(pair.rank_end - pair.rank_start for pair in site.pairs))
         kind = adapter_type(dtype, depths) if layout.in_panels else POOL_TYPES[dtype]
