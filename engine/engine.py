@@ -456,9 +456,9 @@ def _backend_maker(config: EngineConfig) -> MakeBackend:
     if config.tensor_parallel == 1:
         return choose_backend
     # the messages between members of a group need more libraries than an engine of one process
-    from .parallel.cpu_backend import choose_group
+    from .parallel.cpu_backend import choose_group_backend
 
-    return choose_group
+    return choose_group_backend
 
 
 def _running_batch(

@@ -150,5 +150,5 @@ def _attention_work(
     items = batch * (new_tokens + (context // split_keys if split_keys else 0))
     limits = WorkLimits(items, batch, tile_rows_for(shape.layout, dtype, is_decode), split_keys)
     spans = [Span(row * new_tokens, new_tokens, context - new_tokens, row) for row in range(batch)]
-    host = plan_attention(spans, shape.layout.group, limits)
+    host = plan_attention(spans, shape.layout.queries_per_key_head, limits)
     return AttentionWork(limits, host.buffer.to(device))

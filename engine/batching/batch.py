@@ -268,7 +268,7 @@ class RunningBatch:
             if sequence.is_decoding or not self._can_advance(sequence):
                 continue
             num_tokens = min(budget, sequence.total_tokens - sequence.num_stored)
-            if sequence.places_to_score(1):
+            if sequence.positions_to_score(1):
                 num_tokens = min(num_tokens, num_scored)
                 num_scored -= num_tokens
                 if num_tokens == 0:

@@ -67,7 +67,7 @@ class PrefixSharing(ABC):
         Returns False when another row of this step computes the next page, so that the row should wait for it. A row
         whose prompt is scored computes all of it: pages hold no log-probabilities.
         """
-        if sequence.places_to_score(sequence.prompt_tokens):
+        if sequence.positions_to_score(sequence.prompt_tokens):
             return True
         reader = self._readers[sequence.request.request_id]
         path = reader.path

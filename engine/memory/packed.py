@@ -137,7 +137,7 @@ class PackedAdapter:
         return self.numbers.numel() * self.numbers.element_size()
 
 
-def pack_for_group(
+def pack_for_members(
     weights: AdapterWeights,
     partitions: Sequence[Partition],
     dtype: torch.dtype,

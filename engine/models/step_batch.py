@@ -28,7 +28,7 @@ from .rope import RowLengths
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredPlaces:
+class ScoredPositions:
     """Consecutive places of a prompt, the first at `offset` of the step's tokens, and the tokens that follow them."""
 
     sequence: Sequence
@@ -60,13 +60,13 @@ class StepEntry:
         return self.sequence.is_decoding
 
     @property
-    def scored(self) -> ScoredPlaces | None:
+    def scored(self) -> ScoredPositions | None:
         """The places of the prompt, among these tokens, whose log-probabilities are asked."""
-        places = self.sequence.places_to_score(self.num_tokens)
+        places = self.sequence.positions_to_score(self.num_tokens)
         if not places:
             return None
         following = tuple(self.sequence.tokens(places.start + 1, places.stop + 1))
-        return ScoredPlaces(self.sequence, places.start - self.sequence.num_stored, following)
+        return ScoredPositions(self.sequence, places.start - self.sequence.num_stored, following)
 
     @property
     def yields_token(self) -> bool:
@@ -109,7 +109,7 @@ class StepBatch:
     #: Lengths of the rows' sequences; None unless rotary angles depend on them.
     row_lengths: RowLengths | None = None
     #: Places of prompts whose log-probabilities are asked.
-    scored: tuple[ScoredPlaces, ...] = ()
+    scored: tuple[ScoredPositions, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import torch
 from ..config import EngineConfig, has_blocks
 from ..errors import AdapterRefusedError, UnsupportedError
 from ..model_config.model import ModelConfig
-from ..model_config.partition import group_of, partition_problem
+from ..model_config.partition import partition_problem, partitions_of
 from ..models.decoder import Decoder, GroupSums
 from ..models.merge import LiveWeights
 from ..models.part import PartWeights
@@ -48,7 +48,7 @@ class GroupBackend(Backend):
             config = replace(config, num_threads=len(os.sched_getaffinity(0)))
         assert config.member_threads is not None
         torch.set_num_threads(config.member_threads)
-        self.partitions = group_of(model, config.tensor_parallel)
+        self.partitions = partitions_of(model, config.tensor_parallel)
         configs = [config_of_member(config, member) for member in range(config.tensor_parallel)]
         self.start_members(model_folder, configs, model, start)
         self.collectives = self.members.collectives

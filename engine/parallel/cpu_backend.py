@@ -55,7 +55,7 @@ class CpuGroupBackend(GroupBackend, CpuBackend):
         return GroupRunner(self.decoder, memory, layout, rules, self.members)
 
 
-def choose_group(
+def choose_group_backend(
     model_folder: Path, config: EngineConfig, model: ModelConfig, start: StartProcess = start_process
 ) -> GroupBackend:
     """The backend of a group's leader on the configured device, with its kernels."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.nn.functional import pad
 
-from ..model_config.partition import Partition, group_of
+from ..model_config.partition import Partition, partitions_of
 from ..models.decoder import GroupSums
 
 # Members are on one host. Buffers of captured sums are not registered: NCCL takes each for one allocation, which
@@ -42,7 +42,7 @@ class DeviceSums(GroupSums):
 
     def __init__(self, partition: Partition, device: torch.device) -> None:
         super().__init__(partition)
-        self._group_of = group_of(partition.whole, partition.num_members)
+        self._partitions = partitions_of(partition.whole, partition.num_members)
         self._device = device
         self._group: Any = None
         self._error: Exception | None = None
@@ -92,7 +92,7 @@ class DeviceSums(GroupSums):
         as wide as the widest.
         """
         self.num_joins += 1
-        ends = [part.tokens(self.head_outputs) for part in self._group_of]
+        ends = [part.tokens(self.head_outputs) for part in self._partitions]
         widths = [end - start for start, end in ends]
         widest, rows = max(widths), len(x)
         if not rows:

@@ -23,7 +23,7 @@ from ...system.confinement import end_with
 from ..config import read_model_config
 from ..errors import AdapterRefusedError, EngineError
 from ..memory.registry import AdapterRegistry
-from ..model_config.partition import group_of
+from ..model_config.partition import partitions_of
 from ..runner.backend import choose_backend
 from ..server.frames import write_frame
 from ..server.process import HEARTBEAT_INTERVAL_S, claim_stdout, failure, receive_messages
@@ -65,7 +65,7 @@ class Member:
         )
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         whole = read_model_config(folder)
-        parts = group_of(whole, config.tensor_parallel)
+        parts = partitions_of(whole, config.tensor_parallel)
         partition = parts[start.member]
         self._sums = sums_of(config, self._collectives, partition)
         self._backend = choose_backend(folder, config, partition.shard, self._sums)

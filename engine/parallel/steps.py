@@ -61,7 +61,7 @@ class MirroredRow:
     def is_decoding(self) -> bool:
         return self.num_stored == self.total_tokens - 1 and self.num_generated > 0
 
-    def places_to_score(self, num_tokens: int) -> range:
+    def positions_to_score(self, num_tokens: int) -> range:
         """Places of the prompt, among the tokens of the step, whose log-probabilities are asked."""
         assert num_tokens == len(self.new_tokens), f"{num_tokens} tokens of {self}"
         return self.scored
@@ -87,7 +87,7 @@ def encode_step(entries: Items[StepEntry], places: Mapping[int, int] = _NO_PLACE
         known = sequence.tokens(first, first + entry.num_tokens)
         token_ids += known + [0] * (entry.num_tokens - len(known))
         pages += [*entry.shared, *chain.from_iterable((run.start, run.num_pages) for run in entry.extensions)]
-        scored = sequence.places_to_score(entry.num_tokens)
+        scored = sequence.positions_to_score(entry.num_tokens)
         rows.append(
             (
                 entry.num_tokens,

@@ -33,7 +33,7 @@ from ..memory.packed import pack_adapter
 from ..memory.pool import PageRange, page_layout
 from ..memory.residency import ResidentAdapter
 from ..model_config.model import PACKED_SITES, ModelConfig, PackedSite, packed_members
-from ..model_config.partition import group_of
+from ..model_config.partition import partitions_of
 from ..models.decoder import GroupSums
 from ..models.gpu_decoder import GpuDecoder
 from ..models.load import dummy_weights
@@ -101,7 +101,7 @@ def note_launches(capability: int, launch_all: Callable[[], object]) -> dict[str
 def _launch_all(kernels: EngineKernels) -> None:
     """Every kind of step, and merges."""
     whole = read_model_config(Path(kernels.model_folder))
-    partition = group_of(whole, kernels.tensor_parallel)[0]
+    partition = partitions_of(whole, kernels.tensor_parallel)[0]
     is_part = kernels.tensor_parallel > 1
     model = partition.shard if is_part else whole
     dtype: torch.dtype = getattr(torch, kernels.dtype)

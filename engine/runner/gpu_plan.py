@@ -232,7 +232,7 @@ class PlannedStep:
             self._plan_lora(entry_of_row[sampled_rows], host.sizes.sampled_segments, host.view("sampled_segments"))
         columns_of_spans = (row_starts, self._num_tokens, self._stored, page_starts)
         spans = [Span(*numbers) for numbers in zip(*(c.tolist() for c in columns_of_spans), strict=True)]
-        plan_attention(spans, geometry.layout.group, host.sizes.attention, into=host.view("attention"))
+        plan_attention(spans, geometry.layout.queries_per_key_head, host.sizes.attention, into=host.view("attention"))
 
     def spans(self) -> PromptSpans:
         """Sequences as libraries for attention take them."""

@@ -39,7 +39,7 @@ from ..model_config.model import ModelConfig
 from ..models.gpu_decoder import GpuDecoder, GpuMemory
 from ..models.gpu_step import GpuStep, StepBuffer, StepSizes
 from ..models.merge import LiveWeights
-from ..models.step_batch import ScoredPlaces, StepEntry
+from ..models.step_batch import ScoredPositions, StepEntry
 from ..request import MOST_TOP_LOGPROBS
 from ..sequence import Sequence
 from .gpu_adapters import GpuAdapters
@@ -90,7 +90,7 @@ class FirstSizes:
         )
 
 
-def _read_prompts(scored: Items[ScoredPlaces], logprobs: Tensor, top: Tensor, ids: Tensor) -> Iterator[ScoredPrompt]:
+def _read_prompts(scored: Items[ScoredPositions], logprobs: Tensor, top: Tensor, ids: Tensor) -> Iterator[ScoredPrompt]:
     """Log-probabilities of each prompt, once the step has ended. On the host: `logprobs` [num_places], `top` and `ids`
     [num_places, num_top].
     """
@@ -317,7 +317,7 @@ class GpuRunner:
         ids = _LAST_TOKEN - (found & _LAST_TOKEN)
         return logits.gather(1, ids).float(), ids
 
-    def _score(self, raw: Tensor, whole: Tensor, scored: Items[tuple[int, ScoredPlaces]]) -> None:
+    def _score(self, raw: Tensor, whole: Tensor, scored: Items[tuple[int, ScoredPositions]]) -> None:
         """Copy log-probabilities of prompts back. `raw` [num_places, vocab_size]: their logits; `whole`: the logarithms
         of the sums of their exponentials.
         """

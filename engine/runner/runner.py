@@ -70,7 +70,7 @@ class StepsInFlight:
         """
         for entry in step.entries:
             entry.sequence.num_scored = max(
-                entry.sequence.num_scored, entry.sequence.places_to_score(entry.num_tokens).stop
+                entry.sequence.num_scored, entry.sequence.positions_to_score(entry.num_tokens).stop
             )
             entry.sequence.num_stored += entry.num_tokens
         for sequence in step.sampled if step.entries else ():

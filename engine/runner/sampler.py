@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.sampling import NO_TOKEN, Choices, choose_further_tokens, choose_tokens, largest_tokens
-from ..models.step_batch import ScoredPlaces
+from ..models.step_batch import ScoredPositions
 from ..request import TopLogprobs
 from ..sequence import Sequence
 
@@ -78,7 +78,7 @@ def sample(logits: Tensor, sequences: Items[Sequence], rules: TokenRules) -> Sam
     return SampledTokens(tokens, logprobs, tops, of_tokens)
 
 
-def score_prompts(logits: Tensor, scored: Items[ScoredPlaces]) -> list[ScoredPrompt]:
+def score_prompts(logits: Tensor, scored: Items[ScoredPositions]) -> list[ScoredPrompt]:
     """Log-probabilities at places of prompts. `logits` [num_places, vocab_size] are in the order of the places."""
     found, first = [], 0
     for places in scored:

@@ -50,7 +50,7 @@ class StepCounts:
                 tokens_of[entry.minus] = tokens_of.get(entry.minus, 0) + num_tokens
             if entry.yields_token and sequence.request.sampling.is_drawn and not sequence.is_scoring:
                 drawn_tokens += 1
-            scored_tokens += len(sequence.places_to_score(num_tokens))
+            scored_tokens += len(sequence.positions_to_score(num_tokens))
         rank_of = {adapter: adapter.numbers.numel() / elements_per_rank for adapter in tokens_of}
         totals = StepTotals(
             num_steps=1,

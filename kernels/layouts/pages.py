@@ -25,7 +25,7 @@ class PageLayout:
     page_tokens: int
 
     @property
-    def group(self) -> int:
+    def queries_per_key_head(self) -> int:
         """Query heads of a key head."""
         return self.num_heads // self.num_kv_heads
 

@@ -95,7 +95,7 @@ def tile_rows_for(layout: PageLayout, dtype: torch.dtype, is_decode: bool, is_ex
     """Rows of an attention tile in a step of decoding rows alone, or in one with prompts: at least the query heads of a
     token that share a key head. `triton.py` and `invariant.py` explain the sizes."""
     in_prefill = 32 if is_exact else 128 if layout.head_dim <= 128 and dtype.itemsize == 2 else 64
-    return max(16 if is_decode else in_prefill, 1 << (layout.group - 1).bit_length())
+    return max(16 if is_decode else in_prefill, 1 << (layout.queries_per_key_head - 1).bit_length())
 
 
 def plan_attention(

@@ -145,7 +145,7 @@ def _layer() -> Callable[[int], None]:
     pool, q = shapes.bf16(4 * layout.page_elements), shapes.bf16(NUM_ROWS, 32, 128)
     spans = [Span(row, 1, 900 if row == 0 else 5, row) for row in range(NUM_ROWS)]
     limits = WorkLimits(shapes.rounded(2 * NUM_ROWS), NUM_ROWS, tile_rows_for(layout, q.dtype, is_decode=False), 512)
-    work = plan_attention(spans, layout.group, limits)
+    work = plan_attention(spans, layout.queries_per_key_head, limits)
     partials = Partials.allocate(64, 32, 128, torch.device("cpu"))
     tables = torch.zeros(NUM_ROWS, 64, dtype=torch.int32)
 

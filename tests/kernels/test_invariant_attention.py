@@ -57,7 +57,7 @@ class Sequenced:
     def _work(self, rows: list[Span], *, is_decode: bool, splits: bool) -> tuple[AttentionWork, Partials]:
         tile_rows = tile_rows_for(LAYOUT, self.dtype, is_decode, is_exact=True)
         limits = WorkLimits(300, 100, tile_rows, SEGMENT if splits else 0, SEGMENT)
-        host = plan_attention(rows, LAYOUT.group, limits)
+        host = plan_attention(rows, LAYOUT.queries_per_key_head, limits)
         partials = Partials.allocate(limits.max_items, LAYOUT.num_heads, LAYOUT.head_dim, self.device)
         partials.values.fill_(torch.nan)
         return AttentionWork(limits, host.buffer.to(self.device)), partials
