@@ -27,7 +27,7 @@ class EngineError(Exception):
 
 
 class UnsupportedError(EngineError):
-    """What is asked for is not served exactly: a kind or setting of the model, or the device, which is not there, does
+    """A model or a device is not served exactly: a kind or setting of the model, or a device that is not there, does
     not multiply in the number format asked for, would promise nothing in mode `exact`, or holds no page.
     """
 

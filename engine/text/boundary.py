@@ -76,7 +76,7 @@ def given_text(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], token_ids:
 def _texts_behind(
     tokenizer: Tokenizer, tail: tuple[int, ...], texts: tuple[str, ...]
 ) -> tuple[tuple[tuple[int, ...], ...], int | None]:
-    """What `texts_behind` and `first_merged` give."""
+    """Results of `texts_behind` and of `first_merged`, found together."""
     tokens, merged = _behind(tokenizer, *_context(tokenizer, tail), texts)
     if merged:
         alone, _ = _behind(tokenizer, *_anchor(tokenizer), texts)
