@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..kernels.layouts.pages import PageLayout
 from ..scheduler.batching import Batcher, BatchView, ReplicaFacts, StepPlan, all_unmerged
 from ..scheduler.estimates.lengths import LengthEstimator
 from ..scheduler.estimates.pace import StepBudget
@@ -26,9 +27,9 @@ from .batching.policy import choose_batcher
 from .batching.prefix_sharing import CopiedPrefixes, NamedPrefixes, PrefixSharing
 from .config import EngineConfig, read_model_config
 from .errors import AdapterRefusedError, AdapterUnusableError, ModelFilesError, TokenizerError
-from .memory.allocation import MemoryPlan, eraser_for
+from .memory.allocation import eraser_for, pages_of_pool
 from .memory.limits import keeps_merged_copy
-from .memory.loader import AdapterLoader, HostTier
+from .memory.loader import AdapterLoader
 from .memory.pool import PagePool
 from .memory.prefix_cache import shares_prefixes
 from .memory.registry import AdapterRegistry
@@ -38,7 +39,7 @@ from .models.rope import restart_lengths
 from .models.step_batch import StepEntry
 from .request import ExportedRow, Request, Result, ServedMode, TopLogprobs
 from .runner.backend import Backend, MakeBackend, choose_backend
-from .runner.runner import StepInFlight, StepsInFlight
+from .runner.runner import LaunchedStep, StepsInFlight
 from .runner.step_counts import StepCounts
 from .sequence import Sequence
 from .telemetry import EngineTelemetry
@@ -68,16 +69,15 @@ class Engine:
             torch.set_num_threads(config.member_threads)
         with torch.inference_mode():
             self.backend = backend = (make_backend or _backend_maker(config))(model_folder, config, self.model)
-            plan = backend.plan_memory()
-            self.config = config = replace(
-                config, max_batch_rows=plan.limits.batch_rows, max_step_tokens=plan.limits.step_tokens
-            )
-            pools = backend.allocate(plan.num_pages * plan.layout.page_elements)
+            limits, layout = backend.limits(), backend.page_layout()
+            self.config = config = replace(config, max_batch_rows=limits.batch_rows, max_step_tokens=limits.step_tokens)
+            num_pages = pages_of_pool(limits)
+            pools = backend.allocate(num_pages * layout.page_elements)
         self._registry = AdapterRegistry(self.model, backend.pool_dtype, backend.device, backend.partitions)
         cost = config.cost or backend.default_cost
         self._live = backend.live_weights()
         self._batch = _running_batch(
-            *(backend, plan, pools, self._registry, config),
+            *(backend, PagePool(num_pages), layout, pools, self._registry, config),
             shows_memory=cost.mixed_step_s > 0,
             merges_packed=self._live.takes_packed,
         )
@@ -102,7 +102,7 @@ class Engine:
         self.rules = TokenRules(tokenizers)
         self._completion = Completion(tokenizers, self.rules)
         self._choices = ChoiceScores(tokenizers)
-        self._runner = backend.runner(self._live, pools[0], plan.layout, config, self.rules)
+        self._runner = backend.runner(self._live, pools[0], layout, config, self.rules)
         self._in_flight = StepsInFlight()
         self._expected: Counter[str] = Counter()
         self._rejected: list[Result] = []
@@ -385,14 +385,15 @@ class Engine:
             self._live.confirm()
         except AdapterRefusedError as error:
             assert merged_id is not None
-            self._in_flight.add_void(launched)
+            self._in_flight.add(launched)
             return AdapterUnusableError(merged_id, str(error))
         counts = StepCounts.of(entries, self._registry.elements_per_rank)
-        self._in_flight.add(StepInFlight(launched, entries, counts, self._budget.tokens, began_s))
+        step = replace(launched, entries=entries, counts=counts, max_tokens=self._budget.tokens, began_s=began_s)
+        self._in_flight.add(step)
         self._batch.after_step(entries)
         return None
 
-    def _count(self, step: StepInFlight) -> None:
+    def _count(self, step: LaunchedStep) -> None:
         """Count a step that was read. It took the time since the host began to plan it, or since the step before it was
         read where that was later.
         """
@@ -455,14 +456,15 @@ def _backend_maker(config: EngineConfig) -> MakeBackend:
     if config.tensor_parallel == 1:
         return choose_backend
     # the messages between members of a group need more libraries than an engine of one process
-    from .parallel.cpu_backend import choose_group
+    from .parallel.cpu_backend import choose_group_backend
 
-    return choose_group
+    return choose_group_backend
 
 
 def _running_batch(
     backend: Backend,
-    plan: MemoryPlan,
+    pool: PagePool,
+    layout: PageLayout,
     pools: Tensor,
     registry: AdapterRegistry,
     config: EngineConfig,
@@ -471,22 +473,22 @@ def _running_batch(
     merges_packed: bool,
 ) -> RunningBatch:
     """An empty batch over `pools` [num_members, numbers of a pool], as the backend's kernels read them."""
-    traits, pool, layout, model = backend.traits, PagePool(plan.num_pages), plan.layout, backend.model
-    read = partial(registry.load_packed, in_panels=traits.has_lora_panels)
-    loader = AdapterLoader(read, HostTier(backend.host_tier_bytes), backend.loader_threads)
+    model = backend.model
+    read = partial(registry.load_packed, in_panels=backend.has_lora_panels)
+    loader = AdapterLoader(read, backend.host_tier_bytes, backend.loader_threads)
     residency = AdapterResidency(pool, pools[0], layout.page_elements, loader, backend.copies())
     prefixes: PrefixSharing | None = None
-    if shares_prefixes(config, model, is_arithmetic_fixed=traits.is_arithmetic_fixed):
-        named = traits.has_block_tables
+    if shares_prefixes(config, model, is_arithmetic_fixed=backend.is_arithmetic_fixed):
+        named = backend.has_block_tables
         prefixes = NamedPrefixes(pool, layout, model) if named else CopiedPrefixes(pool, layout, model, pools)
-    clean = eraser_for(pools, layout) if traits.reads_other_rows else None
-    room = Room(pool, layout, residency, registry, prefixes)
+    clean = eraser_for(pools, layout) if backend.reads_other_rows else None
+    room = Room(pool, layout, residency, registry, prefixes, backend.run_pages)
     return RunningBatch(
         room,
         clean,
         may_switch=config.mode == "auto",
         merges_all=config.mode == "merged",
         shows_memory=shows_memory,
-        rows_grow=traits.has_block_tables,
+        rows_grow=backend.has_block_tables,
         merges_packed=merges_packed,
     )

@@ -1,15 +1,12 @@
 """Errors of the engine.
 
     EngineError
-    ├── UnsupportedModelError   the model folder asks for something this engine does not do exactly
+    ├── UnsupportedError        what is asked for is not served exactly: the model, or the device with these settings
     ├── ModelFilesError         the model folder is incomplete or damaged
     ├── ChatTemplateError       the chat template cannot render these messages
     ├── TokenizerError          the tokenizer makes no tokens of a text, or takes too long
     ├── AdapterRefusedError     an adapter cannot be applied exactly (the audit says why)
-    ├── AdapterUnusableError    an adapter passed its audit, but cannot be loaded or merged now; costs its rows only
-    ├── DeviceError             the device is not there, or does not multiply in the number format asked for
-    ├── ExactModeError          mode `exact` would promise nothing on this device
-    └── PoolExhaustedError      one request needs more pages than the whole pool holds
+    └── AdapterUnusableError    an adapter passed its audit, but cannot be loaded or merged now; costs its rows only
 
 Each message names the field or file, its value, what was expected, and what to do next.
 """
@@ -29,8 +26,10 @@ class EngineError(Exception):
     """Base of everything the engine raises on purpose."""
 
 
-class UnsupportedModelError(EngineError):
-    """The model is of a kind, or has a setting, that is not implemented exactly."""
+class UnsupportedError(EngineError):
+    """A model or a device is not served exactly: a kind or setting of the model, or a device that is not there, does
+    not multiply in the number format asked for, would promise nothing in mode `exact`, or holds no page.
+    """
 
 
 class ModelFilesError(EngineError):
@@ -55,15 +54,3 @@ class AdapterUnusableError(EngineError):
     def __init__(self, adapter_id: str, reason: str) -> None:
         super().__init__(reason)
         self.adapter_id = adapter_id
-
-
-class DeviceError(EngineError):
-    """The device is not there, or does not multiply in the number format that was asked for."""
-
-
-class ExactModeError(EngineError):
-    """Mode `exact` was asked for where arithmetic depends on the rows of a step."""
-
-
-class PoolExhaustedError(EngineError):
-    """A single request cannot fit into an empty pool."""

@@ -74,7 +74,7 @@ class Sequence:
         """Tokens whose keys and values the sequence may have to store: the last one is never read back."""
         return self.prompt_tokens + self.request.sampling.max_tokens - 1 + self.spare_tokens
 
-    def places_to_score(self, num_tokens: int) -> range:
+    def positions_to_score(self, num_tokens: int) -> range:
         """Places of the prompt, among the next `num_tokens`, whose log-probabilities are asked and not computed yet.
         The prompt's last token is none of them.
         """

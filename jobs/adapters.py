@@ -12,7 +12,7 @@ from typing import Any
 
 from ..engine.config import read_model_config
 from ..engine.model_config.model import ModelConfig
-from ..engine.peft import find_adapters as find_adapter_folders
+from ..engine.peft import find_adapter_folders
 from ..engine.peft.audit import AdapterAudit
 from .confined_audit import MAX_PROCESSES, Auditors
 from .errors import JobRequestError, StorageError

@@ -21,7 +21,7 @@ from lorabatch.benchmarks.provenance import commit, cpu_name
 from lorabatch.demo.base_model import base_model_folder
 from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
-from lorabatch.engine.memory.pool import PageLayout
+from lorabatch.engine.memory.pool import page_layout
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.peft.random import write_random_adapter
 from lorabatch.engine.request import Request, SamplingParams
@@ -99,7 +99,7 @@ def main(result_path: Path | None = None) -> dict[str, Any]:
         prompts = [tuple(rng.randrange(100, 40000) for _ in range(PROMPT_TOKENS)) for _ in range(ROWS_EACH)]
         sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True)
         requests = [Request(f"{turn}-{a}", p, a, sampling) for turn, p in enumerate(prompts) for a in adapters]
-        layout = PageLayout.of(model, 16)
+        layout = page_layout(model, 16)
         numbers = sum(sum(shape) * RANK for name, shape in model.linear_shapes().items() if name != "lm_head")
         adapter_pages = layout.pages_for_elements(numbers)
         row_pages = 4 * BATCH_ROWS

@@ -36,6 +36,7 @@ from lorabatch.engine.engine import Engine
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.engine.runner import runner, sampler
 from lorabatch.engine.sequence import Sequence
+from lorabatch.engine.text.token_rules import TokenRules
 
 NUM_ROWS = 128
 _CONFIG = EngineConfig(mode="unmerged", max_batch_rows=NUM_ROWS)
@@ -88,7 +89,7 @@ def step_seconds(workload: EngineWorkload, options: Mapping[str, Any]) -> list[f
 def step_seconds_without(workload: EngineWorkload, tokens: Tokens, temperature: float) -> list[float]:
     """Seconds of each step of a run in which rows have no rule, choose freely, and get these tokens nevertheless."""
 
-    def given(logits: Tensor, sequences: Items[Sequence], rules: sampler.TokenRules) -> sampler.SampledTokens:
+    def given(logits: Tensor, sequences: Items[Sequence], rules: TokenRules) -> sampler.SampledTokens:
         chosen = sampler.sample(logits, sequences, rules)
         return chosen._replace(ids=[tokens[s.request.request_id][len(s.token_ids)] for s in sequences])
 

@@ -30,7 +30,7 @@ from lorabatch.demo.base_model import base_model_folder
 from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.parallel.backend import GroupBackend
-from lorabatch.engine.parallel.collectives import Collectives, Counters, memory_bytes, shared_memory
+from lorabatch.engine.parallel.collectives import Collectives, event_counters, shared_memory, shared_memory_bytes
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, SamplingParams
 
@@ -216,8 +216,8 @@ def _memory_kb(pid: int) -> int:
 def meetings(num_members: int) -> dict[str, dict[str, float]]:
     """Mean microseconds in which `num_members` processes add up their tensors, by numbers in a tensor, then by way."""
     num_numbers = max(SIZES)
-    memory = shared_memory("bench", memory_bytes(num_members, num_numbers))
-    counters = Counters.create(num_members)
+    memory = shared_memory("bench", shared_memory_bytes(num_members, num_numbers))
+    counters = event_counters(num_members)
     pids = []
     for member in range(1, num_members):
         pid = os.fork()
@@ -228,13 +228,13 @@ def meetings(num_members: int) -> dict[str, dict[str, float]]:
     found = _meet(0, num_members, memory, num_numbers, counters)
     for pid in pids:
         os.waitpid(pid, 0)
-    counters.close()
-    os.close(memory)
+    for descriptor in (*counters, memory):
+        os.close(descriptor)
     return found
 
 
 def _meet(
-    member: int, num_members: int, memory: int, num_numbers: int, counters: Counters
+    member: int, num_members: int, memory: int, num_numbers: int, counters: tuple[int, ...]
 ) -> dict[str, dict[str, float]]:
     from torch import distributed
 

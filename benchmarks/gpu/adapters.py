@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from lorabatch.benchmarks.gpu.shapes import ModelShape
-from lorabatch.kernels.layouts.lora_table import CHUNK_RANK, NUM_SITES, Chunk, LoraTable, ResidentSite
+from lorabatch.kernels.layouts.lora_table import CHUNK_FIELDS, CHUNK_RANK, NUM_SITES, AdapterRows, LoraTable
 
 _ALIGNMENT = 8
 
@@ -17,39 +18,36 @@ def random_table(
     start = num_kv_pages * shape.layout.page_elements
     size = start + sum(shape.adapter_numbers(rank) for rank in ranks)
     pool = torch.empty(-(-size // 16) * 16, dtype=dtype, device=device).normal_(0, 0.05)
-    placed = [_place(shape, rank) for rank in ranks]
-    num_chunks = sum(len(site.chunks) for sites, _ in placed for site in sites)
+    adapters = []
+    for rank in ranks:
+        rows, start = _rows_of(shape, rank, start)
+        adapters.append(rows)
+    num_chunks = sum(len(rows.chunks) for rows in adapters)
     aligned = all(n % _ALIGNMENT == 0 for i, members in shape.sites for n in (i, *members))
     parts = [members for _, members in shape.sites]
     table = LoraTable.allocate(pool, max(len(ranks), 1), 1, num_chunks, parts, _ALIGNMENT if aligned else 1)
     first_chunk = 0
-    for resident, (sites, length) in enumerate(placed):
-        first_chunk += table.write(resident, first_chunk, [[_moved(site, start) for site in sites]])
-        start += length
+    for resident, rows in enumerate(adapters):
+        table.write(resident, first_chunk, rows)
+        first_chunk += len(rows.chunks)
     return table
 
 
-def _place(shape: ModelShape, rank: int) -> tuple[list[ResidentSite], int]:
-    """Chunks of one adapter from offset 0, and how many numbers they take."""
-    sites, at = [], 0
+def _rows_of(shape: ModelShape, rank: int, start: int) -> tuple[AdapterRows, int]:
+    """Rows of the table for one adapter that begins with number `start` of the pool, and where it ends."""
+    counts: list[int] = []
+    chunks: list[tuple[int, ...]] = []
+    at = start
     for in_features, members in shape.sites:
-        chunks, column = [], 0
+        before, column = len(chunks), 0
         for out_features in members:
             for first in range(0, rank, CHUNK_RANK):
-                rows = min(CHUNK_RANK, rank - first)
-                b_offset = at + rows * in_features
-                chunks.append(Chunk(at, b_offset, rows, column, out_features, 2.0))
-                at = b_offset + rows * out_features
+                num_rows = min(CHUNK_RANK, rank - first)
+                b_offset = at + num_rows * in_features
+                chunks.append((at, b_offset, num_rows, column, out_features))
+                at = b_offset + num_rows * out_features
             column += out_features
-        sites.append(ResidentSite(tuple(chunks)))
-    assert len(sites) == NUM_SITES, f"{len(sites)} sites"
-    return sites, at
-
-
-def _moved(site: ResidentSite, start: int) -> ResidentSite:
-    return ResidentSite(
-        tuple(
-            Chunk(c.a_offset + start, c.b_offset + start, c.num_rows, c.column_start, c.num_columns, c.scale)
-            for c in site.chunks
-        )
-    )
+        counts.append(len(chunks) - before)
+    assert len(counts) == NUM_SITES, f"{len(counts)} sites"
+    scales = np.full(len(chunks), 2.0, np.float32)
+    return AdapterRows(np.array(counts, np.int32), np.array(chunks, np.int64).reshape(-1, CHUNK_FIELDS), scales), at

@@ -19,7 +19,7 @@ from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.peft.random import write_random_adapter
 from lorabatch.engine.request import Request, Result, SamplingParams
 from lorabatch.engine.runner.backend import GpuBackend
-from lorabatch.engine.runner.gpu_graphs import EagerExecutor, GraphExecutor, GraphKey, StepExecutor
+from lorabatch.engine.runner.gpu_graphs import GraphExecutor, GraphKey, StepExecutor
 
 _RANKS = (1, 20, 64)
 # Largest difference of log-probabilities after a few layers from those of the CPU path in fp32.
@@ -146,7 +146,7 @@ class _Eager(GpuBackend):
 
     def executor(self) -> StepExecutor:
         """An executor that launches steps kernel by kernel."""
-        return EagerExecutor()
+        return StepExecutor()
 
 
 class _Graphs(GpuBackend):
@@ -154,7 +154,7 @@ class _Graphs(GpuBackend):
 
     def executor(self) -> StepExecutor:
         """An executor with a graph for each bucket; without a GPU one that launches kernel by kernel."""
-        return _OwnGraphs() if self.device.type == "cuda" else EagerExecutor()
+        return _OwnGraphs() if self.device.type == "cuda" else StepExecutor()
 
 
 class _OwnGraphs(GraphExecutor):

@@ -22,7 +22,7 @@ from lorabatch.kernels.lora_gate_up import lora_gate_up
 from lorabatch.kernels.lora_qkv import HeadFinish, lora_qkv_
 from lorabatch.kernels.lora_residual import lora_residual_
 from lorabatch.kernels.lora_shrink import lora_shrink
-from lorabatch.kernels.merge import MergeJob, MergePair
+from lorabatch.kernels.merge import LoraPair, MergeJob
 from lorabatch.kernels.paged_attention import AttentionRule, Partials, attend_pages
 from lorabatch.kernels.paged_attention.work import AttentionWork, Span, WorkLimits, plan_attention, tile_rows_for
 from lorabatch.kernels.rms_norm.fused import add_rms_norm
@@ -95,7 +95,7 @@ class StepLayer:
         jobs = []
         for site, (base, merged) in enumerate(zip(self.weights, live, strict=True)):
             for a, b, scale, columns in self._pairs(resident, site):
-                jobs.append(MergeJob(merged[columns], base[columns], (MergePair(a, b, scale),)))
+                jobs.append(MergeJob(merged[columns], base[columns], (LoraPair(a, b, scale),)))
         return live, jobs
 
     def without_lora(self, weights: list[Tensor]) -> None:
@@ -150,5 +150,5 @@ def _attention_work(
     items = batch * (new_tokens + (context // split_keys if split_keys else 0))
     limits = WorkLimits(items, batch, tile_rows_for(shape.layout, dtype, is_decode), split_keys)
     spans = [Span(row * new_tokens, new_tokens, context - new_tokens, row) for row in range(batch)]
-    host = plan_attention(spans, shape.layout.group, limits)
+    host = plan_attention(spans, shape.layout.queries_per_key_head, limits)
     return AttentionWork(limits, host.buffer.to(device))

@@ -13,7 +13,7 @@ from typing import Literal
 from lorabatch.benchmarks.gpu.measure import ranks_for
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.memory.limits import engine_limits
-from lorabatch.engine.memory.pool import PageLayout
+from lorabatch.engine.memory.pool import page_layout
 from lorabatch.engine.model_config.model import PACKED_SITES, ModelConfig
 from lorabatch.scheduler.batching import ReplicaMode
 
@@ -147,7 +147,7 @@ class PagesNeeded:
 
     def __init__(self, matrix: EngineMatrix, model: ModelConfig, page_tokens: int) -> None:
         self._matrix = matrix
-        self._layout = PageLayout.of(model, page_tokens)
+        self._layout = page_layout(model, page_tokens)
         shapes = (shape for site in PACKED_SITES for shape in model.members_of_site(site).values())
         self._elements_per_rank = model.num_layers * sum(map(sum, shapes))
 
@@ -205,5 +205,4 @@ def engine_parts(matrix: EngineMatrix, config: EngineConfig, model: ModelConfig,
 
 def planned_pages(config: EngineConfig, model: ModelConfig, memory_bytes: int) -> int:
     """Pages that an engine plans for its pool on a device with `memory_bytes` of free memory."""
-    limits = engine_limits(config, model, "cuda" if config.device == "cuda" else "cpu", memory_bytes)
-    return limits.pool_bytes // (limits.token_bytes * limits.page_tokens)
+    return engine_limits(config, model, "cuda" if config.device == "cuda" else "cpu", memory_bytes).num_pages

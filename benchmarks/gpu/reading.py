@@ -26,7 +26,7 @@ from lorabatch.benchmarks.gpu.model_folder import write_model_folder
 from lorabatch.benchmarks.gpu.shapes import LLAMA_3_8B, MODELS
 from lorabatch.benchmarks.provenance import provenance
 from lorabatch.engine.config import read_model_config
-from lorabatch.engine.memory.loader import AdapterLoader, HostTier
+from lorabatch.engine.memory.loader import AdapterLoader
 from lorabatch.engine.memory.packed import PackedAdapter, pack_adapter, read_packed
 from lorabatch.engine.memory.registry import AdapterRegistry
 from lorabatch.engine.memory.residency import ResidentAdapter
@@ -144,7 +144,7 @@ def _adapters_per_s(registry: AdapterRegistry, adapter_ids: Sequence[str], num_t
     def read(adapter_id: str) -> PackedAdapter:
         return registry.load_packed(adapter_id, in_panels=False)
 
-    loader = AdapterLoader(read, HostTier(0), num_threads)
+    loader = AdapterLoader(read, 0, num_threads)
     began_s = time.perf_counter()
     loader.prefetch(adapter_ids)
     for adapter_id in adapter_ids:

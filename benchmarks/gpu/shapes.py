@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lorabatch.kernels.layouts.heads import HeadLayout
+from lorabatch.kernels.layouts.pages import PageLayout
 
 PAGE_TOKENS = 16
 
@@ -53,9 +53,9 @@ class ModelShape:
         }
 
     @property
-    def layout(self) -> HeadLayout:
+    def layout(self) -> PageLayout:
         """Heads and pages of a pool that holds one layer."""
-        return HeadLayout(self.num_heads, self.num_kv_heads, self.head_dim, 1, PAGE_TOKENS)
+        return PageLayout(self.num_heads, self.num_kv_heads, self.head_dim, 1, PAGE_TOKENS)
 
     @property
     def sites(self) -> tuple[tuple[int, tuple[int, ...]], ...]:

@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from lorabatch.benchmarks.gpu.kernel_cases import kernel_cases
 from lorabatch.benchmarks.gpu.layer import StepLayer
 from lorabatch.benchmarks.gpu.model_folder import write_model_folder
 from lorabatch.benchmarks.gpu.shapes import TINY, ModelShape
-from lorabatch.engine.runner.compile_ahead import CompileAhead, Compiled, EngineKernels, result_of, start_compiler
+from lorabatch.engine.runner.compile_ahead import Compiled, EngineKernels, result_of, start_compiler, start_compiling
 from lorabatch.engine.runner.compile_process import Noted, compile_noted, note_kernels, note_launches
 from lorabatch.kernels.invariant_linear import invariant_linear
 from lorabatch.kernels.merge import merge_weights
@@ -61,12 +60,10 @@ def compile_all(
     with tempfile.TemporaryDirectory() as folder:
         model = write_model_folder(Path(folder) / "model", shape)
         began_s, capability = time.perf_counter(), _capability(device)
-        engines = {name: CompileAhead(EngineKernels(str(model), name, capability)) for name in names}
-        others = start_compiler(__name__, json.dumps([asdict(shape), names, capability, with_checks]))
-        waits: dict[str, Callable[[float], Compiled]] = {name: ahead.wait for name, ahead in engines.items()}
-        waits["others"] = partial(result_of, others)
-        for name, wait in waits.items():
-            compiled = wait(deadline.left_s)
+        processes = {name: start_compiling(EngineKernels(str(model), name, capability)) for name in names}
+        processes["others"] = start_compiler(__name__, json.dumps([asdict(shape), names, capability, with_checks]))
+        for name, process in processes.items():
+            compiled = Compiled() if process is None else result_of(process, deadline.left_s)
             found["seconds"][name] = round(time.perf_counter() - began_s, 1)
             found["num_kernels"][name] = compiled.num_kernels
             if compiled.problem or compiled.failed:

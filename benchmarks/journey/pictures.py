@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from lorabatch.benchmarks.journey.svg import COLOURS, INK, PALE, QUIET, Picture, Point
-from lorabatch.engine.memory.pool import PagePool, PageRun
+from lorabatch.engine.memory.pool import PagePool, PageRange
 from lorabatch.pipeline.supervisor.rows import TRANSITIONS, RowEvent, RowState
 from lorabatch.scheduler.planning.waves import ShardPlan, plan_shards
 from lorabatch.scheduler.workload import BASE_MODEL, AdapterInfo, Workload
@@ -259,10 +259,10 @@ def page_pool() -> Picture:
     pool.release("row 8")
     _draw_free(picture, 48, pool.num_pages)
     for name, fill in {"adapter 1": COLOURS[0], "adapter 2": COLOURS[1], "row 7": PALE[0], "row 9": PALE[1]}.items():
-        _draw_run(picture, 48, pool.run_of(name), name, fill)
+        _draw_run(picture, 48, pool.range_of(name), name, fill)
     for number in range(3):
         pool.allocate(number, 1, from_end=True)
-        _draw_run(picture, 48, pool.run_of(number), "", PALE[2])
+        _draw_run(picture, 48, pool.range_of(number), "", PALE[2])
     picture.text(
         (20, 136),
         [
@@ -275,17 +275,17 @@ def page_pool() -> Picture:
     picture.text((20, 196), "On a GPU a row's block table names its pages one by one", is_bold=True)
     grown = _grown_pool()
     _draw_free(picture, 210, grown.num_pages)
-    _draw_run(picture, 210, grown.run_of("adapter 1"), "adapter 1", COLOURS[0])
-    shared = [grown.run_of(prefix).start for prefix in ("prefix 0", "prefix 1")]
+    _draw_run(picture, 210, grown.range_of("adapter 1"), "adapter 1", COLOURS[0])
+    shared = [grown.range_of(prefix).start for prefix in ("prefix 0", "prefix 1")]
     for number, name in enumerate(("row 7", "row 8")):
-        runs = grown.run_of(name), *grown.extensions_of(name)
+        runs = grown.range_of(name), *grown.extensions_of(name)
         table = [*shared, *(page for run in runs for page in range(run.start, run.end))]
         top = 262 + number * 40
         picture.text((20, top + 17), f"block table of {name}")
         for place, page in enumerate(table):
             fill = PALE[2] if page in shared else PALE[number]
-            _draw_run(picture, 210, PageRun(page, 1), str(page), fill)
-            _draw_run(picture, top, PageRun(7 + place, 1), str(page), fill)
+            _draw_run(picture, 210, PageRange(page, 1), str(page), fill)
+            _draw_run(picture, top, PageRange(7 + place, 1), str(page), fill)
     picture.text(
         (20, 362),
         [
@@ -314,10 +314,10 @@ def _grown_pool() -> PagePool:
 
 def _draw_free(picture: Picture, top: float, num_pages: int) -> None:
     for page in range(num_pages):
-        _draw_run(picture, top, PageRun(page, 1), "", "#ffffff")
+        _draw_run(picture, top, PageRange(page, 1), "", "#ffffff")
 
 
-def _draw_run(picture: Picture, top: float, run: PageRun, name: str, fill: str) -> None:
+def _draw_run(picture: Picture, top: float, run: PageRange, name: str, fill: str) -> None:
     """Draw a run, which does not reach over the end of a line, with a mark at the beginning of each page."""
     line, column = divmod(run.start, _PAGES_A_LINE)
     x, y = 20 + column * _PAGE, top + line * 36

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
-from lorabatch.engine.memory.pool import PageRun
+from lorabatch.engine.memory.pool import PageRange
 from lorabatch.engine.models.step_batch import StepEntry
 from lorabatch.engine.request import ExportedRow, Result
 from lorabatch.engine.sequence import Sequence as RowSequence
@@ -29,7 +29,7 @@ class WatchedRow:
 
     sequence: RowSequence
     num_tokens: int
-    run: PageRun
+    run: PageRange
 
 
 Note = RegisterAdapter | ExpectRows | AddRows | Results | tuple[WatchedRow, ...]
@@ -67,7 +67,7 @@ class WatchedEngine(Engine):
         return results
 
     def _note_step(self, sample: StepSample, entries: Sequence[StepEntry]) -> None:
-        self._note(tuple(WatchedRow(entry.sequence, entry.num_tokens, entry.run) for entry in entries))
+        self._note(tuple(WatchedRow(entry.sequence, entry.num_tokens, entry.pages) for entry in entries))
 
     def _note(self, note: Note) -> None:
         pickle.dump(note, self._notes)

@@ -21,9 +21,10 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
+from ...kernels.layouts.pages import PageLayout
 from ...scheduler.batching import FreeMemory, StepPlan
 from ...scheduler.estimates.lengths import PRIOR_SHARE, tokens_to_hold
-from ..memory.pool import PageLayout, PagePool, PageRun
+from ..memory.pool import PagePool, PageRange
 from ..memory.registry import AdapterRegistry
 from ..memory.residency import AdapterResidency, adapter_owner
 from ..sequence import Sequence
@@ -38,7 +39,8 @@ NextUse = Callable[[str], float]
 class Room:
     """The pool with the adapters and prefix pages in it; makes room by giving up what no running row needs.
 
-    `next_use(adapter)`: rows that enter before the adapter's next.
+    `run_pages`: pages to a multiple of which rows' runs are rounded up where memory allows. `next_use(adapter)`: rows
+    that enter before the adapter's next.
     """
 
     def __init__(
@@ -48,7 +50,9 @@ class Room:
         residency: AdapterResidency,
         registry: AdapterRegistry,
         prefixes: PrefixSharing | None,
+        run_pages: int,
     ) -> None:
+        self.run_pages = run_pages
         self.pool = pool
         self.layout = layout
         self.residency = residency
@@ -152,7 +156,7 @@ class Admission:
         waiting: WaitingRows,
         running: dict[str, Sequence],
         room: Room,
-        clean: Callable[[PageRun], None] | None,
+        clean: Callable[[PageRange], None] | None,
         *,
         may_switch: bool,
         rows_grow: bool,
@@ -160,7 +164,7 @@ class Admission:
         self._waiting = waiting
         self._running = running
         self._room = room
-        self._pool, self._layout = room.pool, room.layout
+        self._pool, self._layout, self._run_pages = room.pool, room.layout, room.run_pages
         self._residency, self._registry = room.residency, room.registry
         self._clean = clean
         self._may_switch = may_switch
@@ -220,7 +224,7 @@ class Admission:
         gaps = self._room.gaps()
         if self._rows_grow:
             gaps = [sum(gaps)]
-        return FreeMemory(tuple(gaps), row_pages, pages, self._layout.run_pages, frozenset(awaited))
+        return FreeMemory(tuple(gaps), row_pages, pages, self._run_pages, frozenset(awaited))
 
     def next_use(self) -> NextUse:
         """A function from an adapter to the number of rows that enter before its next; infinite where none waits."""
@@ -261,7 +265,7 @@ class Admission:
 
     def _rounded_pages(self, sequence: Sequence) -> int:
         exact = self._layout.pages_for_tokens(sequence.held_tokens)
-        return -(-exact // self._layout.run_pages) * self._layout.run_pages
+        return -(-exact // self._run_pages) * self._run_pages
 
     def _admit_row(self, sequence: Sequence, plan: StepPlan, next_use: NextUse, *, is_mixture: bool) -> bool:
         """Give a waiting row its pages and its adapter; False when memory does not allow it now."""
@@ -277,7 +281,7 @@ class Admission:
         owner = row_owner(sequence)
         sequence.held_tokens = self._pool.num_pages_of(owner) * self._layout.page_tokens
         if self._clean is not None:
-            self._clean(self._pool.run_of(owner))
+            self._clean(self._pool.range_of(owner))
         if adapter_id is not None:
             self._residency.pin(adapter_id)
             sequence.holds_adapter = True

@@ -15,8 +15,8 @@ from torch import Tensor
 from ...scheduler.batching import MOST_SCORED_PLACES, BatchView, StepPlan, without_vain_merge
 from ...scheduler.estimates.lengths import LengthsByPrompt
 from ..memory.packed import AdapterLayout
-from ..memory.pool import PageRun
-from ..memory.residency import MergedShare
+from ..memory.pool import PageRange
+from ..memory.residency import ResidentAdapter
 from ..models.step_batch import StepEntry
 from ..request import ExportedRow, Request
 from ..sequence import Sequence
@@ -36,7 +36,7 @@ class RunningBatch:
     def __init__(
         self,
         room: Room,
-        clean: Callable[[PageRun], None] | None,
+        clean: Callable[[PageRange], None] | None,
         *,
         may_switch: bool,
         merges_all: bool,
@@ -53,7 +53,7 @@ class RunningBatch:
         self._merges_all = merges_all
         self._rows_grow = rows_grow
         self._merges_packed = merges_packed
-        self._taken_out: MergedShare | None = None
+        self._taken_out: ResidentAdapter | None = None
         self._shows_memory = may_switch or (shows_memory and not merges_all)
         self._waiting = WaitingRows()
         self._running: dict[str, Sequence] = {}
@@ -218,18 +218,17 @@ class RunningBatch:
 
         Returns False when memory does not allow it now.
         """
-        if self._taken_out is not None and self._taken_out.resident.adapter_id != adapter_id:
-            self.residency.unpin(self._taken_out.resident.adapter_id)
+        if self._taken_out is not None and self._taken_out.adapter_id != adapter_id:
+            self.residency.unpin(self._taken_out.adapter_id)
             self._taken_out = None
         if adapter_id is None or self._taken_out is not None:
             return True
         if not self._room.make_resident(adapter_id, self._admission.next_use()):
             return False
-        resident = self.residency.get(adapter_id)
-        assert resident is not None
+        self._taken_out = self.residency.get(adapter_id)
+        assert self._taken_out is not None
         self.residency.pin(adapter_id)
         self.residency.join(adapter_id)
-        self._taken_out = MergedShare.of(resident)
         return True
 
     def admit(self, view: BatchView, plan: StepPlan) -> tuple[StepPlan, list[Sequence]]:
@@ -269,7 +268,7 @@ class RunningBatch:
             if sequence.is_decoding or not self._can_advance(sequence):
                 continue
             num_tokens = min(budget, sequence.total_tokens - sequence.num_stored)
-            if sequence.places_to_score(1):
+            if sequence.positions_to_score(1):
                 num_tokens = min(num_tokens, num_scored)
                 num_scored -= num_tokens
                 if num_tokens == 0:
@@ -320,7 +319,7 @@ class RunningBatch:
         """Assert that pool, pins and running rows agree with each other."""
         self.pool.check_integrity()
         held_adapters = [s.request.adapter_id for s in self._running.values() if s.holds_adapter]
-        held_adapters += [self._taken_out.resident.adapter_id] if self._taken_out else []
+        held_adapters += [self._taken_out.adapter_id] if self._taken_out else []
         self.residency.check_integrity([a for a in held_adapters if a is not None])
         if self.prefixes is not None:
             unfinished = [s.request.request_id for s in (*self._waiting, *self._running.values())]
@@ -335,7 +334,7 @@ class RunningBatch:
 
     def _entry(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> StepEntry:
         adapter_id, owner = sequence.request.adapter_id, row_owner(sequence)
-        run, shared = self.pool.run_of(owner), self._shared_pages(sequence)
+        run, shared = self.pool.range_of(owner), self._shared_pages(sequence)
         extensions = self.pool.extensions_of(owner)
         if adapter_id is not None and self._registry.code_of[adapter_id] == plan.merged_adapter:
             sequence.served("merged")

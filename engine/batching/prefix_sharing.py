@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..memory.pool import PageLayout, PagePool, PageRun
+from ...kernels.layouts.pages import PageLayout
+from ..memory.pool import PagePool, PageRange
 from ..memory.prefix_cache import PrefixCache
 from ..model_config.model import ModelConfig
 from ..models.step_batch import StepEntry
@@ -22,7 +23,7 @@ from ..sequence import Sequence
 
 
 @dataclass(slots=True)
-class _Reader:
+class _PrefixReader:
     """A row's progress through the pages of its prompt.
 
     Pages of `path` before `num_passed` are computed or copied. `pages`: the cached pages that begin its block table.
@@ -40,13 +41,13 @@ class PrefixSharing(ABC):
         self.cache = PrefixCache(pool, layout.page_tokens, lambda number: page_flops(model, layout.page_tokens, number))
         self._pool = pool
         self._page_tokens = layout.page_tokens
-        self._readers: dict[str, _Reader] = {}
+        self._readers: dict[str, _PrefixReader] = {}
         self._being_computed: set[bytes] = set()  # pages that have their place and no content yet
         self.num_reused_tokens = 0
 
     def expect(self, sequence: Sequence) -> None:
         """Note that a row was queued."""
-        reader = _Reader(self.cache.path(sequence.request.adapter_id, sequence.request.prompt_token_ids))
+        reader = _PrefixReader(self.cache.path(sequence.request.adapter_id, sequence.request.prompt_token_ids))
         self._readers[sequence.request.request_id] = reader
         self.cache.expect(reader.path)
 
@@ -66,7 +67,7 @@ class PrefixSharing(ABC):
         Returns False when another row of this step computes the next page, so that the row should wait for it. A row
         whose prompt is scored computes all of it: pages hold no log-probabilities.
         """
-        if sequence.places_to_score(sequence.prompt_tokens):
+        if sequence.positions_to_score(sequence.prompt_tokens):
             return True
         reader = self._readers[sequence.request.request_id]
         path = reader.path
@@ -98,7 +99,7 @@ class PrefixSharing(ABC):
             for number in self._pass(entry.sequence):
                 page = self.cache.find(path[number]) if path[number] in self._being_computed else None
                 if page is not None:
-                    self._fill(page, entry.run, number)
+                    self._fill(page, entry.pages, number)
         self._being_computed.clear()
 
     def check_integrity(self, unfinished_ids: Collection[str]) -> None:
@@ -111,7 +112,7 @@ class PrefixSharing(ABC):
         assert named == self.cache.users, f"rows name {named}, counted are {self.cache.users}"
         for reader in self._readers.values():
             for key, page in zip(reader.path, reader.pages, strict=False):
-                assert self.cache.find(key) == PageRun(page, 1), f"prefix page {key.hex()} is not page {page}"
+                assert self.cache.find(key) == PageRange(page, 1), f"prefix page {key.hex()} is not page {page}"
 
     def _pass(self, sequence: Sequence) -> range:
         """Numbers of the pages that the row has completed since the last call."""
@@ -122,15 +123,15 @@ class PrefixSharing(ABC):
         return range(before, reader.num_passed)
 
     @abstractmethod
-    def _have(self, reader: _Reader, number: int, page: PageRun, owner: Hashable) -> bool:
+    def _have(self, reader: _PrefixReader, number: int, page: PageRange, owner: Hashable) -> bool:
         """Make a cached page the row's page `number`, if that is possible."""
 
     @abstractmethod
-    def _keep(self, reader: _Reader, number: int, owner: Hashable) -> bool:
+    def _keep(self, reader: _PrefixReader, number: int, owner: Hashable) -> bool:
         """Enter a page that the row computes in this step, if others wait for it."""
 
     @abstractmethod
-    def _fill(self, page: PageRun, run: PageRun, number: int) -> None:
+    def _fill(self, page: PageRange, run: PageRange, number: int) -> None:
         """Note that the row of `run` has computed its page `number`, whose place in the cache is `page`."""
 
 
@@ -143,17 +144,17 @@ class CopiedPrefixes(PrefixSharing):
         self._page_elements = layout.page_elements
         self._model = model
 
-    def _have(self, reader: _Reader, number: int, page: PageRun, owner: Hashable) -> bool:
-        self._slot(self._pool.run_of(owner), number).copy_(self._slot(page, 0))
+    def _have(self, reader: _PrefixReader, number: int, page: PageRange, owner: Hashable) -> bool:
+        self._slot(self._pool.range_of(owner), number).copy_(self._slot(page, 0))
         return True
 
-    def _keep(self, reader: _Reader, number: int, owner: Hashable) -> bool:
+    def _keep(self, reader: _PrefixReader, number: int, owner: Hashable) -> bool:
         return self.cache.keep(reader.path, number) is not None
 
-    def _fill(self, page: PageRun, run: PageRun, number: int) -> None:
+    def _fill(self, page: PageRange, run: PageRange, number: int) -> None:
         self._slot(page, 0).copy_(self._slot(run, number))
 
-    def _slot(self, run: PageRun, number: int) -> Tensor:
+    def _slot(self, run: PageRange, number: int) -> Tensor:
         """Keys and values of a run's page `number` in all pools, [num_members, num_layers * 2 * num_kv_heads,
         page_tokens, head_dim]."""
         model, size, page_tokens = self._model, self._page_elements, self._page_tokens
@@ -169,7 +170,7 @@ class NamedPrefixes(PrefixSharing):
     a page may be named as soon as the step that computes it is launched.
     """
 
-    def _have(self, reader: _Reader, number: int, page: PageRun, owner: Hashable) -> bool:
+    def _have(self, reader: _PrefixReader, number: int, page: PageRange, owner: Hashable) -> bool:
         # a row that has a page of its own names no cached page behind it
         if number != len(reader.pages):
             return False
@@ -178,7 +179,7 @@ class NamedPrefixes(PrefixSharing):
         reader.pages.append(page.start)
         return True
 
-    def _keep(self, reader: _Reader, number: int, owner: Hashable) -> bool:
+    def _keep(self, reader: _PrefixReader, number: int, owner: Hashable) -> bool:
         if number != len(reader.pages):
             return False
         page = self.cache.adopt(reader.path, number, owner)
@@ -186,7 +187,7 @@ class NamedPrefixes(PrefixSharing):
             reader.pages.append(page.start)
         return page is not None
 
-    def _fill(self, page: PageRun, run: PageRun, number: int) -> None:
+    def _fill(self, page: PageRange, run: PageRange, number: int) -> None:
         """Do nothing: the cached page is the row's own."""
 
 

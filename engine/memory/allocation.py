@@ -1,41 +1,31 @@
-"""Lays out the page pool for the limits of an engine, and allocates it."""
+"""Counts the pages of the pool by the limits of an engine, and allocates their memory."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ...kernels.layouts.pages import PageLayout
 from ..config import EngineConfig
-from ..errors import PoolExhaustedError
-from .limits import StepLimits, total_host_bytes
-from .pool import PageLayout, PageRun
+from ..errors import UnsupportedError
+from .limits import EngineLimits, total_host_bytes
+from .pool import PageRange
 
 _GIB = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """Pages of the pool and their layout, and the limits of a step."""
-
-    layout: PageLayout
-    num_pages: int
-    limits: StepLimits
-
-
-def plan_pool(layout: PageLayout, itemsize: int, limits: StepLimits, pool_bytes: int) -> MemoryPlan:
-    """A pool of at most `pool_bytes`, its numbers of `itemsize` bytes. Raises `PoolExhaustedError` without one page."""
-    page_bytes = layout.page_elements * itemsize
-    num_pages = pool_bytes // page_bytes
-    if num_pages < 1:
-        raise PoolExhaustedError(
-            f"pool_bytes={pool_bytes}: one page of this model takes {page_bytes} bytes; raise pool_bytes."
+def pages_of_pool(limits: EngineLimits) -> int:
+    """Pages of an engine's pool. Raises `UnsupportedError` for a pool without one page."""
+    if limits.num_pages < 1:
+        raise UnsupportedError(
+            f"pool_bytes={limits.pool_bytes}: one page of this model takes {limits.page_tokens * limits.token_bytes} "
+            "bytes; raise pool_bytes."
         )
-    return MemoryPlan(layout, num_pages, limits)
+    return limits.num_pages
 
 
 def host_tier_bytes(config: EngineConfig) -> int:
@@ -57,10 +47,10 @@ def zeroed_memory(num_elements: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=num_elements)
 
 
-def eraser_for(pools: Tensor, layout: PageLayout) -> Callable[[PageRun], None]:
+def eraser_for(pools: Tensor, layout: PageLayout) -> Callable[[PageRange], None]:
     """A function that zeroes a run in all of `pools` [num_members, numbers of a pool]."""
 
-    def erase(run: PageRun) -> None:
+    def erase(run: PageRange) -> None:
         pools[:, run.start * layout.page_elements : run.end * layout.page_elements].zero_()
 
     return erase

@@ -10,63 +10,42 @@ wait for a copy, on the device; the host never does.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from ...kernels.launch import empty_pinned
 
 
-class Arrival(Protocol):
-    """A copy to the pool in flight."""
+class Arrival:
+    """A copy to the pool, which was done when it began; subclasses are copies in flight."""
 
     def is_done(self) -> bool:
         """Whether the copy is done. Asking waits for nothing."""
+        return True
 
     def join(self) -> None:
         """Make all work launched from now on run after the copy."""
 
 
-class AdapterCopies(Protocol):
-    """Copies adapters between host and pool, in the order of the calls.
-
-    `are_aside`: copies run beside steps, so that rows should wait for an arrival rather than steps.
+class AdapterCopies:
+    """Copies adapters between host and pool, in the order of the calls: here at once, so that a copy is done when the
+    call returns.
     """
 
-    are_aside: bool
-
-    def to_pool(self, numbers: Tensor, target: Tensor) -> Arrival:
-        """Copy `numbers` to `target`, pages that no step launched from now on reads before it has joined."""
-
-    def to_host(self, source: Tensor) -> Tensor:
-        """A copy of pages on the host, complete for `to_pool`; later writes to the pages run after it."""
-
-
-class CopiesAtOnce:
-    """Copies that are done when the call returns."""
-
+    #: Whether copies run beside steps, so that rows should wait for an arrival rather than steps.
     are_aside = False
 
     def to_pool(self, numbers: Tensor, target: Tensor) -> Arrival:
-        """Copy `numbers` to `target` now."""
+        """Copy `numbers` to `target`, pages that no step launched from now on reads before it has joined."""
         target.copy_(numbers)
-        return _Here()
+        return Arrival()
 
     def to_host(self, source: Tensor) -> Tensor:
-        """Copy pages to the host now."""
+        """A copy of pages on the host, complete for `to_pool`; later writes to the pages run after it."""
         return source.to("cpu", copy=True)
 
 
-class _Here:
-    def is_done(self) -> bool:
-        return True
-
-    def join(self) -> None:
-        """Do nothing: no copy is on its way."""
-
-
-class CopyStream:
+class CopyStream(AdapterCopies):
     """Copies on a CUDA stream beside the one that computes (the current one, when a method is called)."""
 
     are_aside = True
@@ -95,8 +74,8 @@ class CopyStream:
         return numbers
 
 
-class _OnStream:
-    """`numbers` live until the copy was seen to be done."""
+class _OnStream(Arrival):
+    """A copy on a stream. Its `numbers` live until the copy was seen to be done."""
 
     def __init__(self, event: torch.cuda.Event, numbers: Tensor) -> None:
         self._event = event

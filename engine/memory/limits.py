@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from ..config import DEFAULT_BATCH_ROWS, DEFAULT_STEP_TOKENS, DeviceKind, EngineConfig, dtype_on, pool_format
+from ..config import DeviceKind, EngineConfig, dtype_on, pool_format
 from ..model_config.model import PACKED_SITES, ModelConfig
 from ..model_config.partition import Partition
 
@@ -49,14 +49,6 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class StepLimits:
-    """Rows that may decode together, and tokens of one step at most."""
-
-    batch_rows: int
-    step_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class EngineLimits:
     """Bounds of an engine's batches: of its steps and of its page pool."""
 
@@ -73,10 +65,14 @@ class EngineLimits:
     #: Pages to a multiple of which rows' runs are rounded up where memory allows.
     run_pages: int
 
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool. Each member of a group has as many, in a pool of its own."""
+        return self.pool_bytes // (self.page_tokens * self.token_bytes)
+
 
 def engine_limits(config: EngineConfig, model: ModelConfig, kind: DeviceKind, memory_bytes: int) -> EngineLimits:
-    """Limits of an engine on a device with `memory_bytes` of memory: all of one GPU's, or of the machine. The pool is
-    that of all members of a group.
+    """Limits of an engine on a device with `memory_bytes` of memory: all of one GPU's, or of the machine.
 
     An engine on a GPU measures what its weights leave; here it is estimated.
     """
@@ -85,16 +81,10 @@ def engine_limits(config: EngineConfig, model: ModelConfig, kind: DeviceKind, me
         pool = "float32"  # torch attends
     itemsize, part = ITEM_BYTES[pool], Partition(model, config.tensor_parallel, 0).shard
     if kind == "cpu":
-        steps, pool_bytes = cpu_limits(config), config.pool_bytes or default_cpu_pool_bytes(memory_bytes)
-    else:
-        linear_itemsize = itemsize if config.base_quantization == "none" else 1
-        left = _left_by_weights(memory_bytes, part, itemsize, linear_itemsize)
-        steps, pool_bytes = gpu_plan(left, config, replace(part, vocab_size=model.vocab_size), itemsize)
-        pool_bytes *= config.tensor_parallel
-    token_bytes = 2 * model.num_layers * part.kv_size * itemsize * config.tensor_parallel
-    return EngineLimits(
-        steps.batch_rows, steps.step_tokens, pool_bytes, token_bytes, config.page_tokens, RUN_PAGES[kind]
-    )
+        return cpu_limits(memory_bytes, config, part, itemsize)
+    linear_itemsize = itemsize if config.base_quantization == "none" else 1
+    left = _left_by_weights(memory_bytes, part, itemsize, linear_itemsize)
+    return gpu_limits(left, config, replace(part, vocab_size=model.vocab_size), itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +118,7 @@ def cpu_memory(config: EngineConfig, model: ModelConfig, limits: EngineLimits, f
     if dtype_on("cpu", config.dtype) == "bfloat16":
         itemsize = 2
     linear_itemsize = 1 if config.base_quantization == "int8" else itemsize
-    step = step_bytes(StepLimits(limits.batch_rows, limits.step_tokens), model, _FP32_BYTES)
+    step = step_bytes(limits.batch_rows, limits.step_tokens, model, _FP32_BYTES)
     return CpuMemory(
         weights=int(linears * linear_itemsize + 2 * embeddings * itemsize),
         pool=limits.pool_bytes,
@@ -170,48 +160,54 @@ def _left_by_weights(memory_bytes: int, model: ModelConfig, itemsize: int, linea
     return max(0, memory_bytes - _CONTEXT_BYTES - weight_bytes(model, itemsize, linear_itemsize))
 
 
-def cpu_limits(config: EngineConfig) -> StepLimits:
-    """Limits of a step on a CPU: what was asked for, or the defaults."""
-    return StepLimits(config.max_batch_rows or DEFAULT_BATCH_ROWS, config.max_step_tokens or DEFAULT_STEP_TOKENS)
+def cpu_limits(
+    host_bytes: int, config: EngineConfig, model: ModelConfig, itemsize: int, run_pages: int = RUN_PAGES["cpu"]
+) -> EngineLimits:
+    """Limits of an engine on a CPU with `host_bytes` of memory: what was asked for, or the defaults. `model`: the part
+    of a member. `itemsize`: bytes of a number in the pool.
+    """
+    pool_bytes = config.pool_bytes or min(_DEFAULT_CPU_POOL_BYTES, host_bytes // 8)
+    token_bytes = _token_bytes(config, model, itemsize)
+    return EngineLimits(config.batch_rows, config.step_tokens, pool_bytes, token_bytes, config.page_tokens, run_pages)
 
 
-def default_cpu_pool_bytes(host_bytes: int) -> int:
-    """Bytes of a CPU engine's pool where none are asked for, on a machine with `host_bytes` of memory."""
-    return min(_DEFAULT_CPU_POOL_BYTES, host_bytes // 8)
-
-
-def gpu_plan(free_bytes: int, config: EngineConfig, model: ModelConfig, itemsize: int) -> tuple[StepLimits, int]:
-    """Limits of a step and bytes of the pool on one GPU with `free_bytes` left by the weights. `model`: the part that
-    is there, with the whole vocabulary."""
-
+def gpu_limits(free_bytes: int, config: EngineConfig, model: ModelConfig, itemsize: int) -> EngineLimits:
+    """Limits of an engine on a GPU with `free_bytes` left by the weights; of a group, on the member's GPU that has the
+    least. `model`: the part of a member, with the whole vocabulary. `itemsize`: bytes of a number in the pool.
+    """
     copy_bytes = live_weight_bytes(model, itemsize) if keeps_merged_copy(config) else 0
 
-    def pool_bytes(limits: StepLimits) -> int:
-        asked = (config.pool_bytes or 0) // config.tensor_parallel
-        return asked or gpu_pool_bytes(free_bytes, copy_bytes, limits, model, itemsize)
+    def pool_bytes(batch_rows: int, step_tokens: int) -> int:
+        if config.pool_bytes:
+            return config.pool_bytes
+        step = step_bytes(batch_rows, step_tokens, model, itemsize)
+        return gpu_pool_bytes(free_bytes, copy_bytes, step) * config.tensor_parallel
 
-    def is_small(tokens: int) -> bool:
-        return step_bytes(StepLimits(rows or _ROWS_STEP, tokens), model, itemsize) <= free_bytes * _STEP_SHARE
+    def is_small(step_tokens: int) -> bool:
+        return step_bytes(rows or _ROWS_STEP, step_tokens, model, itemsize) <= free_bytes * _STEP_SHARE
 
+    token_bytes = _token_bytes(config, model, itemsize)
     rows, tokens = config.max_batch_rows, config.max_step_tokens
     if tokens is None:
         tokens = _MOST_TOKENS
         while tokens > _FEWEST_TOKENS and not is_small(tokens):
             tokens //= 2
     if rows is None:
-        token_bytes = 2 * model.num_layers * model.kv_size * itemsize
-        fitting = pool_bytes(StepLimits(_MOST_ROWS, tokens)) // (_CONTEXT_TOKENS * token_bytes)
+        fitting = pool_bytes(_MOST_ROWS, tokens) // (_CONTEXT_TOKENS * token_bytes)
         rows = min(max(fitting // _ROWS_STEP, 1) * _ROWS_STEP, _MOST_ROWS)
-    limits = StepLimits(rows, tokens)
-    return limits, pool_bytes(limits)
+    return EngineLimits(rows, tokens, pool_bytes(rows, tokens), token_bytes, config.page_tokens, RUN_PAGES["cuda"])
 
 
-def gpu_pool_bytes(free_bytes: int, copy_bytes: int, limits: StepLimits, model: ModelConfig, itemsize: int) -> int:
-    """Bytes of the pool when `free_bytes` are left after the weights and `copy_bytes` are kept for merged ones; 0 when
-    nothing is left for it.
+def _token_bytes(config: EngineConfig, model: ModelConfig, itemsize: int) -> int:
+    """Bytes of the keys and values of one token on all members, of which each has a part like `model`."""
+    return 2 * model.num_layers * model.kv_size * itemsize * config.tensor_parallel
+
+
+def gpu_pool_bytes(free_bytes: int, copy_bytes: int, largest_step_bytes: int) -> int:
+    """Bytes of the pool of one GPU when `free_bytes` are left after the weights, `copy_bytes` are kept for merged ones,
+    and the largest step takes `largest_step_bytes`; 0 when nothing is left for it.
     """
-    left = free_bytes * (1 - _SLACK_SHARE) - copy_bytes - step_bytes(limits, model, itemsize)
-    return max(int(left), 0)
+    return max(int(free_bytes * (1 - _SLACK_SHARE) - copy_bytes - largest_step_bytes), 0)
 
 
 def live_weight_bytes(model: ModelConfig, itemsize: int) -> int:
@@ -222,8 +218,8 @@ def live_weight_bytes(model: ModelConfig, itemsize: int) -> int:
     return model.num_layers * sum(sizes) * itemsize
 
 
-def step_bytes(limits: StepLimits, model: ModelConfig, itemsize: int) -> int:
-    """Numbers of the largest step that live at once: a layer's, and the logits of every running row.
+def step_bytes(batch_rows: int, step_tokens: int, model: ModelConfig, itemsize: int) -> int:
+    """Bytes of the numbers of the largest step that live at once: a layer's, and the logits of every running row.
 
     Per token: residual stream, normed input and the product that joins it (3 hidden), and the wider of attention
     (qkv, queries' answers) and the MLP (its packed product and the activation). Per row: logits, their copies
@@ -233,7 +229,7 @@ def step_bytes(limits: StepLimits, model: ModelConfig, itemsize: int) -> int:
     mlp = (3 if model.has_gate else 2) * model.intermediate_size
     per_token = (3 * model.hidden_size + max(attention, mlp)) * itemsize
     per_row = model.vocab_size * (3 * itemsize + _FP32_BYTES)
-    return limits.step_tokens * per_token + limits.batch_rows * per_row
+    return step_tokens * per_token + batch_rows * per_row
 
 
 def total_host_bytes() -> int:

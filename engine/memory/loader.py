@@ -8,23 +8,29 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from .packed import PackedAdapter
 
 # Adapters read before any row may enter with them, or one for each thread if that is more; each waits in host memory
-# beside the tier.
+# beside those that are kept.
 MAX_AHEAD = 4
 
 
 class AdapterLoader:
-    """Reads adapters in `num_threads` threads, in the order of the calls.
+    """Reads adapters in `num_threads` threads, in the order of the calls, and keeps at most `host_bytes` of those that
+    left the pool; the one needed furthest in the future makes room for others.
 
     `num_reads`: adapters asked of storage so far. `read` raises `AdapterUnusableError`; `take` passes the error on.
     """
 
-    def __init__(self, read: Callable[[str], PackedAdapter], tier: HostTier, num_threads: int = 1) -> None:
+    def __init__(self, read: Callable[[str], PackedAdapter], host_bytes: int, num_threads: int = 1) -> None:
+        if host_bytes < 0:
+            raise ValueError(f"host_tier_bytes={host_bytes}: must be 0 (keep nothing) or a number of bytes")
         self._read = read
-        self._tier = tier
+        self._host_bytes = host_bytes
+        self._kept: dict[str, PackedAdapter] = {}
         self._coming: dict[str, Future[PackedAdapter]] = {}
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-loader")
         self.max_ahead = max(MAX_AHEAD, num_threads)
         self.num_reads = 0
+        #: Bytes of the adapters that are kept.
+        self.kept_bytes = 0
 
     @property
     def room_ahead(self) -> int:
@@ -40,28 +46,32 @@ class AdapterLoader:
 
     def has_begun(self, adapter_id: str) -> bool:
         """Whether the adapter is in host memory or in flight."""
-        return adapter_id in self._tier or adapter_id in self._coming
+        return adapter_id in self._kept or adapter_id in self._coming
 
     def is_ready(self, adapter_id: str) -> bool:
         """Whether `take` would return at once (or raise at once what went wrong)."""
-        return adapter_id in self._tier or (adapter_id in self._coming and self._coming[adapter_id].done())
+        return adapter_id in self._kept or (adapter_id in self._coming and self._coming[adapter_id].done())
 
     def take(self, adapter_id: str) -> PackedAdapter:
         """Return the adapter, waiting for it if need be.
 
         Raises `AdapterUnusableError`; another `take` then reads again.
         """
-        if adapter_id in self._tier:
-            return self._tier.take(adapter_id)
+        if adapter_id in self._kept:
+            return self._drop(adapter_id)
         self.prefetch([adapter_id])
         return self._coming.pop(adapter_id).result()
 
     def keep(
         self, adapter_id: str, num_bytes: int, copy: Callable[[], PackedAdapter], next_use: Callable[[str], float]
     ) -> None:
-        """Keep an adapter that leaves the pool, if host memory has room for it; only then it is copied."""
-        if self._tier.make_room(adapter_id, num_bytes, next_use):
-            self._tier.put(adapter_id, copy(), next_use)
+        """Keep an adapter of `num_bytes` that leaves the pool, if host memory has room for it beside those needed
+        sooner; only then it is copied.
+        """
+        assert adapter_id not in self._kept, f"adapter {adapter_id} is kept already"
+        if self._make_room(adapter_id, num_bytes, next_use):
+            self._kept[adapter_id] = copy()
+            self.kept_bytes += self._kept[adapter_id].num_bytes
 
     def drop_unwanted(self, wanted: Callable[[str], bool]) -> None:
         """Forget what was read ahead for rows that are gone."""
@@ -69,57 +79,32 @@ class AdapterLoader:
             del self._coming[adapter_id]
 
     def check_integrity(self, resident_ids: Iterable[str]) -> None:
-        """Assert that the tier's sums hold and no adapter is in two places."""
-        self._tier.check_integrity()
-        twice = [a for a in resident_ids if a in self._tier or a in self._coming]
+        """Assert that the sum of the kept adapters' sizes is what is counted and within the limit, and that no adapter
+        is in two places.
+        """
+        total = sum(adapter.num_bytes for adapter in self._kept.values())
+        assert total == self.kept_bytes, f"adapters hold {total} bytes, counted {self.kept_bytes}"
+        assert total <= self._host_bytes, f"adapters hold {total} bytes of {self._host_bytes}"
+        twice = [a for a in resident_ids if self.has_begun(a)]
         assert not twice, f"adapters in the pool and also before it: {twice}"
-        twice = [a for a in self._coming if a in self._tier]
+        twice = [a for a in self._coming if a in self._kept]
         assert not twice, f"adapters in host memory and also on their way: {twice}"
 
-
-class HostTier:
-    """Keeps at most `budget_bytes` of adapters; the one needed furthest in the future makes room for others."""
-
-    def __init__(self, budget_bytes: int) -> None:
-        if budget_bytes < 0:
-            raise ValueError(f"host_tier_bytes={budget_bytes}: must be 0 (keep nothing) or a number of bytes")
-        self._budget_bytes = budget_bytes
-        self._held: dict[str, PackedAdapter] = {}
-        self.num_bytes = 0
-
-    def __contains__(self, adapter_id: str) -> bool:
-        return adapter_id in self._held
-
-    def put(self, adapter_id: str, adapter: PackedAdapter, next_use: Callable[[str], float]) -> None:
-        """Keep an adapter if there is room for it beside those needed sooner."""
-        assert adapter_id not in self._held, f"adapter {adapter_id} is held already"
-        if self.make_room(adapter_id, adapter.num_bytes, next_use):
-            self._held[adapter_id] = adapter
-            self.num_bytes += adapter.num_bytes
-
-    def make_room(self, adapter_id: str, num_bytes: int, next_use: Callable[[str], float]) -> bool:
-        """Make room for an adapter of `num_bytes` by dropping those that are not needed before it.
-
-        Returns False when it would have to go first itself.
+    def _make_room(self, adapter_id: str, num_bytes: int, next_use: Callable[[str], float]) -> bool:
+        """Make room for an adapter by dropping those that are not needed before it; False when it would have to go
+        first itself.
         """
-        if num_bytes > self._budget_bytes:
+        if num_bytes > self._host_bytes:
             return False
-        while self.num_bytes + num_bytes > self._budget_bytes:
+        while self.kept_bytes + num_bytes > self._host_bytes:
             # the first of equals: of adapters that no row waits for, the one that came longest ago
-            last = max(self._held, key=next_use)
+            last = max(self._kept, key=next_use)
             if next_use(last) < next_use(adapter_id):
                 return False
-            self.take(last)
+            self._drop(last)
         return True
 
-    def take(self, adapter_id: str) -> PackedAdapter:
-        """Remove an adapter and return it. Raises KeyError when it is not held."""
-        adapter = self._held.pop(adapter_id)
-        self.num_bytes -= adapter.num_bytes
+    def _drop(self, adapter_id: str) -> PackedAdapter:
+        adapter = self._kept.pop(adapter_id)
+        self.kept_bytes -= adapter.num_bytes
         return adapter
-
-    def check_integrity(self) -> None:
-        """Assert that the sum of all sizes is what is counted and within the budget."""
-        total = sum(adapter.num_bytes for adapter in self._held.values())
-        assert total == self.num_bytes, f"adapters hold {total} bytes, counted {self.num_bytes}"
-        assert total <= self._budget_bytes, f"adapters hold {total} bytes of {self._budget_bytes}"

@@ -12,16 +12,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.launch import empty_pinned
+from ...kernels.merge import LoraPair
 from ...kernels.native import POOL_TYPES, adapter_type
-from ...kernels.native.segments import moved, record_table
-from ...kernels.packed_weight.panels import MatrixRows, RowForm, has_panels, pack_matrices_
-from ...kernels.segment_lora import AdapterSites, LoraMember, LoraSiteWeights
+from ...kernels.native.segments import moved
+from ...kernels.packed_weight.panels import IN_COLUMNS, IN_PANELS, IN_ROWS, MatrixRows, has_panels, pack_matrices_
+from ...kernels.segment_lora import AdapterSites, LoraMember, LoraSiteWeights, site_records
 from ..model_config.model import PACKED_SITES, ModelConfig, packed_members
 from ..model_config.partition import Partition
 from ..peft import AdapterAudit
 from ..peft.cut import cut_pairs
 from ..peft.random import RANDOM_DEVIATION, random_seed
-from ..peft.weights import AdapterWeights, LoraPair, load_adapter, read_adapter
+from ..peft.weights import AdapterWeights, load_adapter, read_adapter
 
 # Layouts that are remembered: the adapters of a job have few shapes.
 _MAX_LAYOUTS = 32
@@ -89,9 +90,7 @@ class AdapterLayout:
         return AdapterSites(in_order, table)
 
     def negated(self) -> AdapterLayout:
-        """The layout with negative scaling. The same matrices, added to merged weights by it, leave those of the base
-        model.
-        """
+        """The layout with negative scaling."""
 
         def negated(site: SiteLayout) -> SiteLayout:
             return replace(site, pairs=tuple(replace(pair, scaling=-pair.scaling) for pair in site.pairs))
@@ -118,11 +117,11 @@ class AdapterLayout:
 
 
 @lru_cache(maxsize=_MAX_LAYOUTS)
-def _records_from_zero(layout: AdapterLayout, dtype: torch.dtype) -> NDArray[np.int64]:
+def _records_from_zero(layout: AdapterLayout, dtype: torch.dtype) -> NDArray[np.void]:
     """Records that compiled kernels read of an adapter, with addresses as if its numbers began at address 0."""
     unread = torch.empty(layout.num_elements, dtype=dtype)
-    sites = (of_layer.get(site) for of_layer in layout.sites(unread) for site in PACKED_SITES)
-    return moved(record_table([None if site is None else site.record for site in sites]), -unread.data_ptr())
+    sites = [of_layer.get(site) for of_layer in layout.sites(unread) for site in PACKED_SITES]
+    return moved(site_records(sites), -unread.data_ptr())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,7 +137,7 @@ class PackedAdapter:
         return self.numbers.numel() * self.numbers.element_size()
 
 
-def pack_for_group(
+def pack_for_members(
     weights: AdapterWeights,
     partitions: Sequence[Partition],
     dtype: torch.dtype,
@@ -273,7 +272,7 @@ def _places(layout: AdapterLayout, dtype: torch.dtype) -> tuple[NDArray[np.int64
     """
     places: list[MatrixRows] = []
     modules: list[str] = []
-    a_form, b_form = (RowForm.PANELS, RowForm.PANELS) if layout.in_panels else (RowForm.ROWS, RowForm.COLUMNS)
+    a_form, b_form = (IN_PANELS, IN_PANELS) if layout.in_panels else (IN_ROWS, IN_COLUMNS)
     for site in (site for of_layer in layout.layers for site in of_layer.values()):
         depths = (site.in_features, *(pair.rank_end - pair.rank_start for pair in site.pairs))
         kind = adapter_type(dtype, depths) if layout.in_panels else POOL_TYPES[dtype]

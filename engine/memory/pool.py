@@ -12,32 +12,18 @@ import bisect
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
+from ...kernels.layouts.pages import PageLayout
 from ..model_config.model import ModelConfig
 
 
-@dataclass(frozen=True, slots=True)
-class PageLayout:
-    """Geometry of the pool: `page_elements` numbers per page of `page_tokens` tokens. Rows' runs are multiples of
-    `run_pages` where memory allows."""
-
-    page_tokens: int
-    page_elements: int
-    run_pages: int = 1
-
-    @classmethod
-    def of(cls, model: ModelConfig, page_tokens: int, *, run_pages: int = 1) -> PageLayout:
-        return cls(page_tokens, page_tokens * 2 * model.num_layers * model.kv_size, run_pages)
-
-    def pages_for_tokens(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_tokens)
-
-    def pages_for_elements(self, num_elements: int) -> int:
-        return -(-num_elements // self.page_elements)
+def page_layout(model: ModelConfig, page_tokens: int) -> PageLayout:
+    """How the pool of a model, or of a member's part of it, is cut into pages."""
+    return PageLayout(model.num_heads, model.num_kv_heads, model.head_dim, model.num_layers, page_tokens)
 
 
 @dataclass(frozen=True, slots=True)
-class PageRun:
-    """Pages `start` to `start + num_pages - 1` of the pool, held by one owner."""
+class PageRange:
+    """Pages `start` to `start + num_pages - 1` of the pool: a run of pages."""
 
     start: int
     num_pages: int
@@ -54,10 +40,10 @@ class PagePool:
         if num_pages < 1:
             raise ValueError(f"num_pages={num_pages}: a pool needs at least one page")
         self.num_pages = num_pages
-        self._free: list[PageRun] = [PageRun(0, num_pages)]  # sorted by start, never adjacent
-        self._owned: dict[Hashable, PageRun] = {}
+        self._free: list[PageRange] = [PageRange(0, num_pages)]  # sorted by start, never adjacent
+        self._owned: dict[Hashable, PageRange] = {}
         # Pages by which runs were extended, in order.
-        self._extensions: dict[Hashable, list[PageRun]] = {}
+        self._extensions: dict[Hashable, list[PageRange]] = {}
 
     @property
     def num_free(self) -> int:
@@ -73,7 +59,7 @@ class PagePool:
         """Pages of each contiguous free run there would be if these owners gave theirs back."""
         runs: list[int] = []
         position = -1
-        for run in sorted([*self._free, *map(self.run_of, owners)], key=lambda run: run.start):
+        for run in sorted([*self._free, *map(self.range_of, owners)], key=lambda run: run.start):
             if run.start == position:
                 runs[-1] += run.num_pages
             else:
@@ -81,7 +67,7 @@ class PagePool:
             position = run.end
         return runs
 
-    def run_of(self, owner: Hashable) -> PageRun:
+    def range_of(self, owner: Hashable) -> PageRange:
         """The run an owner holds, without what it was extended by. Raises KeyError when it holds none."""
         return self._owned[owner]
 
@@ -89,11 +75,11 @@ class PagePool:
         """Pages that an owner holds. Raises KeyError when it holds none."""
         return sum(run.num_pages for run in (self._owned[owner], *self._extensions.get(owner, ())))
 
-    def extensions_of(self, owner: Hashable) -> tuple[PageRun, ...]:
+    def extensions_of(self, owner: Hashable) -> tuple[PageRange, ...]:
         """Runs by which an owner's first run was extended, in order."""
         return tuple(self._extensions.get(owner, ()))
 
-    def allocate(self, owner: Hashable, num_pages: int, *, from_end: bool = False) -> PageRun | None:
+    def allocate(self, owner: Hashable, num_pages: int, *, from_end: bool = False) -> PageRange | None:
         """A contiguous run for `owner`, or None when no free run is long enough.
 
         The smallest fitting gap is taken, the leftmost of equals: sequences of equal size refill each other's
@@ -108,9 +94,9 @@ class PagePool:
         i = fitting[-1] if from_end else min(fitting, key=lambda i: (self._free[i].num_pages, self._free[i].start))
         gap = self._free[i]
         left = gap.num_pages - num_pages
-        taken = PageRun(gap.start + (left if from_end else 0), num_pages)
+        taken = PageRange(gap.start + (left if from_end else 0), num_pages)
         if left:
-            self._free[i] = PageRun(gap.start if from_end else taken.end, left)
+            self._free[i] = PageRange(gap.start if from_end else taken.end, left)
         else:
             del self._free[i]
         self._owned[owner] = taken
@@ -141,15 +127,15 @@ class PagePool:
             i = min(range(len(self._free)), key=lambda i: self._free[i].num_pages)
         gap = self._free[i]
         if gap.num_pages > 1:
-            self._free[i] = PageRun(gap.start + 1, gap.num_pages - 1)
+            self._free[i] = PageRange(gap.start + 1, gap.num_pages - 1)
         else:
             del self._free[i]
         if extensions and gap.start == last.end:
-            extensions[-1] = PageRun(last.start, last.num_pages + 1)
+            extensions[-1] = PageRange(last.start, last.num_pages + 1)
         else:
-            extensions.append(PageRun(gap.start, 1))
+            extensions.append(PageRange(gap.start, 1))
 
-    def _free_run(self, run: PageRun) -> None:
+    def _free_run(self, run: PageRange) -> None:
         i = bisect.bisect_left(self._free, run.start, key=lambda free: free.start)
         start, end = run.start, run.end
         if i < len(self._free) and self._free[i].start == end:
@@ -157,9 +143,9 @@ class PagePool:
         if i > 0 and self._free[i - 1].end == start:
             start = self._free.pop(i - 1).start
             i -= 1
-        self._free.insert(i, PageRun(start, end - start))
+        self._free.insert(i, PageRange(start, end - start))
 
-    def pass_first(self, owner: Hashable, heir: Hashable) -> PageRun:
+    def pass_first(self, owner: Hashable, heir: Hashable) -> PageRange:
         """Make the first page of an owner, which has more, another owner's."""
         first = self._take_first(owner)
         assert heir not in self._owned, f"owner {heir!r} holds {self._owned[heir]} already"
@@ -170,15 +156,15 @@ class PagePool:
         """Free the first page of an owner, which has more."""
         self._free_run(self._take_first(owner))
 
-    def _take_first(self, owner: Hashable) -> PageRun:
+    def _take_first(self, owner: Hashable) -> PageRange:
         run, extensions = self._owned[owner], self._extensions.get(owner)
         assert run.num_pages > 1 or extensions, f"owner {owner!r} would be left without a page of {run}"
         if run.num_pages > 1:
-            self._owned[owner] = PageRun(run.start + 1, run.num_pages - 1)
+            self._owned[owner] = PageRange(run.start + 1, run.num_pages - 1)
         else:
             assert extensions
             self._owned[owner] = extensions.pop(0)
-        return PageRun(run.start, 1)
+        return PageRange(run.start, 1)
 
     def check_integrity(self) -> None:
         """Assert that every page is free or held by exactly one owner, and free runs are sorted and joined."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..config import EngineConfig
 from ..model_config.model import ModelConfig
-from .pool import PagePool, PageRun
+from .pool import PagePool, PageRange
 
 _DIGEST_BYTES = 16
 
@@ -78,11 +78,11 @@ class PrefixCache:
         """Rows that will read each page, or compute it."""
         return self._readers
 
-    def find(self, key: bytes) -> PageRun | None:
+    def find(self, key: bytes) -> PageRange | None:
         """The page, if it is in the pool."""
-        return self._pool.run_of(_owner(key)) if key in self._pages else None
+        return self._pool.range_of(_owner(key)) if key in self._pages else None
 
-    def keep(self, path: Sequence[bytes], number: int) -> PageRun | None:
+    def keep(self, path: Sequence[bytes], number: int) -> PageRange | None:
         """A page of the pool for `path[number]`, for its one reader that computes it to fill. None when no other row
         waits for it, when it is there, or when memory is full of what is worth more."""
         if not self._is_wanted(path, number):
@@ -95,10 +95,10 @@ class PrefixCache:
             self._enter(path, number)
         return run
 
-    def adopt(self, path: Sequence[bytes], number: int, owner: Hashable) -> PageRun | None:
+    def adopt(self, path: Sequence[bytes], number: int, owner: Hashable) -> PageRange | None:
         """The first page of an owner's run for `path[number]`, which the owner computes and goes on using. None when
         no other row waits for it, when it is there, or when the owner has no page beside it."""
-        if not self._is_wanted(path, number) or self._pool.run_of(owner).num_pages < 2:
+        if not self._is_wanted(path, number) or self._pool.range_of(owner).num_pages < 2:
             return None
         run = self._pool.pass_first(owner, _owner(path[number]))
         self._enter(path, number)
@@ -138,7 +138,7 @@ class PrefixCache:
         """Assert that every page holds one page of the pool, its path is whole, and children are counted right."""
         children = Counter(page.parent for page in self._pages.values() if page.parent is not None)
         for key, page in self._pages.items():
-            run = self._pool.run_of(_owner(key))
+            run = self._pool.range_of(_owner(key))
             assert run.num_pages == 1, f"prefix page {key.hex()} holds {run}"
             assert page.parent is None or page.parent in self._pages, f"prefix page {key.hex()} has lost its parent"
             found = children[key]

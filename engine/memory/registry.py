@@ -15,7 +15,7 @@ from ..model_config.partition import Partition
 from ..peft import AdapterAudit, audit_adapter
 from ..peft.random import dummy_adapter_weights, dummy_audit
 from ..peft.weights import AdapterWeights, load_adapter
-from .packed import PackedAdapter, pack_adapter, pack_for_group, random_packed, read_packed
+from .packed import PackedAdapter, pack_adapter, pack_for_members, random_packed, read_packed
 
 BASE_CODE = -1
 
@@ -129,7 +129,7 @@ class AdapterRegistry:
             return random_packed(self._audits[adapter_id], self._model, self._dtype, self._device)
         weights = self._load(adapter_id, self._device if is_dummy else torch.device("cpu"))
         if self._partitions:
-            return pack_for_group(weights, self._partitions, self._dtype, in_panels=in_panels, device=self._device)
+            return pack_for_members(weights, self._partitions, self._dtype, in_panels=in_panels, device=self._device)
         return pack_adapter(weights, self._model, self._dtype, in_panels=in_panels, device=self._device)
 
     def _load(self, adapter_id: str, device: torch.device) -> AdapterWeights:

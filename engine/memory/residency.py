@@ -47,19 +47,12 @@ class ResidentAdapter:
         """Its matrices for kernels that read addresses, see `AdapterLayout.all_sites`."""
         return self.layout.all_sites(self.numbers)
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MergedShare:
-    """A merged adapter for rows that must not see it: `negative` has the same matrices and negative scaling, and
-    added to merged weights leaves those of the base model."""
-
-    resident: ResidentAdapter
-    negative: ResidentAdapter
-
-    @classmethod
-    def of(cls, resident: ResidentAdapter) -> MergedShare:
-        """The share of a resident adapter."""
-        return cls(resident, replace(resident, layout=resident.layout.negated()))
+    @cached_property
+    def negative(self) -> ResidentAdapter:
+        """The adapter with negative scaling, the same object each time: added to weights that it is merged into, it
+        leaves those of the base model.
+        """
+        return replace(self, layout=self.layout.negated())
 
 
 class AdapterResidency:
@@ -206,7 +199,7 @@ class AdapterResidency:
             counts[adapter_id] = counts.get(adapter_id, 0) + 1
         assert counts == self._pins, f"pins {self._pins}, running sequences use {counts}"
         for adapter_id in self._residents:
-            self._pool.run_of(adapter_owner(adapter_id))
+            self._pool.range_of(adapter_owner(adapter_id))
         self.loader.check_integrity(self._residents)
         assert self._arriving.keys() <= self._residents.keys(), f"arriving and not resident: {self._arriving.keys()}"
         missing = self._pins.keys() - self._residents.keys()

@@ -181,6 +181,6 @@ def partition_problem(model: ModelConfig, num_members: int, *, has_blocks: bool)
     return None
 
 
-def group_of(model: ModelConfig, num_members: int) -> tuple[Partition, ...]:
+def partitions_of(model: ModelConfig, num_members: int) -> tuple[Partition, ...]:
     """The members' parts, in order."""
     return tuple(Partition(model, num_members, member) for member in range(num_members))

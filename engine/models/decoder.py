@@ -5,9 +5,10 @@ Legend: T tokens of the step, H query heads, K key/value heads, D head_dim. `poo
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from ...kernels.paged_attention.types import AttentionPlan
 from ...kernels.rotary import rotate_and_store_
 from ...kernels.segment_lora import LoraSpan, PreparedLora
 from ..model_config.model import HEAD, PACKED_SITES, LayerNorms, ModelConfig, PackedSite, RopeConfig, packed_members
+from ..model_config.partition import Partition
 from .compiled_layers import CompiledLayers
 from .gguf.blocks import Weight, joined, looked_up, pack_joined, plain
 from .layers import DecoderLayer, Linear, activation_of, norm_of
@@ -27,21 +29,22 @@ from .step_batch import StepBatch
 Rotary = tuple[Tensor, Tensor]
 
 
-class Members(Protocol):
-    """The other members of a tensor-parallel group, each of which calls the same at the same places.
+class GroupSums(ABC):
+    """Adds up and joins what the members of a tensor-parallel group compute. All members call the same in one order."""
 
-    `head_outputs`: outputs of the live head, of all members together.
-    """
+    def __init__(self, partition: Partition) -> None:
+        #: The part of the model that this member has.
+        self.partition = partition
+        #: First token of this member's part of the vocabulary.
+        self.first_token = partition.tokens(partition.whole.vocab_size)[0]
+        #: Outputs of the live head, of all members together.
+        self.head_outputs = partition.whole.vocab_size
 
-    head_outputs: int
-
-    @property
-    def first_token(self) -> int:
-        """First token of this member's part of the vocabulary."""
-
+    @abstractmethod
     def add_up(self, x: Tensor) -> Tensor:
         """The sum of what all members give, the same numbers on each. `x` may be overwritten."""
 
+    @abstractmethod
     def join_logits(self, x: Tensor) -> Tensor:
         """The columns of all members side by side on the leader; on other members their own columns."""
 
@@ -55,8 +58,8 @@ class Decoder:
     `weights`: weights by checkpoint name, taken out one by one; in `dtype` or, where linear layers are packed, as they
     are stored. `dtype`: number format of activations. `packed`: linear layers that were packed before, by
     `joined_name`; their plain weights need not be in `weights`. `products`: products for which all other linear layers
-    are packed now (None: they are not). `members`: the group, where the decoder is a part of one; `model` and `weights`
-    are then those of the part.
+    are packed now (None: they are not). `sums`: those of the group, where the decoder is a member's part; `model` and
+    `weights` are then those of the part.
     """
 
     #: Steps are built so that what a row computes depends on that row alone.
@@ -72,10 +75,10 @@ class Decoder:
         *,
         products: Products | None,
         packed: Mapping[str, PackedWeight] | None = None,
-        members: Members | None = None,
+        sums: GroupSums | None = None,
     ) -> None:
         self.model = model
-        self._members = members
+        self._sums = sums
         #: Number format of activations.
         self.dtype = dtype
         source = _Weights(weights, packed or {}, dtype, products)
@@ -117,7 +120,7 @@ class Decoder:
         spans = batch.spans
         num_done = 0
         if self.compiled_layers is not None:
-            add_up = None if self._members is None else self._members.add_up
+            add_up = None if self._sums is None else self._sums.add_up
             num_done = self.compiled_layers.forward_(x, batch, pool, rotaries, self._lora_of(spans), add_up)
         for layer in self.layers[num_done:]:
             norms, plan = layer.norms, batch.attention[self.model.sliding_windows[layer.index]]
@@ -148,16 +151,16 @@ class Decoder:
         return x
 
     def _looked_up(self, table: Tensor, token_ids: Tensor) -> Tensor:
-        if self._members is None:
+        if self._sums is None:
             return table[token_ids]
-        rows = token_ids - self._members.first_token
+        rows = token_ids - self._sums.first_token
         is_here = (rows >= 0) & (rows < len(table))
         # shapes do not depend on the tokens: a graph may be captured of this
         if not len(table):
             x = torch.zeros(len(rows), table.shape[1], dtype=self.dtype, device=table.device)
         else:
             x = table[rows.where(is_here, 0)].to(self.dtype).masked_fill_(~is_here[:, None], 0.0)
-        return self._members.add_up(x)
+        return self._sums.add_up(x)
 
     def _logits(self, x: Tensor) -> Tensor:
         x = self._norm(x, self.model.names.final_norm)
@@ -167,7 +170,7 @@ class Decoder:
         cap = self.model.logit_softcap
         if cap is not None:
             logits.div_(cap).tanh_().mul_(cap)
-        return logits if self._members is None else self._members.join_logits(logits)
+        return logits if self._sums is None else self._sums.join_logits(logits)
 
     def _norm(self, x: Tensor, module: str | None) -> Tensor:
         return x if module is None else self._norm_of_kind(x, module)
@@ -194,7 +197,7 @@ class Decoder:
 
     def _added_up(self, x: Tensor) -> Tensor:
         """The output of a layer that is split by inputs. The members' LoRA is in what they add up."""
-        return x if self._members is None else self._members.add_up(x)
+        return x if self._sums is None else self._sums.add_up(x)
 
     def _with_lora(self, layer: DecoderLayer, site: PackedSite, x: Tensor, spans: tuple[LoraSpan, ...]) -> Tensor:
         """Packed linear layer with the unmerged LoRA of every adapter of the step."""

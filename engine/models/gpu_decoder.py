@@ -12,15 +12,15 @@ from torch import Tensor
 
 from ...kernels.invariant_linear import invariant_linear
 from ...kernels.launch import beside
-from ...kernels.layouts.heads import HeadLayout
 from ...kernels.layouts.lora_table import CHUNK_RANK, LoraTable
+from ...kernels.layouts.pages import PageLayout
 from ...kernels.lora_gate_up import Activation, lora_gate_up
 from ...kernels.lora_qkv import HeadFinish, lora_qkv_
 from ...kernels.lora_residual import lora_residual_
 from ...kernels.lora_shrink import lora_shrink
 from ...kernels.paged_attention import AttentionRule, Partials, attend_pages
 from ...kernels.rms_norm.fused import add_rms_norm
-from ..model_config.model import PACKED_SITES, ModelConfig, PackedSite
+from ..model_config.model import PACKED_SITES, PackedSite
 from .decoder import Decoder
 from .gpu_step import GpuStep
 from .layers import DecoderLayer, Linear
@@ -37,20 +37,17 @@ class GpuMemory:
     """
 
     table: LoraTable
-    heads: HeadLayout
+    layout: PageLayout
     scratch: Tensor
     partials: Partials
 
     @classmethod
-    def allocate(
-        cls, model: ModelConfig, table: LoraTable, scratch_rows: int, max_partials: int, page_tokens: int
-    ) -> GpuMemory:
+    def allocate(cls, layout: PageLayout, table: LoraTable, scratch_rows: int, max_partials: int) -> GpuMemory:
         """Scratch of `scratch_rows` rows of 16 numbers, and room for `max_partials` pieces of contexts."""
         device = table.pool.device
-        heads = HeadLayout(model.num_heads, model.num_kv_heads, model.head_dim, model.num_layers, page_tokens)
         scratch = torch.empty(scratch_rows, CHUNK_RANK, dtype=torch.float32, device=device)
-        partials = Partials.allocate(max_partials, model.num_heads, model.head_dim, device)
-        return cls(table, heads, scratch, partials)
+        partials = Partials.allocate(max_partials, layout.num_heads, layout.head_dim, device)
+        return cls(table, layout, scratch, partials)
 
 
 class GpuDecoder(Decoder):
@@ -129,10 +126,10 @@ class GpuDecoder(Decoder):
             norm_eps=model.norm_eps,
             norm_offset=1.0 if model.norm_kind == "rms_from_zero" else 0.0,
         )
-        q = lora_qkv_(y, finish, memory.heads, table, step.segments, memory.scratch, layer.index)
+        q = lora_qkv_(y, finish, memory.layout, table, step.segments, memory.scratch, layer.index)
         rule = AttentionRule(model.attention_scale, model.sliding_windows[layer.index], model.attention_softcap)
         return attend_pages(
-            q, table.pool, step.block_tables, step.attention, memory.partials, memory.heads, layer.index, rule,
+            q, table.pool, step.block_tables, step.attention, memory.partials, memory.layout, layer.index, rule,
             step.library,
         )  # fmt: skip
 
@@ -157,7 +154,7 @@ class GpuDecoder(Decoder):
         """The residual stream after a layer's output: in one kernel unless a norm or a sum stands between them."""
         y = self._product(h, site, layer, step, memory)
         place = (memory.table, step.segments, memory.scratch, layer.index, _SITE_NUMBERS[site])
-        if norm is None and self._members is None:
+        if norm is None and self._sums is None:
             return lora_residual_(y, x, None, *place)
         x += self._norm(self._added_up(lora_residual_(y, None, None, *place)), norm)
         return x

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.launch import empty_pinned, to_device
-from ...kernels.merge import MergeJob, MergePair, merge_weights
+from ...kernels.merge import LoraPair, MergeJob, merge_weights
 from ...kernels.segment_lora import LoraSiteWeights
 from ..errors import AdapterRefusedError
 from ..memory.packed import AdapterLayout, Sites
@@ -203,12 +203,12 @@ def merge_jobs(adapter: AdapterWeights, members: Sequence[PackedMember], linear:
     jobs = []
     for member in members:
         rows = slice(member.start, member.end)
-        pairs: tuple[MergePair, ...] = ()
+        pairs: tuple[LoraPair, ...] = ()
         change = adapter.changes.get(f"{member.module}.weight")
         if change is not None and change.site is not None:
             site = change.site
             a, b = (to_device(adapter.stored[key], live.device).contiguous() for key in (site.a_key, site.b_key))
-            pairs = (MergePair(a, b, site.scaling),)
+            pairs = (LoraPair(a, b, site.scaling),)
         jobs.append(MergeJob(live[rows], linear.pristine[rows], pairs))
     return jobs
 
@@ -228,7 +228,7 @@ def packed_jobs(weights: LoraSiteWeights, members: Sequence[PackedMember], linea
     """`merge_jobs` from the matrices of one packed site; B is stored transposed there."""
     live = linear.live_buffer()
     pair_of = {
-        pair.column_start: MergePair(weights.a[pair.rank_start : pair.rank_end], pair.b.t(), pair.scaling)
+        pair.column_start: LoraPair(weights.a[pair.rank_start : pair.rank_end], pair.b.t(), pair.scaling)
         for pair in weights.members
     }
     jobs = []

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..model_config.model import HEAD, PackedMember
-from ..model_config.partition import Partition
 from ..peft.cut import cut_adapter, needs_norms
 from ..peft.weights import AdapterWeights
-from .decoder import Decoder, Members
+from .decoder import Decoder, GroupSums
 from .layers import Linear
 from .merge import LiveWeights
-
-
-@dataclass(frozen=True, slots=True)
-class PartOfModel:
-    """The part of a model that a process has, and the members that have the other parts."""
-
-    partition: Partition
-    members: Members
 
 
 class PartWeights(LiveWeights):
@@ -31,9 +22,9 @@ class PartWeights(LiveWeights):
     time.
     """
 
-    def __init__(self, decoder: Decoder, part: PartOfModel) -> None:
+    def __init__(self, decoder: Decoder, sums: GroupSums) -> None:
         super().__init__(decoder)
-        self._part = part
+        self._sums = sums
 
     @property
     def takes_packed(self) -> bool:
@@ -44,19 +35,19 @@ class PartWeights(LiveWeights):
         """Merge the member's part of `adapter`, which is whole."""
         if self.merged_adapter_id != adapter_id:
             head = adapter.changes.get(f"{HEAD}.weight")
-            super().merge(adapter_id, self._with_norms(cut_adapter(adapter, self._part.partition)))
-            self._part.members.head_outputs = self._part.partition.whole.vocab_size if head is None else head.shape[0]
+            super().merge(adapter_id, self._with_norms(cut_adapter(adapter, self._sums.partition)))
+            self._sums.head_outputs = self._sums.partition.whole.vocab_size if head is None else head.shape[0]
 
     def restore(self) -> None:
         """Make the weights those of the base model, on all members at the same time."""
         super().restore()
-        self._part.members.head_outputs = self._part.partition.whole.vocab_size
+        self._sums.head_outputs = self._sums.partition.whole.vocab_size
 
     def _with_norms(self, adapter: AdapterWeights) -> AdapterWeights:
         """The adapter with the norms that DoRA divides by, for parameters of which a member has only a part: the
         squares of all members are added up. All members meet here, whatever is found wrong with the adapter later.
         """
-        partition = self._part.partition
+        partition = self._sums.partition
         split, padded = needs_norms(adapter, partition)
         if not split and not padded:
             return adapter
@@ -64,7 +55,7 @@ class PartWeights(LiveWeights):
         squares = {name: adapter.row_squares(name, places[name]()) for name in split + padded}
         if split:
             sizes = [len(squares[name]) for name in split]
-            total = self._part.members.add_up(torch.cat([squares[name] for name in split]))
+            total = self._sums.add_up(torch.cat([squares[name] for name in split]))
             squares |= dict(zip(split, torch.split(total, sizes), strict=True))
         norms = {name: value.sqrt() for name, value in squares.items()}
         for name in padded:

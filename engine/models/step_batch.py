@@ -15,19 +15,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...kernels.layouts.pages import PageLayout
 from ...kernels.paged_attention.compiled import can_attend_compiled
 from ...kernels.paged_attention.types import AttentionPlan, DecodeGroup, PrefillChunk, SpanTable
 from ...kernels.rotary import KeyPlaces
 from ...kernels.segment_lora import LoraSpan
-from ..memory.pool import PageLayout, PageRun
-from ..memory.residency import MergedShare, ResidentAdapter
+from ..memory.pool import PageRange
+from ..memory.residency import ResidentAdapter
 from ..model_config.model import ModelConfig
 from ..sequence import Sequence
 from .rope import RowLengths
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredPlaces:
+class ScoredPositions:
     """Consecutive places of a prompt, the first at `offset` of the step's tokens, and the tokens that follow them."""
 
     sequence: Sequence
@@ -44,28 +45,28 @@ class StepEntry:
     #: Number of its tokens that are computed.
     num_tokens: int
     #: Pages of its own, behind `shared`.
-    run: PageRun
+    pages: PageRange
     #: The adapter it is served by; None: base or merged.
     adapter: ResidentAdapter | None
     #: The merged adapter, where the sequence must not see it (mixture).
-    minus: MergedShare | None = None
+    minus: ResidentAdapter | None = None
     #: Pages of the prefix cache that begin its block table.
     shared: tuple[int, ...] = ()
-    #: Runs of pages behind `run`.
-    extensions: tuple[PageRun, ...] = ()
+    #: Ranges of pages behind `pages`.
+    extensions: tuple[PageRange, ...] = ()
 
     @property
     def is_decode(self) -> bool:
         return self.sequence.is_decoding
 
     @property
-    def scored(self) -> ScoredPlaces | None:
+    def scored(self) -> ScoredPositions | None:
         """The places of the prompt, among these tokens, whose log-probabilities are asked."""
-        places = self.sequence.places_to_score(self.num_tokens)
+        places = self.sequence.positions_to_score(self.num_tokens)
         if not places:
             return None
         following = tuple(self.sequence.tokens(places.start + 1, places.stop + 1))
-        return ScoredPlaces(self.sequence, places.start - self.sequence.num_stored, following)
+        return ScoredPositions(self.sequence, places.start - self.sequence.num_stored, following)
 
     @property
     def yields_token(self) -> bool:
@@ -108,7 +109,7 @@ class StepBatch:
     #: Lengths of the rows' sequences; None unless rotary angles depend on them.
     row_lengths: RowLengths | None = None
     #: Places of prompts whose log-probabilities are asked.
-    scored: tuple[ScoredPlaces, ...] = ()
+    scored: tuple[ScoredPositions, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +134,8 @@ def build_step(
     chunks = _chunks(ordered, [e.num_tokens for e in ordered])
     positions = torch.cat([torch.arange(c.num_past, c.num_past + c.num_tokens) for c in chunks])
     counts = torch.tensor([e.num_tokens for e in ordered])
-    capacities = torch.tensor([e.run.num_pages * layout.page_tokens for e in ordered])
-    offsets = torch.tensor([e.run.start * layout.page_elements // model.head_dim for e in ordered])
+    capacities = torch.tensor([e.pages.num_pages * layout.page_tokens for e in ordered])
+    offsets = torch.tensor([e.pages.start * layout.page_elements // model.head_dim for e in ordered])
     capacity = capacities.repeat_interleave(counts)[:, None]
     heads = torch.arange(2 * model.num_kv_heads)[None, :]
     kv_rows = (offsets.repeat_interleave(counts) + positions)[:, None] + heads * capacity
@@ -226,7 +227,7 @@ def _attention_plan(
         return AttentionPlan(spans=spans, window=window)
     decoding = sorted(
         (c for c in chunks if c.entry.is_decode and not is_exact),
-        key=lambda chunk: (chunk.entry.run.num_pages, chunk.entry.run.start),
+        key=lambda chunk: (chunk.entry.pages.num_pages, chunk.entry.pages.start),
     )
     rows = torch.tensor([chunk.start for chunk in decoding], dtype=torch.int64) if decoding else None
     groups, start = [], 0
@@ -238,7 +239,7 @@ def _attention_plan(
 
 
 def _attention_span(chunk: _Chunk, layout: PageLayout) -> tuple[int, int, int, int, int]:
-    run = chunk.entry.run
+    run = chunk.entry.pages
     offset, capacity = run.start * layout.page_elements, run.num_pages * layout.page_tokens
     return chunk.start, chunk.num_tokens, chunk.num_past, offset, capacity
 
@@ -248,9 +249,9 @@ def _evenly_spaced(decoding: Items[StepEntry]) -> list[list[StepEntry]]:
     groups: list[list[StepEntry]] = []
     for entry in decoding:
         group = groups[-1] if groups else None
-        if group and group[-1].run.num_pages == entry.run.num_pages:
-            step = entry.run.start - group[-1].run.start
-            if len(group) == 1 or step == group[-1].run.start - group[-2].run.start:
+        if group and group[-1].pages.num_pages == entry.pages.num_pages:
+            step = entry.pages.start - group[-1].pages.start
+            if len(group) == 1 or step == group[-1].pages.start - group[-2].pages.start:
                 group.append(entry)
                 continue
         groups.append([entry])
@@ -270,13 +271,13 @@ def _decode_group(
         if window is not None:
             hidden |= keys < contexts[:, None] - window
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)[:, None, None, :]
-    spacing = members[1].run.start - members[0].run.start if len(members) > 1 else 0
+    spacing = members[1].pages.start - members[0].pages.start if len(members) > 1 else 0
     return DecodeGroup(
         start=start,
         end=start + len(members),
-        offset=members[0].run.start * layout.page_elements,
+        offset=members[0].pages.start * layout.page_elements,
         stride=spacing * layout.page_elements,
-        capacity_tokens=members[0].run.num_pages * layout.page_tokens,
+        capacity_tokens=members[0].pages.num_pages * layout.page_tokens,
         max_context=longest,
         mask=mask,
     )
@@ -285,7 +286,7 @@ def _decode_group(
 def _prefill_chunk(
     chunk: _Chunk, layout: PageLayout, window: int | None, dtype: torch.dtype, is_exact: bool
 ) -> PrefillChunk:
-    run, num_past, num_new = chunk.entry.run, chunk.num_past, chunk.num_tokens
+    run, num_past, num_new = chunk.entry.pages, chunk.num_past, chunk.num_tokens
     mask = None
     if is_exact or num_past > 0 or (window is not None and num_new > window):
         queries = torch.arange(num_past, num_past + num_new)[:, None]

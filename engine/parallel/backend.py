@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 
 from ..config import EngineConfig, has_blocks
-from ..errors import AdapterRefusedError, UnsupportedModelError
+from ..errors import AdapterRefusedError, UnsupportedError
 from ..model_config.model import ModelConfig
-from ..model_config.partition import group_of, partition_problem
-from ..models.decoder import Decoder
+from ..model_config.partition import partition_problem, partitions_of
+from ..models.decoder import Decoder, GroupSums
 from ..models.merge import LiveWeights
-from ..models.part import PartOfModel, PartWeights
+from ..models.part import PartWeights
 from ..peft.random import RANDOM_FOLDER
 from ..peft.weights import AdapterWeights
 from ..runner.backend import Backend
@@ -35,6 +35,7 @@ class GroupBackend(Backend):
     """The part of a leader's backend that every leader has. Raises `EngineError` for what a group does not serve."""
 
     members: GroupMembers
+    sums: GroupSums
 
     def __init__(
         self, model_folder: Path, config: EngineConfig, model: ModelConfig, start: StartProcess = start_process
@@ -42,20 +43,19 @@ class GroupBackend(Backend):
         check_served(config)
         problem = partition_problem(model, config.tensor_parallel, has_blocks=has_blocks(model_folder))
         if problem is not None:
-            raise UnsupportedModelError(problem)
+            raise UnsupportedError(problem)
         if config.num_threads is None:
             config = replace(config, num_threads=len(os.sched_getaffinity(0)))
         assert config.member_threads is not None
         torch.set_num_threads(config.member_threads)
-        self.partitions = group_of(model, config.tensor_parallel)
+        self.partitions = partitions_of(model, config.tensor_parallel)
         configs = [config_of_member(config, member) for member in range(config.tensor_parallel)]
         self.start_members(model_folder, configs, model, start)
         self.collectives = self.members.collectives
         try:
             #: Sums of the leader's part with those of others.
             self.sums = sums_of(configs[0], self.members.collectives, self.partitions[0])
-            part = PartOfModel(self.partitions[0], self.sums)
-            super().__init__(model_folder, configs[0], self.partitions[0].shard, part)
+            super().__init__(model_folder, configs[0], self.partitions[0].shard, self.sums)
             #: Bytes of the base's weights that each member has read, the leader's first.
             self.weight_bytes_of = (self.weight_bytes, *self.members.wait_until_ready())
             self.connect()
@@ -75,8 +75,7 @@ class GroupBackend(Backend):
 
     def live_weights(self) -> LiveWeights:
         """The object that merges adapters on all members."""
-        assert self.part is not None
-        return GroupWeights(self.decoder, self.part, self.members)
+        return GroupWeights(self.decoder, self.sums, self.members)
 
     @property
     def hung_process(self) -> str | None:
@@ -92,8 +91,8 @@ class GroupBackend(Backend):
 class GroupWeights(PartWeights):
     """Merges adapters into the decoders of all members: on every one, or on none."""
 
-    def __init__(self, decoder: Decoder, part: PartOfModel, members: GroupMembers) -> None:
-        super().__init__(decoder, part)
+    def __init__(self, decoder: Decoder, sums: GroupSums, members: GroupMembers) -> None:
+        super().__init__(decoder, sums)
         self._members = members
 
     def merge(self, adapter_id: str, adapter: AdapterWeights) -> None:

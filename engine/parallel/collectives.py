@@ -15,7 +15,6 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -28,10 +27,6 @@ _SETS = 2
 # Most numbers of a buffer; larger tensors are added up in pieces.
 _MOST_NUMBERS = 1 << 22
 _LEAST_NUMBERS = 1 << 16
-
-
-class MemberLostError(RuntimeError):
-    """A process of the group is gone, or has failed."""
 
 
 def shared_memory(name: str, num_bytes: int) -> int:
@@ -53,50 +48,36 @@ def buffer_numbers(step_numbers: int) -> int:
     return min(max(step_numbers, _LEAST_NUMBERS), _MOST_NUMBERS)
 
 
-def memory_bytes(num_members: int, num_numbers: int) -> int:
+def shared_memory_bytes(num_members: int, num_numbers: int) -> int:
     """Bytes of the shared memory of a group with buffers of `num_numbers`."""
     return _HEAD_BYTES + _SETS * num_members * num_numbers * torch.float32.itemsize
 
 
-class Counters:
-    """Event counters of a group, one for each ordered pair of members."""
-
-    def __init__(self, descriptors: Sequence[int]) -> None:
-        self.descriptors = tuple(descriptors)
-
-    @classmethod
-    def create(cls, num_members: int) -> Counters:
-        """New counters."""
-        flags = os.EFD_SEMAPHORE | os.EFD_CLOEXEC
-        return cls([os.eventfd(0, flags) for _ in range(num_members * num_members)])
-
-    def of(self, giver: int, taker: int, num_members: int) -> int:
-        """The counter by which `giver` signals to `taker` that it has reached a meeting."""
-        return self.descriptors[giver * num_members + taker]
-
-    def close(self) -> None:
-        """Close the descriptors."""
-        for descriptor in self.descriptors:
-            with suppress(OSError):
-                os.close(descriptor)
+def event_counters(num_members: int) -> tuple[int, ...]:
+    """Descriptors of new event counters, one for each ordered pair of members: by number `giver * num_members + taker`,
+    `giver` signals to `taker` that it has reached a meeting.
+    """
+    flags = os.EFD_SEMAPHORE | os.EFD_CLOEXEC
+    return tuple(os.eventfd(0, flags) for _ in range(num_members * num_members))
 
 
 class Collectives:
     """One member's side of the exchange with its group. All members call the same methods in the same order.
 
-    `num_sums`, `num_joins`: calls so far.
+    `memory`, `counters`: descriptors of the group's shared memory and of its `event_counters`. `num_sums`, `num_joins`:
+    calls so far.
     """
 
-    def __init__(self, member: int, num_members: int, memory: int, num_numbers: int, counters: Counters) -> None:
-        mapping = mapped(memory, memory_bytes(num_members, num_numbers))
+    def __init__(self, member: int, num_members: int, memory: int, num_numbers: int, counters: Sequence[int]) -> None:
+        mapping = mapped(memory, shared_memory_bytes(num_members, num_numbers))
         self._head = memoryview(mapping)[:_HEAD_BYTES].cast("q")
         count = _SETS * num_members * num_numbers
         numbers = torch.frombuffer(mapping, dtype=torch.float32, count=count, offset=_HEAD_BYTES)
         self._buffers = numbers.view(_SETS, num_members, num_numbers)
         self._member, self._num_members = member, num_members
         self._others = [other for other in range(num_members) if other != member]
-        self._given = [counters.of(member, other, num_members) for other in self._others]
-        self._taken = [counters.of(other, member, num_members) for other in self._others]
+        self._given = [counters[member * num_members + other] for other in self._others]
+        self._taken = [counters[other * num_members + member] for other in self._others]
         self._round = 0
         self._lost: Exception | None = None
         self.num_sums = 0

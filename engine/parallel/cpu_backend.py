@@ -6,25 +6,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ...kernels.layouts.pages import PageLayout
 from ..config import EngineConfig
-from ..memory.copies import AdapterCopies, Arrival, CopiesAtOnce
-from ..memory.pool import PageLayout
+from ..memory.copies import AdapterCopies, Arrival
 from ..model_config.model import ModelConfig
 from ..models.decoder import Decoder
 from ..models.merge import LiveWeights
 from ..models.step_batch import StepEntry
-from ..runner.backend import CpuBackend
-from ..runner.runner import CpuRunner, LaunchedStep, StepRunner
-from ..runner.sampler import TokenRules
+from ..runner.backend import CpuBackend, StepRunner
+from ..runner.runner import CpuRunner, LaunchedStep
 from .backend import GroupBackend
 from .gpu_backend import GpuGroupBackend
 from .members import GroupMembers, StartProcess, start_process
 from .shard import uses_device_sums
 from .steps import PlacedAdapters, encode_step
+
+if TYPE_CHECKING:
+    from ..text.token_rules import TokenRules
 
 
 class CpuGroupBackend(GroupBackend, CpuBackend):
@@ -52,7 +55,7 @@ class CpuGroupBackend(GroupBackend, CpuBackend):
         return GroupRunner(self.decoder, memory, layout, rules, self.members)
 
 
-def choose_group(
+def choose_group_backend(
     model_folder: Path, config: EngineConfig, model: ModelConfig, start: StartProcess = start_process
 ) -> GroupBackend:
     """The backend of a group's leader on the configured device, with its kernels."""
@@ -61,7 +64,7 @@ def choose_group(
     return CpuGroupBackend(model_folder, config, model, start)
 
 
-class CopiesToAll(CopiesAtOnce):
+class CopiesToAll(AdapterCopies):
     """Copies adapters, [num_members, numbers of each], to the same place in all `pools`. Callers name the place in the
     first.
     """

@@ -5,24 +5,22 @@
     member                                     copy from the slot to the pool, count it ───────┘
 
 The thread waits for slots and copies, so that steps do not. What it says comes behind the steps launched so far, and
-`join` lets no later step be launched before all is said. Members copy as an engine alone does (`memory.copies`).
+`join` lets no later step be launched before all is said. Members (`member_steps`) copy as an engine alone does
+(`memory.copies`).
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ..memory.copies import AdapterCopies, Arrival
-from .collectives import Collectives, mapped
+from .collectives import mapped
 from .members import GroupMembers
 from .messages import CopySlot, JoinCopies
 
@@ -38,29 +36,26 @@ def slots_bytes(num_members: int) -> int:
     return SLOTS * (num_members - 1) * SLOT_BYTES
 
 
-class Slots:
-    """The slots' memory as tensors [slots, members but the leader, numbers of one]."""
-
-    def __init__(self, descriptor: int, num_members: int, dtype: torch.dtype) -> None:
-        num_bytes = os.fstat(descriptor).st_size
-        self._mapping: mmap.mmap = mapped(descriptor, num_bytes)
-        numbers = torch.frombuffer(self._mapping, dtype=dtype, count=num_bytes // dtype.itemsize)
-        self.numbers = numbers.view(SLOTS, num_members - 1, -1)
-
-    def pin(self) -> None:
-        """Pin the memory, so that copies to a GPU run beside the host. (They are right without it, too.)"""
-        numbers = self.numbers
-        torch.cuda.cudart().cudaHostRegister(numbers.data_ptr(), numbers.nbytes, 0)  # type: ignore[no-untyped-call]
+def slots_in(descriptor: int, num_members: int, dtype: torch.dtype) -> Tensor:
+    """The slots' memory, which a descriptor names: [slots, members but the leader, numbers of one]."""
+    num_bytes = os.fstat(descriptor).st_size
+    numbers = torch.frombuffer(mapped(descriptor, num_bytes), dtype=dtype, count=num_bytes // dtype.itemsize)
+    return numbers.view(SLOTS, num_members - 1, -1)
 
 
-class CopiesToMembers:
+def pin(memory: Tensor) -> None:
+    """Pin memory, so that copies to a GPU run beside the host. (They are right without it, too.)"""
+    torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # type: ignore[no-untyped-call]
+
+
+class CopiesToMembers(AdapterCopies):
     """Copies adapters, [num_members, numbers of each], to the same place in the pools of all members. `own`: copies to
     the leader's pool.
     """
 
     are_aside = True
 
-    def __init__(self, own: AdapterCopies, slots: Slots, members: GroupMembers) -> None:
+    def __init__(self, own: AdapterCopies, slots: Tensor, members: GroupMembers) -> None:
         self._own = own
         self._slots = slots
         self._members = members
@@ -82,7 +77,7 @@ class CopiesToMembers:
         have to send their parts back.
         """
         assert not source.numel(), "what leaves the pools of a group on devices is read from its files again"
-        return torch.empty(1 + self._slots.numbers.shape[1], 0, dtype=source.dtype)
+        return torch.empty(1 + self._slots.shape[1], 0, dtype=source.dtype)
 
     def close(self) -> None:
         """End the thread."""
@@ -99,7 +94,7 @@ class CopiesToMembers:
                 arrival.is_sent.set()
 
     def _send(self, arrival: _ToMembers) -> None:
-        size = self._slots.numbers.shape[2]
+        size = self._slots.shape[2]
         for first in range(0, arrival.numbers.shape[1], size):
             part = arrival.numbers[:, first : first + size]
             while self._num_sent - self._members.collectives.least_copied() >= SLOTS:
@@ -108,13 +103,13 @@ class CopiesToMembers:
                     return
                 time.sleep(_LOOK_S)
             slot = self._num_sent % SLOTS
-            self._slots.numbers[slot, :, : part.shape[1]].copy_(part)
+            self._slots[slot, :, : part.shape[1]].copy_(part)
             self._members.send(CopySlot(slot, arrival.start + first, part.shape[1]))
             self._num_sent += 1
         arrival.last_copy = self._num_sent
 
 
-class _ToMembers:
+class _ToMembers(Arrival):
     """A copy to the pools of all members in flight. `last_copy`: number of copies that every member has made when it is
     done.
     """
@@ -143,39 +138,3 @@ class _ToMembers:
         if self.error is not None:
             raise self.error
         self._members.send(JoinCopies())
-
-
-class CopiesFromLeader:
-    """A member's copies from the slots to its pool, `memory`."""
-
-    def __init__(
-        self, member: int, slots: Slots, memory: Tensor, copies: AdapterCopies, collectives: Collectives
-    ) -> None:
-        self._slots = slots.numbers[:, member - 1]
-        self._memory = memory
-        self._copies = copies
-        self._note_copied: Callable[[int], None] = collectives.note_copied
-        self._arriving: deque[Arrival] = deque()
-        self._num_copied = 0
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a copy is in flight, as far as `settle` has seen."""
-        return bool(self._arriving)
-
-    def begin(self, message: CopySlot) -> None:
-        """Copy what the leader has put into a slot."""
-        target = self._memory[message.start : message.start + message.num_elements]
-        self._arriving.append(self._copies.to_pool(self._slots[message.slot, : message.num_elements], target))
-
-    def join(self) -> None:
-        """Make steps launched from now on run after all copies that were begun."""
-        for arrival in self._arriving:
-            arrival.join()
-
-    def settle(self) -> None:
-        """Count the copies that are done: their slots may be used again."""
-        while self._arriving and self._arriving[0].is_done():
-            self._arriving.popleft()
-            self._num_copied += 1
-            self._note_copied(self._num_copied)

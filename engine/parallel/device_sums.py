@@ -23,7 +23,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.nn.functional import pad
 
-from ..model_config.partition import Partition, group_of
+from ..model_config.partition import Partition, partitions_of
+from ..models.decoder import GroupSums
 
 # Members are on one host. Buffers of captured sums are not registered: NCCL takes each for one allocation, which
 # buffers of torch's expandable segments are not.
@@ -34,26 +35,24 @@ _LONGEST = timedelta(minutes=10)
 _KNOWN_S = 10.0
 
 
-class DeviceSums:
-    """Adds up and joins tensors on the members' devices (`models.decoder.Members`). Nothing may be added up before
-    `connect`. `num_sums`, `num_joins`: calls so far; a graph that is replayed makes none.
+class DeviceSums(GroupSums):
+    """Adds up and joins tensors on the members' devices. Nothing may be added up before `connect`. `num_sums`,
+    `num_joins`: calls so far; a graph that is replayed makes none.
     """
 
     def __init__(self, partition: Partition, device: torch.device) -> None:
-        self._partition = partition
-        self._group_of = group_of(partition.whole, partition.num_members)
+        super().__init__(partition)
+        self._partitions = partitions_of(partition.whole, partition.num_members)
         self._device = device
         self._group: Any = None
         self._error: Exception | None = None
         self._is_lost = threading.Event()
-        self.first_token = partition.tokens(partition.whole.vocab_size)[0]
-        self.head_outputs = partition.whole.vocab_size
         self.num_sums = 0
         self.num_joins = 0
 
     def connect(self, rendezvous: int) -> None:
         """Wait for the other members. `rendezvous`: a descriptor of memory that all of them have."""
-        member, num_members = self._partition.member, self._partition.num_members
+        member, num_members = self.partition.member, self.partition.num_members
         # never closed: the store opens this path once more when it is destroyed, which may be late
         descriptor = os.dup(rendezvous)
         store = dist.FileStore(f"/proc/self/fd/{descriptor}", num_members)
@@ -93,7 +92,7 @@ class DeviceSums:
         as wide as the widest.
         """
         self.num_joins += 1
-        ends = [part.tokens(self.head_outputs) for part in self._group_of]
+        ends = [part.tokens(self.head_outputs) for part in self._partitions]
         widths = [end - start for start, end in ends]
         widest, rows = max(widths), len(x)
         if not rows:
@@ -103,7 +102,7 @@ class DeviceSums:
         options = AllgatherOptions()
         options.asyncOp = False
         self._wait(lambda: self._group._allgather_base(joined, given, options))
-        if self._partition.member:
+        if self.partition.member:
             return x
         parts = joined.view(len(widths), rows, widest)
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
@@ -128,6 +127,6 @@ class DeviceSums:
                 work.wait()
         except RuntimeError:
             # why it has failed is known in a moment, on the leader
-            if not self._partition.member and self._is_lost.wait(_KNOWN_S) and self._error is not None:
+            if not self.partition.member and self._is_lost.wait(_KNOWN_S) and self._error is not None:
                 raise self._error from None
             raise

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ...kernels.layouts.pages import PageLayout
 from ..config import EngineConfig
 from ..memory.copies import AdapterCopies
-from ..memory.pool import PageLayout
 from ..model_config.model import ModelConfig
 from ..models.merge import LiveWeights
-from ..runner.backend import GpuBackend
-from ..runner.runner import StepRunner
-from ..runner.sampler import TokenRules
+from ..runner.backend import GpuBackend, StepRunner
 from .backend import GroupBackend
-from .device_copies import CopiesToMembers, Slots, slots_bytes
+from .device_copies import CopiesToMembers, slots_bytes, slots_in
 from .device_sums import DeviceSums
 from .gpu_runners import LeadingRunner
 from .members import GroupMembers, StartProcess
 from .messages import UseDevicePool
+
+if TYPE_CHECKING:
+    from ..text.token_rules import TokenRules
 
 
 class GpuGroupBackend(GroupBackend, GpuBackend):
@@ -51,7 +53,7 @@ class GpuGroupBackend(GroupBackend, GpuBackend):
 
     def copies(self) -> AdapterCopies:
         """Copies to the pools of all members, through the slots."""
-        slots = Slots(self.members.pools, len(self.partitions), self.pool_dtype)
+        slots = slots_in(self.members.pools, len(self.partitions), self.pool_dtype)
         self._copies = CopiesToMembers(super().copies(), slots, self.members)
         return self._copies
 

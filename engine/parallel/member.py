@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,21 +23,19 @@ from ...system.confinement import end_with
 from ..config import read_model_config
 from ..errors import AdapterRefusedError, EngineError
 from ..memory.registry import AdapterRegistry
-from ..model_config.partition import group_of
-from ..models.part import PartOfModel
+from ..model_config.partition import partitions_of
 from ..runner.backend import choose_backend
 from ..server.frames import write_frame
-from ..server.process import HEARTBEAT_INTERVAL_S, claim_stdout, is_out_of_memory, read_messages
-from .collectives import Collectives, Counters
+from ..server.process import HEARTBEAT_INTERVAL_S, claim_stdout, failure, receive_messages
+from .collectives import Collectives
 from .device_sums import DeviceSums
-from .member_steps import ComputesSteps, steps_over
+from .member_steps import StepsInMemory, StepsOnDevice, steps_over
 from .messages import (
     FROM_MEMBER,
     TO_MEMBER,
     Connect,
     Connected,
     FromMember,
-    MemberFailed,
     MemberReady,
     MergeAdapter,
     Merged,
@@ -64,17 +61,17 @@ class Member:
         torch.set_num_threads(config.member_threads)
         self._start = start
         self._collectives = Collectives(
-            start.member, config.tensor_parallel, start.memory, start.buffer_numbers, Counters(start.counters)
+            start.member, config.tensor_parallel, start.memory, start.buffer_numbers, start.counters
         )
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         whole = read_model_config(folder)
-        parts = group_of(whole, config.tensor_parallel)
+        parts = partitions_of(whole, config.tensor_parallel)
         partition = parts[start.member]
         self._sums = sums_of(config, self._collectives, partition)
-        self._backend = choose_backend(folder, config, partition.shard, PartOfModel(partition, self._sums))
+        self._backend = choose_backend(folder, config, partition.shard, self._sums)
         self._live = self._backend.live_weights()
         self._registry = AdapterRegistry(whole, self._backend.pool_dtype, self._backend.device, parts)
-        self._steps: ComputesSteps | None = None
+        self._steps: StepsInMemory | StepsOnDevice | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -156,9 +153,7 @@ def serve(inbox: Inbox, outlet: BinaryIO) -> int:
                 if reply is not None:
                     send(reply)
     except Exception as error:
-        traceback.print_exc()
-        sentence = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-        send(MemberFailed(sentence, isinstance(error, EngineError), is_out_of_memory(error)))
+        send(failure(error, is_permanent=isinstance(error, EngineError)))
         return 1
 
 
@@ -168,7 +163,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as the leader does
     outlet = claim_stdout()
     inbox: Inbox = queue.SimpleQueue()
-    threading.Thread(target=read_messages, args=(sys.stdin.buffer, inbox, TO_MEMBER), daemon=True).start()
+    threading.Thread(target=receive_messages, args=(sys.stdin.buffer, inbox, TO_MEMBER), daemon=True).start()
     try:
         return serve(inbox, outlet)
     except BrokenPipeError:

@@ -4,20 +4,21 @@ own.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..memory.pool import PageLayout
+from ...kernels.layouts.pages import PageLayout
+from ..memory.copies import AdapterCopies, Arrival
 from ..models.decoder import Decoder
 from ..models.merge import LiveWeights
 from ..models.step_batch import build_step
 from ..runner.backend import Backend, GpuBackend
-from ..runner.sampler import NO_RULES
 from .collectives import Collectives, mapped
-from .device_copies import CopiesFromLeader, Slots
+from .device_copies import pin, slots_in
 from .device_sums import DeviceSums
 from .gpu_runners import FollowingRunner
 from .messages import (
@@ -34,23 +35,10 @@ from .messages import (
 from .steps import StepDecoder
 
 
-class ComputesSteps(Protocol):
-    """Computes the steps of one pool."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether something is in flight that `settle` counts."""
-
-    def settle(self) -> None:
-        """Count copies that are done."""
-
-    def handle(self, message: ToMember) -> bool:
-        """Do what a message asks; False for one that does not concern steps."""
-
-
 class StepsInMemory:
     """Steps on a CPU, computed when their messages arrive."""
 
+    #: Whether something is in flight that `settle` counts.
     is_busy = False
 
     def __init__(self, decoder: Decoder, memory: Tensor, layout: PageLayout) -> None:
@@ -77,21 +65,40 @@ class StepsInMemory:
 
 
 class StepsOnDevice:
-    """Steps on a device, planned when their messages arrive and launched when the leader has chosen their graphs."""
+    """Steps on a device, planned when their messages arrive and launched when the leader has chosen their graphs.
 
-    def __init__(self, runner: FollowingRunner, memory: Tensor, copies: CopiesFromLeader) -> None:
+    Adapters arrive in `slots` [slots, numbers], the member's part of the shared ones, and are copied to the pool,
+    `memory`. `note_copied`: notes how many copies are done, so that their slots may be used again.
+    """
+
+    def __init__(
+        self,
+        runner: FollowingRunner,
+        memory: Tensor,
+        slots: Tensor,
+        copies: AdapterCopies,
+        note_copied: Callable[[int], None],
+    ) -> None:
         self._runner = runner
+        self._memory = memory
+        self._slots = slots
         self._copies = copies
+        self._note_copied = note_copied
+        self._arriving: deque[Arrival] = deque()
+        self._num_copied = 0
         self._steps = StepDecoder(memory)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a copy of an adapter is in flight."""
-        return self._copies.is_busy
+        """Whether a copy of an adapter is in flight, as far as `settle` has seen."""
+        return bool(self._arriving)
 
     def settle(self) -> None:
         """Count the copies of adapters that are done."""
-        self._copies.settle()
+        while self._arriving and self._arriving[0].is_done():
+            self._arriving.popleft()
+            self._num_copied += 1
+            self._note_copied(self._num_copied)
 
     def handle(self, message: ToMember) -> bool:
         """Place or copy an adapter, plan or launch a step; False for other messages."""
@@ -99,9 +106,11 @@ class StepsOnDevice:
             case PlaceAdapter():
                 self._steps.place(message)
             case CopySlot():
-                self._copies.begin(message)
+                target = self._memory[message.start : message.start + message.num_elements]
+                self._arriving.append(self._copies.to_pool(self._slots[message.slot, : message.num_elements], target))
             case JoinCopies():
-                self._copies.join()
+                for arrival in self._arriving:
+                    arrival.join()
             case Step():
                 self._runner.plan(*self._steps.entries(message))
             case LaunchStep():
@@ -113,7 +122,7 @@ class StepsOnDevice:
 
 def steps_over(
     message: UsePool | UseDevicePool, start: StartMember, backend: Backend, live: LiveWeights, collectives: Collectives
-) -> ComputesSteps:
+) -> StepsInMemory | StepsOnDevice:
     """The object that computes steps over the pool that `message` names."""
     layout = backend.page_layout()
     if isinstance(message, UsePool):
@@ -121,19 +130,18 @@ def steps_over(
         memory = torch.frombuffer(mapping, dtype=backend.pool_dtype, count=message.num_elements)
         return StepsInMemory(backend.decoder, memory, layout)
     assert isinstance(backend, GpuBackend)
-    assert backend.part is not None
-    assert isinstance(backend.part.members, DeviceSums)
+    assert isinstance(backend.sums, DeviceSums)
     memory = backend.allocate(message.num_elements)[0]
-    slots = Slots(start.pools, start.config.tensor_parallel, memory.dtype)
+    slots = slots_in(start.pools, start.config.tensor_parallel, memory.dtype)
     if memory.is_cuda:
-        slots.pin()
-    copies = CopiesFromLeader(start.member, slots, memory, backend.copies(), collectives)
+        pin(slots)
     config = replace(start.config, max_batch_rows=message.batch_rows, max_step_tokens=message.step_tokens)
     runner = FollowingRunner(
-        *(backend.decoder, live, memory, layout, config, NO_RULES, backend.executor()),
+        *(backend.decoder, live, memory, layout, config, None, backend.executor()),
         prompts=backend.prompt_attention(layout, config),
-        share=backend.part.members.share,
+        share=backend.sums.share,
         full_rows=message.full_rows,
         collectives=collectives,
     )
-    return StepsOnDevice(runner, memory, copies)
+    own_slots = slots[:, start.member - 1]
+    return StepsOnDevice(runner, memory, own_slots, backend.copies(), collectives.note_copied)

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Protocol, TypeVar
+from typing import IO, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ from torch import Tensor
 from ...system.codec import MessageError
 from ..config import EngineConfig
 from ..errors import EngineError
-from ..server.frames import encode_frame, read_frame
-from .collectives import Collectives, Counters, MemberLostError, buffer_numbers, memory_bytes, shared_memory
+from ..server.frames import Fatal, encode_frame, read_frame
+from .collectives import Collectives, buffer_numbers, event_counters, shared_memory, shared_memory_bytes
 from .device_sums import DeviceSums
 from .messages import (
     FROM_MEMBER,
@@ -30,7 +30,6 @@ from .messages import (
     Connect,
     Connected,
     FromMember,
-    MemberFailed,
     MemberReady,
     Merged,
     StartMember,
@@ -51,22 +50,8 @@ _LEAVING_S = 10.0
 ReplyT = TypeVar("ReplyT", MemberReady, Connected, Merged)
 
 
-class MemberProcess(Protocol):
-    """A process of a member, as `subprocess.Popen` is one."""
-
-    pid: int
-    stdin: IO[bytes] | None
-    stdout: IO[bytes] | None
-
-    def kill(self) -> None:
-        """End the process now."""
-
-    def wait(self) -> int:
-        """Wait for its end; returns the exit code, negative for a signal."""
-
-
 #: Starts a member of an engine of this configuration, with these descriptors open in it.
-StartProcess = Callable[[EngineConfig, Sequence[int]], MemberProcess]
+StartProcess = Callable[[EngineConfig, Sequence[int]], subprocess.Popen[bytes]]
 
 
 class GroupMembers:
@@ -74,7 +59,7 @@ class GroupMembers:
 
     `configs`: one for each member, the leader's first. `sum_numbers`: numbers that a step adds up at once in memory.
     `pools_bytes`: bytes of the memory behind `pools` (see `StartMember`), where they are known by now. `collectives`:
-    the leader's. Every method raises `MemberLostError` once a member is gone. `close` ends the members; so does the end
+    the leader's. Every method raises RuntimeError once a member is gone. `close` ends the members; so does the end
     of this process.
     """
 
@@ -90,14 +75,14 @@ class GroupMembers:
         num_members = len(configs)
         self._began_ns = time.monotonic_ns()
         numbers = buffer_numbers(sum_numbers)
-        memory = shared_memory("group", memory_bytes(num_members, numbers))
+        memory = shared_memory("group", shared_memory_bytes(num_members, numbers))
         self.pools = shared_memory("pools", pools_bytes)
         self._rendezvous = shared_memory("rendezvous", 0)
-        counters = Counters.create(num_members)
+        counters = event_counters(num_members)
         self.collectives = Collectives(0, num_members, memory, numbers, counters)
         self._shared = _Shared(self.collectives, num_members)
         self._sending = threading.Lock()
-        inherited = (memory, self.pools, self._rendezvous, *counters.descriptors)
+        inherited = (memory, self.pools, self._rendezvous, *counters)
         processes = [start(config, inherited) for config in configs[1:]]
         self._close = weakref.finalize(self, _end, processes, self._shared, inherited)
         self._processes = processes
@@ -108,7 +93,7 @@ class GroupMembers:
         for thread in self._threads:
             thread.start()
         for member, config in enumerate(configs[1:], 1):
-            mapped = memory, numbers, counters.descriptors, self.pools, self._rendezvous
+            mapped = memory, numbers, counters, self.pools, self._rendezvous
             self._send(member, StartMember(str(model_folder), config, member, *mapped))
 
     @property
@@ -119,7 +104,7 @@ class GroupMembers:
     def wait_until_ready(self, silence_s: float = _START_SILENCE_S) -> tuple[int, ...]:
         """Wait until all parts are loaded. Returns the bytes of the base's weights that each member has read.
 
-        Raises `EngineError` when loading failed and would fail again, and `MemberLostError` for a member that gives no
+        Raises `EngineError` when loading failed and would fail again, and RuntimeError for a member that gives no
         sign of life for `silence_s`: the engine's own heartbeats do not stop before it is loaded.
         """
         replies = self._replies(MemberReady, silence_s)
@@ -208,7 +193,7 @@ class GroupMembers:
         ends_s = time.monotonic() + limit_s
         while len(replies) < len(self._processes):
             if time.monotonic() > ends_s:
-                raise MemberLostError(
+                raise RuntimeError(
                     f"the {len(self._processes) + 1} members of the tensor-parallel group have not found one another "
                     f"within {limit_s:.0f} s (NCCL_DEBUG=INFO shows what they wait for)"
                 )
@@ -225,7 +210,7 @@ class GroupMembers:
     def _check_silence(self, silence_s: float) -> None:
         member = self.silent_member(silence_s)
         if member is not None:
-            raise MemberLostError(
+            raise RuntimeError(
                 f"member {member} of {len(self._processes) + 1} of the tensor-parallel group gave no sign of life for "
                 f"{silence_s:.0f} s"
             )
@@ -246,7 +231,7 @@ class _Shared:
         self._lock = threading.Lock()
         self._error: Exception | None = None
 
-    def lose(self, member: int, failure: MemberFailed | None, reason: str) -> None:
+    def lose(self, member: int, failure: Fatal | None, reason: str) -> None:
         """Note that a member is gone; only the first loss counts."""
         with self._lock:
             if self._error is not None:
@@ -263,18 +248,18 @@ class _Shared:
         if self._error is not None:
             raise self._error
 
-    def _error_of(self, member: int, failure: MemberFailed | None, reason: str) -> Exception:
+    def _error_of(self, member: int, failure: Fatal | None, reason: str) -> Exception:
         name = f"member {member} of {self._num_members}"
         if failure is None:
-            return MemberLostError(f"{name} of the tensor-parallel group ended: {reason}")
+            return RuntimeError(f"{name} of the tensor-parallel group ended: {reason}")
         if failure.is_permanent:
             return EngineError(failure.error)
         if failure.is_out_of_memory:
             return MemoryError(f"{name} of the tensor-parallel group: {failure.error}")
-        return MemberLostError(f"{name} of the tensor-parallel group failed: {failure.error}")
+        return RuntimeError(f"{name} of the tensor-parallel group failed: {failure.error}")
 
 
-def start_process(config: EngineConfig, inherited: Sequence[int]) -> MemberProcess:
+def start_process(config: EngineConfig, inherited: Sequence[int]) -> subprocess.Popen[bytes]:
     """Start a member that waits for its `StartMember`. What it prints goes where this process prints."""
     threads = dict.fromkeys(_THREAD_VARIABLES, str(config.member_threads))
     return subprocess.Popen(
@@ -286,14 +271,14 @@ def start_process(config: EngineConfig, inherited: Sequence[int]) -> MemberProce
     )
 
 
-def _listen(member: int, process: MemberProcess, shared: _Shared) -> None:
+def _listen(member: int, process: subprocess.Popen[bytes], shared: _Shared) -> None:
     """Pass on what a member sends until it ends, and how it ended."""
     assert process.stdout is not None
     stdout: IO[bytes] = process.stdout
-    failure: MemberFailed | None = None
+    failure: Fatal | None = None
     with contextlib.suppress(OSError, ValueError, MessageError):
         while (message := read_frame(stdout, FROM_MEMBER)) is not None:
-            if isinstance(message, MemberFailed):
+            if isinstance(message, Fatal):
                 failure = message
             else:
                 shared.inbox.put((member, message))
@@ -304,7 +289,7 @@ def _listen(member: int, process: MemberProcess, shared: _Shared) -> None:
     shared.lose(member, failure, reason)
 
 
-def _end(processes: Sequence[MemberProcess], shared: _Shared, descriptors: Sequence[int]) -> None:
+def _end(processes: Sequence[subprocess.Popen[bytes]], shared: _Shared, descriptors: Sequence[int]) -> None:
     for process in processes:
         process.kill()
     for process in processes:

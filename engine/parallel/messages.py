@@ -1,4 +1,4 @@
-"""Messages from the leader of a group to its members and back. `engine/server/frames.py` has the frames."""
+"""Messages from the leader of a group to its members and back. `server/frames.py` has their frames, and `Fatal`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from ...system.codec import Codec
 from ..config import EngineConfig
 from ..memory.packed import AdapterLayout
 from ..runner.gpu_graphs import GraphKey
+from ..server.frames import Fatal
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,15 +151,6 @@ class Merged:
     is_out_of_memory: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class MemberFailed:
-    """From a member, last of all: why it ends. `is_permanent`: another process would fail, too."""
-
-    error: str
-    is_permanent: bool
-    is_out_of_memory: bool
-
-
 ToMember = (
     StartMember
     | Connect
@@ -172,6 +164,6 @@ ToMember = (
     | MergeAdapter
     | RestoreBase
 )
-FromMember = MemberReady | Connected | Merged | MemberFailed
+FromMember = MemberReady | Connected | Merged | Fatal
 TO_MEMBER: Codec[ToMember] = Codec(*get_args(ToMember), named=(CostModel,))
 FROM_MEMBER: Codec[FromMember] = Codec(*get_args(FromMember))

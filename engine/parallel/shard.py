@@ -8,21 +8,20 @@ import torch
 from torch import Tensor
 
 from ..config import EngineConfig
-from ..errors import DeviceError, ExactModeError
+from ..errors import UnsupportedError
 from ..model_config.partition import Partition
-from ..models.decoder import Members
+from ..models.decoder import GroupSums
 from ..runner.backend import GpuBackend, backend_type, choose_arithmetic
 from .collectives import Collectives
 from .device_sums import DeviceSums
 
 
-class SumsInMemory:
-    """Adds up and joins tensors in memory that the members share, for parts on a CPU (`models.decoder.Members`)."""
+class SumsInMemory(GroupSums):
+    """Adds up and joins tensors in memory that the members share, for parts on a CPU."""
 
     def __init__(self, collectives: Collectives, partition: Partition) -> None:
+        super().__init__(partition)
         self._collectives = collectives
-        self.first_token = partition.tokens(partition.whole.vocab_size)[0]
-        self.head_outputs = partition.whole.vocab_size
 
     def add_up(self, x: Tensor) -> Tensor:
         """The sum of all members' `x`, by `Collectives`."""
@@ -34,7 +33,7 @@ class SumsInMemory:
         return x if joined is None else joined
 
 
-def sums_of(config: EngineConfig, collectives: Collectives, partition: Partition) -> Members:
+def sums_of(config: EngineConfig, collectives: Collectives, partition: Partition) -> GroupSums:
     """The object that adds up a member's part with the others."""
     if uses_device_sums(config):
         return DeviceSums(partition, choose_arithmetic(config).device)
@@ -55,16 +54,16 @@ def config_of_member(config: EngineConfig, member: int) -> EngineConfig:
 
 
 def check_served(config: EngineConfig) -> None:
-    """Raises `DeviceError` or `ExactModeError` for what groups do not serve."""
+    """Raises `UnsupportedError` for what groups do not serve."""
     asked = f"tensor_parallel={config.tensor_parallel}"
     if config.mode == "exact":
-        raise ExactModeError(f"{asked}, mode='exact': what members add up rounds otherwise than the whole. Use 1.")
+        raise UnsupportedError(f"{asked}, mode='exact': what members add up rounds otherwise than the whole. Use 1.")
     device = choose_arithmetic(config).device
     if device.type == "cuda":
         first = device.index or 0
         there = torch.cuda.device_count() - first
         if there < config.tensor_parallel:
-            raise DeviceError(
+            raise UnsupportedError(
                 f"{asked}, device='{device}': torch sees {there} GPU{'s' * (there != 1)} from there on, expected one "
                 "for each process of the engine. Lower tensor_parallel, or let this process see more of them "
                 "(CUDA_VISIBLE_DEVICES)."

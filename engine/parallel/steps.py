@@ -15,8 +15,8 @@ from weakref import WeakValueDictionary
 import numpy as np
 from torch import Tensor
 
-from ..memory.pool import PageRun
-from ..memory.residency import MergedShare, ResidentAdapter
+from ..memory.pool import PageRange
+from ..memory.residency import ResidentAdapter
 from ..models.step_batch import StepEntry
 from ..request import Request, SamplingParams
 from ..sequence import Sequence
@@ -61,7 +61,7 @@ class MirroredRow:
     def is_decoding(self) -> bool:
         return self.num_stored == self.total_tokens - 1 and self.num_generated > 0
 
-    def places_to_score(self, num_tokens: int) -> range:
+    def positions_to_score(self, num_tokens: int) -> range:
         """Places of the prompt, among the tokens of the step, whose log-probabilities are asked."""
         assert num_tokens == len(self.new_tokens), f"{num_tokens} tokens of {self}"
         return self.scored
@@ -87,17 +87,17 @@ def encode_step(entries: Items[StepEntry], places: Mapping[int, int] = _NO_PLACE
         known = sequence.tokens(first, first + entry.num_tokens)
         token_ids += known + [0] * (entry.num_tokens - len(known))
         pages += [*entry.shared, *chain.from_iterable((run.start, run.num_pages) for run in entry.extensions)]
-        scored = sequence.places_to_score(entry.num_tokens)
+        scored = sequence.positions_to_score(entry.num_tokens)
         rows.append(
             (
                 entry.num_tokens,
                 first,
                 sequence.prompt_tokens,
                 sequence.num_generated,
-                entry.run.start,
-                entry.run.num_pages,
+                entry.pages.start,
+                entry.pages.num_pages,
                 _NONE if entry.adapter is None else entry.adapter.order,
-                _NONE if entry.minus is None else entry.minus.resident.order,
+                _NONE if entry.minus is None else entry.minus.order,
                 scored.start,
                 scored.stop,
                 places[id(sequence)] if sequence.num_pending else _NONE,
@@ -119,10 +119,9 @@ class PlacedAdapters:
     def place(self, entries: Items[StepEntry]) -> None:
         """Send the places of a step's adapters that the members do not know."""
         for entry in entries:
-            if entry.adapter is not None:
-                self._place(entry.adapter)
-            if entry.minus is not None:
-                self._place(entry.minus.resident)
+            for resident in (entry.adapter, entry.minus):
+                if resident is not None:
+                    self._place(resident)
 
     def _place(self, resident: ResidentAdapter) -> None:
         if resident.order in self._known:
@@ -144,13 +143,11 @@ class StepDecoder:
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
         self._residents: dict[int, ResidentAdapter] = {}
-        self._shares: dict[int, MergedShare] = {}
 
     def place(self, message: PlaceAdapter) -> None:
         """Note the place of an adapter, and forget adapters that are gone."""
         for order in message.gone:
             self._residents.pop(order, None)
-            self._shares.pop(order, None)
         numbers = self._memory[message.start : message.start + message.num_elements]
         self._residents[message.order] = ResidentAdapter("", message.order, numbers, message.layout)
 
@@ -170,19 +167,11 @@ class StepDecoder:
                 StepEntry(
                     cast("Sequence", row),
                     num_tokens,
-                    PageRun(start, length),
+                    PageRange(start, length),
                     None if order == _NONE else self._residents[order],
-                    None if minus == _NONE else self._share(minus),
+                    None if minus == _NONE else self._residents[minus],
                     tuple(islice(pages, shared)),
-                    tuple(PageRun(next(pages), next(pages)) for _ in range(runs)),
+                    tuple(PageRange(next(pages), next(pages)) for _ in range(runs)),
                 )
             )
         return entries, places
-
-    def _share(self, order: int) -> MergedShare:
-        """The share of a merged adapter: the same object in every step, so that what is prepared for one serves the
-        next.
-        """
-        if order not in self._shares:
-            self._shares[order] = MergedShare.of(self._residents[order])
-        return self._shares[order]

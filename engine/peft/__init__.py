@@ -3,10 +3,9 @@
 Everything named here is free of torch; `lorabatch.engine.peft.weights` is the part that needs it.
 """
 
-from .audit import AdapterAudit, audit_adapter, find_adapters
-from .content import ParameterChange
+from .audit import AdapterAudit, audit_adapter, find_adapter_folders
 from .findings import Verdict
-from .sites import LoraSite
+from .sites import LoraSite, ParameterChange
 
 __all__ = [
     "AdapterAudit",
@@ -14,5 +13,5 @@ __all__ = [
     "ParameterChange",
     "Verdict",
     "audit_adapter",
-    "find_adapters",
+    "find_adapter_folders",
 ]

@@ -21,7 +21,7 @@ from ..errors import AdapterRefusedError, ModelFilesError
 from ..model_config.model import ModelConfig
 from ..tokenizer_files import has_vocabulary, tokenizer_sha256, whose_tokenizer
 from .config import AdapterConfig, judge_keys, read_adapter_config
-from .content import Changes, ParameterChange, check_all_values, find_changes
+from .content import check_all_values, find_changes
 from .findings import Ledger, Verdict
 from .folder import (
     CONFIG_NAME,
@@ -32,8 +32,8 @@ from .folder import (
     read_config,
 )
 from .names import LORA_ROLES, BaseLayout, Renaming, TensorName, base_layout, choose_renaming, parse_name
-from .parameters import resized_shapes
-from .sites import Contents, LoraSite, find_sites
+from .parameters import Changes, resized_shapes
+from .sites import Contents, LoraSite, ParameterChange, find_sites
 from .tensor_file import FLOAT_TYPES, MAX_SHARED, MAX_SHARED_BYTES, Header, TensorEntry
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ def audit_adapter(folder: Path, model: ModelConfig, name: str, *, check_values: 
         notes=tuple(map(printable, ledger.notes)),
         content_sha256=None if ledger.is_refused else content_sha256,
         sites=judged.sites,
-        changes=judged.changes.by_parameter,
+        changes=tuple(judged.changes.by_parameter.values()),
         key_uses=ledger.key_uses,
         tensor_uses=ledger.tensor_uses,
         max_rank=max((site.rank for site in judged.sites), default=0),
@@ -192,7 +192,7 @@ class _Judged:
     vocab_size: int
     ledger: Ledger = field(default_factory=Ledger)
     sites: tuple[LoraSite, ...] = ()
-    changes: Changes = field(default_factory=lambda: Changes((), ()))
+    changes: Changes = field(default_factory=Changes)
 
 
 def _judge(read: _Read, layout: BaseLayout) -> _Judged:
@@ -257,7 +257,7 @@ def _judge_ties(config: AdapterConfig, ledger: Ledger) -> None:
 _shared_judgement = lru_cache(maxsize=MAX_SHARED)(_judgement)
 
 
-def find_adapters(root: Path) -> dict[str, Path]:
+def find_adapter_folders(root: Path) -> dict[str, Path]:
     """The adapter folders right below `root`, by folder name: those with a configuration or adapter weights."""
     return {
         folder.name: folder

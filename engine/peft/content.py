@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +17,8 @@ import numpy.typing as npt
 
 from ..model_config.model import HEAD
 from .findings import Ledger
-from .parameters import Twins, find_saved, find_token_rows
-from .sites import Contents, LoraSite
+from .parameters import Changes, Twins, find_saved, find_token_rows
+from .sites import Contents, LoraSite, ParameterChange
 from .targets import ties_targets
 from .tensor_file import TensorEntry, TensorReader
 
@@ -37,85 +36,21 @@ _CHUNK_ELEMENTS = 1 << 20
 _FACTS = json.JSONEncoder(sort_keys=True)
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterChange:
-    """The change of one base parameter.
-
-    Computed in this order: start from the base's value, or from tensor `replaced_by`; put row i of `rows_key` in place
-    of row `rows[i]`; add the pair of `site` (for a weight: scaling·B·A, then DoRA; for a bias: scaling times B's bias).
-    A bias may be new to the base; its value there counts as zeros.
-    """
-
-    #: Checkpoint name of the parameter.
-    parameter: str
-    #: Shape of the result.
-    shape: tuple[int, ...]
-    #: Tensor that stands for the base's value; None: the base's value is kept.
-    replaced_by: str | None = None
-    #: Numbers of the rows that are replaced.
-    rows: tuple[int, ...] = ()
-    #: Tensor of these rows; None where no rows are replaced.
-    rows_key: str | None = None
-    #: Pair that is added; None: none is.
-    site: LoraSite | None = None
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Tensors that take part, in a fixed order."""
-        site = self.site
-        parts: tuple[str | None, ...] = (self.replaced_by, self.rows_key)
-        if site and self.parameter.endswith(".bias"):
-            parts += (site.bias_key,)
-        elif site:
-            parts += (site.a_key, site.b_key, site.magnitude_key)
-        return tuple(key for key in parts if key is not None)
-
-
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """All changes by parameter name, and the tensors whose equality they rely on."""
-
-    by_parameter: tuple[ParameterChange, ...]
-    twins: tuple[Twins, ...]
-
-    def unties(self, embedding: str) -> bool:
-        """Whether embedding and head, one in a tied base, differ after merging."""
-        made = {change.parameter: change for change in self.by_parameter}
-        pair = [made.get(f"{module}.weight") for module in (embedding, HEAD)]
-        if pair[0] is None or pair[1] is None:
-            return pair[0] is not pair[1]
-        if pair[0].site or pair[1].site:
-            # Tied pairs are stored twice, once transposed; only PEFT's own tie makes them one.
-            return True
-        return (pair[0].rows, pair[0].rows_key) != (pair[1].rows, pair[1].rows_key) or not (
-            pair[0].replaced_by == pair[1].replaced_by
-            or any({pair[0].replaced_by, pair[1].replaced_by} == {t.first, t.second} for t in self.twins)
-        )
-
-
 def find_changes(contents: Contents, sites: tuple[LoraSite, ...], ledger: Ledger) -> Changes:
     """Put whole parameters, token rows and pairs together; enter what they ask of the verdict."""
-    saved = find_saved(contents, ledger)
-    rows = find_token_rows(contents, saved, ledger)
-    pairs = {f"{site.module}.weight": site for site in sites}
-    pairs |= {f"{site.module}.bias": site for site in sites if site.bias_key}
-    changes = []
-    for parameter in sorted(saved.replaced.keys() | rows.keys() | pairs.keys()):
-        token_rows = rows.get(parameter)
-        changes.append(
-            ParameterChange(
-                parameter,
-                # A bias that lora_bias adds to a layer without one is new: zeros stand for the base's.
-                contents.shapes.get(parameter) or (pairs[parameter].out_features,),
-                saved.replaced.get(parameter),
-                token_rows.indices if token_rows else (),
-                token_rows.key if token_rows else None,
-                pairs.get(parameter),
-            )
-        )
-    twins = (*saved.twins, *_tied_pairs(contents, sites))
+    changes = Changes()
+    find_saved(contents, changes, ledger)
+    find_token_rows(contents, changes, ledger)
+    for site in sites:
+        weight, bias = f"{site.module}.weight", f"{site.module}.bias"
+        changes.add(weight, contents.shapes[weight], site=site)
+        if site.bias_key:
+            # A bias that lora_bias adds to a layer without one is new: zeros stand for the base's.
+            changes.add(bias, contents.shapes.get(bias) or (site.out_features,), site=site)
+    changes.twins += _tied_pairs(contents, sites)
+    changes.by_parameter = dict(sorted(changes.by_parameter.items()))
     _judge_sites(contents, sites, ledger)
-    return Changes(tuple(changes), twins)
+    return changes
 
 
 def _tied_pairs(contents: Contents, sites: tuple[LoraSite, ...]) -> tuple[Twins, ...]:
@@ -155,11 +90,11 @@ def check_all_values(folder: Path, changes: Changes, entries: Mapping[str, Tenso
                 kept[key] = data
             return data
 
-        content = content_sha256(changes.by_parameter, entries, read_and_check)
+        content = content_sha256(changes.by_parameter.values(), entries, read_and_check)
         kept |= {key: reader.read(entries[key]) for key in of_twins - kept.keys()}
         bad = [key for key, bits in largest.items() if bits >= _BITS[entries[key].dtype][2]]
         ledger.refuse_tensors(bad, "not finite", "holds NaN or infinity. Use an earlier checkpoint")
-        _check_effect(changes.by_parameter, {key for key, bits in largest.items() if bits == 0}, ledger)
+        _check_effect(changes.by_parameter.values(), {key for key, bits in largest.items() if bits == 0}, ledger)
         for twins in changes.twins:
             _check_twins(twins, entries, kept, ledger)
     return None if ledger.is_refused else content

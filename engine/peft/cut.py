@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ...kernels.merge import LoraPair
 from ..model_config.partition import LinearCut, Partition, Piece, Pieces
-from .content import ParameterChange
-from .sites import LoraSite
-from .weights import AdapterWeights, LoraPair
+from .sites import LoraSite, ParameterChange
+from .weights import AdapterWeights
 
 
 def taken(source: Tensor, axis: int, pieces: Pieces) -> Tensor:

@@ -11,12 +11,13 @@ hold both whole.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..model_config.model import HEAD
 from .findings import OTHER_BASE, Ledger
 from .names import LORA_ROLES, Role, TensorName
-from .sites import Contents
+from .sites import Contents, ParameterChange
 from .targets import is_saved_module, ties_saved
 
 WHOLE_ROLES: frozenset[Role] = frozenset(("saved", "saved_base", "saved_copy"))
@@ -34,16 +35,45 @@ class Twins:
 
 
 @dataclass(slots=True)
-class SavedParameters:
-    """Key of the tensor that takes a base parameter's place, by parameter; pairs that must be equal."""
+class Changes:
+    """How merging makes each base parameter that an adapter touches, and the tensors whose equality that relies on."""
 
-    replaced: dict[str, str] = field(default_factory=dict)
+    #: The change of each parameter, by its name.
+    by_parameter: dict[str, ParameterChange] = field(default_factory=dict)
+    #: Tensors that must be equal.
     twins: list[Twins] = field(default_factory=list)
 
+    def add(self, parameter: str, shape: tuple[int, ...], **facts: Any) -> None:
+        """Add fields of `ParameterChange` to what is known of a parameter's change."""
+        known = self.by_parameter.get(parameter, ParameterChange(parameter, shape))
+        self.by_parameter[parameter] = replace(known, **facts)
 
-def find_saved(contents: Contents, ledger: Ledger) -> SavedParameters:
-    """All whole parameters, each checked against base and configuration."""
-    found = SavedParameters()
+    def replaced_by(self, parameter: str) -> str | None:
+        """Tensor that stands for a parameter of the base; None: the base's value is kept."""
+        change = self.by_parameter.get(parameter)
+        return None if change is None else change.replaced_by
+
+    def has_rows(self, parameter: str) -> bool:
+        """Whether rows of a parameter are replaced."""
+        change = self.by_parameter.get(parameter)
+        return change is not None and change.rows_key is not None
+
+    def unties(self, embedding: str) -> bool:
+        """Whether embedding and head, one in a tied base, differ after merging."""
+        pair = [self.by_parameter.get(f"{module}.weight") for module in (embedding, HEAD)]
+        if pair[0] is None or pair[1] is None:
+            return pair[0] is not pair[1]
+        if pair[0].site or pair[1].site:
+            # Tied pairs are stored twice, once transposed; only PEFT's own tie makes them one.
+            return True
+        return (pair[0].rows, pair[0].rows_key) != (pair[1].rows, pair[1].rows_key) or not (
+            pair[0].replaced_by == pair[1].replaced_by
+            or any({pair[0].replaced_by, pair[1].replaced_by} == {t.first, t.second} for t in self.twins)
+        )
+
+
+def find_saved(contents: Contents, changes: Changes, ledger: Ledger) -> None:
+    """Add all whole parameters, each checked against base and configuration, to `changes`, which are empty."""
     shared: dict[str, str] = {}
     groups: dict[tuple[str, str], dict[Role, TensorName]] = {}
     for name in contents.names:
@@ -52,13 +82,12 @@ def find_saved(contents: Contents, ledger: Ledger) -> SavedParameters:
     for (trained, kind), parts in groups.items():
         parameter = f"{contents.renaming.to_base(trained)}.{kind}"
         if _is_saved(contents, trained):
-            _take_saved(parameter, parts, found, ledger)
+            _take_saved(contents, parameter, parts, changes, ledger)
         else:
-            _take_base(contents, parameter, parts, found, shared, ledger)
-    _share(contents, shared, found)
-    _judge_originals(contents, groups, found, ledger)
-    _check_complete(contents, found, ledger)
-    return found
+            _take_base(contents, parameter, parts, changes, shared, ledger)
+    _share(contents, shared, changes)
+    _judge_originals(contents, groups, changes, ledger)
+    _check_complete(contents, changes, ledger)
 
 
 def _is_saved(contents: Contents, trained: str) -> bool:
@@ -83,7 +112,9 @@ def _fits_base(contents: Contents, name: TensorName, ledger: Ledger) -> bool:
     return shape == expected
 
 
-def _take_saved(parameter: str, parts: Mapping[Role, TensorName], found: SavedParameters, ledger: Ledger) -> None:
+def _take_saved(
+    contents: Contents, parameter: str, parts: Mapping[Role, TensorName], changes: Changes, ledger: Ledger
+) -> None:
     """A parameter of a module in modules_to_save."""
     copies = [parts[role] for role in ("saved", "saved_copy") if role in parts]
     if "saved_base" in parts:
@@ -91,8 +122,8 @@ def _take_saved(parameter: str, parts: Mapping[Role, TensorName], found: SavedPa
         ledger.refuse_tensors([parts["saved_base"].key], "saved and adapted", why)
     if not copies:
         return
-    found.replaced[parameter] = copies[0].key
-    found.twins.extend(Twins(copies[0].key, copy.key) for copy in copies[1:])
+    changes.add(parameter, contents.shapes[parameter], replaced_by=copies[0].key)
+    changes.twins.extend(Twins(copies[0].key, copy.key) for copy in copies[1:])
     for copy in copies:
         ledger.use_tensor(copy.key)
     ledger.merge_only("modules_to_save: whole layers change, so it runs as its own merged wave", "modules_to_save")
@@ -102,7 +133,7 @@ def _take_base(
     contents: Contents,
     parameter: str,
     parts: Mapping[Role, TensorName],
-    found: SavedParameters,
+    changes: Changes,
     shared: dict[str, str],
     ledger: Ledger,
 ) -> None:
@@ -122,7 +153,7 @@ def _take_base(
         return
     key = parts[role].key
     if parameter.endswith(".bias") and _is_trained_bias(contents, trained, trained in adapted):
-        found.replaced[parameter] = key
+        changes.add(parameter, contents.shapes[parameter], replaced_by=key)
         ledger.merge_only(f"bias={contents.config.bias!r}: trained biases, so it runs as its own merged wave", "bias")
     elif parameter in (f"{contents.layout.embedding}.weight", f"{HEAD}.weight"):
         shared[parameter] = key
@@ -138,22 +169,23 @@ def _is_trained_bias(contents: Contents, trained: str, is_adapted: bool) -> bool
     return contents.config.bias == "all" or (contents.config.bias == "lora_only" and is_adapted)
 
 
-def _share(contents: Contents, shared: Mapping[str, str], found: SavedParameters) -> None:
+def _share(contents: Contents, shared: Mapping[str, str], changes: Changes) -> None:
     """Enter saved base layers; in a tied base either one stands for both embedding and head."""
     if not contents.layout.is_tied:
-        found.replaced |= shared
+        for table, key in shared.items():
+            changes.add(table, contents.shapes[table], replaced_by=key)
         return
     keys = list(shared.values())
-    found.twins.extend(Twins(keys[0], key) for key in keys[1:])
-    if keys:
-        for table in (f"{contents.layout.embedding}.weight", f"{HEAD}.weight"):
-            found.replaced.setdefault(table, shared.get(table, keys[0]))
+    changes.twins.extend(Twins(keys[0], key) for key in keys[1:])
+    for table in (f"{contents.layout.embedding}.weight", f"{HEAD}.weight"):
+        if keys and table not in changes.by_parameter:
+            changes.add(table, contents.shapes[table], replaced_by=shared.get(table, keys[0]))
 
 
 def _judge_originals(
     contents: Contents,
     groups: Mapping[tuple[str, str], Mapping[Role, TensorName]],
-    found: SavedParameters,
+    changes: Changes,
     ledger: Ledger,
 ) -> None:
     """The layer as it was before modules_to_save: irrelevant once every user of it has a parameter of its own."""
@@ -164,74 +196,64 @@ def _judge_originals(
         users = {f"{contents.renaming.to_base(trained)}.{kind}"}
         if contents.layout.is_tied and users <= tables:
             users = tables
-        if users <= found.replaced.keys():
+        if users <= changes.by_parameter.keys():
             ledger.ignore_tensor(parts["original"].key, "the layer before modules_to_save trained it")
         else:
-            why = f"changes {', '.join(sorted(users - found.replaced.keys()))} too. Save that layer as well"
+            why = f"changes {', '.join(sorted(users - changes.by_parameter.keys()))} too. Save that layer as well"
             ledger.refuse_tensors([parts["original"].key], "original module", why)
 
 
-def _check_complete(contents: Contents, found: SavedParameters, ledger: Ledger) -> None:
+def _check_complete(contents: Contents, changes: Changes, ledger: Ledger) -> None:
     """Check that everything is there that was trained, as the configuration says."""
     config, layout = contents.config, contents.layout
     trained_names = {module: contents.renaming.to_trained(module) for module in layout.modules}
     for parameter in layout.parameters:
-        if parameter not in found.replaced and _is_saved(contents, trained_names[parameter.rpartition(".")[0]]):
+        if parameter not in changes.by_parameter and _is_saved(contents, trained_names[parameter.rpartition(".")[0]]):
             why = "missing, expected because modules_to_save names its module. Save the adapter again"
             ledger.refuse(f"{parameter}: {why}", "modules_to_save missing")
     if layout.is_tied and ties_saved(config):
-        tables = [found.replaced.get(f"{module}.weight") for module in (layout.embedding, HEAD)]
+        tables = [changes.replaced_by(f"{module}.weight") for module in (layout.embedding, HEAD)]
         if tables[0] and tables[1]:
-            found.twins.append(Twins(tables[0], tables[1]))
+            changes.twins.append(Twins(tables[0], tables[1]))
     for name in config.modules_to_save:
         if name in CLASSIFIER_NAMES:
             ledger.refuse_key("modules_to_save", config.modules_to_save, f"{name!r} does not generate text")
         elif not any(name in f".{trained}" for trained in trained_names.values()):
             ledger.notes.append(f"modules_to_save names {name!r}, which this base does not have; PEFT ignores it too")
-    _check_biases(contents, found, ledger)
+    _check_biases(contents, changes, ledger)
 
 
-def _check_biases(contents: Contents, found: SavedParameters, ledger: Ledger) -> None:
+def _check_biases(contents: Contents, changes: Changes, ledger: Ledger) -> None:
     if contents.config.bias == "none":
         return
     adapted = {contents.renaming.to_base(name.module) for name in contents.names if name.role in LORA_ROLES}
     for parameter in contents.layout.parameters:
         module, _, kind = parameter.rpartition(".")
         is_expected = kind == "bias" and (contents.config.bias == "all" or module in adapted)
-        if is_expected and parameter not in found.replaced:
+        if is_expected and parameter not in changes.by_parameter:
             why = f"missing, expected because bias={contents.config.bias!r}. Save the adapter with a recent PEFT"
             ledger.refuse(f"{parameter}: {why}", "bias missing")
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRows:
-    """Row `indices[i]` of a table becomes row i of tensor `key`, [num_tokens, hidden_size]."""
-
-    indices: tuple[int, ...]
-    key: str
-
-
-def find_token_rows(contents: Contents, saved: SavedParameters, ledger: Ledger) -> dict[str, TokenRows]:
-    """Replaced rows by parameter. In a tied base PEFT lets the head follow the embedding's rows."""
+def find_token_rows(contents: Contents, changes: Changes, ledger: Ledger) -> None:
+    """Add replaced rows to `changes`. In a tied base PEFT lets the head follow the embedding's rows."""
     stored = {contents.renaming.to_base(n.module): n for n in contents.names if n.role == "token_rows"}
     wanted = _wanted(contents)
     _check_targets(contents, ledger)
-    rows: dict[str, TokenRows] = {}
     for module, indices in wanted.items():
-        name = stored.get(module)
+        name, table = stored.get(module), f"{module}.weight"
         if name is None:
             ledger.refuse(
                 f"{module}.token_adapter.trainable_tokens_delta: missing, expected because of "
                 "trainable_token_indices. Save the adapter again"
             )
         elif _fits(contents, module, indices, name, ledger):
-            rows[f"{module}.weight"] = TokenRows(indices, name.key)
+            changes.add(table, contents.shapes[table], rows=indices, rows_key=name.key)
             ledger.use_tensor(name.key)
-    _follow_tie(contents, wanted, stored, rows, saved, ledger)
-    _check_alone(contents, rows, ledger)
-    if rows:
+    _follow_tie(contents, wanted, stored, changes, ledger)
+    _check_alone(contents, changes, ledger)
+    if any(map(changes.has_rows, changes.by_parameter)):
         ledger.merge_only("trainable_token_indices: changed embeddings, so it runs as its own merged wave", "tokens")
-    return rows
 
 
 def _wanted(contents: Contents) -> dict[str, tuple[int, ...]]:
@@ -287,26 +309,26 @@ def _follow_tie(
     contents: Contents,
     wanted: Mapping[str, tuple[int, ...]],
     stored: Mapping[str, TensorName],
-    rows: dict[str, TokenRows],
-    saved: SavedParameters,
+    changes: Changes,
     ledger: Ledger,
 ) -> None:
     """Give a tied head the embedding's rows, and allow the redundant copy PEFT writes for a resized base."""
-    source = rows.get(f"{contents.layout.embedding}.weight")
-    if not contents.layout.is_tied or source is None or HEAD in wanted:
+    source = changes.by_parameter.get(f"{contents.layout.embedding}.weight")
+    if not contents.layout.is_tied or source is None or source.rows_key is None or HEAD in wanted:
         return
-    rows[f"{HEAD}.weight"] = source
+    head = f"{HEAD}.weight"
+    changes.add(head, contents.shapes[head], rows=source.rows, rows_key=source.rows_key)
     if HEAD in stored:
-        saved.twins.append(Twins(source.key, stored[HEAD].key))
+        changes.twins.append(Twins(source.rows_key, stored[HEAD].key))
         ledger.use_tensor(stored[HEAD].key)
 
 
-def _check_alone(contents: Contents, rows: Mapping[str, TokenRows], ledger: Ledger) -> None:
+def _check_alone(contents: Contents, changes: Changes, ledger: Ledger) -> None:
     """PEFT knows no layer that has token rows together with a LoRA pair."""
     for name in contents.names:
         if name.role in ("embedding_a", "lora_a"):
             module = contents.renaming.to_base(name.module)
-            if f"{module}.weight" in rows:
+            if changes.has_rows(f"{module}.weight"):
                 ledger.refuse_key(
                     "trainable_token_indices",
                     contents.config.trainable_token_indices,

@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from ...kernels.merge import LoraPair
 from ..model_config.model import ModelConfig
 from . import AdapterAudit, LoraSite, ParameterChange
-from .weights import AdapterWeights, LoraPair
+from .weights import AdapterWeights
 
 _SCALING = 2.0
 #: Folder that the audits of random adapters name.

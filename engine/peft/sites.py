@@ -62,6 +62,40 @@ class LoraSite:
     is_embedding: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class ParameterChange:
+    """The change of one base parameter.
+
+    Computed in this order: start from the base's value, or from tensor `replaced_by`; put row i of `rows_key` in place
+    of row `rows[i]`; add the pair of `site` (for a weight: scaling·B·A, then DoRA; for a bias: scaling times B's bias).
+    A bias may be new to the base; its value there counts as zeros.
+    """
+
+    #: Checkpoint name of the parameter.
+    parameter: str
+    #: Shape of the result.
+    shape: tuple[int, ...]
+    #: Tensor that stands for the base's value; None: the base's value is kept.
+    replaced_by: str | None = None
+    #: Numbers of the rows that are replaced.
+    rows: tuple[int, ...] = ()
+    #: Tensor of these rows; None where no rows are replaced.
+    rows_key: str | None = None
+    #: Pair that is added; None: none is.
+    site: LoraSite | None = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Tensors that take part, in a fixed order."""
+        site = self.site
+        parts: tuple[str | None, ...] = (self.replaced_by, self.rows_key)
+        if site and self.parameter.endswith(".bias"):
+            parts += (site.bias_key,)
+        elif site:
+            parts += (site.a_key, site.b_key, site.magnitude_key)
+        return tuple(key for key in parts if key is not None)
+
+
 def find_sites(contents: Contents, ledger: Ledger) -> tuple[LoraSite, ...]:
     """All LoRA pairs that can be applied; everything that stands against one is entered in the ledger."""
     found: dict[str, dict[Role, TensorName]] = {}

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ...kernels.merge import LoraPair
 from ...kernels.packed_weight.panels import PanelWeight, has_panels
 from ..errors import AdapterRefusedError
 from .audit import AdapterAudit
-from .content import ParameterChange, TensorData, content_sha256
+from .content import TensorData, content_sha256
 from .folder import open_folder
-from .sites import LoraSite
+from .sites import LoraSite, ParameterChange
 from .tensor_file import TensorEntry, TensorReader
 
 # Half of a core's L2 cache: what was read is hashed and packed from there, in memory that is used again.
@@ -27,20 +28,6 @@ _TORCH_TYPES: Mapping[str, torch.dtype] = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class LoraPair:
-    """`y += scaling * (x Aᵀ) Bᵀ`, with a [rank, in_features] and b [out_features, rank], both as stored."""
-
-    a: Tensor
-    b: Tensor
-    scaling: float
-
-    @property
-    def rank(self) -> int:
-        """Rows of A."""
-        return self.a.shape[0]
 
 
 @dataclass(frozen=True, slots=True)

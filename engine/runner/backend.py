@@ -1,6 +1,6 @@
 """One `Backend` for each way to compute an engine's steps: its decoder, its memory and its runner.
 
-The engine, memory and batching ask a backend's methods and `KernelTraits`, never which backend it is. A further way to
+The engine, memory and batching ask a backend's attributes and methods, never which backend it is. A further way to
 compute (other kernels, another accelerator) is one more `Backend` and a line in `choose_backend`.
 """
 
@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...kernels.interpreted import fix_products
 from ...kernels.launch import is_interpreted
-from ...kernels.layouts.heads import HeadLayout
+from ...kernels.layouts.pages import PageLayout
 from ...kernels.packed_weight import Products, can_multiply
 from ...kernels.packed_weight.panels import StoredWeight, has_panels
 from ...kernels.paged_attention.compiled import can_attend_compiled
@@ -28,66 +29,59 @@ from ...kernels.paged_attention.types import AttentionRule
 from ...scheduler.cost import CostModel
 from ...scheduler.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
 from ..config import EngineConfig, dtype_on, pool_format
-from ..errors import DeviceError
-from ..memory.allocation import MemoryPlan, host_tier_bytes, plan_pool, zeroed_memory
-from ..memory.copies import AdapterCopies, CopiesAtOnce, CopyStream
-from ..memory.limits import RUN_PAGES, cpu_limits, default_cpu_pool_bytes, gpu_plan, total_host_bytes
-from ..memory.pool import PageLayout
+from ..errors import UnsupportedError
+from ..memory.allocation import host_tier_bytes, zeroed_memory
+from ..memory.copies import AdapterCopies, CopyStream
+from ..memory.limits import RUN_PAGES, EngineLimits, cpu_limits, gpu_limits, total_host_bytes
+from ..memory.pool import page_layout
 from ..model_config.model import ModelConfig
 from ..model_config.partition import Partition
-from ..models.decoder import Decoder, Members
+from ..models.decoder import Decoder, GroupSums
 from ..models.exact import ExactDecoder, check_exact_on_cpu, check_exact_on_gpu, is_arithmetic_fixed
 from ..models.gguf.blocks import Weight
 from ..models.gpu_decoder import GpuDecoder
 from ..models.load import load_weights, stored_weights
 from ..models.merge import LiveWeights
-from ..models.part import PartOfModel, PartWeights
+from ..models.part import PartWeights
 from ..models.weight_cache import Packed, WeightCache
-from .compile_ahead import CompileAhead, EngineKernels, is_compiled_ahead
-from .gpu_graphs import EagerExecutor, GraphExecutor, StepExecutor
+from .compile_ahead import EngineKernels, is_compiled_ahead, start_compiling, wait_until_compiled
+from .gpu_graphs import GraphExecutor, StepExecutor
 from .gpu_runner import GpuRunner
-from .runner import CpuRunner, StepRunner
-from .sampler import TokenRules
+from .runner import CpuRunner
+
+if TYPE_CHECKING:
+    from ..text.token_rules import TokenRules
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class KernelTraits:
-    """How a backend's kernels read the pool: what memory and batching are set up for."""
-
-    #: Rows' runs are rounded up to this many pages where memory allows.
-    run_pages: int
-    #: Block tables may name pages of the prefix cache. Otherwise these are copied into a row's own run.
-    has_block_tables: bool
-    #: LoRA matrices are stored in panels (`kernels.packed_weight`). Otherwise rank rows are stored one after the other.
-    has_lora_panels: bool
-    #: Attention reads numbers of other rows and masks them. A row's pages are then zeroed before it gets them, since no
-    #: mask keeps out NaN.
-    reads_other_rows: bool
-    #: A row's bits are the same however its prompt is cut into steps.
-    is_arithmetic_fixed: bool
+#: Computes steps, one after the other: `launch` starts one; `steps_ahead` of them may be launched before the one before
+#: them is read.
+StepRunner = CpuRunner | GpuRunner
 
 
 class Backend(ABC):
-    """A decoder on its device, and what steps over it need. `model`: the model that it computes. `part`: the member's
-    part of a group's model; None where `model` is whole.
+    """A decoder on its device, and what steps over it need. `model`: the model that it computes. `sums`: sums of a
+    group, of whose model `model` is a member's part; None where it is whole.
 
     Constructing one loads the weights, so that free memory afterwards means what is left for the pool. Raises
-    `ModelFilesError`, and `ExactModeError` where mode `exact` could promise nothing.
+    `ModelFilesError`, and `UnsupportedError` where mode `exact` could promise nothing.
     """
 
+    #: Pages to a multiple of which rows' runs are rounded up where memory allows.
+    run_pages: int
+    #: Whether block tables may name pages of the prefix cache. Otherwise these are copied into a row's own run.
+    has_block_tables: bool
     decoder: Decoder
     #: Parts of a group's members, the first of which this process has; none where it leads no group.
     partitions: tuple[Partition, ...] = ()
 
     def __init__(
-        self, model_folder: Path, config: EngineConfig, model: ModelConfig, part: PartOfModel | None = None
+        self, model_folder: Path, config: EngineConfig, model: ModelConfig, sums: GroupSums | None = None
     ) -> None:
         self.config = config
         self.model = model
-        self.part = part
-        self._partition = None if part is None else part.partition
+        self.sums = sums
+        self._partition = None if sums is None else sums.partition
         self.device, self.dtype, self.products, pool = choose_arithmetic(config)
         #: Number format of keys, values and adapters; that of queries where torch attends.
         self.pool_dtype = pool if can_attend_compiled(model.head_dim, pool) else self.dtype
@@ -105,13 +99,9 @@ class Backend(ABC):
         """The whole model, of which `model` may be a member's part."""
         return self.model if self._partition is None else self._partition.whole
 
-    @property
-    def _members(self) -> Members | None:
-        return None if self.part is None else self.part.members
-
     @abstractmethod
     def check_exact(self) -> None:
-        """Raises `ExactModeError` where mode `exact` could promise nothing."""
+        """Raises `UnsupportedError` where mode `exact` could promise nothing."""
 
     def load(self, model_folder: Path) -> tuple[dict[str, Weight], Packed]:
         """Weights by checkpoint name, and linear layers that are packed already."""
@@ -123,22 +113,34 @@ class Backend(ABC):
 
     @property
     @abstractmethod
-    def traits(self) -> KernelTraits:
-        """How the kernels read the pool."""
+    def has_lora_panels(self) -> bool:
+        """Whether LoRA matrices are stored in panels (`kernels.packed_weight`). Otherwise rank rows are stored one by
+        one.
+        """
 
-    def plan_memory(self) -> MemoryPlan:
-        """Size of this process's pool and limits of a step, here for a pool in host memory. Raises
-        `PoolExhaustedError` when not even one page fits."""
-        pool_bytes = self.config.pool_bytes or default_cpu_pool_bytes(total_host_bytes())
-        pool_bytes //= self.config.tensor_parallel
-        return plan_pool(self.page_layout(), self.pool_dtype.itemsize, cpu_limits(self.config), pool_bytes)
+    @property
+    @abstractmethod
+    def reads_other_rows(self) -> bool:
+        """Whether attention reads numbers of other rows and masks them. A row's pages are then zeroed before it gets
+        them, since no mask keeps out NaN.
+        """
+
+    @property
+    @abstractmethod
+    def is_arithmetic_fixed(self) -> bool:
+        """Whether a row's bits are the same however its prompt is cut into steps."""
+
+    def limits(self) -> EngineLimits:
+        """Limits of the engine's steps and pool, here for a pool in host memory."""
+        itemsize = self.pool_dtype.itemsize
+        return cpu_limits(total_host_bytes(), self.config, self.model, itemsize, self.run_pages)
 
     @abstractmethod
     def runner(
         self, live: LiveWeights, memory: Tensor, layout: PageLayout, config: EngineConfig, rules: TokenRules
     ) -> StepRunner:
         """A runner of steps over `memory` (the flat pool). `live`: weights of the decoder. `config`: with the limits
-        of `plan_memory`."""
+        of a step."""
 
     @property
     def default_cost(self) -> CostModel:
@@ -151,7 +153,7 @@ class Backend(ABC):
 
     def copies(self) -> AdapterCopies:
         """How adapters move between host memory and the pool."""
-        return CopiesAtOnce()
+        return AdapterCopies()
 
     @property
     def loader_threads(self) -> int:
@@ -164,7 +166,7 @@ class Backend(ABC):
 
     def live_weights(self) -> LiveWeights:
         """The object that merges adapters into the decoder."""
-        return LiveWeights(self.decoder) if self.part is None else PartWeights(self.decoder, self.part)
+        return LiveWeights(self.decoder) if self.sums is None else PartWeights(self.decoder, self.sums)
 
     @property
     def host_tier_bytes(self) -> int:
@@ -181,14 +183,17 @@ class Backend(ABC):
 
     def page_layout(self) -> PageLayout:
         """How the pool is cut into pages."""
-        return PageLayout.of(self.model, self.config.page_tokens, run_pages=self.traits.run_pages)
+        return page_layout(self.model, self.config.page_tokens)
 
 
 class CpuBackend(Backend):
     """Steps on a CPU by compiled kernels, or by torch's operators where they were not built."""
 
+    run_pages = RUN_PAGES["cpu"]
+    has_block_tables = False
+
     def check_exact(self) -> None:
-        """Raises `ExactModeError` where the model cannot be computed exactly on this CPU."""
+        """Raises `UnsupportedError` where the model cannot be computed exactly on this CPU."""
         check_exact_on_cpu(self.model)
 
     def load(self, model_folder: Path) -> tuple[dict[str, Weight], Packed]:
@@ -205,20 +210,24 @@ class CpuBackend(Backend):
     def build_decoder(self, weights: dict[str, Weight], packed: Packed) -> Decoder:
         """A decoder that multiplies by `products`; in mode `exact`, one whose rows do not depend on others."""
         if self.config.mode == "exact":
-            assert self.part is None, "what parts add up rounds otherwise than the whole"
+            assert self.sums is None, "what parts add up rounds otherwise than the whole"
             return ExactDecoder(self.model, weights, self.dtype, products=self.products, packed=packed)
-        return Decoder(self.model, weights, self.dtype, products=self.products, packed=packed, members=self._members)
+        return Decoder(self.model, weights, self.dtype, products=self.products, packed=packed, sums=self.sums)
 
     @property
-    def traits(self) -> KernelTraits:
-        """How compiled kernels, or torch's operators, read the pool."""
-        return KernelTraits(
-            run_pages=RUN_PAGES["cpu"],
-            has_block_tables=False,
-            has_lora_panels=has_panels(),
-            reads_other_rows=not can_attend_compiled(self.model.head_dim, self.pool_dtype),
-            is_arithmetic_fixed=is_arithmetic_fixed(self.model),
-        )
+    def has_lora_panels(self) -> bool:
+        """Whether there are compiled kernels, which read panels."""
+        return has_panels()
+
+    @property
+    def reads_other_rows(self) -> bool:
+        """Whether torch attends, over rows side by side."""
+        return not can_attend_compiled(self.model.head_dim, self.pool_dtype)
+
+    @property
+    def is_arithmetic_fixed(self) -> bool:
+        """Whether compiled kernels compute all that could round otherwise."""
+        return is_arithmetic_fixed(self.model)
 
     def allocate(self, num_elements: int) -> Tensor:
         """This process's pool, [1, num_elements], whose memory the system hands out page by page on first use."""
@@ -234,33 +243,31 @@ class CpuBackend(Backend):
 class GpuBackend(Backend):
     """Steps by the Triton kernels: on a GPU, or on a CPU in Triton's interpreter."""
 
+    run_pages = RUN_PAGES["cuda"]
+    has_block_tables = True
+    has_lora_panels = False
+    reads_other_rows = False
     decoder: GpuDecoder
 
     def check_exact(self) -> None:
-        """Raises `ExactModeError` where the configuration cannot be exact, and fixes the interpreter's products."""
+        """Raises `UnsupportedError` where the configuration cannot be exact, and fixes the interpreter's products."""
         check_exact_on_gpu(self.config)
         if is_interpreted():
             fix_products()
 
     @property
-    def traits(self) -> KernelTraits:
-        """How the Triton kernels read the pool."""
-        return KernelTraits(
-            run_pages=RUN_PAGES["cuda"],
-            has_block_tables=True,
-            has_lora_panels=False,
-            reads_other_rows=False,
-            is_arithmetic_fixed=self.config.mode == "exact",
-        )
+    def is_arithmetic_fixed(self) -> bool:
+        """Whether the mode is `exact`."""
+        return self.config.mode == "exact"
 
     def load(self, model_folder: Path) -> tuple[dict[str, Weight], Packed]:
         """Load the weights while other processes compile the kernels."""
         self._ahead = self.compile_ahead(model_folder)
         return super().load(model_folder)
 
-    def compile_ahead(self, model_folder: Path) -> CompileAhead | None:
-        """Start to compile the kernels; None: they are not compiled ahead. Members of a group have the same kernels,
-        which the leader has compiled.
+    def compile_ahead(self, model_folder: Path) -> subprocess.Popen[bytes] | None:
+        """Start to compile the kernels, by `start_compiling`; None: they are not compiled ahead. Members of a group
+        have the same kernels, which the leader has compiled.
         """
         is_leader = self._partition is None or self._partition.member == 0
         is_nvidia = self.device.type == "cuda" and torch.version.hip is None
@@ -276,25 +283,24 @@ class GpuBackend(Backend):
             1 if self._partition is None else self._partition.num_members,
             self.config.mode == "exact",
         )
-        return CompileAhead(kernels)
+        return start_compiling(kernels)
 
     def build_decoder(self, weights: dict[str, Weight], packed: Packed) -> GpuDecoder:
         """A decoder for prepared steps, with weights in 8 bits or fixed products where these are asked for."""
-        decoder = GpuDecoder(self.model, weights, self.dtype, products=None, members=self._members)
+        decoder = GpuDecoder(self.model, weights, self.dtype, products=None, sums=self.sums)
         if self.config.base_quantization != "none":
             decoder.quantize()
         if self.config.mode == "exact":
             decoder.fix_products()
         return decoder
 
-    def plan_memory(self) -> MemoryPlan:
-        """Size of the pool and limits of a step, from the memory that weights leave on the GPU."""
+    def limits(self) -> EngineLimits:
+        """Limits of the engine's steps and pool, from the memory that weights leave on the GPU."""
         if self.device.type != "cuda":
-            return super().plan_memory()
+            return super().limits()
         # the logits of a part are joined
         model = replace(self.model, vocab_size=self.whole.vocab_size)
-        limits, pool_bytes = gpu_plan(self.free_bytes(), self.config, model, self.pool_dtype.itemsize)
-        return plan_pool(self.page_layout(), self.pool_dtype.itemsize, limits, pool_bytes)
+        return gpu_limits(self.free_bytes(), self.config, model, self.pool_dtype.itemsize)
 
     def free_bytes(self) -> int:
         """Memory of the GPU that weights leave; 0 in Triton's interpreter."""
@@ -305,7 +311,7 @@ class GpuBackend(Backend):
 
     def copies(self) -> AdapterCopies:
         """Copies on a stream of their own; at once in Triton's interpreter."""
-        return CopyStream(self.device) if self.device.type == "cuda" else CopiesAtOnce()
+        return CopyStream(self.device) if self.device.type == "cuda" else AdapterCopies()
 
     @property
     def loader_threads(self) -> int:
@@ -326,24 +332,23 @@ class GpuBackend(Backend):
     def await_kernels(self) -> None:
         """Wait until the kernels are compiled: the first steps would compile them one by one."""
         if self._ahead is not None:
-            self._ahead.wait()
+            wait_until_compiled(self._ahead)
 
     def prompt_attention(self, layout: PageLayout, config: EngineConfig) -> PromptAttention | None:
         """The library for attention over prompts that is asked for, where it can serve; None: our kernel."""
         model = self.model
-        heads = HeadLayout(model.num_heads, model.num_kv_heads, model.head_dim, model.num_layers, layout.page_tokens)
         rules = frozenset(
             AttentionRule(model.attention_scale, window, model.attention_softcap) for window in model.sliding_windows
         )
         is_exact = config.mode == "exact"
-        found, problem = choose_prompt_attention(self.device, self.pool_dtype, heads, rules, is_exact=is_exact)
+        found, problem = choose_prompt_attention(self.device, self.pool_dtype, layout, rules, is_exact=is_exact)
         if problem is not None:
             logger.warning("%s", problem)
         return found
 
     def executor(self) -> StepExecutor:
         """How decode steps are launched: as CUDA graphs, or kernel by kernel without a GPU."""
-        return GraphExecutor() if self.device.type == "cuda" else EagerExecutor()
+        return GraphExecutor() if self.device.type == "cuda" else StepExecutor()
 
 
 def gpu_loader_threads(num_cores: int, num_engines: float) -> int:
@@ -359,23 +364,23 @@ MakeBackend = Callable[[Path, EngineConfig, ModelConfig], Backend]
 
 
 def choose_backend(
-    model_folder: Path, config: EngineConfig, model: ModelConfig, part: PartOfModel | None = None
+    model_folder: Path, config: EngineConfig, model: ModelConfig, sums: GroupSums | None = None
 ) -> Backend:
     """The backend of the configured device and kernels. Raises what `Backend` and `backend_type` do."""
-    return backend_type(config, choose_arithmetic(config).device)(model_folder, config, model, part)
+    return backend_type(config, choose_arithmetic(config).device)(model_folder, config, model, sums)
 
 
 def backend_type(config: EngineConfig, device: torch.device) -> type[Backend]:
     """The Triton kernels on a GPU; elsewhere compiled kernels unless `config.kernels` asks for Triton's interpreter.
 
-    Raises DeviceError where the Triton kernels cannot run.
+    Raises UnsupportedError where the Triton kernels cannot run.
     """
     if device.type == "cuda":
         return GpuBackend
     if config.kernels != "triton":
         return CpuBackend
     if not is_interpreted():
-        raise DeviceError(
+        raise UnsupportedError(
             "kernels='triton': on a CPU they run in Triton's interpreter only. Set TRITON_INTERPRET=1 before the "
             "first import, or leave kernels='auto'."
         )
@@ -399,18 +404,20 @@ def choose_arithmetic(config: EngineConfig) -> Arithmetic:
     """Device and number formats of a configuration: bf16 on a GPU and fp32 on a CPU unless asked otherwise. Activations
     are in fp32 on a CPU.
 
-    Raises DeviceError for a device that is not there, and for a number format that it does not multiply in.
+    Raises UnsupportedError for a device that is not there, and for a number format that it does not multiply in.
     """
     name = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise DeviceError(f"device={config.device!r}: torch sees no GPU here. Use 'cpu', or a build with CUDA.")
+            raise UnsupportedError(
+                f"device={config.device!r}: torch sees no GPU here. Use 'cpu', or a build with CUDA."
+            )
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     asked = dtype_on("cuda" if device.type == "cuda" else "cpu", config.dtype)
     if asked not in dtypes:
-        raise DeviceError(f"dtype={config.dtype!r}: must be auto, {', '.join(dtypes)}")
+        raise UnsupportedError(f"dtype={config.dtype!r}: must be auto, {', '.join(dtypes)}")
     if backend_type(config, device) is GpuBackend:
         check_fp8(config, device, asked)
         return Arithmetic(device, dtypes[asked], None, dtypes[asked])
@@ -425,28 +432,28 @@ def _tensor_bytes(weights: Mapping[str, Weight], packed: Packed) -> int:
 
 
 def check_fp8(config: EngineConfig, device: torch.device, dtype: str) -> None:
-    """Raises DeviceError where a GPU does not multiply in the 8 bits that are asked for."""
+    """Raises UnsupportedError where a GPU does not multiply in the 8 bits that are asked for."""
     asked = f"base_quantization={config.base_quantization!r}"
     if config.base_quantization == "int8":
-        raise DeviceError(f"{asked}: served on CPUs only. Use fp8 or none on a GPU.")
+        raise UnsupportedError(f"{asked}: served on CPUs only. Use fp8 or none on a GPU.")
     if config.base_quantization == "none" or device.type != "cuda":
         return
     if dtype != "bfloat16":
-        raise DeviceError(f"{asked}, dtype={dtype!r}: products of 8 bits give bfloat16. Use dtype auto.")
+        raise UnsupportedError(f"{asked}, dtype={dtype!r}: products of 8 bits give bfloat16. Use dtype auto.")
     if torch.cuda.get_device_capability(device) < (8, 9):
-        raise DeviceError(
+        raise UnsupportedError(
             f"{asked}: {torch.cuda.get_device_name(device)} does not multiply in 8-bit floating point (compute "
             "capability 8.9 and later do: L4, H100, B200). Use none."
         )
 
 
 def _cpu_products(config: EngineConfig, dtype: str) -> Products | None:
-    """How linear layers are multiplied on this CPU. Raises DeviceError for what would be slow in silence."""
+    """How linear layers are multiplied on this CPU. Raises UnsupportedError for what would be slow in silence."""
     if config.base_quantization == "fp8":
-        raise DeviceError("base_quantization='fp8': served on GPUs only. Use int8 or none on a CPU.")
+        raise UnsupportedError("base_quantization='fp8': served on GPUs only. Use int8 or none on a CPU.")
     if config.base_quantization == "int8" and dtype != "float16":
         if not can_multiply("int8"):
-            raise DeviceError(
+            raise UnsupportedError(
                 "base_quantization='int8': this processor has neither AVX512_VNNI nor AVX_VNNI, or the compiled CPU "
                 "kernels are missing. Use base_quantization none."
             )
@@ -454,7 +461,7 @@ def _cpu_products(config: EngineConfig, dtype: str) -> Products | None:
     if dtype == "bfloat16" and can_multiply("bfloat16"):
         return "bfloat16"
     if dtype != "float32":
-        raise DeviceError(
+        raise UnsupportedError(
             f"dtype={dtype!r}: this processor multiplies float32 only (bfloat16 needs AVX512_BF16 and the compiled CPU "
             "kernels). Use dtype auto: a checkpoint of 16 bits stays so in memory."
         )

@@ -90,25 +90,28 @@ def is_compiled_ahead() -> bool:
     return os.environ.get(_VARIABLE, "1") != "0"
 
 
-class CompileAhead:
-    """Kernels that are being compiled by other processes. These end with this one."""
+def start_compiling(kernels: EngineKernels) -> subprocess.Popen[bytes] | None:
+    """Start a process that compiles an engine's kernels, and ends with this one. None where all of them are in the
+    cache, or where it cannot be started, which is a warning.
+    """
+    try:
+        return None if kernels.done.exists() else start_compiler(_MODULE, json.dumps(asdict(kernels)))
+    except OSError as error:
+        _warn(str(error))
+        return None
 
-    def __init__(self, kernels: EngineKernels) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._problem: str | None = None
-        try:
-            if not kernels.done.exists():
-                self._process = start_compiler(_MODULE, json.dumps(asdict(kernels)))
-        except OSError as error:
-            self._problem = str(error)
 
-    def wait(self, longest_s: float = _LONGEST_WAIT_S) -> Compiled:
-        """Wait at most `longest_s` until all kernels are compiled. Logs a warning that names those that are not."""
-        compiled = Compiled(problem=self._problem) if self._process is None else result_of(self._process, longest_s)
-        missing = compiled.problem or ", ".join(compiled.failed)
-        if missing:
-            logger.warning("not compiled ahead, but when they are first launched: GPU kernels (%s)", missing)
-        return compiled
+def wait_until_compiled(process: subprocess.Popen[bytes], longest_s: float = _LONGEST_WAIT_S) -> Compiled:
+    """Wait at most `longest_s` until all kernels are compiled. Logs a warning that names those that are not."""
+    compiled = result_of(process, longest_s)
+    missing = compiled.problem or ", ".join(compiled.failed)
+    if missing:
+        _warn(missing)
+    return compiled
+
+
+def _warn(missing: str) -> None:
+    logger.warning("not compiled ahead, but when they are first launched: GPU kernels (%s)", missing)
 
 
 def start_compiler(module: str, argument: str) -> subprocess.Popen[bytes]:

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,16 +24,17 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import triton_key
 
+from ...kernels.layouts.pages import PageLayout
 from ...kernels.merge.triton import merge
 from ...system.confinement import end_with
 from ...system.local_cache import file_lock
 from ..config import EngineConfig, read_model_config
-from ..memory.limits import RUN_PAGES
 from ..memory.packed import pack_adapter
-from ..memory.pool import PageLayout, PageRun
+from ..memory.pool import PageRange, page_layout
 from ..memory.residency import ResidentAdapter
 from ..model_config.model import PACKED_SITES, ModelConfig, PackedSite, packed_members
-from ..model_config.partition import group_of
+from ..model_config.partition import partitions_of
+from ..models.decoder import GroupSums
 from ..models.gpu_decoder import GpuDecoder
 from ..models.load import dummy_weights
 from ..models.merge import LiveWeights, merge_jobs, packed_jobs
@@ -41,11 +43,11 @@ from ..peft.random import dummy_adapter_weights, dummy_audit
 from ..request import Request, SamplingParams
 from ..sequence import Sequence
 from .compile_ahead import EngineKernels
-from .gpu_graphs import EagerExecutor
+from .gpu_graphs import StepExecutor
 from .gpu_plan import PREFILL_TILE_ROWS, SPLIT_KEYS
 from .gpu_runner import GpuRunner
 from .runner import LaunchedStep
-from .sampler import NO_RULES, SampledTokens
+from .sampler import SampledTokens
 
 _META = torch.device("meta")
 _NUM_PAGES = 4096
@@ -62,23 +64,15 @@ _GREEDY = SamplingParams(max_tokens=2)
 Noted = tuple[Any, str]
 
 
-class TargetOnly:
-    """The part of a driver that compiling asks for."""
-
-    def __init__(self, capability: int) -> None:
-        self._target = GPUTarget("cuda", capability, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        """The GPU that is compiled for."""
-        return self._target
-
-    def get_current_device(self) -> int:
-        """Number of the only device."""
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        """A number; nothing is launched on the stream."""
-        return device
+def compile_for(capability: int) -> None:
+    """Make Triton compile for a GPU of this capability from now on, by the part of a driver that compiling asks for:
+    nothing is launched on its stream.
+    """
+    target = GPUTarget("cuda", capability, 32)
+    driver = SimpleNamespace(
+        get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: device
+    )
+    triton.runtime.driver.set_active(driver)
 
 
 def note_kernels(kernels: EngineKernels) -> dict[str, Noted]:
@@ -88,7 +82,7 @@ def note_kernels(kernels: EngineKernels) -> dict[str, Noted]:
 
 def note_launches(capability: int, launch_all: Callable[[], object]) -> dict[str, Noted]:
     """Kernels that `launch_all` launches, by what they are compiled by for a GPU."""
-    triton.runtime.driver.set_active(TargetOnly(capability))
+    compile_for(capability)
     noted: dict[str, Noted] = {}
 
     def note(*, key: str, fn: Any, compile: dict[str, Any], **others: Any) -> bool:
@@ -107,21 +101,22 @@ def note_launches(capability: int, launch_all: Callable[[], object]) -> dict[str
 def _launch_all(kernels: EngineKernels) -> None:
     """Every kind of step, and merges."""
     whole = read_model_config(Path(kernels.model_folder))
+    partition = partitions_of(whole, kernels.tensor_parallel)[0]
     is_part = kernels.tensor_parallel > 1
-    model = group_of(whole, kernels.tensor_parallel)[0].shard if is_part else whole
+    model = partition.shard if is_part else whole
     dtype: torch.dtype = getattr(torch, kernels.dtype)
-    members = _OneOfMany(whole.vocab_size) if is_part else None
-    decoder = GpuDecoder(model, dict(dummy_weights(model, dtype, _META)), dtype, products=None, members=members)
+    sums = _SumsByShape(partition) if is_part else None
+    decoder = GpuDecoder(model, dict(dummy_weights(model, dtype, _META)), dtype, products=None, sums=sums)
     if kernels.base_quantization != "none":
         decoder.quantize()
     if kernels.is_exact:
         decoder.fix_products()
         _multiply_rows(decoder)
     config = EngineConfig(page_tokens=kernels.page_tokens, mode="exact" if kernels.is_exact else "auto")
-    layout = PageLayout.of(model, config.page_tokens, run_pages=RUN_PAGES["cuda"])
+    layout = page_layout(model, config.page_tokens)
     memory = torch.empty(_NUM_PAGES * layout.page_elements, dtype=dtype, device=_META)
     live = LiveWeights(decoder)
-    runner = _UnreadRunner(decoder, live, memory, layout, config, NO_RULES, EagerExecutor())
+    runner = _UnreadRunner(decoder, live, memory, layout, config, None, StepExecutor())
     for entries in _steps(model, dtype, layout):
         runner.launch(entries)
     if live.takes_packed:
@@ -147,7 +142,7 @@ def _steps(model: ModelConfig, dtype: torch.dtype, layout: PageLayout) -> Iterat
     def entry(sampling: SamplingParams, adapter: ResidentAdapter | None, num_tokens: int, num_stored: int) -> StepEntry:
         request = Request("", (1,) * num_tokens, None, sampling)
         sequence = Sequence(request, token_ids=[1] if num_stored else [], num_stored=num_stored)
-        run = PageRun(0, layout.pages_for_tokens(num_tokens + 1))
+        run = PageRange(0, layout.pages_for_tokens(num_tokens + 1))
         return StepEntry(sequence, 1 if num_stored else num_tokens, run, adapter)
 
     yield [entry(_DRAWN, which, prompt, 0) for which in (adapter, None)]
@@ -179,13 +174,8 @@ class _UnreadRunner(GpuRunner):
         return LaunchedStep(sampled, lambda: SampledTokens([], [], [], []))
 
 
-class _OneOfMany:
-    """A member of a group, by shapes alone."""
-
-    first_token = 0
-
-    def __init__(self, head_outputs: int) -> None:
-        self.head_outputs = head_outputs
+class _SumsByShape(GroupSums):
+    """Sums of a group, by shapes alone."""
 
     def add_up(self, x: Tensor) -> Tensor:
         """`x` itself, which has the shape of the sum."""

@@ -81,7 +81,7 @@ class GpuAdapters:
         row = self._free.pop()
         self._row_of[adapter.order] = row
         self.chunk_counts[row] = rows.counts.reshape(-1, NUM_SITES).max(0)
-        self.table.write_rows(row, run.start, rows)
+        self.table.write(row, run.start, rows)
         return True
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -52,51 +51,35 @@ class GraphKey:
     draws: bool = False
 
 
-class StepExecutor(Protocol):
-    """Runs the device's part of bucketed steps. `work` of one key always launches the same kernels on the same
-    addresses, until `forget`."""
+class StepExecutor:
+    """Runs the device's part of bucketed steps: here kernel by kernel, for CPUs, and to look for errors on a GPU.
+
+    `work` of one key always launches the same kernels on the same addresses, until `forget`.
+    """
 
     def choose(self, key: GraphKey) -> GraphKey:
         """The key under which a step of `key` is run: `key` itself, or one of a larger bucket."""
+        return key
 
     def run(self, key: GraphKey, work: Callable[[], None]) -> None:
         """Launch `work` once."""
+        work()
 
     def forget(self) -> None:
         """Drop what depends on addresses: they have changed."""
 
 
-class EagerExecutor:
-    """Launches kernel by kernel: for CPUs, and to look for errors on a GPU."""
-
-    def choose(self, key: GraphKey) -> GraphKey:
-        """The key itself."""
+def graph_for(key: GraphKey, num_visits: int, captured: Collection[GraphKey]) -> GraphKey:
+    """The key of the graph for a step of `key`, where there are graphs of the keys `captured`. Buckets that are visited
+    again and again get a graph, and the first of their kind. `num_visits`: steps of `key` so far.
+    """
+    if key in captured or num_visits >= _VISITS:
         return key
-
-    def run(self, key: GraphKey, work: Callable[[], None]) -> None:
-        """Launch the kernels of `work`."""
-        work()
-
-    def forget(self) -> None:
-        """Do nothing: no addresses are kept."""
+    larger = [k for k in captured if k.bucket > key.bucket and replace(k, bucket=key.bucket) == key]
+    return min(larger, key=lambda k: k.bucket, default=key)
 
 
-class GraphChoice:
-    """Decides which buckets get a graph: those that are visited again and again, and the first of their kind."""
-
-    def __init__(self) -> None:
-        self._visits: Counter[GraphKey] = Counter()
-
-    def choose(self, key: GraphKey, captured: Collection[GraphKey]) -> GraphKey:
-        """The key of the graph for a step of `key`, where there are graphs of the keys `captured`."""
-        self._visits[key] += 1
-        if key in captured or self._visits[key] >= _VISITS:
-            return key
-        larger = [k for k in captured if k.bucket > key.bucket and replace(k, bucket=key.bucket) == key]
-        return min(larger, key=lambda k: k.bucket, default=key)
-
-
-class GraphExecutor:
+class GraphExecutor(StepExecutor):
     """Captures the work of a key on its first run and replays it from then on.
 
     All graphs share one memory pool: one step runs at a time, and no graph's temporary memory is read by another.
@@ -104,12 +87,13 @@ class GraphExecutor:
 
     def __init__(self) -> None:
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
-        self._choice = GraphChoice()
+        self._visits: Counter[GraphKey] = Counter()
         self._pool = torch.cuda.graph_pool_handle()
 
     def choose(self, key: GraphKey) -> GraphKey:
-        """The key of the graph that serves a step of `key`, see `GraphChoice`."""
-        return self._choice.choose(key, self._graphs.keys())
+        """The key of the graph that serves a step of `key`, by `graph_for`."""
+        self._visits[key] += 1
+        return graph_for(key, self._visits[key], self._graphs.keys())
 
     def run(self, key: GraphKey, work: Callable[[], None]) -> None:
         """Replay the graph of a key. On its first run launch the kernels, which compiles them, and capture them then.

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.layouts.heads import HeadLayout
+from ...kernels.layouts.pages import PageLayout
 from ...kernels.layouts.segments import SegmentLimits, plan_segments
 from ...kernels.paged_attention.libraries import PromptSpans
 from ...kernels.paged_attention.work import SEGMENT_KEYS, Span, WorkLimits, plan_attention, tile_rows_for
@@ -22,7 +23,9 @@ from ..models.gpu_step import StepBuffer, StepSizes
 from ..models.step_batch import StepEntry
 from ..request import SamplingParams
 from ..sequence import Sequence
-from .sampler import StopTokens
+
+if TYPE_CHECKING:
+    from ..text.token_rules import TokenRules
 
 SPLIT_KEYS = 512  # see kernels.paged_attention.triton
 DECODE_TILE_ROWS, PREFILL_TILE_ROWS = 16, 64  # see kernels.layouts.segments
@@ -40,7 +43,7 @@ class StepGeometry:
     #: Most chunks of a resident in any layer, per packed site: [table rows, 4].
     chunk_counts: _Int32s
     #: Heads and pages of the pool.
-    layout: HeadLayout
+    layout: PageLayout
     #: Number format of the pool.
     dtype: torch.dtype
     #: Programs that share a contraction.
@@ -69,7 +72,7 @@ class PlannedStep:
     """One step before its lists are written.
 
     `plus`, `minus` [num_entries]: table rows of the adapter that an entry is served by and of the merged one that it
-    must not see, -1 for none. A row's `stop_tokens` are withheld until its `min_tokens`.
+    must not see, -1 for none. `rules`: as in `GpuRunner`.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class PlannedStep:
         plus: _Int32s,
         minus: _Int32s,
         geometry: StepGeometry,
-        stop_tokens: StopTokens,
+        rules: TokenRules | None,
     ) -> None:
         self.entries = entries
         self._geometry = geometry
@@ -97,8 +100,8 @@ class PlannedStep:
         self.num_scored = sum(len(places.token_ids) for _, places in self.scored)
         self._withheld = [
             ()
-            if s.request.sampling.has_rules or s.num_generated >= s.request.sampling.min_tokens
-            else tuple(stop_tokens(s))
+            if rules is None or s.request.sampling.has_rules or s.num_generated >= s.request.sampling.min_tokens
+            else rules.stop_tokens(s)
             for s in self.sampled
         ]
         #: Places, among those that are sampled, of rows whose logits the host changes.
@@ -229,7 +232,7 @@ class PlannedStep:
             self._plan_lora(entry_of_row[sampled_rows], host.sizes.sampled_segments, host.view("sampled_segments"))
         columns_of_spans = (row_starts, self._num_tokens, self._stored, page_starts)
         spans = [Span(*numbers) for numbers in zip(*(c.tolist() for c in columns_of_spans), strict=True)]
-        plan_attention(spans, geometry.layout.group, host.sizes.attention, into=host.view("attention"))
+        plan_attention(spans, geometry.layout.queries_per_key_head, host.sizes.attention, into=host.view("attention"))
 
     def spans(self) -> PromptSpans:
         """Sequences as libraries for attention take them."""
@@ -265,10 +268,10 @@ def split_keys_of(contexts: _Int64s, full_rows: int | None) -> int:
 
 def _pages(entry: StepEntry, count: int) -> _Int64s:
     """The first `count` pages of a row's block table."""
-    own = np.arange(entry.run.start, entry.run.start + count - len(entry.shared))
+    own = np.arange(entry.pages.start, entry.pages.start + count - len(entry.shared))
     if not entry.shared and not entry.extensions:
         return own
-    runs = [np.arange(run.start, run.end) for run in (entry.run, *entry.extensions)]
+    runs = [np.arange(run.start, run.end) for run in (entry.pages, *entry.extensions)]
     return np.concatenate([np.array(entry.shared, np.int64), *runs])[:count]
 
 

@@ -19,7 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,24 +29,27 @@ from torch import Tensor
 
 from ...kernels.launch import empty_pinned, num_persistent_programs, to_device
 from ...kernels.layouts.lora_table import CHUNK_RANK
+from ...kernels.layouts.pages import PageLayout
 from ...kernels.log_sum_exp import log_sum_exp
 from ...kernels.paged_attention.libraries import PromptAttention
 from ...kernels.paged_attention.types import Partials
 from ...kernels.sampling import NO_TOKEN, sample_tokens
 from ..config import EngineConfig
-from ..memory.pool import PageLayout
 from ..model_config.model import ModelConfig
 from ..models.gpu_decoder import GpuDecoder, GpuMemory
 from ..models.gpu_step import GpuStep, StepBuffer, StepSizes
 from ..models.merge import LiveWeights
-from ..models.step_batch import ScoredPlaces, StepEntry
+from ..models.step_batch import ScoredPositions, StepEntry
 from ..request import MOST_TOP_LOGPROBS
 from ..sequence import Sequence
 from .gpu_adapters import GpuAdapters
 from .gpu_graphs import GraphKey, StepExecutor, bucket_of
 from .gpu_plan import DECODE_TILE_ROWS, SPLIT_KEYS, PlannedStep, StepGeometry, rounded
 from .runner import LaunchedStep
-from .sampler import SampledTokens, ScoredPrompt, TokenRules
+from .sampler import SampledTokens, ScoredPrompt
+
+if TYPE_CHECKING:
+    from ..text.token_rules import TokenRules
 
 # per multiprocessor, as in kernels.lora_shrink.triton and kernels.paged_attention.triton
 _SHRINK_PROGRAMS, _ATTENTION_PROGRAMS = 4, 4
@@ -85,27 +90,18 @@ class FirstSizes:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class CopiedPrompts:
-    """Log-probabilities of prompts on the host, once the step has ended: `logprobs` [num_places], `top` and `ids`
+def _read_prompts(scored: Items[ScoredPositions], logprobs: Tensor, top: Tensor, ids: Tensor) -> Iterator[ScoredPrompt]:
+    """Log-probabilities of each prompt, once the step has ended. On the host: `logprobs` [num_places], `top` and `ids`
     [num_places, num_top].
     """
-
-    scored: list[ScoredPlaces]
-    logprobs: Tensor
-    top: Tensor
-    ids: Tensor
-
-    def read(self) -> Iterator[ScoredPrompt]:
-        """Log-probabilities of each prompt."""
-        first = 0
-        for places in self.scored:
-            here = slice(first, first + len(places.token_ids))
-            first = here.stop
-            count = places.sequence.request.sampling.prompt_top_logprobs
-            pairs = zip(self.ids[here].tolist(), self.top[here].tolist(), strict=True)
-            tops = [tuple(zip(ids[:count], top[:count], strict=True)) for ids, top in pairs] if count else []
-            yield ScoredPrompt(places.sequence, self.logprobs[here].tolist(), tops)
+    first = 0
+    for places in scored:
+        here = slice(first, first + len(places.token_ids))
+        first = here.stop
+        count = places.sequence.request.sampling.prompt_top_logprobs
+        pairs = zip(ids[here].tolist(), top[here].tolist(), strict=True)
+        tops = [tuple(zip(tokens[:count], values[:count], strict=True)) for tokens, values in pairs] if count else []
+        yield ScoredPrompt(places.sequence, logprobs[here].tolist(), tops)
 
 
 def full_rows_of(device: torch.device, num_kv_heads: int) -> int:
@@ -114,7 +110,7 @@ def full_rows_of(device: torch.device, num_kv_heads: int) -> int:
 
 
 class GpuRunner:
-    """Runs `decoder` over `memory` (the flat pool). A row's `stop_tokens` are withheld until its `min_tokens`.
+    """Runs `decoder` over `memory` (the flat pool). `rules`: rules of the rows (None: none has rules or `min_tokens`).
     `prompts`: a library that computes attention in steps with prompts (None: our kernel). `share`: gives the leader's
     tokens to the members of its group.
     """
@@ -126,7 +122,7 @@ class GpuRunner:
         memory: Tensor,
         layout: PageLayout,
         config: EngineConfig,
-        rules: TokenRules,
+        rules: TokenRules | None,
         executor: StepExecutor,
         first: FirstSizes | None = None,
         prompts: PromptAttention | None = None,
@@ -151,9 +147,7 @@ class GpuRunner:
         self._num_programs = 1 if self._is_exact else programs
         self.full_rows = None if self._is_exact else full_rows_of(device, model.num_kv_heads)
         rows = bucket_of(config.batch_rows)
-        self._memory = GpuMemory.allocate(
-            model, self._adapters.table, first.scratch_rows, self._attention_items(rows), layout.page_tokens
-        )
+        self._memory = GpuMemory.allocate(layout, self._adapters.table, first.scratch_rows, self._attention_items(rows))
         self._buffers: dict[tuple[int, bool], StepBuffer] = {}
         # the step before: its tokens as the next step reads them and as the host does, their log-probabilities, and
         # whose they are
@@ -166,8 +160,8 @@ class GpuRunner:
         self._top_logprobs = torch.zeros((rows, MOST_TOP_LOGPROBS), dtype=torch.float32, device=device)
         # log-probabilities of the tokens that rows ask for, of each part of the step
         self._asked: list[Tensor] = []
-        # log-probabilities of prompts of each part of the step, on their way to the host
-        self._scored: list[CopiedPrompts] = []
+        # read log-probabilities of prompts of each part of the step, which are on their way to the host
+        self._scored: list[Callable[[], Iterator[ScoredPrompt]]] = []
         self._places: dict[int, int] = {}
         self._rules = rules
 
@@ -236,8 +230,8 @@ class GpuRunner:
             )
             if self._prompt_attention is None or planned.is_decode:
                 return made
-            spans, heads = planned.spans(), self._memory.heads
-            return replace(made, library=self._prompt_attention.of_step(spans, heads, target.buffer.device))
+            library = self._prompt_attention.of_step(planned.spans(), self._memory.layout, target.buffer.device)
+            return replace(made, library=library)
 
         if key is None:
             self.compute(step(), planned)
@@ -280,6 +274,7 @@ class GpuRunner:
         raw = logits.clone() if step.wants_logprobs else logits
         _withhold_(logits, step.withheld)
         if planned.ruled:
+            assert self._rules is not None, "rows with rules, and nothing that knows them"
             ruled = to_device(torch.tensor(planned.ruled), logits.device)
             changed = logits[ruled]
             self._rules.apply_(changed, [planned.sampled[i] for i in planned.ruled])
@@ -322,7 +317,7 @@ class GpuRunner:
         ids = _LAST_TOKEN - (found & _LAST_TOKEN)
         return logits.gather(1, ids).float(), ids
 
-    def _score(self, raw: Tensor, whole: Tensor, scored: Items[tuple[int, ScoredPlaces]]) -> None:
+    def _score(self, raw: Tensor, whole: Tensor, scored: Items[tuple[int, ScoredPositions]]) -> None:
         """Copy log-probabilities of prompts back. `raw` [num_places, vocab_size]: their logits; `whole`: the logarithms
         of the sums of their exponentials.
         """
@@ -337,12 +332,12 @@ class GpuRunner:
         pinned = [empty_pinned(column.numel(), column.dtype, raw.device).view(column.shape) for column in columns]
         for host, column in zip(pinned, columns, strict=True):
             host.copy_(column, non_blocking=True)
-        self._scored.append(CopiedPrompts([places for _, places in scored], *pinned))
+        self._scored.append(partial(_read_prompts, [places for _, places in scored], *pinned))
 
     def _table_rows(self, entries: Items[StepEntry]) -> dict[int, int]:
         """Table rows of all adapters of a step by their `order`."""
         plus = (e.adapter for e in entries)
-        minus = (e.minus.resident for e in entries if e.minus)
+        minus = (e.minus for e in entries)
         rows = self._adapters.rows_of(adapter for adapter in (*plus, *minus) if adapter is not None)
         if self._adapters.table is not self._memory.table:
             self._memory = replace(self._memory, table=self._adapters.table)
@@ -351,16 +346,16 @@ class GpuRunner:
 
     def _plan(self, entries: Items[StepEntry], rows: dict[int, int]) -> PlannedStep:
         plus = [e.adapter for e in entries]
-        minus = [e.minus.resident if e.minus else None for e in entries]
+        minus = [e.minus for e in entries]
         plus_rows, minus_rows = (
             np.fromiter((rows[adapter.order] if adapter else -1 for adapter in adapters), np.int32, len(entries))
             for adapters in (plus, minus)
         )
-        return PlannedStep(entries, plus_rows, minus_rows, self._geometry(), self._rules.stop_tokens)
+        return PlannedStep(entries, plus_rows, minus_rows, self._geometry(), self._rules)
 
     def _geometry(self) -> StepGeometry:
-        heads, dtype = self._memory.heads, self._memory.table.pool.dtype
-        return StepGeometry(self._adapters.chunk_counts, heads, dtype, self._num_programs, self.full_rows)
+        layout, dtype = self._memory.layout, self._memory.table.pool.dtype
+        return StepGeometry(self._adapters.chunk_counts, layout, dtype, self._num_programs, self.full_rows)
 
     def _make_room(self, planned: PlannedStep) -> None:
         """Grow scratch to what the step needs (ranks have no limit)."""
@@ -467,7 +462,7 @@ class GpuRunner:
             ]
             values = iter(asked.tolist())
             of_each = [tuple(islice(values, count)) for count in num_asked]
-            scored = [prompt for copied in prompts for prompt in copied.read()]
+            scored = [prompt for read_prompts in prompts for prompt in read_prompts()]
             return SampledTokens(tokens.tolist(), logprobs.tolist(), tops, of_each, scored)
 
         return LaunchedStep(sampled, read)

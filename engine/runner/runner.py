@@ -1,4 +1,4 @@
-"""The interface of step runners, the steps in flight between launch and reading, and the runner for CPUs.
+"""The steps in flight between launch and reading, and the runner for CPUs.
 
 A runner may let one step be launched before the one before it is read, so that the device never waits for the
 host. Rows then grow by *pending* tokens, which only the device knows, and the host learns of an end one step late:
@@ -15,19 +15,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ...kernels.layouts.pages import PageLayout
 from ...kernels.sampling import NO_TOKEN
-from ..memory.pool import PageLayout
 from ..models.decoder import Decoder
 from ..models.step_batch import StepEntry, build_step
 from ..request import TopLogprobs
 from ..sequence import Sequence
-from .sampler import SampledTokens, TokenRules, sample, score_prompts
+from .sampler import SampledTokens, sample, score_prompts
 from .step_counts import StepCounts
+
+if TYPE_CHECKING:
+    from ..text.token_rules import TokenRules
 
 #: A sequence, its next token (None where the largest logit is no finite number), the token's log-probability, the
 #: likeliest tokens, and log-probabilities of the asked ones.
@@ -36,74 +39,55 @@ ReadToken = tuple[Sequence, int | None, float, TopLogprobs, tuple[float, ...]]
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step in flight. `sampled`: the sequences that get a token; `read` waits for the tokens."""
+    """A step that is launched and not read yet: as its runner has launched it, with what the engine notes of it."""
 
+    #: Sequences that get a token.
     sampled: tuple[Sequence, ...]
+    #: Waits for the tokens and returns them.
     read: Callable[[], SampledTokens]
-
-
-class StepRunner(Protocol):
-    """Computes steps, one after the other."""
-
-    @property
-    def steps_ahead(self) -> int:
-        """Steps that may be launched before the one before them is read."""
-
-    def launch(self, entries: Items[StepEntry]) -> LaunchedStep:
-        """Start a step; entries are not empty. Pending tokens of its sequences come from earlier steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepInFlight:
-    """A launched step that is not read yet."""
-
-    #: The step as its runner has launched it.
-    launched: LaunchedStep
     #: Rows of the step; empty for a step whose tokens count for nothing.
-    entries: Items[StepEntry]
+    entries: Items[StepEntry] = ()
     #: Counts of what it computes.
-    counts: StepCounts
+    counts: StepCounts = field(default_factory=StepCounts)
     #: Tokens that it was allowed to hold.
-    max_tokens: int
+    max_tokens: int = 0
     #: Seconds on the engine's clock when the host began to plan it.
-    began_s: float
+    began_s: float = 0.0
 
 
 class StepsInFlight:
     """Steps launched and not read, oldest first."""
 
     def __init__(self) -> None:
-        self._steps: deque[StepInFlight] = deque()
+        self._steps: deque[LaunchedStep] = deque()
 
     def __len__(self) -> int:
         return len(self._steps)
 
-    def add(self, step: StepInFlight) -> None:
-        """Count a launched step's tokens as stored and its sampled ones as pending."""
+    def add(self, step: LaunchedStep) -> None:
+        """Count the step's tokens as stored and its sampled ones as pending. One without entries is only waited for, so
+        that its time is not the next one's.
+        """
         for entry in step.entries:
             entry.sequence.num_scored = max(
-                entry.sequence.num_scored, entry.sequence.places_to_score(entry.num_tokens).stop
+                entry.sequence.num_scored, entry.sequence.positions_to_score(entry.num_tokens).stop
             )
             entry.sequence.num_stored += entry.num_tokens
-        for sequence in step.launched.sampled:
+        for sequence in step.sampled if step.entries else ():
             sequence.num_pending += 1
         self._steps.append(step)
 
-    def add_void(self, step: LaunchedStep) -> None:
-        """Add a step whose tokens count for nothing. It is waited for, so that its time is not the next one's."""
-        self._steps.append(StepInFlight(step, (), StepCounts(), 0, 0.0))
-
-    def read(self, keep: int) -> Iterator[tuple[StepInFlight, Iterator[ReadToken]]]:
+    def read(self, keep: int) -> Iterator[tuple[LaunchedStep, Iterator[ReadToken]]]:
         """All steps but the `keep` latest, in the order of launching, each with its tokens once it has ended."""
         while len(self._steps) > keep:
             step = self._steps.popleft()
-            tokens = step.launched.read()
+            tokens = step.read()
             if not step.entries:
                 continue
             for prompt in tokens.prompts:
                 prompt.sequence.prompt_logprobs += prompt.logprobs
                 prompt.sequence.prompt_tops += prompt.tops
-            yield step, _read_tokens(step.launched.sampled, tokens)
+            yield step, _read_tokens(step.sampled, tokens)
 
 
 def _read_tokens(sampled: tuple[Sequence, ...], tokens: SampledTokens) -> Iterator[ReadToken]:
@@ -117,6 +101,7 @@ def _read_tokens(sampled: tuple[Sequence, ...], tokens: SampledTokens) -> Iterat
 class CpuRunner:
     """Runs a decoder over `memory` (the flat pool)."""
 
+    #: Steps that may be launched before the one before them is read.
     steps_ahead = 0
 
     def __init__(self, decoder: Decoder, memory: Tensor, layout: PageLayout, rules: TokenRules) -> None:

@@ -11,9 +11,9 @@ tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from typing import NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -21,16 +21,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.sampling import NO_TOKEN, Choices, choose_further_tokens, choose_tokens, largest_tokens
-from ..models.step_batch import ScoredPlaces
+from ..models.step_batch import ScoredPositions
 from ..request import TopLogprobs
 from ..sequence import Sequence
+
+if TYPE_CHECKING:
+    from ..text.token_rules import TokenRules  # not at run time: members of a group read no texts
 
 # Tokens that are tried in the place of one that a grammar refused, before all that it allows are found.
 _NUM_TRIED = 16
 # The draws of each try have numbers of their own.
 _NEXT_DRAW = 2**40
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-StopTokens = Callable[[Sequence], Items[int]]
 
 
 class ScoredPrompt(NamedTuple):
@@ -52,36 +54,6 @@ class SampledTokens(NamedTuple):
     tops: list[TopLogprobs]
     asked: list[tuple[float, ...]]
     prompts: Items[ScoredPrompt] = ()
-
-
-class TokenRules(Protocol):
-    """Rules that change which token a row may have next, such as grammars and penalties (`text.token_rules`)."""
-
-    def stop_tokens(self, sequence: Sequence) -> Items[int]:
-        """Tokens that are withheld until the row's `min_tokens`."""
-
-    def apply_(self, logits: Tensor, sequences: Items[Sequence], *, checks_later: bool = False) -> None:
-        """Apply the rules to `logits` [num_sequences, vocab_size] in place; minus infinity is impossible."""
-
-    def refused(self, sequences: Items[Sequence], tokens: Items[int], vocab_size: int) -> list[int]:
-        """Places of tokens that must be chosen again."""
-
-    def is_forced(self, sequence: Sequence, vocab_size: int) -> bool:
-        """Whether hardly a token is left in the place of one that was refused, so that none need be tried."""
-
-    def allowed(self, sequences: Items[Sequence], vocab_size: int) -> NDArray[np.int32]:
-        """Tokens that sequences may have instead of those that were refused, as `choose_tokens` reads them."""
-
-
-class NoRules:
-    """Rules where tokens are chosen elsewhere, or not at all."""
-
-    def stop_tokens(self, sequence: Sequence) -> Items[int]:
-        """No token is withheld."""
-        return ()
-
-
-NO_RULES = cast(TokenRules, NoRules())
 
 
 def sample(logits: Tensor, sequences: Items[Sequence], rules: TokenRules) -> SampledTokens:
@@ -106,7 +78,7 @@ def sample(logits: Tensor, sequences: Items[Sequence], rules: TokenRules) -> Sam
     return SampledTokens(tokens, logprobs, tops, of_tokens)
 
 
-def score_prompts(logits: Tensor, scored: Items[ScoredPlaces]) -> list[ScoredPrompt]:
+def score_prompts(logits: Tensor, scored: Items[ScoredPositions]) -> list[ScoredPrompt]:
     """Log-probabilities at places of prompts. `logits` [num_places, vocab_size] are in the order of the places."""
     found, first = [], 0
     for places in scored:

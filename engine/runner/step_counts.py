@@ -47,11 +47,10 @@ class StepCounts:
             if entry.adapter is not None:
                 tokens_of[entry.adapter] = tokens_of.get(entry.adapter, 0) + num_tokens
             if entry.minus is not None:
-                subtracted = entry.minus.resident
-                tokens_of[subtracted] = tokens_of.get(subtracted, 0) + num_tokens
+                tokens_of[entry.minus] = tokens_of.get(entry.minus, 0) + num_tokens
             if entry.yields_token and sequence.request.sampling.is_drawn and not sequence.is_scoring:
                 drawn_tokens += 1
-            scored_tokens += len(sequence.places_to_score(num_tokens))
+            scored_tokens += len(sequence.positions_to_score(num_tokens))
         rank_of = {adapter: adapter.numbers.numel() / elements_per_rank for adapter in tokens_of}
         totals = StepTotals(
             num_steps=1,

@@ -120,7 +120,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Fatal:
-    """From the process, last of all: why it ends. `is_permanent`: another process would fail, too."""
+    """From a process, last of all: why it ends. `is_permanent`: another process would fail, too."""
 
     error: str
     is_permanent: bool = False

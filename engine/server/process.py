@@ -97,7 +97,7 @@ class RunsRequests(Protocol):
 Inbox = queue.SimpleQueue[ToEngine | MessageError]
 
 
-class EngineProcess:
+class EngineServer:
     """Feeds one engine from a queue of messages and writes its replies.
 
     `imported`: a module that is likely to be needed, imported before the first message; "" for none.
@@ -226,13 +226,11 @@ class EngineProcess:
             write_frame(self._outlet, FROM_ENGINE, message)
 
     def _fatal(self, error: Exception, is_permanent: bool) -> int:
-        traceback.print_exc()
-        sentence = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-        self._send(Fatal(sentence, is_permanent, is_out_of_memory(error)))
+        self._send(failure(error, is_permanent=is_permanent))
         return 1
 
 
-def read_messages(inlet: BinaryIO, inbox: queue.SimpleQueue[Any], codec: Codec[Any] = TO_ENGINE) -> None:
+def receive_messages(inlet: BinaryIO, inbox: queue.SimpleQueue[Any], codec: Codec[Any] = TO_ENGINE) -> None:
     """Move messages from the parent to the inbox; end the process with the parent, even in a long step."""
     try:
         while (message := read_frame(inlet, codec)) is not None:
@@ -241,6 +239,13 @@ def read_messages(inlet: BinaryIO, inbox: queue.SimpleQueue[Any], codec: Codec[A
         inbox.put(error)
         return
     os._exit(0)
+
+
+def failure(error: Exception, *, is_permanent: bool) -> Fatal:
+    """The last message of a process that ends by the error being handled, which is printed with its place."""
+    traceback.print_exc()
+    sentence = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+    return Fatal(sentence, is_permanent, is_out_of_memory(error))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -277,9 +282,9 @@ def main() -> int:
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(LogFormatter())  # no other handler is there
     inbox: Inbox = queue.SimpleQueue()
-    threading.Thread(target=read_messages, args=(sys.stdin.buffer, inbox), daemon=True).start()
+    threading.Thread(target=receive_messages, args=(sys.stdin.buffer, inbox), daemon=True).start()
     try:
-        return EngineProcess(inbox, outlet, *sys.argv[1:]).run()
+        return EngineServer(inbox, outlet, *sys.argv[1:]).run()
     except BrokenPipeError:
         return 0
 

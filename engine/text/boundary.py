@@ -8,7 +8,6 @@ text together less those of the prompt.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 from .tokenizer import Tokenizer
@@ -20,22 +19,27 @@ _ANCHOR = "\n"
 _MOST_KEPT = 32
 
 
-@dataclass(frozen=True, slots=True)
-class TextsBehind:
-    """Tokens of texts behind a prompt. `merged`: number of the first text that begins in the middle of a token; None
-    where none does. Its tokens are those behind a line break.
+def texts_behind(
+    tokenizer: Tokenizer, prompt_token_ids: Sequence[int], texts: tuple[str, ...]
+) -> tuple[tuple[int, ...], ...]:
+    """Tokens of each text in its place behind a prompt of tokens. For a text that begins in the middle of a token they
+    are those behind a line break.
     """
-
-    tokens: tuple[tuple[int, ...], ...]
-    merged: int | None = None
+    return _texts_behind(tokenizer, _tail(tokenizer, prompt_token_ids), texts)[0]
 
 
-def texts_behind(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], texts: tuple[str, ...]) -> TextsBehind:
-    """Tokens of each text in its place behind a prompt of tokens."""
+def first_merged(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], texts: tuple[str, ...]) -> int | None:
+    """Number of the first text that begins in the middle of a token behind a prompt of tokens; None: none does."""
+    return _texts_behind(tokenizer, _tail(tokenizer, prompt_token_ids), texts)[1]
+
+
+def _tail(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> tuple[int, ...]:
+    """The last tokens of a prompt, on which those of a text behind it may depend. Text before a special token does not
+    change the tokens behind it: prompts of a chat template end alike.
+    """
     tail = tuple(prompt_token_ids[-_CONTEXT_TOKENS:])
-    # Text before a special token does not change the tokens behind it: prompts of a chat template end alike.
     start = max((place for place, token in enumerate(tail) if token in tokenizer.special_ids), default=0)
-    return _texts_behind(tokenizer, tail[start:], texts)
+    return tail[start:]
 
 
 def split_at_prompt(prompt: Sequence[int], whole: Sequence[int]) -> tuple[list[int], tuple[int, ...]]:
@@ -63,18 +67,21 @@ def given_text(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], token_ids:
     found = text_behind(tokenizer, prompt_token_ids, token_ids)
     if found.startswith(" ") and prompt_token_ids and prompt_token_ids[-1] in tokenizer.special_ids:
         both = (found, found[1:])
-        tokens = texts_behind(tokenizer, prompt_token_ids, both).tokens
+        tokens = texts_behind(tokenizer, prompt_token_ids, both)
         return next((text for text, of_it in zip(both, tokens, strict=True) if of_it == tuple(token_ids)), found)
     return found
 
 
 @lru_cache(_MOST_KEPT)
-def _texts_behind(tokenizer: Tokenizer, tail: tuple[int, ...], texts: tuple[str, ...]) -> TextsBehind:
+def _texts_behind(
+    tokenizer: Tokenizer, tail: tuple[int, ...], texts: tuple[str, ...]
+) -> tuple[tuple[tuple[int, ...], ...], int | None]:
+    """Results of `texts_behind` and of `first_merged`, found together."""
     tokens, merged = _behind(tokenizer, *_context(tokenizer, tail), texts)
     if merged:
         alone, _ = _behind(tokenizer, *_anchor(tokenizer), texts)
         tokens = [alone[number] if number in merged else found for number, found in enumerate(tokens)]
-    return TextsBehind(tuple(map(tuple, tokens)), merged[0] if merged else None)
+    return tuple(map(tuple, tokens)), merged[0] if merged else None
 
 
 def _behind(

@@ -319,7 +319,7 @@ def _with_scores(sequence: Sequence, row: _Row, result: Result) -> Result:
 
 
 def _tree_behind(tokenizer: Tokenizer, prompt_token_ids: Items[int], texts: tuple[str, ...]) -> ChoiceTree:
-    return _tree(texts_behind(tokenizer, prompt_token_ids, texts).tokens)
+    return _tree(texts_behind(tokenizer, prompt_token_ids, texts))
 
 
 _tree = lru_cache(_MOST_TREES_KEPT)(ChoiceTree)

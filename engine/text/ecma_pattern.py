@@ -28,14 +28,10 @@ _FLAGS = re.compile(r"\(\?(?P<flags>[a-zA-Z]*(?:-[a-zA-Z]*)?)[:)]")
 _POSIX = re.compile(r"\[:\^?[a-z]+:\]")
 
 
-class PatternError(ValueError):
-    """A part of a pattern that has another meaning in Rust's syntax, or none, as a sentence."""
-
-
 def rust_pattern(pattern: str) -> str:
     """The pattern that matches the same texts in Rust's syntax. What both refuse is left as it is.
 
-    Raises `PatternError`.
+    Raises ValueError for a part that has another meaning in Rust's syntax, or none, with a sentence about it.
     """
     return "".join(_parts(pattern))
 
@@ -54,7 +50,7 @@ def _parts(pattern: str) -> Iterator[str]:
             continue
         if sign in "*+?" or _COUNT.match(pattern, place):
             if was_repeated:
-                raise PatternError(f"a repeat of a repeat, {pattern[place - 1 : place + 1]}, is not of ECMA-262")
+                raise ValueError(f"a repeat of a repeat, {pattern[place - 1 : place + 1]}, is not of ECMA-262")
             found = _COUNT.match(pattern, place)
             end = found.end() if found else place + 1
             # the sign behind a repeat says which match is taken first, which is the same for whole texts
@@ -63,10 +59,10 @@ def _parts(pattern: str) -> Iterator[str]:
             place = end
             continue
         if sign == "{" and re.match(r"\{,[0-9]+\}", pattern[place:]):
-            raise PatternError("a repeat without its least number is not of ECMA-262; write {0,2} for {,2}")
+            raise ValueError("a repeat without its least number is not of ECMA-262; write {0,2} for {,2}")
         flags = _FLAGS.match(pattern, place)
         if flags is not None and flags["flags"] not in ("", "i", "-i"):
-            raise PatternError(f"flags other than i, here {flags['flags']}, are not supported")
+            raise ValueError(f"flags other than i, here {flags['flags']}, are not supported")
         yield _ANY if sign == "." else f"\\{sign}" if sign in "{}]" else sign
         place += 1
 
@@ -75,7 +71,7 @@ def _escape(pattern: str, place: int, *, is_in_class: bool) -> tuple[str, int]:
     """An escape in Rust's syntax, and the place behind it."""
     found = _ESCAPE.match(pattern, place)
     if found is None:
-        raise PatternError("\\ at its end escapes nothing")
+        raise ValueError("\\ at its end escapes nothing")
     point = _code_point(found)
     sign = found["sign"]
     if point is not None:
@@ -93,7 +89,7 @@ def _escape(pattern: str, place: int, *, is_in_class: bool) -> tuple[str, int]:
     elif sign in "bBAzk123456789" and not is_in_class:
         written = found[0]  # places and references, of which Rust says what it does not have
     else:
-        raise PatternError(f"\\{sign} is no escape of ECMA-262")
+        raise ValueError(f"\\{sign} is no escape of ECMA-262")
     return written, found.end()
 
 
@@ -117,13 +113,13 @@ def _bracketed(pattern: str, place: int) -> tuple[str, int]:
     is_negated = pattern.startswith("^", place + 1)
     place += 1 + is_negated
     if pattern.startswith("]", place):
-        raise PatternError("[] and [^] with nothing in them are not supported; write \\] for the bracket")
+        raise ValueError("[] and [^] with nothing in them are not supported; write \\] for the bracket")
     written = ["[^" if is_negated else "["]
     while not pattern.startswith("]", place):
         if place >= len(pattern):
-            raise PatternError(f"unclosed character class {pattern[start : start + 20]}")
+            raise ValueError(f"unclosed character class {pattern[start : start + 20]}")
         if (named := _POSIX.match(pattern, place)) is not None:
-            raise PatternError(f"{named[0]} is not of ECMA-262; write the characters")
+            raise ValueError(f"{named[0]} is not of ECMA-262; write the characters")
         first, place = _atom(pattern, place)
         written.append(first)
         if pattern.startswith("-", place) and not pattern.startswith("-]", place) and place + 1 < len(pattern):

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from urllib.parse import unquote, urljoin
 
 from ...system.untrusted import parse_object, shown, shown_name
-from .ecma_pattern import PatternError, rust_pattern
+from .ecma_pattern import rust_pattern
 
 #: Treatment of a keyword.
 Fate = Literal["enforced", "ignored", "refused"]
@@ -133,7 +133,7 @@ def enforceable(text: str) -> Enforceable:
     """
     schema = parse_object(text)
     found = Enforceable(schema, _form(schema.pop("x-guidance", {})))
-    _Reader(found).read(schema, "json_schema", 0)
+    _SchemaReader(found).read(schema, "json_schema", 0)
     return found
 
 
@@ -156,7 +156,7 @@ def _form(given: Any) -> dict[str, Any]:
     return dict(given)
 
 
-class _Reader:
+class _SchemaReader:
     """Goes through a schema from its root, along references, and rewrites it. Each part is read once."""
 
     def __init__(self, found: Enforceable) -> None:
@@ -250,7 +250,7 @@ class _Reader:
         """A pattern in Rust's syntax."""
         try:
             written = rust_pattern(pattern)
-        except PatternError as error:
+        except ValueError as error:
             raise SchemaProblemError(f"{place}={shown(pattern)}: {error}.") from None
         self._found.patterns.append((place, pattern, written))
         return written

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import lru_cache
 
 from tokenizers import Tokenizer as TokenizerFile
@@ -10,32 +11,30 @@ from tokenizers import Tokenizer as TokenizerFile
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class TokenBytes:
-    """The bytes of each token of one tokenizer."""
+def bytes_by_token(backend: TokenizerFile) -> Callable[[int], bytes]:
+    """A function from a token to the bytes that it adds to a text; none for a number that is no token."""
+    added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
+    decoder = "" if backend.decoder is None else str(backend.decoder.__getstate__())
+    is_byte_level, has_byte_tokens, is_word_piece = (
+        kind in decoder for kind in ("ByteLevel", "ByteFallback", "WordPiece")
+    )
 
-    def __init__(self, backend: TokenizerFile) -> None:
-        self._backend = backend
-        self._added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
-        decoder = "" if backend.decoder is None else str(backend.decoder.__getstate__())
-        self._is_byte_level = "ByteLevel" in decoder
-        self._has_byte_tokens = "ByteFallback" in decoder
-        self._is_word_piece = "WordPiece" in decoder
-
-    def of(self, token_id: int) -> bytes:
-        """The bytes that a token adds to a text; none for a number that is no token."""
-        if token_id in self._added:
-            return self._added[token_id].encode()
-        text = self._backend.id_to_token(token_id)
+    def bytes_of(token_id: int) -> bytes:
+        if token_id in added:
+            return added[token_id].encode()
+        text = backend.id_to_token(token_id)
         if text is None:
             return b""
-        if self._is_byte_level:
+        if is_byte_level:
             numbers = [_byte_of().get(character) for character in text]
             return text.encode() if None in numbers else bytes(number for number in numbers if number is not None)
-        if self._has_byte_tokens and (found := _BYTE.fullmatch(text)):
+        if has_byte_tokens and (found := _BYTE.fullmatch(text)):
             return bytes.fromhex(found[1])
-        if self._is_word_piece:
+        if is_word_piece:
             return text.removeprefix("##").encode()
         return str(text).replace("▁", " ").encode()
+
+    return bytes_of
 
 
 @lru_cache(maxsize=1)

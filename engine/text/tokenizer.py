@@ -24,7 +24,7 @@ from .chat_template import ChatTemplate
 from .conversation import AS_USUAL, Conversation, RenderOptions
 from .expansion import long_token_problem
 from .literal import LiteralText, RenderedMessages
-from .token_bytes import TokenBytes
+from .token_bytes import bytes_by_token
 from .tokenizer_backend import build
 
 # An incomplete UTF-8 character becomes complete within three more bytes, hence tokens. Beyond that, what
@@ -257,11 +257,11 @@ class Tokenizer:
 
     def bytes_of(self, token_ids: Sequence[int]) -> list[bytes]:
         """The bytes that each token adds to a text."""
-        return list(map(self._token_bytes.of, token_ids))
+        return list(map(self._bytes_of, token_ids))
 
     @cached_property
-    def _token_bytes(self) -> TokenBytes:
-        return TokenBytes(self._backend)
+    def _bytes_of(self) -> Callable[[int], bytes]:
+        return bytes_by_token(self._backend)
 
     @cached_property
     def byte_tokens(self) -> frozenset[int]:

@@ -44,46 +44,19 @@ _PLACED_FIELDS = [0, 1, 3, 4]
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """At most 16 rank rows of one pair of A and B in the pool."""
-
-    #: Offset of its rows of A, [num_rows, in_features], in elements of the pool.
-    a_offset: int
-    #: Offset of its rows of B, [num_rows, num_columns], in elements of the pool.
-    b_offset: int
-    #: Rank rows, 1 to 16.
-    num_rows: int
-    #: First packed output to which it adds.
-    column_start: int
-    #: Packed outputs to which it adds.
-    num_columns: int
-    #: Factor of its product.
-    scale: float
-
-
-@dataclass(frozen=True, slots=True)
-class ResidentSite:
-    """One adapter at one packed site of one layer."""
-
-    #: Chunks of its pairs, in the order of their columns.
-    chunks: tuple[Chunk, ...] = ()
-    #: Offset of its factor, in fp32 elements of the pool; -1 for no factor.
-    factor_offset: int = -1
-    #: Offset of its bias, in fp32 elements of the pool; -1 for no bias.
-    bias_offset: int = -1
-
-
-@dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """The rows of the table for one adapter, as arrays."""
+    """The rows of the table for one adapter, as arrays. Offsets are counted in elements of the pool."""
 
-    #: Chunks of each layer's sites, one site after the other, int32 [num_layers * 4].
+    #: Number of chunks of each layer's sites, one site after the other, int32 [num_layers * 4].
     counts: NDArray[np.int32]
-    #: Fields of each chunk up to `num_columns`, int64 [num_chunks, 5].
+    #: Chunks in the order of their sites and columns, int64 [num_chunks, 5]: offset of the rows of A
+    #: [num_rows, in_features], offset of those of B [num_rows, num_columns], num_rows (1 to 16), first packed output to
+    #: which the chunk adds, num_columns.
     chunks: NDArray[np.int64]
-    #: Scale of each chunk, fp32 [num_chunks].
+    #: Factor of each chunk's product, fp32 [num_chunks].
     scales: NDArray[np.float32]
-    #: Factor and bias offsets of each site, int64 [num_layers * 4, 2]; None for an adapter without such vectors.
+    #: Offsets of each site's factor and bias, in fp32 elements of the pool, -1 for none, int64 [num_layers * 4, 2];
+    #: None for an adapter without such vectors.
     vectors: NDArray[np.int64] | None = None
 
 
@@ -95,7 +68,7 @@ class LoraTable:
     pool: Tensor
     #: Fields of each resident's sites, int64 [num_residents, num_layers, 4, 8].
     sites: Tensor
-    #: Fields of `Chunk` up to `num_columns`, int64 [num_chunks, 5].
+    #: Fields of each chunk, as in `AdapterRows`, int64 [num_chunks, 5].
     chunks: Tensor
     #: Scale of each chunk, fp32 [num_chunks].
     scales: Tensor
@@ -128,26 +101,10 @@ class LoraTable:
         ends = np.array([np.cumsum([*widths, 0])[:2] for widths in parts], np.int64)
         return cls(pool, sites, chunks, scales, pool.view(torch.float32), ends, alignment)
 
-    def write(self, resident: int, first_chunk: int, layers: Sequence[Sequence[ResidentSite]]) -> int:
-        """Enter one adapter as row `resident`, its chunks from row `first_chunk` on. Returns its number of chunks.
-
-        `layers`: indexed by layer, then by site. Steps that were launched earlier still read the old rows.
+    def write(self, resident: int, first_chunk: int, rows: AdapterRows) -> None:
+        """Enter one adapter as row `resident`, its chunks from row `first_chunk` on. Steps that were launched earlier
+        still read the old rows.
         """
-        assert all(len(sites) == NUM_SITES for sites in layers), f"a layer has {NUM_SITES} packed sites"
-        sites = [site for of_layer in layers for site in of_layer]
-        chunks = [chunk for site in sites for chunk in site.chunks]
-        fields = [(c.a_offset, c.b_offset, c.num_rows, c.column_start, c.num_columns) for c in chunks]
-        rows = AdapterRows(
-            np.array([len(site.chunks) for site in sites], np.int32),
-            np.array(fields, np.int64).reshape(-1, CHUNK_FIELDS),
-            np.array([c.scale for c in chunks], np.float32),
-            np.array([(site.factor_offset, site.bias_offset) for site in sites], np.int64),
-        )
-        self.write_rows(resident, first_chunk, rows)
-        return len(chunks)
-
-    def write_rows(self, resident: int, first_chunk: int, rows: AdapterRows) -> None:
-        """Enter one adapter that is in arrays already, as `write` does."""
         device, last = self.pool.device, first_chunk + len(rows.chunks)
         assert last <= len(self.chunks), f"chunks end at row {last}, the table has {len(self.chunks)}"
         uneven = rows.chunks[:, _PLACED_FIELDS] % self.alignment != 0

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..layouts.heads import HeadLayout
 from ..layouts.lora_table import LoraTable
+from ..layouts.pages import PageLayout
 from ..layouts.segments import Segments
 from .types import HeadFinish
 
@@ -21,7 +21,7 @@ __all__ = ["HeadFinish", "lora_qkv_"]
 def lora_qkv_(
     y: Tensor,
     finish: HeadFinish,
-    layout: HeadLayout,
+    layout: PageLayout,
     table: LoraTable,
     segments: Segments,
     scratch: Tensor,

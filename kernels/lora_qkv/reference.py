@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..layouts.heads import HeadLayout
 from ..layouts.lora_table import QKV, LoraTable
+from ..layouts.pages import PageLayout
 from ..layouts.reference import expanded
 from ..layouts.segments import Segments
 from .types import HeadFinish
@@ -15,7 +15,7 @@ from .types import HeadFinish
 def qkv(
     y: Tensor,
     finish: HeadFinish,
-    layout: HeadLayout,
+    layout: PageLayout,
     table: LoraTable,
     segments: Segments,
     scratch: Tensor,

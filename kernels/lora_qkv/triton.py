@@ -42,8 +42,8 @@ from ..launch import (
     num_persistent_programs,
     num_warps_for,
 )
-from ..layouts.heads import HeadLayout
 from ..layouts.lora_table import NUM_SITES, QKV, LoraTable
+from ..layouts.pages import PageLayout
 from ..layouts.segments import SPLITS_AT, Segments
 from .types import HeadFinish
 
@@ -291,7 +291,7 @@ def _qkv(
 def qkv(
     y: Tensor,
     finish: HeadFinish,
-    layout: HeadLayout,
+    layout: PageLayout,
     table: LoraTable,
     segments: Segments,
     scratch: Tensor,
@@ -331,7 +331,7 @@ def qkv(
     )  # fmt: skip
 
 
-def _heads_of_one_member(layout: HeadLayout, half: int) -> int:
+def _heads_of_one_member(layout: PageLayout, half: int) -> int:
     """Heads of one member that a row by itself computes at once: as many as fit into `_ROW_COLUMNS`, at least one.
 
     0 when rows are not computed by themselves: when the rotated halves do not fill a head of a power of 2. Heads with

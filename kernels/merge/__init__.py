@@ -1,4 +1,4 @@
-"""Merge pass: `W_live = round(W_base + sum over pairs: scale * B A)`, for many linear layers in one launch.
+"""Merge pass: `W_live = round(W_base + sum over pairs: scaling * B A)`, for many linear layers in one launch.
 
 W_base is the pristine copy and is only read; W_live has its own fixed address. Products and sum are fp32, rounded
 once, so any number of merges gives the bits of the last one alone. Unmerging is a copy of W_base. Shapes: W
@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .types import MergeJob, MergePair
+from .types import LoraPair, MergeJob
 
-__all__ = ["MergeJob", "MergePair", "merge_weights"]
+__all__ = ["LoraPair", "MergeJob", "merge_weights"]
 
 
 def merge_weights(jobs: Sequence[MergeJob]) -> Tensor:

@@ -16,7 +16,7 @@ def merge(jobs: Sequence[MergeJob], pair_dtype: torch.dtype, overflow: Tensor) -
         value = job.base.float()
         for pair in job.pairs:
             assert pair.a.dtype == pair_dtype, f"{pair.a.dtype} among pairs of {pair_dtype}"
-            value = value + pair.scale * (pair.b.float() @ pair.a.float())
+            value = value + pair.scaling * (pair.b.float() @ pair.a.float())
         job.live.copy_(value)
         if not torch.isfinite(job.live).all():
             overflow.fill_(1)

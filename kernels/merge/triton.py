@@ -107,7 +107,7 @@ def merge(jobs: Sequence[MergeJob], pair_dtype: torch.dtype, overflow: torch.Ten
         shape = (out_features, in_features, num_tiles, len(pairs), len(job.pairs))
         rows.append((job.base.data_ptr(), job.live.data_ptr(), *shape))
         pairs.extend((pair.a.data_ptr(), pair.b.data_ptr(), pair.a.shape[0]) for pair in job.pairs)
-        scales.extend(pair.scale for pair in job.pairs)
+        scales.extend(pair.scaling for pair in job.pairs)
         num_tiles += triton.cdiv(out_features, _BLOCK_OUT) * triton.cdiv(in_features, _BLOCK_IN)
     numbers = [n for row in rows for n in (row[0], row[1], row[3])] + [pair[0] for pair in pairs]
     grid = (num_persistent_programs(device, PROGRAMS_PER_MULTIPROCESSOR),)

@@ -8,15 +8,20 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class MergePair:
-    """One adapter's contribution to one layer."""
+class LoraPair:
+    """One adapter's matrices for one linear layer: `y += scaling * (x A^T) B^T`."""
 
     #: A, [rank, in_features].
     a: Tensor
     #: B, [out_features, rank].
     b: Tensor
     #: Factor of their product.
-    scale: float
+    scaling: float
+
+    @property
+    def rank(self) -> int:
+        """Rows of A."""
+        return self.a.shape[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,4 +33,4 @@ class MergeJob:
     #: The pristine weights, a contiguous view of the shape of `live`.
     base: Tensor
     #: The pairs to add.
-    pairs: tuple[MergePair, ...]
+    pairs: tuple[LoraPair, ...]

@@ -6,7 +6,7 @@
 
 #define MAX_MEMBERS 4
 
-/* Written by SiteRecord in segment_lora/types.py: int64 fields and addresses. */
+/* Written by site_records in segment_lora/types.py, as SITE of segments.py: int64 fields and addresses. */
 typedef struct {
     int64_t rank_start, rank_end, column_start, column_end;
     const void *b; /* panels of [out_features of the member, rank] */

@@ -9,13 +9,14 @@ bits whatever rows are beside it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from .blocks import BlockWeight
 from .dots import Bf16Weight, Int8Weight, has_dots
+from .fp8 import Fp8Weight
 from .onednn import OneDnnWeight, has_onednn
 from .panels import PanelWeight, StoredWeight, has_panels
 
@@ -30,18 +31,10 @@ _PACKED_CLASSES: Mapping[Products, type[PanelWeight | Bf16Weight | Int8Weight]] 
 }
 
 
-class PackedWeight(Protocol):
-    """A weight W [out_features, in_features]. For products in fp32, panels hold it in its own number format."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """[out_features, in_features]."""
-
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`x W^T + bias`, fp32 [num_tokens, out_features]; `x` is fp32 [num_tokens, in_features]."""
-
-    def dense(self) -> Tensor:
-        """W in the plain layout and fp32, with the bits of the numbers that are multiplied."""
+#: A weight W [out_features, in_features] in one of the layouts. `multiply(x, bias)` gives `x W^T + bias` for `x`
+#: [num_tokens, in_features]; `dense()` gives W in the plain layout and fp32, with the bits of the numbers that are
+#: multiplied. For products in fp32, panels hold a weight in its own number format.
+PackedWeight = StoredWeight | OneDnnWeight | Fp8Weight
 
 
 def stored_class(products: Products, dtype: torch.dtype) -> type[StoredWeight]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -25,6 +24,8 @@ from ..native.segments import NO_SEGMENTS, SiteSegments
 PANEL_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Number formats of plain rows, and their numbers in vector.h.
 _ROW_TYPES = {torch.float32: 0, torch.bfloat16: 3, torch.float16: 2}
+#: Forms in which rows are written: in panels, one after the other, or as columns [in_features, num_rows].
+IN_PANELS, IN_ROWS, IN_COLUMNS = range(3)
 #: Version of the packing; raise it when a weight is packed into other numbers, since panels are kept in files
 #: (`engine/models`).
 PANELS_VERSION = 2
@@ -133,14 +134,6 @@ def unpack(panels: Tensor, panels_type: int, shape: tuple[int, int]) -> Tensor:
     return plain
 
 
-class RowForm(IntEnum):
-    """The form in which rows are written: in panels, one after the other, or as columns [in_features, num_rows]."""
-
-    PANELS = 0
-    ROWS = 1
-    COLUMNS = 2
-
-
 class MatrixRows(NamedTuple):
     """The place of packed rows in a matrix in some memory."""
 
@@ -152,8 +145,8 @@ class MatrixRows(NamedTuple):
     first_row: int
     #: Rows of the whole matrix.
     num_rows: int
-    #: A `RowForm`.
-    form: int = RowForm.PANELS
+    #: `IN_PANELS`, `IN_ROWS` or `IN_COLUMNS`.
+    form: int = IN_PANELS
 
 
 def pack_matrices_(memory: Tensor, places: NDArray[np.int64], rows: Sequence[Tensor]) -> None:

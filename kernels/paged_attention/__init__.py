@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..layouts.heads import HeadLayout
+from ..layouts.pages import PageLayout
 from .libraries import StepAttention
 from .types import AttentionRule, Partials
 from .work import AttentionWork
@@ -27,7 +27,7 @@ def attend_pages(
     block_tables: Tensor,
     work: AttentionWork,
     partials: Partials,
-    layout: HeadLayout,
+    layout: PageLayout,
     layer: int,
     rule: AttentionRule,
     library: StepAttention | None = None,

@@ -32,7 +32,7 @@ from ..launch import (
     next_power_of_2,
     num_persistent_programs,
 )
-from ..layouts.heads import HeadLayout
+from ..layouts.pages import PageLayout
 from .triton import PROGRAMS_PER_MULTIPROCESSOR, _combine
 from .types import AttentionRule, Partials
 from .work import COMBINE_FIELDS, ITEM_FIELDS, AttentionWork, tile_rows_for
@@ -195,7 +195,7 @@ def attend(
     block_tables: Tensor,
     work: AttentionWork,
     partials: Partials,
-    layout: HeadLayout,
+    layout: PageLayout,
     layer: int,
     rule: AttentionRule,
 ) -> None:

@@ -14,7 +14,7 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..launch import to_device
-from ..layouts.heads import HeadLayout
+from ..layouts.pages import PageLayout
 from .types import AttentionRule
 
 PROMPT_BACKENDS = ("own", "varlen", "flashinfer")
@@ -47,15 +47,8 @@ class PromptSpans:
 StepAttention = Callable[[Tensor, Tensor, int, AttentionRule], Tensor]
 
 
-class PromptAttention(Protocol):
-    """A library's attention over prompts."""
-
-    def of_step(self, spans: PromptSpans, layout: HeadLayout, device: torch.device) -> StepAttention:
-        """Prepares one step and returns the attention that its layers call. The host does not wait for the device."""
-
-
 def choose_prompt_attention(
-    device: torch.device, dtype: torch.dtype, layout: HeadLayout, rules: frozenset[AttentionRule], *, is_exact: bool
+    device: torch.device, dtype: torch.dtype, layout: PageLayout, rules: frozenset[AttentionRule], *, is_exact: bool
 ) -> tuple[PromptAttention | None, str | None]:
     """The library that `LORABATCH_PROMPT_ATTENTION` names (None: our kernel), and a sentence when it cannot be used and
     our kernel serves instead.
@@ -84,7 +77,7 @@ def _problem(
     asked: str,
     device: torch.device,
     dtype: torch.dtype,
-    layout: HeadLayout,
+    layout: PageLayout,
     rules: frozenset[AttentionRule],
     is_exact: bool,
 ) -> str | None:
@@ -122,7 +115,7 @@ def _starts(counts: NDArray[np.int64]) -> Tensor:
     return torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
 
 
-def _paged(pool: Tensor, layout: HeadLayout, layer: int) -> tuple[Tensor, Tensor]:
+def _paged(pool: Tensor, layout: PageLayout, layer: int) -> tuple[Tensor, Tensor]:
     """Keys and values of one layer as views of the pool, [num_pages, K, page_tokens, D]."""
     num_pages = len(pool) // layout.page_elements
     shape = (num_pages, layout.num_layers, 2, layout.num_kv_heads, layout.page_tokens, layout.head_dim)
@@ -139,7 +132,7 @@ class VarlenAttention:
         self._parameters = inspect.signature(varlen_attn).parameters.keys()
         self.has_windows = "window_size" in self._parameters
 
-    def of_step(self, spans: PromptSpans, layout: HeadLayout, device: torch.device) -> StepAttention:
+    def of_step(self, spans: PromptSpans, layout: PageLayout, device: torch.device) -> StepAttention:
         """Prepares one step: copies the places of its keys to the device. The host does not wait."""
         num_pages = -(-spans.num_keys // layout.page_tokens)
         sequence = np.repeat(np.arange(len(spans.num_keys)), spans.num_keys)
@@ -189,7 +182,7 @@ class FlashInferAttention:
         self._dtype = dtype
         self._wrapper_of: dict[AttentionRule, Any] = {}
 
-    def of_step(self, spans: PromptSpans, layout: HeadLayout, device: torch.device) -> StepAttention:
+    def of_step(self, spans: PromptSpans, layout: PageLayout, device: torch.device) -> StepAttention:
         """Prepares one step, which is planned for a rule when the first layer with the rule calls it."""
         planned: dict[AttentionRule, Any] = {}
 
@@ -201,7 +194,7 @@ class FlashInferAttention:
 
         return attend
 
-    def _planned(self, rule: AttentionRule, spans: PromptSpans, layout: HeadLayout) -> Any:
+    def _planned(self, rule: AttentionRule, spans: PromptSpans, layout: PageLayout) -> Any:
         """A wrapper that has planned the step. It takes lists on the host; device lists it would copy, and wait for."""
         if rule not in self._wrapper_of:
             self._wrapper_of[rule] = self._make_wrapper()
@@ -225,3 +218,7 @@ class FlashInferAttention:
             kv_data_type=self._dtype,
         )
         return wrapper
+
+
+#: A library's attention over prompts, whose `of_step` prepares one step.
+PromptAttention = VarlenAttention | FlashInferAttention

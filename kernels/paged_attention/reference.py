@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..layouts.heads import HeadLayout
+from ..layouts.pages import PageLayout
 from .types import AttentionRule, Partials
 from .work import AttentionWork
 
@@ -17,7 +17,7 @@ def attend(
     block_tables: Tensor,
     work: AttentionWork,
     partials: Partials,
-    layout: HeadLayout,
+    layout: PageLayout,
     layer: int,
     rule: AttentionRule,
 ) -> None:

@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..blocks import multiply
 from ..launch import is_exact_dot, is_interpreted, launch, next_power_of_2, num_persistent_programs
-from ..layouts.heads import HeadLayout
+from ..layouts.pages import PageLayout
 from .types import AttentionRule, Partials
 from .work import COMBINE_FIELDS, ITEM_FIELDS, AttentionWork
 
@@ -182,7 +182,7 @@ def attend(
     block_tables: Tensor,
     work: AttentionWork,
     partials: Partials,
-    layout: HeadLayout,
+    layout: PageLayout,
     layer: int,
     rule: AttentionRule,
 ) -> None:

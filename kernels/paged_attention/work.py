@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..layouts.heads import HeadLayout
+from ..layouts.pages import PageLayout
 
 HEADER_LENGTH = 4
 ITEM_FIELDS = 7
@@ -91,11 +91,11 @@ class AttentionWork:
         return self.buffer[HEADER_LENGTH + self.limits.max_items * ITEM_FIELDS :].view(-1, COMBINE_FIELDS)
 
 
-def tile_rows_for(layout: HeadLayout, dtype: torch.dtype, is_decode: bool, is_exact: bool = False) -> int:
+def tile_rows_for(layout: PageLayout, dtype: torch.dtype, is_decode: bool, is_exact: bool = False) -> int:
     """Rows of an attention tile in a step of decoding rows alone, or in one with prompts: at least the query heads of a
     token that share a key head. `triton.py` and `invariant.py` explain the sizes."""
     in_prefill = 32 if is_exact else 128 if layout.head_dim <= 128 and dtype.itemsize == 2 else 64
-    return max(16 if is_decode else in_prefill, 1 << (layout.group - 1).bit_length())
+    return max(16 if is_decode else in_prefill, 1 << (layout.queries_per_key_head - 1).bit_length())
 
 
 def plan_attention(

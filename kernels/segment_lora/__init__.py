@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..native.segments import SiteSegments
 from .cpu import SegmentTable
-from .types import AdapterSites, LoraMember, LoraSiteWeights, LoraSpan
+from .types import AdapterSites, LoraMember, LoraSiteWeights, LoraSpan, site_records
 
-__all__ = ["AdapterSites", "LoraMember", "LoraSiteWeights", "LoraSpan", "PreparedLora"]
+__all__ = ["AdapterSites", "LoraMember", "LoraSiteWeights", "LoraSpan", "PreparedLora", "site_records"]
 
 
 class PreparedLora:

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..native.segments import SiteRecord, addresses_and_ranks, record_table
+from ..native import adapter_type
+from ..native.segments import MAX_MEMBERS, SITE, addresses_and_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class LoraMember:
     scaling: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LoraSiteWeights:
     """One adapter at one packed layer."""
 
@@ -44,24 +45,42 @@ class LoraSiteWeights:
     #: kernels read them.
     in_panels: bool = False
 
-    @cached_property
-    def record(self) -> SiteRecord | None:
-        """The matrices as compiled kernels read them; None when they are not in panels."""
-        if not self.in_panels:
-            return None
-        members = [(m.rank_start, m.rank_end, m.column_start, m.column_end, m.b, m.scaling) for m in self.members]
-        return SiteRecord.of(self.a, sum(m.rank_end - m.rank_start for m in self.members), members)
+
+def site_records(sites: Sequence[LoraSiteWeights | None]) -> NDArray[np.void]:
+    """Sites in panels as compiled kernels read them, `native.segments.SITE` [num_sites]. Valid as long as their
+    matrices.
+    """
+    records = np.zeros(len(sites), SITE)
+    for i, site in enumerate(sites):
+        if site is not None:
+            records[i] = _record(site)
+    return records
+
+
+def _record(site: LoraSiteWeights) -> tuple[object, ...]:
+    """Fields of `SITE`."""
+    a, members = site.a, site.members
+    assert site.in_panels, "compiled kernels read panels"
+    assert len(members) <= MAX_MEMBERS, f"{len(members)} members of a packed layer"
+    ranks = [member.rank_end - member.rank_start for member in members]
+    end = a.data_ptr() + a.nbytes
+    for member in members:
+        end += member.b.nbytes if member.b.data_ptr() == end else 0
+    fields = [(m.rank_start, m.rank_end, m.column_start, m.column_end, m.b.data_ptr(), m.scaling) for m in members]
+    fields += [(0, 0, 0, 0, 0, 0.0)] * (MAX_MEMBERS - len(members))
+    panels_type = adapter_type(a.dtype, (a.numel() // sum(ranks), *ranks))
+    return a.data_ptr(), end - a.data_ptr(), sum(ranks), panels_type, len(members), fields
 
 
 class AdapterSites:
     """One adapter at the packed layers of a model, in an order that all adapters share.
 
-    `table`: the matrices as compiled kernels read them, a `native.segments.record_table` (None: they are not in
-    panels). `sites`: makes the matrices as views, None for a layer that the adapter leaves alone.
+    `table`: the matrices as compiled kernels read them, as `site_records` makes them (None: they are not in panels).
+    `sites`: makes the matrices as views, None for a layer that the adapter leaves alone.
     """
 
     def __init__(
-        self, sites: Callable[[], Sequence[LoraSiteWeights | None]], table: NDArray[np.int64] | None = None
+        self, sites: Callable[[], Sequence[LoraSiteWeights | None]], table: NDArray[np.void] | None = None
     ) -> None:
         self._sites = sites
         self._table = table
@@ -75,7 +94,7 @@ class AdapterSites:
         assert len(in_panels) < 2, "some matrices are in panels and some are not"
         if False in in_panels:
             return cls(lambda: sites)
-        return cls(lambda: sites, record_table([None if site is None else site.record for site in sites]))
+        return cls(lambda: sites, site_records(sites))
 
     @cached_property
     def sites(self) -> Sequence[LoraSiteWeights | None]:

@@ -320,7 +320,7 @@ class ChunkRows:
             return
         prompt = draft.tokens or []
         if text is None:
-            found = texts_behind(tokenizer, prompt, draft.continuation_texts).tokens
+            found = texts_behind(tokenizer, prompt, draft.continuation_texts)
             set_continuations(draft, [(prompt, tokens) for tokens in found])
             return
         num_ends = tokenizer.num_end_tokens if self._prompt_role == "prompt" else 0

@@ -15,7 +15,7 @@ from typing import Any
 from ...engine.errors import ChatTemplateError, TokenizerError
 from ...engine.request import SAMPLING_OPTIONS, SamplingParams
 from ...engine.structured_output import CONSTRAINTS, FORMS, constraint_of
-from ...engine.text.boundary import texts_behind
+from ...engine.text.boundary import first_merged, texts_behind
 from ...engine.text.choices import MOST_TOKENS
 from ...engine.text.conversation import RenderOptions, content_text, read_tools, read_variables
 from ...engine.text.literal import RenderedMessages
@@ -276,7 +276,7 @@ def check_choice(draft: RowDraft, tokenizer: Tokenizer) -> None:
     choice = draft.sampling.choice
     if draft.problems or not draft.tokens or not choice or draft.sampling.reasoning is not None:
         return
-    merged = texts_behind(tokenizer, draft.tokens, choice).merged
+    merged = first_merged(tokenizer, draft.tokens, choice)
     if merged is not None:
         draft.reject(
             ErrorKind.SAMPLING,
@@ -299,7 +299,7 @@ def check_choice_size(draft: RowDraft, tokenizer: Tokenizer, max_context_tokens:
             f"{max_context_tokens} tokens. Shorten the text.",
         )
         return
-    lengths = list(map(len, texts_behind(tokenizer, prompt, choice).tokens)) if choice else [0]
+    lengths = list(map(len, texts_behind(tokenizer, prompt, choice))) if choice else [0]
     if len(prompt) + max(lengths) > max_context_tokens:
         draft.reject(
             ErrorKind.SAMPLING,

@@ -41,7 +41,7 @@ from lorabatch.benchmarks.provenance import COMMIT_VARIABLE
 from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.request import Request
-from lorabatch.engine.runner.gpu_graphs import EagerExecutor
+from lorabatch.engine.runner.gpu_graphs import StepExecutor
 from lorabatch.engine.runner.gpu_plan import SPLIT_KEYS
 from lorabatch.engine.runner.gpu_runner import GpuRunner, full_rows_of
 from lorabatch.engine.runner.runner import LaunchedStep
@@ -461,7 +461,7 @@ class StubRunner(GpuRunner):
     """Has the steps of a `StubDevice`, no graphs and no arithmetic."""
 
     def __init__(self, device: StubDevice) -> None:
-        self._device, self._executor, self.steps_ahead = device, EagerExecutor(), device.steps_ahead
+        self._device, self._executor, self.steps_ahead = device, StepExecutor(), device.steps_ahead
 
     def launch(self, entries: Any) -> LaunchedStep:
         return self._device.launch(entries)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import replace
 from typing import Any
 
 from lorabatch.engine.models.step_batch import StepEntry
-from lorabatch.engine.runner.backend import CpuBackend, KernelTraits, MakeBackend
+from lorabatch.engine.runner.backend import CpuBackend, MakeBackend
 from lorabatch.engine.runner.runner import LaunchedStep
 from lorabatch.engine.runner.sampler import SampledTokens
 from lorabatch.scheduler.fitting import StepSample
@@ -61,9 +60,7 @@ def backend_of(runner: Any) -> MakeBackend:
     class StubBackend(CpuBackend):
         """Loads a model on the CPU and computes nothing with it."""
 
-        @property
-        def traits(self) -> KernelTraits:
-            return replace(super().traits, run_pages=1, has_block_tables=True, reads_other_rows=False)
+        run_pages, has_block_tables, reads_other_rows = 1, True, False
 
         def runner(self, *_: Any) -> Any:
             return runner

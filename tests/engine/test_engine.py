@@ -244,7 +244,7 @@ def load_of(entries: list[StepEntry], rank_of: dict[str, float]) -> StepLoad:
         prefill_pairs=sum(float(prompt_pairs(num_tokens, num_stored)) for num_tokens, num_stored in prompts),
         lora_tokens=sum(e.num_tokens for e in entries if e.adapter is not None),
         drawn_tokens=sum(e.yields_token and e.sequence.request.sampling.is_drawn for e in entries),
-        scored_tokens=sum(len(e.sequence.places_to_score(e.num_tokens)) for e in entries),
+        scored_tokens=sum(len(e.sequence.positions_to_score(e.num_tokens)) for e in entries),
     )
 
 

@@ -12,22 +12,20 @@ import torch
 from lorabatch.benchmarks.gpu.model_folder import write_model_folder
 from lorabatch.benchmarks.gpu.shapes import LLAMA_3_2_1B, LLAMA_3_8B, QWEN_2_5_7B, ModelShape
 from lorabatch.engine.config import EngineConfig, Mode
-from lorabatch.engine.memory.allocation import plan_pool
 from lorabatch.engine.memory.limits import (
     CpuMemory,
     EngineLimits,
-    StepLimits,
     cpu_limits,
     cpu_memory,
     engine_limits,
-    gpu_plan,
+    gpu_limits,
     gpu_pool_bytes,
     has_room_to_merge,
     live_weight_bytes,
     step_bytes,
     weight_bytes,
 )
-from lorabatch.engine.memory.pool import PageLayout
+from lorabatch.engine.memory.pool import page_layout
 from lorabatch.engine.model_config import parse_model_config
 from lorabatch.engine.model_config.model import ModelConfig
 from lorabatch.engine.models.gpu_decoder import GpuDecoder
@@ -65,58 +63,61 @@ def test_the_decoder_takes_random_weights_of_these_shapes(shape: ModelShape) -> 
 def test_the_memory_of_an_8b_engine_on_an_h200() -> None:
     model = model_of(LLAMA_3_8B)
     config = EngineConfig(max_batch_rows=256, max_step_tokens=8192, pool_bytes=1 << 34)
-    layout = PageLayout.of(model, config.page_tokens)
-    plan = plan_pool(layout, BF16, cpu_limits(config), config.pool_bytes or 0)
-    assert plan.layout.page_elements * BF16 == 2 << 20, "a page of 16 tokens is 2 MiB"
-    assert plan.num_pages == 1 << 13
+    layout = page_layout(model, config.page_tokens)
+    assert layout.page_elements * BF16 == 2 << 20, "a page of 16 tokens is 2 MiB"
+    assert cpu_limits(0, config, model, BF16).num_pages == 1 << 13
     sites = dummy_audit(model, 16, "x").sites
     adapter_bytes = sum(site.rank * (site.in_features + site.out_features) for site in sites) * BF16
     assert adapter_bytes == 83_886_080, "a rank-16 adapter is 80 MiB: 40 pages, nothing padded"
     weight_bytes = sum(math.prod(sizes) for sizes in stored_shapes(model).values()) * BF16
     assert live_weight_bytes(model, BF16) == 32 * LLAMA_3_8B.layer_weights * BF16
-    assert step_bytes(plan.limits, model, BF16) < 2 << 30
+    step = step_bytes(config.batch_rows, config.step_tokens, model, BF16)
+    assert step < 2 << 30
     copy_bytes = live_weight_bytes(model, BF16)
-    pool = gpu_pool_bytes(H200_BYTES - weight_bytes, copy_bytes, plan.limits, model, BF16)
+    pool = gpu_pool_bytes(H200_BYTES - weight_bytes, copy_bytes, step)
     assert 90 << 30 < pool < H200_BYTES - weight_bytes - copy_bytes
-    assert gpu_pool_bytes(H200_BYTES - weight_bytes, 0, plan.limits, model, BF16) == pool + copy_bytes
+    assert gpu_pool_bytes(H200_BYTES - weight_bytes, 0, step) == pool + copy_bytes
 
 
 def test_a_card_that_holds_the_weights_and_little_else_has_no_pool() -> None:
     model = model_of(LLAMA_3_8B)
-    assert gpu_pool_bytes(10 << 30, live_weight_bytes(model, BF16), StepLimits(64, 512), model, BF16) == 0
+    step = step_bytes(64, 512, model, BF16)
+    assert gpu_pool_bytes(10 << 30, live_weight_bytes(model, BF16), step) == 0
 
 
 @pytest.mark.parametrize(
-    ("shape", "card_gib", "limits"),
+    ("shape", "card_gib", "batch_rows", "step_tokens"),
     [
-        (LLAMA_3_8B, 139, StepLimits(512, 16384)),  # 117 GiB free after weights and copies: 938 rows of 1024 tokens
-        (LLAMA_3_8B, 78, StepLimits(320, 16384)),
-        (LLAMA_3_8B, 39, StepLimits(64, 8192)),  # 22 GiB beside the weights: a step of 16384 takes 2.0 GiB
-        (LLAMA_3_2_1B, 139, StepLimits(512, 16384)),
-        (LLAMA_3_2_1B, 7, StepLimits(64, 2048)),
+        (LLAMA_3_8B, 139, 512, 16384),  # 117 GiB free after weights and copies: 938 rows of 1024 tokens
+        (LLAMA_3_8B, 78, 320, 16384),
+        (LLAMA_3_8B, 39, 64, 8192),  # 22 GiB beside the weights: a step of 16384 takes 2.0 GiB
+        (LLAMA_3_2_1B, 139, 512, 16384),
+        (LLAMA_3_2_1B, 7, 64, 2048),
     ],
     ids=lambda value: value.name if isinstance(value, ModelShape) else str(value),
 )
 def test_a_card_s_memory_decides_how_many_rows_and_tokens_a_step_has(
-    shape: ModelShape, card_gib: int, limits: StepLimits
+    shape: ModelShape, card_gib: int, batch_rows: int, step_tokens: int
 ) -> None:
     model = model_of(shape)
     weight_bytes = sum(math.prod(sizes) for sizes in stored_shapes(model).values()) * BF16
     free = (card_gib << 30) - weight_bytes
-    found, pool = gpu_plan(free, EngineConfig(), model, BF16)
-    assert found == limits
-    assert step_bytes(StepLimits(64, found.step_tokens), model, BF16) <= free / 16
-    assert pool == gpu_pool_bytes(free, live_weight_bytes(model, BF16), found, model, BF16)
-    token_bytes = 2 * model.num_layers * model.kv_size * BF16
-    assert found.batch_rows == 64 or found.batch_rows * 1024 * token_bytes <= pool
+    found = gpu_limits(free, EngineConfig(), model, BF16)
+    assert (found.batch_rows, found.step_tokens) == (batch_rows, step_tokens)
+    assert step_bytes(64, step_tokens, model, BF16) <= free / 16
+    largest = step_bytes(batch_rows, step_tokens, model, BF16)
+    assert found.pool_bytes == gpu_pool_bytes(free, live_weight_bytes(model, BF16), largest)
+    assert found.token_bytes == 2 * model.num_layers * model.kv_size * BF16
+    assert batch_rows == 64 or batch_rows * 1024 * found.token_bytes <= found.pool_bytes
 
 
 @pytest.mark.parametrize("mode", ["unmerged", "exact"])
 def test_modes_that_choose_no_merge_keep_no_memory_for_it(mode: Mode) -> None:
     model = model_of(LLAMA_3_8B)
     free = (40 << 30) - weight_bytes(model, BF16)
-    (_, of_auto), (limits, pool) = (gpu_plan(free, EngineConfig(mode=each), model, BF16) for each in ("auto", mode))
-    assert pool == gpu_pool_bytes(free, 0, limits, model, BF16) > 2 * of_auto
+    of_auto, limits = (gpu_limits(free, EngineConfig(mode=each), model, BF16) for each in ("auto", mode))
+    largest = step_bytes(limits.batch_rows, limits.step_tokens, model, BF16)
+    assert limits.pool_bytes == gpu_pool_bytes(free, 0, largest) > 2 * of_auto.pool_bytes
     assert limits.batch_rows == 128
 
 
@@ -130,11 +131,10 @@ def test_a_card_has_room_to_merge_where_the_copy_takes_a_third_of_what_weights_l
 def test_what_is_asked_for_stays() -> None:
     model = model_of(LLAMA_3_8B)
     asked = EngineConfig(max_batch_rows=7, max_step_tokens=100, pool_bytes=1 << 30)
-    assert gpu_plan(100 << 30, asked, model, BF16) == (StepLimits(7, 100), 1 << 30)
-    by_pool, _ = gpu_plan(100 << 30, EngineConfig(pool_bytes=1 << 34), model, BF16)
+    for found in (gpu_limits(100 << 30, asked, model, BF16), cpu_limits(100 << 30, asked, model, BF16)):
+        assert (found.batch_rows, found.step_tokens, found.pool_bytes) == (7, 100, 1 << 30)
+    by_pool = gpu_limits(100 << 30, EngineConfig(pool_bytes=1 << 34), model, BF16)
     assert by_pool.batch_rows == 128, "16 GiB hold 128 rows of 1024 tokens of 128 KiB"
-    assert cpu_limits(EngineConfig()) == StepLimits(64, 512)
-    assert cpu_limits(asked) == StepLimits(7, 100)
 
 
 def test_a_folder_of_shapes_can_be_read_like_any_other(tmp_path: Path) -> None:

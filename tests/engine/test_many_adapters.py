@@ -10,7 +10,7 @@ import pytest
 
 from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
-from lorabatch.engine.memory.pool import PageLayout
+from lorabatch.engine.memory.pool import page_layout
 from lorabatch.engine.model_config.model import ModelConfig
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.peft.random import write_random_adapter
@@ -137,6 +137,6 @@ def test_a_hundred_small_adapters_and_a_large_one_take_what_they_hold(
     serve(engine, requests)
     telemetry = engine.telemetry()
     assert len(telemetry.resident_adapter_ids) == 101
-    page_bytes = PageLayout.of(model, 16).page_elements * 4
+    page_bytes = page_layout(model, 16).page_elements * 4
     per_rank = sum(sum(shape) for name, shape in model.linear_shapes().items() if name != "lm_head") * 4
     assert telemetry.pages_used * page_bytes <= 1.1 * (100 * 8 + 256) * per_rank

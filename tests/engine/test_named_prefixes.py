@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lorabatch.engine.batching.admission import row_owner
 from lorabatch.engine.batching.prefix_sharing import NamedPrefixes
 from lorabatch.engine.config import read_model_config
-from lorabatch.engine.memory.pool import PageLayout, PagePool
+from lorabatch.engine.memory.pool import PagePool, page_layout
 from lorabatch.engine.model_config.model import ModelConfig
 from lorabatch.engine.models.step_batch import StepEntry
 from lorabatch.engine.request import Request, SamplingParams
@@ -31,7 +31,7 @@ class Rows:
 
     def __init__(self, model: ModelConfig, num_pages: int) -> None:
         self.pool = PagePool(num_pages)
-        self._layout = PageLayout.of(model, PAGE)
+        self._layout = page_layout(model, PAGE)
         self.prefixes = NamedPrefixes(self.pool, self._layout, model)
         self.running: list[Sequence] = []
         self.content: dict[tuple[int, int], tuple[str | None, tuple[int, ...]]] = {}
@@ -60,7 +60,7 @@ class Rows:
             count = min(chunk, sequence.prompt_tokens - sequence.num_stored)
             self.prefixes.compute(sequence, count, row_owner(sequence))
             shared = self.prefixes.pages_of(sequence)
-            entries.append(StepEntry(sequence, count, self.pool.run_of(row_owner(sequence)), None, None, shared))
+            entries.append(StepEntry(sequence, count, self.pool.range_of(row_owner(sequence)), None, None, shared))
         for entry in entries:
             table = self.table(entry.sequence)
             for place in range(entry.sequence.num_stored, entry.sequence.num_stored + entry.num_tokens):
@@ -71,7 +71,7 @@ class Rows:
         self.prefixes.after_step(entries)
 
     def table(self, sequence: Sequence) -> list[int]:
-        run = self.pool.run_of(row_owner(sequence))
+        run = self.pool.range_of(row_owner(sequence))
         return [*self.prefixes.pages_of(sequence), *range(run.start, run.end)]
 
     def written(self, sequence: Sequence, place: int) -> tuple[str | None, tuple[int, ...]]:

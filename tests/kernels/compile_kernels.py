@@ -23,12 +23,12 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from lorabatch.engine.runner.compile_process import TargetOnly
+from lorabatch.engine.runner.compile_process import compile_for
 from lorabatch.engine.runner.gpu_plan import DECODE_TILE_ROWS, PREFILL_TILE_ROWS, rounded
 from lorabatch.kernels import launch as kernel_launch
 from lorabatch.kernels.invariant_linear import triton as invariant_linear
-from lorabatch.kernels.layouts.heads import HeadLayout
 from lorabatch.kernels.layouts.lora_table import DOWN, NUM_SITES, O_PROJ, LoraTable
+from lorabatch.kernels.layouts.pages import PageLayout
 from lorabatch.kernels.layouts.segments import SegmentLimits, Segments, plan_segments
 from lorabatch.kernels.log_sum_exp import triton as log_sum_exp
 from lorabatch.kernels.lora_gate_up import triton as gate_up
@@ -36,7 +36,7 @@ from lorabatch.kernels.lora_qkv import HeadFinish
 from lorabatch.kernels.lora_qkv import triton as qkv
 from lorabatch.kernels.lora_residual import triton as residual
 from lorabatch.kernels.lora_shrink import triton as shrink
-from lorabatch.kernels.merge import MergeJob, MergePair
+from lorabatch.kernels.merge import LoraPair, MergeJob
 from lorabatch.kernels.merge import triton as merge
 from lorabatch.kernels.packed_weight import triton as fp8
 from lorabatch.kernels.paged_attention import invariant as invariant_attention
@@ -57,8 +57,8 @@ PARTS = [(4096, 1024, 1024), (HIDDEN,), (INTERMEDIATE, INTERMEDIATE), (HIDDEN,)]
 def main() -> None:
     """Compile all, print `{kernel: {registers, stack_bytes, shared_bytes, has_tensor_cores, early_loads, …}}`."""
     capability, head_dim = map(int, sys.argv[1:])
-    triton.runtime.driver.set_active(TargetOnly(capability))
-    layout = HeadLayout(num_heads=32, num_kv_heads=8, head_dim=head_dim, num_layers=1, page_tokens=16)
+    compile_for(capability)
+    layout = PageLayout(num_heads=32, num_kv_heads=8, head_dim=head_dim, num_layers=1, page_tokens=16)
     compile_all = head_dim == LLAMA_HEAD_DIM
     compiled: dict[str, Any] = {}
     reached: dict[str, set[tuple[int, int]]] = {}  # programs and the steps' sizes, by kernel
@@ -138,7 +138,7 @@ def make_table(dtype: torch.dtype = torch.bfloat16) -> LoraTable:
 
 
 def _reach_qkv(
-    layout: HeadLayout, layer: int, num_rows: int, tile_rows: int, dtype: torch.dtype, norm: torch.Tensor | None = None
+    layout: PageLayout, layer: int, num_rows: int, tile_rows: int, dtype: torch.dtype, norm: torch.Tensor | None = None
 ) -> None:
     columns = (layout.num_heads + 2 * layout.num_kv_heads) * layout.head_dim
     segments = make_segments(num_rows, tile_rows)
@@ -148,26 +148,26 @@ def _reach_qkv(
     qkv.qkv(y, finish, layout, make_table(dtype), segments, segments.allocate_scratch(), layer)
 
 
-def _reach_kernels_of_heads(layout: HeadLayout, layer: int, num_rows: int, tile_rows: int, dtype: torch.dtype) -> None:
+def _reach_kernels_of_heads(layout: PageLayout, layer: int, num_rows: int, tile_rows: int, dtype: torch.dtype) -> None:
     head_dim, is_decode = layout.head_dim, tile_rows < 64
     _reach_qkv(layout, layer, num_rows, tile_rows, dtype, norm=zeros(dtype, head_dim))
     pool, q = zeros(dtype, 4 * layout.page_elements), zeros(dtype, num_rows, layout.num_heads, head_dim)
     spans = [Span(row, 1, 900 if row == 0 else 5, row) for row in range(num_rows)]
     limits = WorkLimits(rounded(2 * num_rows), num_rows, tile_rows_for(layout, q.dtype, is_decode), 512)
-    work = plan_attention(spans, layout.group, limits)
+    work = plan_attention(spans, layout.queries_per_key_head, limits)
     partials = Partials.allocate(64, layout.num_heads, head_dim, torch.device("cpu"))
     tables = torch.zeros(num_rows, 64, dtype=torch.int32)
     rule = AttentionRule(0.1) if head_dim == LLAMA_HEAD_DIM else AttentionRule(0.1, window=512, softcap=50.0)
     attention.attend(q, q, pool, tables, work, partials, layout, layer, rule)
 
 
-def _reach_attention_in_order(layout: HeadLayout, layer: int, num_rows: int, *, is_decode: bool) -> None:
+def _reach_attention_in_order(layout: PageLayout, layer: int, num_rows: int, *, is_decode: bool) -> None:
     """Of mode `exact`."""
     pool, q = bf16(4 * layout.page_elements), bf16(num_rows, layout.num_heads, layout.head_dim)
     spans = [Span(row, 1, 2 * SEGMENT_KEYS if row == 0 else 5, row) for row in range(num_rows)]
     tile_rows = tile_rows_for(layout, q.dtype, is_decode, is_exact=True)
     limits = WorkLimits(rounded(3 * num_rows), num_rows, tile_rows, SEGMENT_KEYS, SEGMENT_KEYS)
-    work = plan_attention(spans, layout.group, limits)
+    work = plan_attention(spans, layout.queries_per_key_head, limits)
     partials = Partials.allocate(64, layout.num_heads, layout.head_dim, torch.device("cpu"))
     tables = torch.zeros(num_rows, 64, dtype=torch.int32)
     invariant_attention.attend(q, q, pool, tables, work, partials, layout, layer, AttentionRule(0.1))
@@ -216,7 +216,7 @@ def _reach_merge(num_layers: int, dtype: torch.dtype, *, is_packed: bool = False
     a, b = torch.zeros(16, 256, dtype=dtype), torch.zeros(256, 16, dtype=dtype)
     if is_packed:
         b = b.t().contiguous().t()
-    jobs = [MergeJob(bf16(256, 256), bf16(256, 256), (MergePair(a, b, 1.0),))] * num_layers
+    jobs = [MergeJob(bf16(256, 256), bf16(256, 256), (LoraPair(a, b, 1.0),))] * num_layers
     merge.merge(jobs, dtype, torch.zeros(1, dtype=torch.int32))
 
 

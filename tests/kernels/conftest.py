@@ -12,7 +12,7 @@ from torch import Tensor
 from lorabatch.engine.runner.gpu_plan import DECODE_TILE_ROWS, PREFILL_TILE_ROWS
 from lorabatch.kernels.interpreted import fix_products
 from lorabatch.kernels.launch import is_interpreted
-from lorabatch.kernels.layouts.lora_table import CHUNK_RANK, NUM_SITES, Chunk, LoraTable, ResidentSite
+from lorabatch.kernels.layouts.lora_table import CHUNK_FIELDS, CHUNK_RANK, NUM_SITES, AdapterRows, LoraTable
 from lorabatch.kernels.layouts.segments import SegmentLimits, Segments, plan_segments
 
 # Largest allowed error relative to the largest expected number: a few roundings of the dtype. The interpreter's bf16
@@ -92,13 +92,24 @@ def make_table(device: torch.device, dtype: torch.dtype) -> Callable[..., LoraTa
         placer = _Placer(table)
         first = 0
         for resident, ranks in enumerate(ranks_of_residents):
-            sites = [ResidentSite()] * NUM_SITES
-            sites[site] = ResidentSite(
-                tuple(c for m, r in zip(members, ranks, strict=True) if r for c in placer.pair(in_features, m, r)),
+            pairs = [(placer.pair(in_features, m, r), r) for m, r in zip(members, ranks, strict=True) if r]
+            chunks = [chunk for of_pair, _ in pairs for chunk in of_pair]
+            scales = [0.5 + 0.25 * rank**0.5 for of_pair, rank in pairs for _ in of_pair]
+            place = NUM_SITES + site  # on layer 1
+            rows = AdapterRows(
+                np.zeros(2 * NUM_SITES, np.int32),
+                np.array(chunks, np.int64).reshape(-1, CHUNK_FIELDS),
+                np.array(scales, np.float32),
+                np.full((2 * NUM_SITES, 2), -1, np.int64),
+            )
+            rows.counts[place] = len(chunks)
+            assert rows.vectors is not None
+            rows.vectors[place] = (
                 placer.vector(num_columns, 1.0) if resident in vectors else -1,
                 placer.vector(num_columns, 0.0) if resident in vectors or resident in biases else -1,
             )
-            first += table.write(resident, first, [[ResidentSite()] * NUM_SITES, sites])
+            table.write(resident, first, rows)
+            first += len(chunks)
         return table
 
     return make
@@ -112,14 +123,15 @@ class _Placer:
         self._next = 6
         self._generator = torch.Generator().manual_seed(7)
 
-    def pair(self, in_features: int, member: Member, rank: int) -> list[Chunk]:
+    def pair(self, in_features: int, member: Member, rank: int) -> list[tuple[int, ...]]:
+        """Fields of each chunk."""
         start, end = member
         chunks = []
         for first in range(0, rank, CHUNK_RANK):
             rows = min(CHUNK_RANK, rank - first)
             b = self._place(rows * (end - start), rank**-0.5)
             a = self._place(rows * in_features, in_features**-0.5)
-            chunks.append(Chunk(a, b, rows, start, end - start, 0.5 + 0.25 * rank**0.5))
+            chunks.append((a, b, rows, start, end - start))
         return chunks
 
     def vector(self, length: int, mean: float) -> int:

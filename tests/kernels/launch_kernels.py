@@ -16,15 +16,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from lorabatch.engine.runner.compile_process import TargetOnly
+from lorabatch.engine.runner.compile_process import compile_for
 from lorabatch.kernels.launch import launch, uses_pdl
-from lorabatch.kernels.layouts.heads import HeadLayout
 from lorabatch.kernels.layouts.lora_table import DOWN, NUM_SITES, O_PROJ
+from lorabatch.kernels.layouts.pages import PageLayout
 from lorabatch.kernels.lora_gate_up import triton as gate_up
 from lorabatch.kernels.lora_qkv import HeadFinish
 from lorabatch.kernels.lora_qkv import triton as qkv
@@ -46,7 +45,7 @@ KERNELS = (shrink, qkv, residual, gate_up, attention, rms_norm)
 def main() -> None:
     """Launch two layers, compare, then time layers."""
     global is_recording
-    triton.runtime.driver.set_active(TargetOnly(90))
+    compile_for(90)
     num_by_triton = [0]
     _stand_in(num_by_triton)
     layer = _layer()
@@ -136,7 +135,7 @@ def _same(by_launch: tuple[Any, ...], by_triton: tuple[Any, ...]) -> bool:
 
 def _layer() -> Callable[[int], None]:
     """A function that launches the kernels of a layer of Llama-3-8B, as a decoder does."""
-    layout = HeadLayout(num_heads=32, num_kv_heads=8, head_dim=128, num_layers=NUM_LAYERS, page_tokens=16)
+    layout = PageLayout(num_heads=32, num_kv_heads=8, head_dim=128, num_layers=NUM_LAYERS, page_tokens=16)
     segments, table = shapes.make_segments(NUM_ROWS, TILE_ROWS), shapes.make_table()
     scratch = segments.allocate_scratch()
     x, active = shapes.bf16(NUM_ROWS, shapes.HIDDEN), shapes.bf16(NUM_ROWS, shapes.INTERMEDIATE)
@@ -146,7 +145,7 @@ def _layer() -> Callable[[int], None]:
     pool, q = shapes.bf16(4 * layout.page_elements), shapes.bf16(NUM_ROWS, 32, 128)
     spans = [Span(row, 1, 900 if row == 0 else 5, row) for row in range(NUM_ROWS)]
     limits = WorkLimits(shapes.rounded(2 * NUM_ROWS), NUM_ROWS, tile_rows_for(layout, q.dtype, is_decode=False), 512)
-    work = plan_attention(spans, layout.group, limits)
+    work = plan_attention(spans, layout.queries_per_key_head, limits)
     partials = Partials.allocate(64, 32, 128, torch.device("cpu"))
     tables = torch.zeros(NUM_ROWS, 64, dtype=torch.int32)
 

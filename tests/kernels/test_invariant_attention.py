@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorabatch.kernels.layouts.heads import HeadLayout
+from lorabatch.kernels.layouts.pages import PageLayout
 from lorabatch.kernels.paged_attention import AttentionRule, Partials, attend_pages
 from lorabatch.kernels.paged_attention.reference import attend
 from lorabatch.kernels.paged_attention.work import AttentionWork, Span, WorkLimits, plan_attention, tile_rows_for
 
 pytestmark = pytest.mark.usefixtures("products_in_order")
 LENGTH, SEGMENT = 75, 32
-LAYOUT = HeadLayout(num_heads=6, num_kv_heads=2, head_dim=20, num_layers=2, page_tokens=4)
+LAYOUT = PageLayout(num_heads=6, num_kv_heads=2, head_dim=20, num_layers=2, page_tokens=4)
 RULES = {
     "plain": AttentionRule(0.25),
     "window": AttentionRule(0.25, window=21),
@@ -57,7 +57,7 @@ class Sequenced:
     def _work(self, rows: list[Span], *, is_decode: bool, splits: bool) -> tuple[AttentionWork, Partials]:
         tile_rows = tile_rows_for(LAYOUT, self.dtype, is_decode, is_exact=True)
         limits = WorkLimits(300, 100, tile_rows, SEGMENT if splits else 0, SEGMENT)
-        host = plan_attention(rows, LAYOUT.group, limits)
+        host = plan_attention(rows, LAYOUT.queries_per_key_head, limits)
         partials = Partials.allocate(limits.max_items, LAYOUT.num_heads, LAYOUT.head_dim, self.device)
         partials.values.fill_(torch.nan)
         return AttentionWork(limits, host.buffer.to(self.device)), partials

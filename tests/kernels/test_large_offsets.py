@@ -11,8 +11,8 @@ import torch
 from triton.runtime.interpreter import GridExecutor
 
 from lorabatch.kernels.launch import is_interpreted
-from lorabatch.kernels.layouts.heads import HeadLayout
 from lorabatch.kernels.layouts.lora_table import DOWN, LoraTable
+from lorabatch.kernels.layouts.pages import PageLayout
 from lorabatch.kernels.layouts.segments import Segments
 from lorabatch.kernels.lora_residual import lora_residual_
 from lorabatch.kernels.lora_shrink import lora_shrink
@@ -21,7 +21,7 @@ from lorabatch.kernels.paged_attention.reference import attend
 from lorabatch.kernels.paged_attention.work import Span, WorkLimits, plan_attention
 
 BEHIND = (1 << 31) + 4096
-LAYOUT = HeadLayout(num_heads=2, num_kv_heads=1, head_dim=16, num_layers=1, page_tokens=4)
+LAYOUT = PageLayout(num_heads=2, num_kv_heads=1, head_dim=16, num_layers=1, page_tokens=4)
 
 
 @pytest.fixture

@@ -8,21 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lorabatch.kernels.layouts.heads import HeadLayout
 from lorabatch.kernels.layouts.lora_table import QKV, LoraTable
+from lorabatch.kernels.layouts.pages import PageLayout
 from lorabatch.kernels.layouts.segments import Segments
 from lorabatch.kernels.lora_qkv import HeadFinish, lora_qkv_
 from lorabatch.kernels.lora_qkv.reference import qkv
 from lorabatch.kernels.lora_shrink import lora_shrink
 
 IN = 24
-LAYOUT = HeadLayout(num_heads=2, num_kv_heads=1, head_dim=8, num_layers=2, page_tokens=4)
+LAYOUT = PageLayout(num_heads=2, num_kv_heads=1, head_dim=8, num_layers=2, page_tokens=4)
 MEMBERS = [(0, 16), (16, 24), (24, 32)]
 RANKS = [(1, 1, 1), (8, None, 8), (20, 3, 64), (None, None, 5)]
 NUM_PAGES = 8
 
 
-def with_pages(table: LoraTable, layout: HeadLayout) -> LoraTable:
+def with_pages(table: LoraTable, layout: PageLayout) -> LoraTable:
     """The same table, its pool behind pages for keys and values."""
     size = NUM_PAGES * layout.page_elements
     pool = torch.cat([torch.zeros(size, dtype=table.pool.dtype, device=table.pool.device), table.pool])
@@ -45,7 +45,7 @@ def check(
     table: LoraTable,
     segments: Segments,
     finish: HeadFinish,
-    layout: HeadLayout,
+    layout: PageLayout,
     dtype: torch.dtype,
     assert_close: Callable[..., None],
 ) -> None:
@@ -109,7 +109,7 @@ def test_heads_whose_size_is_no_power_of_two(
     device: torch.device,
 ) -> None:
     """SmolLM's 9 heads over 3, with a head of 40 features: halves of 20."""
-    layout = HeadLayout(num_heads=3, num_kv_heads=1, head_dim=40, num_layers=2, page_tokens=4)
+    layout = PageLayout(num_heads=3, num_kv_heads=1, head_dim=40, num_layers=2, page_tokens=4)
     table = with_pages(make_table(QKV, IN, [(0, 120), (120, 160), (160, 200)], [(8, 20, 1)]), layout)
     check(table, group(table, [0, -1, 0]), finish_for(3, 40, dtype, device), layout, dtype, assert_close)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lorabatch.kernels.merge import MergeJob, MergePair, merge_weights
+from lorabatch.kernels.merge import LoraPair, MergeJob, merge_weights
 from lorabatch.kernels.merge.reference import merge
 
 
@@ -15,14 +15,14 @@ def make_job(shape: tuple[int, int], ranks: list[int], dtype: torch.dtype, pair_
     out_features, in_features = shape
     base = torch.randn(shape).to(dtype)
     pairs = [
-        MergePair(torch.randn(r, in_features).to(pair_dtype), torch.randn(out_features, r).to(pair_dtype), 0.3 * r)
+        LoraPair(torch.randn(r, in_features).to(pair_dtype), torch.randn(out_features, r).to(pair_dtype), 0.3 * r)
         for r in ranks
     ]
     return MergeJob(torch.full_like(base, torch.nan), base, tuple(pairs))
 
 
 def on(device: torch.device, job: MergeJob) -> MergeJob:
-    pairs = tuple(MergePair(p.a.to(device), p.b.to(device), p.scale) for p in job.pairs)
+    pairs = tuple(LoraPair(p.a.to(device), p.b.to(device), p.scaling) for p in job.pairs)
     return MergeJob(job.live.to(device), job.base.to(device), pairs)
 
 
@@ -77,7 +77,7 @@ def test_pairs_whose_b_is_stored_transposed_give_the_same_bits(dtype: torch.dtyp
         MergeJob(
             torch.full_like(job.base, torch.nan),
             job.base,
-            tuple(MergePair(p.a, p.b.t().contiguous().t(), p.scale) for p in job.pairs),
+            tuple(LoraPair(p.a, p.b.t().contiguous().t(), p.scaling) for p in job.pairs),
         )
         for job in jobs
     ]
@@ -101,6 +101,6 @@ def test_pairs_that_do_not_fit_are_named() -> None:
     job = make_job((8, 16), [2], torch.float32, torch.float32)
     with pytest.raises(ValueError, match="live is base itself"):
         merge_weights([MergeJob(job.base, job.base, job.pairs)])
-    wrong = MergePair(torch.zeros(2, 15), torch.zeros(8, 2), 1.0)
+    wrong = LoraPair(torch.zeros(2, 15), torch.zeros(8, 2), 1.0)
     with pytest.raises(ValueError, match=r"job 0: A \[2, 15\] and B \[8, 2\] do not fit W \[8, 16\]"):
         merge_weights([MergeJob(job.live, job.base, (wrong,))])

@@ -12,9 +12,11 @@ from lorabatch.kernels.native import POOL_TYPES, adapter_type
 from lorabatch.kernels.packed_weight import PackedWeight, Products, can_multiply, pack
 from lorabatch.kernels.packed_weight.onednn import OneDnnWeight, has_onednn
 from lorabatch.kernels.packed_weight.panels import (
+    IN_COLUMNS,
+    IN_PANELS,
+    IN_ROWS,
     MatrixRows,
     PanelWeight,
-    RowForm,
     has_panels,
     pack_matrices_,
     unpack,
@@ -214,7 +216,7 @@ def test_parts_of_a_matrix_are_put_down_as_rows_or_as_columns(
 ) -> None:
     parts = [(random(size, depth) * 10.0 ** torch.randint(-7, 4, (size, depth))).to(stored) for size in sizes]
     whole = torch.cat(parts).to(pool)
-    for form, expected in ((RowForm.ROWS, whole), (RowForm.COLUMNS, whole.t())):
+    for form, expected in ((IN_ROWS, whole), (IN_COLUMNS, whole.t())):
         around = torch.full((sum(sizes) * depth + 8,), torch.nan, dtype=pool)
         firsts = accumulate(sizes[:-1], initial=0)
         places = np.array([MatrixRows(4, POOL_TYPES[pool], first, sum(sizes), form) for first in firsts])
@@ -225,9 +227,9 @@ def test_parts_of_a_matrix_are_put_down_as_rows_or_as_columns(
 
 
 @needs_library
-@pytest.mark.parametrize("form", RowForm)
+@pytest.mark.parametrize("form", [IN_PANELS, IN_ROWS, IN_COLUMNS])
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16], ids=str)
-def test_packed_numbers_are_rounded_as_torch_rounds_them(stored: torch.dtype, form: RowForm) -> None:
+def test_packed_numbers_are_rounded_as_torch_rounds_them(stored: torch.dtype, form: int) -> None:
     # halfway between two numbers of bf16, above each other; and what is no number
     ties = [1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 0.0, -0.0, torch.inf, -torch.inf, torch.nan]
     rows = torch.tensor([ties], dtype=stored)

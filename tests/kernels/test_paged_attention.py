@@ -8,12 +8,12 @@ from itertools import product
 import pytest
 import torch
 
-from lorabatch.kernels.layouts.heads import HeadLayout
+from lorabatch.kernels.layouts.pages import PageLayout
 from lorabatch.kernels.paged_attention import AttentionRule, Partials, attend_pages
 from lorabatch.kernels.paged_attention.reference import attend
 from lorabatch.kernels.paged_attention.work import Span, WorkLimits, plan_attention, tile_rows_for
 
-LAYOUT = HeadLayout(num_heads=4, num_kv_heads=2, head_dim=16, num_layers=2, page_tokens=4)
+LAYOUT = PageLayout(num_heads=4, num_kv_heads=2, head_dim=16, num_layers=2, page_tokens=4)
 RULE = AttentionRule(scale=0.25)
 # (new tokens, tokens stored before): decoding rows of several contexts, whole prompts, chunks after a prefix
 MIXED = [(1, 0), (1, 30), (7, 0), (1, 5), (9, 6)]
@@ -23,7 +23,7 @@ LONG = [(1, 75), (150, 70), (43, 0)]
 
 def check(
     step: Sequence[tuple[int, int]],
-    layout: HeadLayout,
+    layout: PageLayout,
     rule: AttentionRule,
     limits: WorkLimits,
     dtype: torch.dtype,
@@ -83,7 +83,7 @@ def test_groups_and_heads_of_odd_sizes(
     num_kv_heads: int,
     head_dim: int,
 ) -> None:
-    layout = HeadLayout(num_heads, num_kv_heads, head_dim, num_layers=2, page_tokens=4)
+    layout = PageLayout(num_heads, num_kv_heads, head_dim, num_layers=2, page_tokens=4)
     check([(1, 9), (6, 3)], layout, RULE, WorkLimits(40, 8, 16, 8), dtype, device, assert_close)
 
 
@@ -91,8 +91,8 @@ def test_one_token_alone(assert_close: Callable[..., None], dtype: torch.dtype, 
     check([(1, 0)], LAYOUT, RULE, WorkLimits(4, 4, 16, 8), dtype, device, assert_close)
 
 
-def of_heads(head_dim: int) -> HeadLayout:
-    return HeadLayout(num_heads=4, num_kv_heads=2, head_dim=head_dim, num_layers=2, page_tokens=16)
+def of_heads(head_dim: int) -> PageLayout:
+    return PageLayout(num_heads=4, num_kv_heads=2, head_dim=head_dim, num_layers=2, page_tokens=16)
 
 
 # Head size, number format, rows of a tile: up to the tile of prompts. In bf16 the interpreter cuts weights and sums off

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorabatch.kernels.layouts.heads import HeadLayout
+from lorabatch.kernels.layouts.pages import PageLayout
 from lorabatch.kernels.paged_attention import attend_pages, libraries
 from lorabatch.kernels.paged_attention.libraries import (
     FlashInferAttention,
@@ -23,7 +23,7 @@ from lorabatch.kernels.paged_attention.reference import attend
 from lorabatch.kernels.paged_attention.types import AttentionRule, Partials
 from lorabatch.kernels.paged_attention.work import Span, WorkLimits, plan_attention
 
-LAYOUT = HeadLayout(num_heads=4, num_kv_heads=2, head_dim=16, num_layers=3, page_tokens=4)
+LAYOUT = PageLayout(num_heads=4, num_kv_heads=2, head_dim=16, num_layers=3, page_tokens=4)
 CPU = torch.device("cpu")
 FULL, LAYER = AttentionRule(0.3), 1
 WINDOWED = AttentionRule(0.3, window=5)
@@ -189,7 +189,7 @@ def test_ours_serves_unless_a_library_is_asked_for(monkeypatch: pytest.MonkeyPat
         ("varlen", {"device": CPU}, "needs a GPU"),
         ("varlen", {"is_exact": True}, "mode exact"),
         ("flashinfer", {"dtype": torch.float32}, "16 bits, not in torch.float32"),
-        ("flashinfer", {"layout": HeadLayout(4, 2, 20, 3, 4)}, "heads of 20 numbers"),
+        ("flashinfer", {"layout": PageLayout(4, 2, 20, 3, 4)}, "heads of 20 numbers"),
         ("varlen", {"rules": frozenset([CAPPED])}, "no cap of scores"),
         ("flashinfer", {}, "not installed here"),
     ],

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorabatch.kernels.layouts.heads import HeadLayout
 from lorabatch.kernels.layouts.lora_table import DOWN, GATE_UP, QKV, LoraTable
+from lorabatch.kernels.layouts.pages import PageLayout
 from lorabatch.kernels.layouts.segments import SPLITS_AT, Segments
 from lorabatch.kernels.lora_gate_up import lora_gate_up
 from lorabatch.kernels.lora_gate_up import reference as gate_up_reference
@@ -26,7 +26,7 @@ from lorabatch.kernels.lora_shrink import lora_shrink
 from lorabatch.kernels.lora_shrink import reference as shrink_reference
 
 IN, LAYER = 24, 1
-LAYOUT = HeadLayout(num_heads=2, num_kv_heads=1, head_dim=8, num_layers=2, page_tokens=4)
+LAYOUT = PageLayout(num_heads=2, num_kv_heads=1, head_dim=8, num_layers=2, page_tokens=4)
 NUM_PAGES = 20
 RANKS = (1, 8, 20, 64)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from lorabatch.engine.config import EngineConfig, Mode
 from lorabatch.engine.engine import Engine
-from lorabatch.engine.parallel.cpu_backend import choose_group
+from lorabatch.engine.parallel.cpu_backend import choose_group_backend
 from lorabatch.engine.parallel.member import Inbox, serve
 from lorabatch.engine.parallel.messages import TO_MEMBER
 from lorabatch.engine.server.frames import read_frame
@@ -59,4 +59,4 @@ def make_group(
     """An engine of so many members, to be closed."""
     settings = {"max_batch_rows": 8, "max_step_tokens": 24, "pool_bytes": 4 << 20, "num_threads": 1} | config
     asked = EngineConfig(mode=mode, tensor_parallel=num_members, **settings)
-    return Engine(model, asked, batcher, partial(choose_group, start=ThreadedMember))
+    return Engine(model, asked, batcher, partial(choose_group_backend, start=ThreadedMember))

@@ -17,7 +17,7 @@ from lorabatch.engine.engine import Engine
 from lorabatch.engine.models.step_batch import StepEntry
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, Result, SamplingParams
-from lorabatch.engine.runner.backend import CpuBackend, KernelTraits
+from lorabatch.engine.runner.backend import CpuBackend
 from lorabatch.engine.runner.runner import LaunchedStep
 from lorabatch.engine.runner.sampler import SampledTokens
 from lorabatch.engine.sequence import Sequence
@@ -46,7 +46,7 @@ class TableRunner:
     def launch(self, entries: Items[StepEntry]) -> LaunchedStep:
         """See `StepRunner`."""
         for entry in entries:
-            runs = (entry.run, *entry.extensions)
+            runs = (entry.pages, *entry.extensions)
             table = [*entry.shared, *(page for run in runs for page in range(run.start, run.end))]
             sequence, stored = entry.sequence, entry.sequence.num_stored
             for place in range(stored + entry.num_tokens):
@@ -75,9 +75,7 @@ class Backend(CpuBackend):
     steps_ahead = 0
     answer_tokens: dict[str, int]
 
-    @property
-    def traits(self) -> KernelTraits:
-        return replace(super().traits, run_pages=1, has_block_tables=True, reads_other_rows=False)
+    run_pages, has_block_tables, reads_other_rows = 1, True, False
 
     def runner(self, *args: Any) -> TableRunner:
         return TableRunner(self.answer_tokens, self.steps_ahead)

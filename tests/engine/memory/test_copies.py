@@ -16,8 +16,8 @@ from torch import Tensor
 from lorabatch.engine.batching.admission import MAX_AWAITED
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
-from lorabatch.engine.memory.copies import CopiesAtOnce, CopyStream
-from lorabatch.engine.memory.loader import MAX_AHEAD, AdapterLoader, HostTier
+from lorabatch.engine.memory.copies import AdapterCopies, CopyStream
+from lorabatch.engine.memory.loader import MAX_AHEAD, AdapterLoader
 from lorabatch.engine.memory.packed import AdapterLayout, PackedAdapter
 from lorabatch.engine.memory.pool import PagePool
 from lorabatch.engine.memory.residency import AdapterResidency
@@ -178,7 +178,7 @@ def test_a_merged_adapter_is_joined_before_it_is_taken_out_of_other_rows(
 
 def test_pages_of_an_adapter_evicted_on_its_way_are_free_once_its_copy_is_done() -> None:
     pool, memory = PagePool(4), torch.zeros(16)
-    loader = AdapterLoader(lambda adapter_id: PackedAdapter(torch.ones(6), AdapterLayout()), HostTier(0))
+    loader = AdapterLoader(lambda adapter_id: PackedAdapter(torch.ones(6), AdapterLayout()), 0)
     residency = AdapterResidency(pool, memory, 4, loader, LateCopies())
     residency.load("a", 2)
     assert not residency.has_arrived("a")
@@ -193,7 +193,7 @@ def test_pages_of_an_adapter_evicted_on_its_way_are_free_once_its_copy_is_done()
 
 
 def test_a_cpu_copies_at_once() -> None:
-    copies = CopiesAtOnce()
+    copies = AdapterCopies()
     target = torch.zeros(6)
     assert copies.to_pool(torch.ones(4), target[1:5]).is_done()
     back = copies.to_host(target[1:5])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorabatch.engine.memory.pool import PagePool, PageRun
+from lorabatch.engine.memory.pool import PagePool, PageRange
 
 
 @given(st.integers(1, 40), st.lists(st.tuples(st.booleans(), st.integers(1, 12)), max_size=60))
@@ -67,7 +67,7 @@ def test_a_run_is_extended_by_the_page_behind_it_or_else_from_the_smallest_gap()
         pool.release(owner)
     for _ in range(4):
         pool.extend("row")
-    assert pool.extensions_of("row") == (PageRun(4, 3), PageRun(8, 1))
+    assert pool.extensions_of("row") == (PageRange(4, 3), PageRange(8, 1))
     pool.release("row")
     pool.check_integrity()
     assert (pool.extensions_of("row"), pool.num_free) == ((), 9)
@@ -78,7 +78,7 @@ def test_a_gap_is_refilled_by_a_run_of_its_size() -> None:
     for owner in "abc":
         pool.allocate(owner, 2)
     pool.release("b")
-    assert pool.allocate("d", 2) == PageRun(2, 2)
+    assert pool.allocate("d", 2) == PageRange(2, 2)
 
 
 def test_giving_back_what_is_not_held_is_an_error() -> None:
@@ -94,10 +94,10 @@ def test_a_pool_needs_a_page() -> None:
 def test_first_pages_of_a_run_are_passed_on_and_given_back() -> None:
     pool = PagePool(6)
     pool.allocate("row", 4)
-    assert pool.pass_first("row", "heir") == PageRun(0, 1)
+    assert pool.pass_first("row", "heir") == PageRange(0, 1)
     pool.release_first("row")
     pool.check_integrity()
-    assert (pool.run_of("heir"), pool.run_of("row"), pool.num_free) == (PageRun(0, 1), PageRun(2, 2), 3)
+    assert (pool.range_of("heir"), pool.range_of("row"), pool.num_free) == (PageRange(0, 1), PageRange(2, 2), 3)
     pool.release("heir")
     pool.check_integrity()
     assert pool.largest_free_run == 2

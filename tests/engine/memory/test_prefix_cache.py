@@ -118,7 +118,7 @@ def test_pages_in_use_stay_whatever_is_asked_for() -> None:
     assert cache.adopt(path, 1, "row") is None, "what it continues is not there"
     pages = [cache.adopt(path, number, "row") for number in range(3)]
     assert [page.start for page in pages if page] == [0, 1, 2]
-    assert pool.run_of("row").num_pages == 1
+    assert pool.range_of("row").num_pages == 1
     cache.release(path)
     cache.release(path)
     assert cache.owners() == []

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorabatch.engine.memory.copies import CopiesAtOnce
-from lorabatch.engine.memory.loader import AdapterLoader, HostTier
+from lorabatch.engine.memory.copies import AdapterCopies
+from lorabatch.engine.memory.loader import AdapterLoader
 from lorabatch.engine.memory.packed import AdapterLayout, PackedAdapter
 from lorabatch.engine.memory.pool import PagePool
 from lorabatch.engine.memory.residency import AdapterResidency
@@ -19,9 +19,9 @@ PAGE_ELEMENTS = 8
 
 def make_residency(num_pages: int) -> tuple[PagePool, AdapterResidency]:
     pool = PagePool(num_pages)
-    loader = AdapterLoader(lambda adapter_id: PackedAdapter(torch.zeros(PAGE_ELEMENTS), AdapterLayout()), HostTier(0))
+    loader = AdapterLoader(lambda adapter_id: PackedAdapter(torch.zeros(PAGE_ELEMENTS), AdapterLayout()), 0)
     memory = torch.zeros(num_pages * PAGE_ELEMENTS)
-    return pool, AdapterResidency(pool, memory, PAGE_ELEMENTS, loader, CopiesAtOnce())
+    return pool, AdapterResidency(pool, memory, PAGE_ELEMENTS, loader, AdapterCopies())
 
 
 def fewest_loads(uses: tuple[str, ...], capacity: int) -> int:

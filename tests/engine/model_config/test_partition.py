@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lorabatch.engine.model_config import parse_model_config
 from lorabatch.engine.model_config.model import ModelConfig
-from lorabatch.engine.model_config.partition import Piece, group_of, partition_problem
+from lorabatch.engine.model_config.partition import Piece, partition_problem, partitions_of
 
 
 def make_model(family: str = "llama", **settings: object) -> ModelConfig:
@@ -60,7 +60,7 @@ def test_members_have_each_query_and_feature_once_and_the_keys_of_their_queries(
     queries: Counter[int] = Counter()
     inner: Counter[int] = Counter()
     tokens: Counter[int] = Counter()
-    for partition in group_of(model, num_members):
+    for partition in partitions_of(model, num_members):
         part = partition.shard
         if is_fused:
             qkv = numbers(partition.linear("model.layers.0.self_attn.qkv_proj").outputs)
@@ -104,7 +104,7 @@ def test_members_have_each_query_and_feature_once_and_the_keys_of_their_queries(
 
 @given(vocab_size=st.integers(8, 300), other=st.integers(1, 600), num_members=st.integers(1, 8))
 def test_a_resized_vocabulary_leaves_tokens_where_they_are(vocab_size: int, other: int, num_members: int) -> None:
-    members = group_of(make_model(vocab_size=vocab_size), num_members)
+    members = partitions_of(make_model(vocab_size=vocab_size), num_members)
     before = [range(*member.tokens(vocab_size)) for member in members]
     after = [range(*member.tokens(other)) for member in members]
     assert [token for tokens in after for token in tokens] == list(range(other))
@@ -113,7 +113,7 @@ def test_a_resized_vocabulary_leaves_tokens_where_they_are(vocab_size: int, othe
 
 
 def test_one_member_adds_the_bias_of_a_sum() -> None:
-    members = group_of(make_model(attention_bias=True), 4)
+    members = partitions_of(make_model(attention_bias=True), 4)
     assert [member.linear("model.layers.0.self_attn.o_proj").has_bias for member in members] == [True] + [False] * 3
     assert all(member.linear("model.layers.0.self_attn.q_proj").has_bias for member in members)
 

@@ -18,7 +18,7 @@ from lorabatch.engine.models.gpu_step import GpuStep, StepBuffer
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, Result, SamplingParams
 from lorabatch.engine.runner.backend import GpuBackend, MakeBackend, choose_backend
-from lorabatch.engine.runner.gpu_graphs import EagerExecutor
+from lorabatch.engine.runner.gpu_graphs import StepExecutor
 from lorabatch.engine.runner.gpu_runner import FirstSizes, GpuRunner
 from lorabatch.kernels.launch import is_interpreted
 
@@ -233,7 +233,7 @@ def test_any_number_of_switches_leaves_the_weights_bit_for_bit(
 ) -> None:
     forgotten: list[bool] = []
 
-    class Forgetting(EagerExecutor):
+    class Forgetting(StepExecutor):
         def forget(self) -> None:
             forgotten.append(True)
 

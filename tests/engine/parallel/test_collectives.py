@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,18 +15,17 @@ from torch import Tensor
 
 from lorabatch.engine.parallel.collectives import (
     Collectives,
-    Counters,
-    MemberLostError,
     buffer_numbers,
-    memory_bytes,
+    event_counters,
     shared_memory,
+    shared_memory_bytes,
 )
 
 
 def in_group(num_members: int, num_numbers: int, work: Callable[[int, Collectives], Any]) -> list[Any]:
     """What each member of a group of threads returns."""
-    memory = shared_memory("test", memory_bytes(num_members, num_numbers))
-    counters = Counters.create(num_members)
+    memory = shared_memory("test", shared_memory_bytes(num_members, num_numbers))
+    counters = event_counters(num_members)
     results: list[Any] = [None] * num_members
 
     def run(member: int) -> None:
@@ -37,7 +37,8 @@ def in_group(num_members: int, num_numbers: int, work: Callable[[int, Collective
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive(), "a member waits for ever"
-    counters.close()
+    for counter in counters:
+        os.close(counter)
     return results
 
 
@@ -80,8 +81,8 @@ def test_a_member_that_waits_for_a_lost_one_is_told() -> None:
     def work(member: int, group: Collectives) -> str:
         if member == 1:
             return "gone"
-        threading.Timer(0.05, group.lose, [MemberLostError("member 1 was lost")]).start()
-        with pytest.raises(MemberLostError, match="member 1 was lost"):
+        threading.Timer(0.05, group.lose, [RuntimeError("member 1 was lost")]).start()
+        with pytest.raises(RuntimeError, match="member 1 was lost"):
             group.add_up(torch.ones(3))
         return "told"
 

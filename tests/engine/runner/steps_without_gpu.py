@@ -25,7 +25,7 @@ from lorabatch.engine.engine import Engine
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.engine.runner import backend
 from lorabatch.engine.runner.compile_ahead import EngineKernels
-from lorabatch.engine.runner.compile_process import TargetOnly, note_kernels
+from lorabatch.engine.runner.compile_process import compile_for, note_kernels
 
 GREEDY = SamplingParams(max_tokens=3, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.7, top_k=5, top_p=0.9, logprobs=True)
@@ -59,7 +59,7 @@ def main() -> None:
         run_engine(kernels, mode)
         missing, found = sorted(launched - expected), sorted(launched & expected)
     else:
-        triton.runtime.driver.set_active(TargetOnly(kernels.capability))
+        compile_for(kernels.capability)
         triton.knobs.compilation.listener = listen
         JITFunction.run = compile_only
         run_engine(kernels, mode)

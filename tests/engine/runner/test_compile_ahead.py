@@ -18,7 +18,7 @@ import torch
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.runner import backend
 from lorabatch.engine.runner.backend import GpuBackend
-from lorabatch.engine.runner.compile_ahead import CompileAhead, Compiled, EngineKernels
+from lorabatch.engine.runner.compile_ahead import Compiled, EngineKernels, start_compiling, wait_until_compiled
 
 LONG_CONTEXT = {"max_position_embeddings": 1024}
 # Each launches other code: biases; norms of heads; windows, softcaps and norms behind layers; no rotation, no gate.
@@ -78,6 +78,11 @@ def test_steps_launch_no_kernel_that_is_not_compiled_ahead(
     assert len(found["found"]) >= 12
 
 
+def compiled(process: subprocess.Popen[bytes] | None) -> Compiled:
+    assert process is not None
+    return wait_until_compiled(process)
+
+
 @pytest.mark.long
 def test_steps_find_what_was_compiled_ahead_and_so_do_other_processes(
     make_model: Callable[..., Path], tmp_path: Path, cache: Path
@@ -85,7 +90,7 @@ def test_steps_find_what_was_compiled_ahead_and_so_do_other_processes(
     model = make_model(tmp_path / "model", **LONG_CONTEXT)
     kernels = EngineKernels(str(model), "bfloat16", 90)
     # of two that start at a time one compiles, and the other waits for it
-    first, other = (ahead.wait() for ahead in [CompileAhead(kernels), CompileAhead(kernels)])
+    first, other = map(compiled, [start_compiling(kernels), start_compiling(kernels)])
     assert (first.failed, first.problem, other.failed, other.problem) == ((), None, (), None)
     assert min(first.num_kernels, other.num_kernels) == 0
     programs = {path: path.stat().st_mtime_ns for path in cache.glob("*/*.cubin")}
@@ -93,10 +98,10 @@ def test_steps_find_what_was_compiled_ahead_and_so_do_other_processes(
     found = run_steps("compile", model, dtype="bfloat16")
     assert found["missing"] == []
     assert len(found["found"]) >= 12
-    assert CompileAhead(kernels)._process is None, "a process was started though all is there"
+    assert start_compiling(kernels) is None, "a process was started though all is there"
     # each is found by itself, too
     kernels.done.unlink()
-    assert CompileAhead(kernels).wait().failed == ()
+    assert compiled(start_compiling(kernels)).failed == ()
     assert {path: path.stat().st_mtime_ns for path in cache.glob("*/*.cubin")} == programs
 
 
@@ -147,8 +152,9 @@ def test_what_goes_wrong_is_a_warning(
 ) -> None:
     model = tiny_llama if folder == "model" else tiny_llama / folder
     with caplog.at_level(logging.WARNING):
-        compiled = CompileAhead(EngineKernels(str(model), dtype, 90)).wait()
-    assert problem in (compiled.problem or "")
+        process = start_compiling(EngineKernels(str(model), dtype, 90))
+        if process is not None:
+            assert wait_until_compiled(process).problem == problem
     assert len(caplog.records) == 1
     assert problem in caplog.text
 
@@ -156,10 +162,10 @@ def test_what_goes_wrong_is_a_warning(
 def test_compiling_that_takes_too_long_is_given_up(
     tiny_llama: Path, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ahead = CompileAhead(EngineKernels(str(tiny_llama), "bfloat16", 90))
-    assert ahead.wait(longest_s=0.1) == Compiled(problem="compiling took longer than 0 s")
-    assert ahead._process is not None
-    assert ahead._process.returncode == -9
+    process = start_compiling(EngineKernels(str(tiny_llama), "bfloat16", 90))
+    assert process is not None
+    assert wait_until_compiled(process, longest_s=0.1) == Compiled(problem="compiling took longer than 0 s")
+    assert process.returncode == -9
 
 
 def test_what_code_depends_on_has_a_file_of_its_own(
@@ -192,7 +198,7 @@ def test_what_code_depends_on_has_a_file_of_its_own(
 def test_engines_on_gpus_compile_ahead(
     monkeypatch: pytest.MonkeyPatch, device: str, member: int | None, is_on: bool, expected: int | None
 ) -> None:
-    monkeypatch.setattr(backend, "CompileAhead", lambda kernels: kernels)
+    monkeypatch.setattr(backend, "start_compiling", lambda kernels: kernels)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     if not is_on:
         monkeypatch.setenv("LORABATCH_COMPILE_AHEAD", "0")

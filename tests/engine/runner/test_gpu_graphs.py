@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lorabatch.engine.runner.gpu_graphs import GraphChoice, GraphKey, bucket_of
+from lorabatch.engine.runner.gpu_graphs import GraphKey, bucket_of, graph_for
 from lorabatch.engine.runner.gpu_plan import SPLIT_KEYS, split_keys_of
 from lorabatch.kernels.paged_attention.work import SEGMENT_KEYS
 
@@ -27,20 +27,19 @@ def key(bucket: int, has_lora: bool = True) -> GraphKey:
 
 
 def test_a_batch_that_drains_replays_larger_graphs_and_captures_none() -> None:
-    choice = GraphChoice()
     captured: set[GraphKey] = set()
-    for rows in (512, 512, *range(500, 0, -40)):
-        captured.add(choice.choose(key(bucket_of(rows)), captured))
+    for number, rows in enumerate((512, 512, *range(500, 0, -40))):
+        captured.add(graph_for(key(bucket_of(rows)), 2 if number == 1 else 1, captured))
     assert captured == {key(512)}
 
 
 def test_a_bucket_that_comes_again_gets_a_graph_of_its_own() -> None:
-    choice, captured = GraphChoice(), {key(64)}
-    assert [choice.choose(key(8), captured) for _ in range(3)] == [key(64), key(64), key(8)]
+    captured = {key(64)}
+    assert [graph_for(key(8), num_visits, captured) for num_visits in (1, 2, 3)] == [key(64), key(64), key(8)]
     captured.add(key(8))
-    assert choice.choose(key(5), captured) == key(8), "the smallest that holds the rows"
-    assert choice.choose(key(5, has_lora=False), captured) == key(5, has_lora=False), "the first of its kind"
-    assert choice.choose(key(80), captured) == key(80), "no larger one"
+    assert graph_for(key(5), 1, captured) == key(8), "the smallest that holds the rows"
+    assert graph_for(key(5, has_lora=False), 1, captured) == key(5, has_lora=False), "the first of its kind"
+    assert graph_for(key(80), 1, captured) == key(80), "no larger one"
 
 
 def test_contexts_are_split_where_rows_are_few_or_one_is_much_longer() -> None:

@@ -19,12 +19,11 @@ from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.model_config.model import ModelConfig
 from lorabatch.engine.model_config.partition import Partition
-from lorabatch.engine.models.part import PartOfModel
 from lorabatch.engine.parallel.collectives import shared_memory
 from lorabatch.engine.parallel.device_sums import DeviceSums
 from lorabatch.engine.request import Request, Result, SamplingParams
 from lorabatch.engine.runner.backend import GpuBackend, MakeBackend, choose_backend
-from lorabatch.engine.runner.gpu_graphs import EagerExecutor, GraphKey
+from lorabatch.engine.runner.gpu_graphs import GraphKey, StepExecutor
 from lorabatch.engine.runner.gpu_runner import GpuRunner
 from lorabatch.engine.runner.runner import LaunchedStep
 from lorabatch.kernels.launch import is_interpreted
@@ -73,7 +72,7 @@ def as_part(kind: type[GpuRunner]) -> MakeBackend:
                 settings = self.decoder, live, memory, layout, config, stop_tokens, self.executor()
                 return kind(*settings, share=sums.share)
 
-        return Backend(folder, config, model, PartOfModel(partition, sums))
+        return Backend(folder, config, model, sums)
 
     return make
 
@@ -131,7 +130,7 @@ class MergesFirst:
         return StepPlan("mixture", 0, all_rows, np.arange(len(view.waiting_adapter)))
 
 
-class Noting(EagerExecutor):
+class Noting(StepExecutor):
     """Runs at once, as the interpreter must, and notes which graphs a GPU would have had."""
 
     def __init__(self) -> None:
@@ -142,7 +141,7 @@ class Noting(EagerExecutor):
         super().run(key, work)
 
 
-class Replaying(EagerExecutor):
+class Replaying(StepExecutor):
     """Runs the first work of each key again and again, as a graph does: what the host knows of later steps is not in
     it."""
 

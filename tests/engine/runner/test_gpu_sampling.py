@@ -17,7 +17,7 @@ from lorabatch.engine.engine import Engine
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, Result, SamplingParams
 from lorabatch.engine.runner.backend import GpuBackend, MakeBackend, choose_backend
-from lorabatch.engine.runner.gpu_graphs import EagerExecutor, StepExecutor
+from lorabatch.engine.runner.gpu_graphs import StepExecutor
 from lorabatch.kernels.launch import is_interpreted
 
 FAR = tuple(f"<|far{i}|>" for i in range(12))  # special tokens behind the model's vocabulary
@@ -66,7 +66,7 @@ def ends_otherwise(tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: P
     return make
 
 
-class Counting(EagerExecutor):
+class Counting(StepExecutor):
     def __init__(self) -> None:
         self.num_graphs = 0
 

@@ -14,11 +14,11 @@ from peft_oracle import register_all
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.errors import AdapterRefusedError
-from lorabatch.engine.memory.pool import PageRun
+from lorabatch.engine.memory.pool import PageRange
 from lorabatch.engine.models.merge import LiveWeights
 from lorabatch.engine.models.step_batch import StepEntry
 from lorabatch.engine.request import Request, SamplingParams
-from lorabatch.engine.runner.runner import LaunchedStep, StepInFlight, StepsInFlight
+from lorabatch.engine.runner.runner import LaunchedStep, StepsInFlight
 from lorabatch.engine.runner.sampler import SampledTokens
 from lorabatch.engine.runner.step_counts import StepCounts
 from lorabatch.engine.sequence import Sequence
@@ -33,11 +33,11 @@ def sequence(max_tokens: int = 3) -> Sequence:
 def launched(steps: StepsInFlight, row: Sequence, num_tokens: int, token: int | None) -> None:
     sampled = () if token is None else (row,)
     tokens = [] if token is None else [token]
-    entry = StepEntry(row, num_tokens, PageRun(0, 1), None)
+    entry = StepEntry(row, num_tokens, PageRange(0, 1), None)
     assert entry.yields_token == (token is not None)
     none: list[tuple[Any, ...]] = [()] * len(tokens)
-    step = LaunchedStep(sampled, lambda: SampledTokens(tokens, [0.0] * len(tokens), none, none))
-    steps.add(StepInFlight(step, [entry], StepCounts.of([entry], 1), num_tokens, 0.0))
+    read = SampledTokens(tokens, [0.0] * len(tokens), none, none)
+    steps.add(LaunchedStep(sampled, lambda: read, [entry], StepCounts.of([entry], 1), num_tokens))
 
 
 def read(steps: StepsInFlight, keep: int) -> list[int]:

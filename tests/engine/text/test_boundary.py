@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as File
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from lorabatch.engine.request import Request, SamplingParams
-from lorabatch.engine.text.boundary import given_text, split_at_prompt, text_behind, texts_behind
+from lorabatch.engine.text.boundary import first_merged, given_text, split_at_prompt, text_behind, texts_behind
 from lorabatch.engine.text.choices import ChoiceMatcher, ChoiceTree, choice_of, tree_of
 from lorabatch.engine.text.completion import _TextSoFar
 from lorabatch.engine.text.tokenizer import Tokenizer
@@ -71,10 +71,11 @@ def test_tokens_are_those_of_the_whole_less_those_of_the_prompt(tokenizer: Token
     before, whole = encoded(tokenizer, prompt, prompt + text)
     found = texts_behind(tokenizer, before, (text,))
     if whole[: len(before)] == before:
-        assert (found.tokens, found.merged) == ((tuple(whole[len(before) :]),), None)
+        assert found == (tuple(whole[len(before) :]),)
+        assert first_merged(tokenizer, before, (text,)) is None
         assert split_at_prompt(before, whole) == (before, tuple(whole[len(before) :]))
     else:
-        assert found.merged == 0
+        assert first_merged(tokenizer, before, (text,)) == 0
         kept, rest = split_at_prompt(before, whole)
         assert [*kept, *rest] == whole, "the last tokens of the prompt belong to the text"
         assert len(kept) < len(before)
@@ -89,10 +90,10 @@ def test_a_text_in_its_place_reads_as_it_was_given(
 ) -> None:
     before, whole = encoded(tokenizer, prompt, prompt + text)
     found = texts_behind(tokenizer, before, (text, "."))
-    assert found.merged == (0 if is_merged else None)
+    assert first_merged(tokenizer, before, (text, ".")) == (0 if is_merged else None)
     if not is_merged:
-        assert before + list(found.tokens[0]) == whole
-        assert text_behind(tokenizer, before, found.tokens[0]) == text
+        assert before + list(found[0]) == whole
+        assert text_behind(tokenizer, before, found[0]) == text
 
 
 @pytest.mark.parametrize("scheme", ["Prepend", "always", "first", "never"])
@@ -111,10 +112,10 @@ def test_a_text_behind_a_special_token_is_the_given_one(scheme: str, tmp_path: P
     for text in ("and", " and", "  in", "é", "."):
         (whole,) = encoded(tokenizer, "the an[end]" + text)
         found = texts_behind(tokenizer, before, (text,))
-        assert before + list(found.tokens[0]) == whole
-        with_blank = texts_behind(tokenizer, before, (f" {text}",)).tokens[0]
-        expected = f" {text}" if with_blank == found.tokens[0] else text
-        assert given_text(tokenizer, before, found.tokens[0]) == expected
+        assert before + list(found[0]) == whole
+        with_blank = texts_behind(tokenizer, before, (f" {text}",))[0]
+        expected = f" {text}" if with_blank == found[0] else text
+        assert given_text(tokenizer, before, found[0]) == expected
         assert expected == text or scheme == "always", "where a text has the same tokens with a blank"
 
 

@@ -86,7 +86,7 @@ def test_engines_and_simulated_workers_have_one_batcher_and_one_set_of_limits(
     pages = engine.telemetry().pages_total
     assert replica.kv_tokens is not None
     assert replica.kv_tokens // replica.page_tokens == pages
-    assert replica.run_pages == engine.backend.traits.run_pages
+    assert replica.run_pages == engine.backend.run_pages
 
 
 @pytest.mark.parametrize("num_members", [2, 3])
