@@ -21,7 +21,8 @@ from ...engine.request import FIRST_OPTIONS, SAMPLING_OPTIONS
 from ..agreement import Agreement
 from ..errors import JobRequestError, naming_damage
 from ..input.columns import output_name, readable_values
-from ..record import JobRecord
+from ..record import NOT_RECORDED, JobRecord
+from ..spec import JobSpec
 from ..status.job_status import JobStatus, read_status
 from ..store import JobStore, part_name
 from .figures import run_figures, worker_names
@@ -90,8 +91,13 @@ def write_report(store: JobStore, gpu_hour_price: float | None = None) -> str:
         num_errors=num_errors,
         errors=_kinds(summary, error_rows),
         error_rows=error_rows,
-        settings=sorted((name, value) for name, value in status.record.spec.items() if _is_shown(name, value)),
+        settings=_settings(status.record.spec),
     )
+
+
+def _settings(spec: JobSpec) -> list[tuple[str, Any]]:
+    recorded = spec.model_dump(mode="json", exclude=NOT_RECORDED)
+    return sorted((name, value) for name, value in recorded.items() if _is_shown(name, value))
 
 
 def _is_shown(name: str, value: Any) -> bool:

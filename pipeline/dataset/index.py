@@ -146,7 +146,7 @@ def deadly_chunk(chunk: ChunkRef) -> IndexTotals:
 
 def spelling(record: JobRecord, model_url: str, storage_options: Mapping[str, Any]) -> Spell:
     """A function that gives the bytes of tokens by the tokenizer of an adapter's rows; None if that cannot be read."""
-    spec = record.job_spec(dict(storage_options)).model_copy(update={"model": model_url})
+    spec = record.spec.model_copy(update={"model": model_url, "storage_options": dict(storage_options)})
     job = IndexJob.from_record(record, spec)
 
     def spell(adapter: str | None, token_ids: Sequence[int]) -> list[bytes] | None:

@@ -86,7 +86,7 @@ class ShardReader:
         self._key = index_key(record)
         #: The job's adapters by name.
         self.adapters: Mapping[str, AdapterRecord] = {adapter.name: adapter for adapter in record.adapters}
-        self._sampling = replace(record.sampling, n=1)  # each completion is a request
+        self._sampling = replace(record.spec.sampling, n=1)  # each completion is a request
         self._plan, self._chunks = prepared.MappedFiles(""), prepared.MappedFiles(self._key)
 
     def close(self) -> None:

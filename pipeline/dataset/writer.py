@@ -195,7 +195,7 @@ def _with_answers(rows: ShardRows, answers: list[RowAnswer], record: JobRecord, 
         return None if answer.token_ids is None else spell(name, answer.token_ids)
 
     made: dict[str, Callable[[], pa.Array]] = {
-        TYPED_COLUMN: lambda: _typed_answers(rows, answers, record.sampling.json_schema),
+        TYPED_COLUMN: lambda: _typed_answers(rows, answers, record.spec.sampling.json_schema),
         _TEXTS.name: lambda: pa.array(map(_texts, map(spelt, names, answers)), _TEXTS.type),
         _BYTES.name: lambda: pa.array(map(spelt, names, answers), _BYTES.type),
         _TOPS.name: lambda: pa.array(

@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from ...engine.request import Request
 from ...jobs.errors import DamagedRecordError, InputRowsError, naming_damage
 from ...jobs.input.columns import DEFAULT_ID_COLUMN
-from ...jobs.option_values import ErrorBudget
 from ...jobs.record import JobRecord, adapter_problem, index_key
 from ...jobs.store import JobStore
 from ...scheduler.estimates.lengths import PRIOR_SHARE, expected_tokens
@@ -186,7 +185,7 @@ def check_rows(store: JobStore, record: JobRecord, indexed: IndexTotals) -> Iter
                 errors.add(chunk)
             ids.refuse(store, record.input.roles.get("id", DEFAULT_ID_COLUMN))
         kinds = errors.kinds(store)
-        check_budget(ErrorBudget.parse(record.spec["max_errors"]), kinds, num_rows)
+        check_budget(record.spec.error_budget, kinds, num_rows)
         serving = serving_adapters(record)
         place = {adapter.name: i for i, adapter in enumerate(serving)}
         yield CheckedRows(

@@ -130,7 +130,7 @@ def test_tools_of_a_template_without_tools_are_an_error(prepare_job: Callable[..
 
 
 def sampling_of(job: Any, row: dict[str, Any]) -> SamplingParams:
-    return row_sampling(job.record.sampling, row[SAMPLING])
+    return row_sampling(job.record.spec.sampling, row[SAMPLING])
 
 
 @pytest.mark.parametrize("markers", [{"start": "<think>", "end": "</think>"}, "<think>,</think>"])
