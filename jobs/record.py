@@ -202,7 +202,7 @@ class JobRecord(_Frozen):
     #: Options of the job, without secrets; see `JobSpec.without_secrets`.
     spec: JobSpec
     #: Options in `job.json` that this version does not have, which another version wrote.
-    unknown_options: dict[str, Any] = Field({}, exclude=True)
+    unknown_options: dict[str, Any] = Field(default={}, exclude=True)
     #: Names of the storage options that were given.
     storage_option_names: tuple[str, ...] = ()
     #: The base model.

@@ -29,6 +29,7 @@ from ...jobs.storage.redaction import is_redacted, redacted_url
 from ...jobs.store import JobStore
 from .chunk import ChunkRef, DamagedChunkError, IndexJob, RowGroupRef, read_chunk
 from .chunk_rows import ChunkRows
+from .prompt_reader import PromptReader
 from .schema import arrow_file, counts_of, with_counts, with_key, without_tokenizer
 from .writer import Spell
 
@@ -120,18 +121,19 @@ def index_chunk(chunk: ChunkRef, job: IndexJob, store: JobStore) -> IndexTotals:
             without = without_tokenizer(index.schema)
             if not without:
                 return _totals(index.read_all(), counts_of(index.schema))
-    rows = ChunkRows(chunk.chunk_id, job, lambda adapter: _tokenizer_of(job, adapter))
+    reader = PromptReader(job, lambda adapter: _tokenizer_of(job, adapter))
+    rows = ChunkRows(chunk.chunk_id, job)
     try:
         for batch, places in read_chunk(chunk, job.schema_ipc, job.storage_options, is_narrow=bool(job.dropped)):
-            rows.add(batch, places)
+            rows.add(batch, places, reader.read(batch, places))
     except DamagedChunkError as damage:
         return IndexTotals(1, damages={chunk.chunk_id: damage.args})
     order, batches = rows.order()
     store.write_rows(chunk.chunk_id, _ipc_bytes(rows.prepared_batches(order, batches), job.key))
     found = rows.index(order, batches)
-    batches_of_index = with_counts(found.combine_chunks(), rows.counts, rows.without_tokenizer).to_batches()
+    batches_of_index = with_counts(found.combine_chunks(), reader.counts, reader.without_tokenizer).to_batches()
     store.write_index(chunk.chunk_id, _ipc_bytes(batches_of_index, job.key))
-    return _totals(found, rows.counts, cured=without.difference(rows.without_tokenizer))
+    return _totals(found, reader.counts, cured=without.difference(reader.without_tokenizer))
 
 
 def deadly_chunk(chunk: ChunkRef) -> IndexTotals:
