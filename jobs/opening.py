@@ -23,7 +23,7 @@ from .adapters import audit_all
 from .errors import DamagedRecordError, JobFailedError, JobRequestError, MissingFileError, OutputConflictError
 from .generation_config import generation_defaults
 from .parts import PartMark, changed_parts, in_words, read_mark
-from .record import InputRecord, JobRecord, JobState, ModelRecord, changed_adapters, differences, public_spec
+from .record import InputRecord, JobRecord, JobState, ModelRecord, changed_adapters, differences
 from .spec import JobSpec
 from .storage.local_copy import model_sha256
 from .storage.redaction import redacted_url
@@ -216,7 +216,7 @@ def make_record(checked: CheckedJob) -> JobRecord:
         local_time=now.astimezone().isoformat(timespec="seconds"),
         time_zone=now.astimezone().tzname() or "",
         versions=_versions(),
-        spec=public_spec(spec),
+        spec=spec.without_secrets(),
         storage_option_names=tuple(sorted(spec.storage_options)),
         model=ModelRecord(
             url=redacted_url(spec.model),

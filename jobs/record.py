@@ -17,16 +17,16 @@ from functools import cache
 from typing import Any, Literal
 from unicodedata import normalize
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from ..engine.request import FIRST_OPTIONS, SAMPLING_OPTIONS, SamplingParams
+from ..engine.request import FIRST_OPTIONS, SAMPLING_OPTIONS
 from ..engine.text.conversation import RENDERING_OPTIONS
 from ..system.untrusted import parse_json, shortened
 from .errors import DamagedRecordError, naming_damage
+from .option_problems import in_our_words
 from .option_values import TLS_FIELDS
 from .progress import RowTotals, time_left
 from .spec import JobSpec
-from .storage.redaction import redacted_url
 
 RECORD_FORMAT = 1
 # Older versions of pydantic may build a validator in two threads at once.
@@ -46,6 +46,8 @@ _LATER = (
     "system_prompt", "allow_special_tokens", "chat_template", *RENDERING_OPTIONS, "policy", "placement",
     "base_quantization", "samples", "row_settings", "keep", "drop", "output_prefix", "split_answer",
 )  # fmt: skip
+#: Options that `job.json` leaves out.
+NOT_RECORDED = {"storage_options", "overwrite"}
 _SHOWN_CHARACTERS = 300
 AdapterVerdict = Literal["exact", "exact-by-merge", "refused"]
 
@@ -197,8 +199,10 @@ class JobRecord(_Frozen):
     time_zone: str = ""
     #: Package -> its version on the client.
     versions: dict[str, str]
-    #: Options of the job, without secrets; see `public_spec`.
-    spec: dict[str, Any]
+    #: Options of the job, without secrets; see `JobSpec.without_secrets`.
+    spec: JobSpec
+    #: Options in `job.json` that this version does not have, which another version wrote.
+    unknown_options: dict[str, Any] = Field(default={}, exclude=True)
     #: Names of the storage options that were given.
     storage_option_names: tuple[str, ...] = ()
     #: The base model.
@@ -211,18 +215,14 @@ class JobRecord(_Frozen):
     with_logprobs: bool
 
     @property
-    def sampling(self) -> SamplingParams:
-        """The sampling of rows that do not override it."""
-        return SamplingParams.from_plain({name: self.spec[name] for name in SAMPLING_OPTIONS if name in self.spec})
-
-    @property
     def has_lists(self) -> bool:
         """Whether the completions of a row are lists in one row of the output."""
-        return self.spec.get("samples") == "lists"
+        return self.spec.samples == "lists"
 
     def to_json(self) -> bytes:
         """The record as JSON, the content of `job.json`."""
-        return (json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True) + "\n").encode()
+        values = self.model_dump(mode="json", exclude={"spec": NOT_RECORDED})
+        return (json.dumps(values, indent=1, sort_keys=True) + "\n").encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> JobRecord:
@@ -235,34 +235,35 @@ class JobRecord(_Frozen):
                     f"Resume with the lorabatch that started the job ({raw.get('versions')})."
                 )
             with _BUILDING:
+                JobSpec.model_rebuild()
                 cls.model_rebuild()
-            return cls.model_validate(raw)
+            spec, unknown = _read_spec(raw.get("spec"))
+            return cls.model_validate(raw | {"spec": spec, "unknown_options": unknown})
         except (ValueError, AttributeError, ValidationError) as error:
             raise DamagedRecordError(f"job.json: cannot be read back ({error}).") from None
 
     def job_spec(self, storage_options: dict[str, Any] | None = None, **overrides: Any) -> JobSpec:
-        """The recorded spec with fresh storage options, from which `resume` starts. An override of None is ignored."""
+        """The recorded spec with fresh storage options, from which `resume` starts. An override of None is ignored.
+
+        Raises `JobRequestError` with every problem, among them options that this version does not have.
+        """
         given = {name: value for name, value in overrides.items() if value is not None}
-        recorded = dict(self.spec)
-        with naming_damage("job.json spec"):
-            if not (recorded | given)["cluster"].startswith("tls://"):
-                # The recorded TLS files are for the cluster of an earlier run.
-                recorded |= dict.fromkeys(TLS_FIELDS)
-            return JobSpec(**recorded | {"storage_options": storage_options or {}} | given)
+        recorded = self.spec.model_dump() | self.unknown_options
+        if not (recorded | given)["cluster"].startswith("tls://"):
+            # The recorded TLS files are for the cluster of an earlier run.
+            recorded |= dict.fromkeys(TLS_FIELDS)
+        return JobSpec(**recorded | {"storage_options": storage_options or {}} | given)
 
 
-def public_spec(spec: JobSpec) -> dict[str, Any]:
-    """The spec without secrets, for records: no storage options, no passwords or signatures in URLs."""
-    values = spec.model_dump(mode="json", exclude={"storage_options", "overwrite"})
-    for name in ("model", "output"):
-        values[name] = redacted_url(values[name])
-    urls = [redacted_url(url) for url in spec.inputs]
-    values["input"] = urls if len(urls) > 1 else urls[0]
-    if isinstance(values["adapters"], str):
-        values["adapters"] = redacted_url(values["adapters"])
-    elif values["adapters"]:
-        values["adapters"] = {name: redacted_url(url) for name, url in values["adapters"].items()}
-    return values
+def _read_spec(values: Any) -> tuple[JobSpec, dict[str, Any]]:
+    """The options in `job.json`, and those that this version does not have. Raises `DamagedRecordError`."""
+    with naming_damage("job.json spec"):
+        unknown = {name: value for name, value in values.items() if name not in JobSpec.model_fields}
+        try:
+            return JobSpec.recorded({name: value for name, value in values.items() if name not in unknown}), unknown
+        except ValidationError as error:
+            found = (f"{wrong['loc'][0]}: {in_our_words(wrong['msg'])}" for wrong in error.errors(include_url=False))
+            raise DamagedRecordError(f"job.json spec: cannot be read back ({'; '.join(found)}).") from None
 
 
 def differences(old: JobRecord, new: JobRecord) -> list[str]:
@@ -315,14 +316,13 @@ def adapter_problem(name: str | None, adapters: Mapping[str, AdapterRecord]) -> 
 
 
 def _asked(record: JobRecord) -> dict[str, Any]:
-    """The values of `IDENTITY_FIELDS`; an option that is newer than the record has its default."""
-    return {name: record.spec.get(name, _default(name)) for name in IDENTITY_FIELDS}
+    """The values of `IDENTITY_FIELDS`, as `job.json` has them; an option newer than the record has its default."""
+    return record.spec.model_dump(mode="json", include=set(IDENTITY_FIELDS))
 
 
-def _default(name: str) -> Any:
-    """The default of an option, as records write it."""
-    value = JobSpec.model_fields[name].default
-    return list(value) if isinstance(value, tuple) else value
+def _enters_key(name: str, spec: JobSpec) -> bool:
+    """Whether an identity field is part of an index's key."""
+    return name not in _LATER or getattr(spec, name) not in (None, JobSpec.model_fields[name].default)
 
 
 def _content(recorded: InputRecord) -> tuple[Any, ...]:
@@ -338,11 +338,7 @@ def index_key(record: JobRecord) -> str:
     """Hash of all that the index of a job depends on; prepared rows under another key are stale."""
     basis = {
         "format": RECORD_FORMAT,
-        "spec": {
-            name: record.spec.get(name)
-            for name in IDENTITY_FIELDS
-            if name not in _LATER or record.spec.get(name) not in (None, _default(name))
-        },
+        "spec": {name: value for name, value in _asked(record).items() if _enters_key(name, record.spec)},
         "model": record.model.sha256,
         "input": _content(record.input),
         "created_at": record.created_at,

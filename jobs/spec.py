@@ -239,6 +239,15 @@ class JobSpec(_SamplingFields):
         job = cls.__new__(cls)
         return job, *job._set_fields(values)
 
+    @classmethod
+    def recorded(cls, values: Mapping[str, Any]) -> JobSpec:
+        """The job that `values` of a `JobRecord` give. Its files, and options that exclude each other, are not checked:
+        the job was opened elsewhere, or by another version. Raises `ValidationError`.
+        """
+        job = cls.__new__(cls)
+        BaseModel.__init__(job, **values)
+        return job
+
     def _set_fields(self, values: Mapping[str, Any]) -> tuple[list[str], frozenset[str]]:
         """Sets the fields whose values can be used. Returns every problem, and the fields with wrong values."""
         values = {field_name(name): paths_as_text(value) for name, value in values.items()}
@@ -329,6 +338,24 @@ class JobSpec(_SamplingFields):
                 "cost_model": self.cost_model and absolute(self.cost_model),
                 "chat_template": template if template is None or is_template_text(template) else absolute(template),
                 **{name: path and absolute(path) for name in TLS_FIELDS for path in [getattr(self, name)]},
+            }
+        )
+
+    def without_secrets(self) -> JobSpec:
+        """The job as it is recorded: no storage options, no passwords or signatures in URLs, and no `overwrite`."""
+        adapters = self.adapters
+        if isinstance(adapters, str):
+            adapters = redacted_url(adapters)
+        elif adapters is not None:
+            adapters = {name: redacted_url(url) for name, url in adapters.items()}
+        return self.model_copy(
+            update={
+                "model": redacted_url(self.model),
+                "adapters": adapters,
+                "input": _one_or_all([redacted_url(url) for url in self.inputs]),
+                "output": redacted_url(self.output),
+                "storage_options": {},
+                "overwrite": False,
             }
         )
 

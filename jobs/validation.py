@@ -229,7 +229,7 @@ def _check_input(spec: JobSpec) -> InputRecord:
     asked = {*spec.row_settings, *spec.columns}
     settings, problems = settings_of_files(found.footers, set(schema.names) if "all" in asked else asked, SETTING_ROLES)
     settings = [name for name in settings if name not in spec.columns]
-    options, row_settings = asked_options(spec.model_dump()), (*spec.row_settings, *settings)
+    options, row_settings = asked_options(spec), (*spec.row_settings, *settings)
     roles, _ = find_roles(schema, spec.columns, options, row_settings)
     copied, of_names = copied_names(schema, roles, spec.keep, spec.drop)
     _, of_roles = find_roles(schema, spec.columns, options, row_settings, copied=copied, prefix=spec.output_prefix)

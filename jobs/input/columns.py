@@ -15,7 +15,7 @@ from ...engine.request import SAMPLING_OPTIONS, LogitBias
 from ...engine.structured_output import FORMS
 from ...system.untrusted import shown_name
 from ..record import JobRecord
-from ..spec import ALL_SETTINGS, COLUMN_ROLES, OUR_PREFIX, PROMPT_ROLES, SAMPLING_COLUMNS, SETTING_ROLES
+from ..spec import ALL_SETTINGS, COLUMN_ROLES, OUR_PREFIX, PROMPT_ROLES, SAMPLING_COLUMNS, SETTING_ROLES, JobSpec
 from .answer_type import answer_type
 from .completions import listed
 from .files import unpack_schema
@@ -81,20 +81,21 @@ def has_samples(asked: Collection[str], roles: Collection[str]) -> bool:
     return "samples" not in asked and ("n" in asked or "n" in roles or "continuation" in roles)
 
 
-def asked_options(spec: Mapping[str, Any]) -> list[str]:
+def asked_options(spec: JobSpec) -> list[str]:
     """Options given by a job that add columns to the output."""
+    sampling = spec.sampling
+    names = (*ASKED_FIELDS, "json_schema", "choice", "score_choices")
     return [
-        *(name for name in (*ASKED_FIELDS, "json_schema", "choice") if spec.get(name)),
-        *(["score_choices"] if spec.get("score_choices", True) else []),
-        *(["n"] if spec.get("n", 1) > 1 else []),
-        *(["samples"] if spec.get("samples") == "lists" else []),
-        *(["split_answer"] if spec.get("split_answer") else []),
+        *(name for name in names if getattr(sampling, name, None)),
+        *(["n"] if sampling.n > 1 else []),
+        *(["samples"] if spec.samples == "lists" else []),
+        *(["split_answer"] if spec.split_answer else []),
     ]
 
 
 def output_name(record: JobRecord, name: str) -> str:
     """The name that one of lorabatch's own columns has in the output of a job."""
-    return f"{record.spec.get('output_prefix') or ''}{name}"
+    return f"{record.spec.output_prefix}{name}"
 
 
 def answer_fields(record: JobRecord) -> tuple[pa.Field, ...]:
@@ -111,7 +112,7 @@ def sample_field(record: JobRecord) -> pa.Field:
 
 def expected_field(record: JobRecord) -> pa.Field | None:
     """The column of answers taken out of conversations, under its name in the job's output; None when none are."""
-    if not record.spec.get("split_answer"):
+    if not record.spec.split_answer:
         return None
     return EXPECTED_FIELD.with_name(output_name(record, EXPECTED_FIELD.name))
 
@@ -136,8 +137,8 @@ def completion_fields(record: JobRecord) -> tuple[pa.Field, ...]:
     fields = [*ANSWER_FIELDS, *(LOGPROB_FIELDS if record.with_logprobs else ())]
     fields += _asked_fields(asked, record.input.roles)
     if "json_schema" in asked:
-        fields.append(pa.field(TYPED_COLUMN, answer_type(record.spec["json_schema"]).arrow))
-    return (*fields, *choice_fields(asked, record.input.roles, record.spec.get("output_prefix") or ""))
+        fields.append(pa.field(TYPED_COLUMN, answer_type(record.spec.sampling.json_schema).arrow))
+    return (*fields, *choice_fields(asked, record.input.roles, record.spec.output_prefix))
 
 
 def _asked_fields(asked: Collection[str], roles: Collection[str]) -> list[pa.Field]:

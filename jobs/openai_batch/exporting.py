@@ -180,7 +180,7 @@ class _Layout:
             created=int(datetime.fromisoformat(record.created_at).timestamp()),
             roles=record.input.roles,
             base_model=redacted_url(record.model.url).rstrip("/").rpartition("/")[2],
-            num_completions=record.sampling.n,
+            num_completions=record.spec.sampling.n,
             has_lists=record.has_lists,
             prefix=output_name(record, ""),
         )

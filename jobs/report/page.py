@@ -21,7 +21,8 @@ from ...engine.request import FIRST_OPTIONS, SAMPLING_OPTIONS
 from ..agreement import Agreement
 from ..errors import JobRequestError, naming_damage
 from ..input.columns import output_name, readable_values
-from ..record import JobRecord
+from ..record import NOT_RECORDED, JobRecord
+from ..spec import JobSpec
 from ..status.job_status import JobStatus, read_status
 from ..store import JobStore, part_name
 from .figures import run_figures, worker_names
@@ -35,7 +36,7 @@ Fact = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorRow:
+class _ErrorRow:
     """One error row, as the report shows it."""
 
     #: Id of the row.
@@ -94,8 +95,13 @@ def write_report(store: JobStore, gpu_hour_price: float | None = None) -> str:
         num_errors=num_errors,
         errors=_kinds(summary, error_rows),
         error_rows=error_rows,
-        settings=sorted((name, value) for name, value in status.record.spec.items() if _is_shown(name, value)),
+        settings=_settings(status.record.spec),
     )
+
+
+def _settings(spec: JobSpec) -> list[tuple[str, Any]]:
+    recorded = spec.model_dump(mode="json", exclude=NOT_RECORDED)
+    return sorted((name, value) for name, value in recorded.items() if _is_shown(name, value))
 
 
 def _is_shown(name: str, value: Any) -> bool:
@@ -224,7 +230,7 @@ def _adapters(summary: Mapping[str, Any], cost: float | None) -> _Table:
     return fields, rows
 
 
-def _kinds(summary: Mapping[str, Any], error_rows: Sequence[ErrorRow]) -> list[dict[str, Any]]:
+def _kinds(summary: Mapping[str, Any], error_rows: Sequence[_ErrorRow]) -> list[dict[str, Any]]:
     """Kinds of errors, each with an `anchor`: number of the first shown row with this error, None without one."""
     first: dict[str, int] = {}
     for i, row in enumerate(error_rows):
@@ -232,7 +238,7 @@ def _kinds(summary: Mapping[str, Any], error_rows: Sequence[ErrorRow]) -> list[d
     return [{**kind, "anchor": first.get(kind["sentence"])} for kind in summary.get("errors", ())]
 
 
-def _error_rows(store: JobStore, record: JobRecord, plan: Mapping[str, Any]) -> list[ErrorRow]:
+def _error_rows(store: JobStore, record: JobRecord, plan: Mapping[str, Any]) -> list[_ErrorRow]:
     """The first error rows in the committed parts."""
     # Shards without engine work hold error rows only.
     without_work = {shard["shard_id"] for shard in plan.get("shards", ()) if shard["mode"] == "none"}
@@ -241,7 +247,7 @@ def _error_rows(store: JobStore, record: JobRecord, plan: Mapping[str, Any]) -> 
     return list(islice(found, _ERROR_ROWS_SHOWN))
 
 
-def _errors_of_part(store: JobStore, record: JobRecord, shard_id: int) -> Iterator[ErrorRow]:
+def _errors_of_part(store: JobStore, record: JobRecord, shard_id: int) -> Iterator[_ErrorRow]:
     error = output_name(record, "error")
     names = [error, record.input.roles.get("id", "id")]
     names += [record.input.roles["adapter"]] if "adapter" in record.input.roles else []
@@ -255,4 +261,4 @@ def _errors_of_part(store: JobStore, record: JobRecord, shard_id: int) -> Iterat
     for number, (sentence, row_id, *adapter) in enumerate(zip(*columns, strict=True), 1):
         if sentence is not None:
             place = f"{part_name(shard_id)}, row {number:,}"
-            yield ErrorRow(str(row_id), str(*(name or "" for name in adapter)), place, sentence)
+            yield _ErrorRow(str(row_id), str(*(name or "" for name in adapter)), place, sentence)

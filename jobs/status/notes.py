@@ -28,10 +28,11 @@ def job_notes(record: JobRecord) -> list[str]:
     notes += _header_notes(record)
     notes += _input_notes(record)
     notes += [f"model: {note}" for note in record.model.notes]
-    other = {name: value for name, value in record.model.generation.items() if record.spec.get(name) != value}
+    sampling = record.spec.sampling
+    other = {name: value for name, value in record.model.generation.items() if getattr(sampling, name, value) != value}
     if other:
         theirs = ", ".join(f"{name} {value:g}" for name, value in other.items())
-        ours = ", ".join(f"{name} {record.spec[name]:g}" for name in other if name in record.spec)
+        ours = ", ".join(f"{name} {getattr(sampling, name):g}" for name in other)
         notes.append(
             f"model: its generation_config.json has {theirs}; this job has {ours}. --generation-config takes what the "
             "model has"
@@ -83,16 +84,14 @@ def _input_notes(record: JobRecord) -> list[str]:
 def _header_notes(record: JobRecord) -> list[str]:
     """Notes on chat templates whose prompts lack the header of an answer, with the adapters that they serve."""
     spec = record.spec
-    if "messages" not in record.input.roles or spec.get("continue_final_message"):
-        return []
-    if spec.get("add_generation_prompt") is False:
+    if "messages" not in record.input.roles or spec.continue_final_message or spec.add_generation_prompt is False:
         return []
     served: dict[str, list[str]] = {}
     if record.model.missing_header:
         served[record.model.missing_header] = ["the model"]
     for adapter in record.adapters:
         # a template of the job takes the place of all others
-        has_own = bool(adapter.tokenizer_sha256) and not spec.get("chat_template")
+        has_own = bool(adapter.tokenizer_sha256) and not spec.chat_template
         header = adapter.missing_header if has_own else record.model.missing_header
         if header and not adapter.is_refused:
             served.setdefault(header, []).append(f"adapter {adapter.name}")
@@ -106,11 +105,11 @@ def messages_note(record: JobRecord) -> tuple[str, ...]:
     if "messages" not in record.input.roles:
         return ()
     notes = []
-    if record.spec.get("chat_template"):
+    if record.spec.chat_template:
         own = [adapter.name for adapter in record.adapters if adapter.tokenizer_sha256 and not adapter.is_refused]
         also = f" and of those that adapters have: {_shown(own)}" if own else ""
         notes.append(f"messages: rendered by the job's chat template, instead of the model's{also}")
-    if record.spec.get("allow_special_tokens"):
+    if record.spec.allow_special_tokens:
         notes.append("messages: special tokens inside of them are control tokens (allow_special_tokens)")
     else:
         notes.append(

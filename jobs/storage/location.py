@@ -66,7 +66,7 @@ class Location:
 
     def _open(self) -> tuple[Any, str]:
         if (folder := local_folder(self.url)) is not None:
-            return LocalFiles(), folder
+            return _LocalFiles(), folder
         from .stores import open_store  # takes a third of the time of `lorabatch status`
 
         with self._translated("open", ""):
@@ -78,14 +78,14 @@ class Location:
 
     @property
     def fs(self) -> Any:
-        """The filesystem: `LocalFiles` for a local folder, else fsspec's as `LimitedFiles`."""
+        """The filesystem: `_LocalFiles` for a local folder, else fsspec's as `LimitedFiles`."""
         # A connection of SFTP is for one thread; fsspec keeps a filesystem for each.
         return (self._open() if self.url.startswith(RENAMING_PROTOCOLS) else self._opened)[0]
 
     @property
     def is_local(self) -> bool:
         """Whether files here can be renamed, appended to and memory-mapped."""
-        if isinstance(self.fs, LocalFiles):
+        if isinstance(self.fs, _LocalFiles):
             return True
         from fsspec.implementations.local import LocalFileSystem
 
@@ -334,7 +334,7 @@ class Location:
             raise failed from None
 
 
-class LocalFiles:
+class _LocalFiles:
     """The part of fsspec's filesystem interface that `Location` uses, for local folders."""
 
     def ls(self, path: str, detail: bool = True) -> list[dict[str, Any]]:

@@ -69,12 +69,12 @@ class _PrivateScheduler(Scheduler):
         LateDashboard(self, f"/{http_prefix}")
 
     def start_http_server(self, *arguments: Any, **options: Any) -> None:
-        """Start the HTTP server and put `DashboardGuard` in front of it, before the server answers any request."""
+        """Start the HTTP server and put `_DashboardGuard` in front of it, before the server answers any request."""
         super().start_http_server(*arguments, **options)
-        self.http_server.request_callback = DashboardGuard(self.http_application, self._token)
+        self.http_server.request_callback = _DashboardGuard(self.http_application, self._token)
 
 
-class DashboardGuard(Router):
+class _DashboardGuard(Router):
     """Refuses requests with 403 that another user, or another web page in this user's browser, may have sent.
 
     A request needs the token as the first part of its path. Its `Host` is of this machine, or the one in Dask's

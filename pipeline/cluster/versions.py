@@ -80,7 +80,7 @@ def _workers_versions(client: Client) -> dict[str, str | None]:
     return {address: version for address, version in versions.items() if not isinstance(version, Exception)}
 
 
-class LeavingWorker(WorkerPlugin):
+class _LeavingWorker(WorkerPlugin):
     """Makes a worker leave: takes the place of a plugin that a client of another version has sent."""
 
     def __init__(self, version: str) -> None:
@@ -106,12 +106,12 @@ def sent_to_workers(plugin: type[WorkerPlugin], state: dict[str, Any]) -> tuple[
 
 
 def _received(version: str, packed: bytes) -> WorkerPlugin:
-    """The plugin, or a `LeavingWorker` when a client of another version has sent it.
+    """The plugin, or a `_LeavingWorker` when a client of another version has sent it.
 
     An exception here would make Dask's worker and nanny wait for one another for ever.
     """
     if version != __version__:
-        return LeavingWorker(version)
+        return _LeavingWorker(version)
     kind, state = loads(packed)
     plugin: WorkerPlugin = kind.__new__(kind)
     plugin.__dict__.update(state)

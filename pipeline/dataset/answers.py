@@ -87,6 +87,21 @@ class RowAnswer:
             prompt_token_top_logprobs=result.prompt_top_logprobs,
         )
 
+    @classmethod
+    def refused(cls, fingerprint: bytes, adapter_sha256: str | None, error: str, prompt_tokens: int) -> RowAnswer:
+        """The error in place of an answer to a row that no engine sees."""
+        return cls(
+            fingerprint=fingerprint,
+            adapter_sha256=adapter_sha256,
+            completion=None,
+            finish_reason="error",
+            prompt_tokens=prompt_tokens,
+            completion_tokens=0,
+            mode=None,
+            attempts=0,
+            error=error,
+        )
+
 
 def _with_ids(fingerprint: bytes, calls: Sequence[ToolCall]) -> tuple[tuple[str, str, str], ...]:
     """Ids of nine letters and digits, as Mistral's templates want them: the row's beginning and the call's number."""

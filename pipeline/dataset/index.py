@@ -29,6 +29,7 @@ from ...jobs.storage.redaction import is_redacted, redacted_url
 from ...jobs.store import JobStore
 from .chunk import ChunkRef, DamagedChunkError, IndexJob, RowGroupRef, read_chunk
 from .chunk_rows import ChunkRows
+from .prompt_reader import PromptReader
 from .schema import arrow_file, counts_of, with_counts, with_key, without_tokenizer
 from .writer import Spell
 
@@ -121,22 +122,23 @@ def index_chunk(chunk: ChunkRef, job: IndexJob, store: JobStore) -> IndexTotals:
             if not without:
                 return _totals(index.read_all(), counts_of(index.schema))
     try:
-        rows = _read_rows(chunk, job)
+        rows, reader = _read_rows(chunk, job)
     except DamagedChunkError as damage:
         return IndexTotals(1, damages={chunk.chunk_id: damage.args})
     order, batches = rows.order()
     store.write_rows(chunk.chunk_id, _ipc_bytes(rows.prepared_batches(order, batches), job.key))
     found = rows.index(order, batches)
-    batches_of_index = with_counts(found.combine_chunks(), rows.counts, rows.without_tokenizer).to_batches()
+    batches_of_index = with_counts(found.combine_chunks(), reader.counts, reader.without_tokenizer).to_batches()
     store.write_index(chunk.chunk_id, _ipc_bytes(batches_of_index, job.key))
-    return _totals(found, rows.counts, cured=without.difference(rows.without_tokenizer))
+    return _totals(found, reader.counts, cured=without.difference(reader.without_tokenizer))
 
 
-def _read_rows(chunk: ChunkRef, job: IndexJob) -> ChunkRows:
-    rows = ChunkRows(chunk.chunk_id, job, lambda adapter: _tokenizer_of(job, adapter))
+def _read_rows(chunk: ChunkRef, job: IndexJob) -> tuple[ChunkRows, PromptReader]:
+    reader = PromptReader(job, lambda adapter: _tokenizer_of(job, adapter))
+    rows = ChunkRows(chunk.chunk_id, job)
     for batch, places in read_chunk(chunk, job.schema_ipc, job.storage_options, is_narrow=bool(job.dropped)):
-        rows.add(batch, places)
-    return rows
+        rows.add(batch, places, reader.read(batch, places))
+    return rows, reader
 
 
 def check_chunk(chunk: ChunkRef, job: IndexJob) -> IndexTotals:
@@ -162,7 +164,7 @@ def deadly_chunk(chunk: ChunkRef) -> IndexTotals:
 
 def spelling(record: JobRecord, model_url: str, storage_options: Mapping[str, Any]) -> Spell:
     """A function that gives the bytes of tokens by the tokenizer of an adapter's rows; None if that cannot be read."""
-    spec = record.job_spec(dict(storage_options)).model_copy(update={"model": model_url})
+    spec = record.spec.model_copy(update={"model": model_url, "storage_options": dict(storage_options)})
     job = IndexJob.from_record(record, spec)
 
     def spell(adapter: str | None, token_ids: Sequence[int]) -> list[bytes] | None:

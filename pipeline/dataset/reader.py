@@ -25,6 +25,7 @@ from ...jobs.parts import contents_of
 from ...jobs.record import AdapterRecord, JobRecord, adapter_problem, index_key
 from ...jobs.store import JobStore, part_name
 from . import schema as prepared
+from .answers import RowAnswer
 from .row_checks import row_sampling
 
 _REMOTE_READS = 8
@@ -36,16 +37,6 @@ _MAX_SHARD_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class RowError:
-    """A row that no engine can answer, and why, as one plain sentence."""
-
-    request_id: str
-    sentence: str
-    prompt_tokens: int
-    adapter_sha256: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class ShardRows:
     """The rows of one shard, in the plan's order."""
 
@@ -53,8 +44,8 @@ class ShardRows:
     shard_id: int
     #: Columns of the input and prepared ones (`PREPARED_FIELDS`).
     table: pa.Table
-    #: Request or error of each row of `table`.
-    requests: tuple[Request | RowError, ...]
+    #: Request of each row of `table`; for a row that no engine can answer, the error in place of its answer.
+    requests: tuple[Request | RowAnswer, ...]
     #: Fingerprint of each row of `table`.
     fingerprints: tuple[bytes, ...]
 
@@ -68,8 +59,9 @@ class ShardRows:
         return _contents(self.table, record, {adapter.name: adapter for adapter in record.adapters})
 
     def fingerprint_of(self) -> dict[str, bytes]:
-        """Request id -> the row's fingerprint."""
-        return {r.request_id: f for r, f in zip(self.requests, self.fingerprints, strict=True)}
+        """Request id -> fingerprint, of rows that engines answer."""
+        rows = zip(self.requests, self.fingerprints, strict=True)
+        return {r.request_id: fingerprint for r, fingerprint in rows if isinstance(r, Request)}
 
 
 class ShardReader:
@@ -86,7 +78,7 @@ class ShardReader:
         self._key = index_key(record)
         #: The job's adapters by name.
         self.adapters: Mapping[str, AdapterRecord] = {adapter.name: adapter for adapter in record.adapters}
-        self._sampling = replace(record.sampling, n=1)  # each completion is a request
+        self._sampling = replace(record.spec.sampling, n=1)  # each completion is a request
         self._plan, self._chunks = prepared.MappedFiles(""), prepared.MappedFiles(self._key)
 
     def close(self) -> None:
@@ -165,7 +157,7 @@ class ShardReader:
             return mapped.use(source, columns)
         return prepared.arrow_file(source, "" if mapped is self._plan else self._key, columns)
 
-    def _requests(self, table: pa.Table) -> list[Request | RowError]:
+    def _requests(self, table: pa.Table) -> list[Request | RowAnswer]:
         adapters = self.adapters
         columns = (
             table.column(name).to_pylist()
@@ -178,13 +170,14 @@ class ShardReader:
                 prepared.FINGERPRINT,
             )
         )
-        requests: list[Request | RowError] = []
+        requests: list[Request | RowAnswer] = []
         for request_id, name, tokens, overrides, error, fingerprint in zip(*columns, strict=True):
             sentences = [error] if error else []
             sentences += [problem] if (problem := adapter_problem(name, adapters)) else []
             adapter_id = adapters[name].sha256 if name in adapters else None
             if sentences:
-                requests.append(RowError(request_id, " ".join(sentences), len(tokens or ()), adapter_id))
+                error = " ".join(sentences)
+                requests.append(RowAnswer.refused(fingerprint, adapter_id or None, error, len(tokens or ())))
                 continue
             requests.append(
                 Request(

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
-from ...engine.errors import ChatTemplateError, TokenizerError
+from ...engine.errors import TokenizerError
 from ...engine.request import SAMPLING_OPTIONS, SamplingParams
 from ...engine.structured_output import CONSTRAINTS, FORMS, constraint_of
 from ...engine.text.boundary import first_merged, texts_behind
@@ -57,6 +57,10 @@ class RowDraft:
     kind: ErrorKind = ErrorKind.NONE
     #: All that is wrong with the row, a sentence each; empty for a row that engines can answer.
     problems: list[str] = field(default_factory=list)
+    #: Number of the row in its batch.
+    row: int = 0
+    #: Adapter that the row asks for; None for the base model.
+    adapter: str | None = None
     #: Number of the row's completion that the draft is for.
     sample: int = 0
     #: Text of the assistant's last message, if it was taken out of the prompt.
@@ -65,6 +69,8 @@ class RowDraft:
     continuation_texts: tuple[str, ...] = ()
     #: Tokens of the prompt and of the completion, for each of `continuation_texts`.
     continuations: tuple[tuple[list[int], tuple[int, ...]], ...] = ()
+    #: Tokens that will be computed behind the prompt; 0 when the row's options do not fix the number.
+    fixed_tokens: int = 0
 
     def samples(self) -> list[RowDraft]:
         """A draft for each of the row's completions; one for a row that is wrong."""
@@ -85,18 +91,6 @@ class RowDraft:
         self.problems.append(problem.encode("utf-8", "backslashreplace").decode())
 
 
-@dataclass(frozen=True, slots=True)
-class PromptProblem:
-    """Why messages give no prompt, as a sentence."""
-
-    sentence: str
-
-    @classmethod
-    def of_template(cls, error: ChatTemplateError) -> PromptProblem:
-        """The problem of messages that a chat template refuses."""
-        return cls(f"messages: {error}.")
-
-
 def check_text(draft: RowDraft, value: Any) -> None:
     """Take a `prompt`, or reject the row: it must be text that is not empty."""
     if not isinstance(value, str) or not value:
@@ -107,29 +101,28 @@ def check_text(draft: RowDraft, value: Any) -> None:
     _set_text(draft, "prompt", value)
 
 
-def read_messages(value: Any, system_prompt: str | None) -> list[dict[str, Any]] | PromptProblem:
+def read_messages(value: Any, system_prompt: str | None) -> list[dict[str, Any]] | str:
     """Convert `messages`, a list of objects with role and content or its JSON, to the form that chat templates read.
-    `system_prompt`: put before messages without a system message.
+    `system_prompt`: put before messages without a system message. Returns a sentence if the value is wrong.
     """
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            return PromptProblem(
-                f"messages={_shown(value)}: not JSON ({error}). Write a list of objects with role and content."
-            )
+            return f"messages={_shown(value)}: not JSON ({error}). Write a list of objects with role and content."
     problem = _messages_problem(value)
     if problem is not None:
-        return PromptProblem(problem)
+        return problem
     messages = [_as_templates_read(message) for message in value]
     if system_prompt is not None and not any(message["role"] in _SYSTEM_ROLES for message in messages):
         messages.insert(0, {"role": "system", "content": system_prompt})
     return messages
 
 
-def split_answer(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]] | PromptProblem, str | None]:
+def split_answer(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]] | str, str | None]:
     """Split off a last message of the assistant. Returns the other messages, and its text, or the JSON of its tool
-    calls if it has no text; None if the last message is not the assistant's.
+    calls if it has no text; None if the last message is not the assistant's. A sentence takes the place of the other
+    messages if none of them asks.
     """
     last = messages[-1]
     if last["role"] != "assistant":
@@ -138,13 +131,14 @@ def split_answer(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]] |
     expected = text or (json.dumps(last["tool_calls"], ensure_ascii=False) if last.get("tool_calls") else "")
     if all(message["role"] in _SYSTEM_ROLES for message in messages[:-1]):
         problem = "messages: an answer alone, expected a message before it. Give one (split_answer)."
-        return PromptProblem(problem), expected
+        return problem, expected
     return messages[:-1], expected
 
 
-def read_rendering(job: Mapping[str, Any], row: Mapping[str, Any]) -> RenderOptions | PromptProblem:
+def read_rendering(job: Mapping[str, Any], row: Mapping[str, Any]) -> RenderOptions | str:
     """Options for rendering a row's messages: the row's own values, which may be JSON, or the job's where they are
-    null. A row's variables extend the job's; the row's win. An empty list of tools counts as none.
+    null. A row's variables extend the job's; the row's win. An empty list of tools counts as none. Returns a sentence
+    if a value is wrong.
     """
     own = {name: value for name, value in row.items() if value is not None}
     given = {**job, **own}
@@ -157,11 +151,11 @@ def read_rendering(job: Mapping[str, Any], row: Mapping[str, Any]) -> RenderOpti
             for name, value in read_variables(values["chat_template_kwargs"]).items()
         }
     except ValueError as error:
-        return PromptProblem(str(error))
+        return str(error)
     is_continued = bool(given.get("continue_final_message"))
     asks = given.get("add_generation_prompt")
     if asks and is_continued:
-        return PromptProblem(
+        return (
             "add_generation_prompt=True, continue_final_message=True: a prompt ends with one of the two. Set one to "
             "false."
         )
@@ -188,10 +182,10 @@ def begin_reasoning(draft: RowDraft, prompt: str, open_text: str = "") -> None:
         draft.sampling = replace(draft.sampling, reasoning_markers=f",{markers[1]}")
 
 
-def check_rendered(draft: RowDraft, prompt: RenderedMessages | PromptProblem) -> None:
-    """Take the prompt that a chat template has made of `messages`, or reject the row."""
-    if isinstance(prompt, PromptProblem):
-        draft.reject(ErrorKind.PROMPT, prompt.sentence)
+def check_rendered(draft: RowDraft, prompt: RenderedMessages | str) -> None:
+    """Take the prompt that a chat template has made of `messages`; a sentence rejects the row."""
+    if isinstance(prompt, str):
+        draft.reject(ErrorKind.PROMPT, prompt)
     else:
         _set_text(draft, "messages", prompt.text)
         draft.stand_ins = prompt.stand_ins

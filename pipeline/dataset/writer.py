@@ -40,7 +40,7 @@ from ...jobs.input.completions import OF_ROWS, as_lists, completions
 from ...jobs.parts import PartMark, answers_hash, contents_of, counted_columns, damage_of
 from ...jobs.record import JobRecord
 from .answers import RowAnswer
-from .reader import RowError, ShardRows
+from .reader import ShardRows
 from .schema import ADAPTER, SAMPLE, passthrough_schema
 
 #: Function of an adapter (None: the base model) and tokens that returns the bytes of each; None if they are not known.
@@ -63,12 +63,9 @@ def part_bytes(
 
     Raises AssertionError naming a row when an answer is missing: parts are never written in pieces.
     """
-    missing = [r.request_id for r in rows.requests if not isinstance(r, RowError) and r.request_id not in finished]
+    missing = [r.request_id for r in rows.requests if not isinstance(r, RowAnswer) and r.request_id not in finished]
     assert not missing, f"shard {rows.shard_id}: {len(missing)} rows have no answer, first {missing[0]}"
-    answers = [
-        error_answer(request, fingerprint) if isinstance(request, RowError) else finished[request.request_id]
-        for request, fingerprint in zip(rows.requests, rows.fingerprints, strict=True)
-    ]
+    answers = [request if isinstance(request, RowAnswer) else finished[request.request_id] for request in rows.requests]
     table = _with_answers(rows, answers, record, spell or (lambda adapter, token_ids: None))
     num_curable = sum(RUN_AGAIN in (answer.error or "") for answer in answers)
     counts = {"num_completions": rows.num_rows, "num_reused": num_reused, "num_curable": num_curable}
@@ -91,21 +88,6 @@ def _mark(record: JobRecord, run_id: str, shard_id: int, **values: Any) -> PartM
 def _answers_hash(part: pa.Table, record: JobRecord) -> str:
     columns = counted_columns(record)
     return answers_hash({name: readable_values(part.column(column)) for name, column in columns.items()})
-
-
-def error_answer(row: RowError, fingerprint: bytes) -> RowAnswer:
-    """The output's values for a row that no engine saw."""
-    return RowAnswer(
-        fingerprint=fingerprint,
-        adapter_sha256=row.adapter_sha256 or None,
-        completion=None,
-        finish_reason="error",
-        prompt_tokens=row.prompt_tokens,
-        completion_tokens=0,
-        mode=None,
-        attempts=0,
-        error=row.sentence,
-    )
 
 
 def part_schema(prepared_schema: pa.Schema, ours: Sequence[pa.Field]) -> pa.Schema:
@@ -165,7 +147,7 @@ def answers_in_part(
     return {
         request.request_id: _answer(answer, fingerprint)
         for request, fingerprint, answer in zip(rows.requests, rows.fingerprints, answers, strict=True)
-        if not isinstance(request, RowError)
+        if not isinstance(request, RowAnswer)
         and (with_errors or answer["error"] is None)
         and answer["adapter_sha256"] == request.adapter_id
     }
@@ -195,7 +177,7 @@ def _with_answers(rows: ShardRows, answers: list[RowAnswer], record: JobRecord, 
         return None if answer.token_ids is None else spell(name, answer.token_ids)
 
     made: dict[str, Callable[[], pa.Array]] = {
-        TYPED_COLUMN: lambda: _typed_answers(rows, answers, record.sampling.json_schema),
+        TYPED_COLUMN: lambda: _typed_answers(rows, answers, record.spec.sampling.json_schema),
         _TEXTS.name: lambda: pa.array(map(_texts, map(spelt, names, answers)), _TEXTS.type),
         _BYTES.name: lambda: pa.array(map(spelt, names, answers), _BYTES.type),
         _TOPS.name: lambda: pa.array(
@@ -264,35 +246,35 @@ def _with_first(tops: list[list[dict[str, Any]]] | None) -> list[list[dict[str, 
 
 
 def _prompt(
-    spell: Spell, adapter: str | None, request: Request | RowError, answer: RowAnswer
+    spell: Spell, adapter: str | None, request: Request | RowAnswer, answer: RowAnswer
 ) -> list[dict[str, Any]] | None:
     """The prompt's tokens, each with its log-probability after the tokens before it."""
-    if isinstance(request, RowError) or answer.prompt_token_logprobs is None:
+    if isinstance(request, RowAnswer) or answer.prompt_token_logprobs is None:
         return None
     pairs = zip(request.prompt_token_ids, (None, *answer.prompt_token_logprobs), strict=True)
     return _tokens(spell, adapter, list(pairs))
 
 
-def _score(request: Request | RowError, answer: RowAnswer) -> float | None:
-    is_scored = not isinstance(request, RowError) and bool(request.sampling.continuation_token_ids)
+def _score(request: Request | RowAnswer, answer: RowAnswer) -> float | None:
+    is_scored = not isinstance(request, RowAnswer) and bool(request.sampling.continuation_token_ids)
     return math.fsum(answer.token_logprobs) if is_scored and answer.token_logprobs is not None else None
 
 
-def _chosen(request: Request | RowError, answer: RowAnswer) -> str | None:
-    has_choice = not isinstance(request, RowError) and bool(request.sampling.choice)
+def _chosen(request: Request | RowAnswer, answer: RowAnswer) -> str | None:
+    has_choice = not isinstance(request, RowAnswer) and bool(request.sampling.choice)
     return answer.completion if has_choice and answer.finish_reason == "stop" else None
 
 
-def _choice_scores(request: Request | RowError, answer: RowAnswer) -> list[dict[str, Any]] | None:
-    if isinstance(request, RowError) or answer.choice_logprobs is None:
+def _choice_scores(request: Request | RowAnswer, answer: RowAnswer) -> list[dict[str, Any]] | None:
+    if isinstance(request, RowAnswer) or answer.choice_logprobs is None:
         return None
     pairs = zip(request.sampling.choice, answer.choice_logprobs, strict=True)
     return [{"choice": text, "logprob": logprob} for text, logprob in pairs]
 
 
-def _choice_shares(request: Request | RowError, answer: RowAnswer) -> list[dict[str, Any]] | None:
+def _choice_shares(request: Request | RowAnswer, answer: RowAnswer) -> list[dict[str, Any]] | None:
     """The share of each text in the probability of all texts of the choice; None if that probability is 0."""
-    if isinstance(request, RowError) or answer.choice_logprobs is None:
+    if isinstance(request, RowAnswer) or answer.choice_logprobs is None:
         return None
     most = max(answer.choice_logprobs)
     if not math.isfinite(most):
@@ -307,7 +289,7 @@ def _typed_answers(rows: ShardRows, answers: list[RowAnswer], json_schema: str) 
     """Values of completions that ended by the job's schema; null for all others."""
     return answer_type(json_schema).column(
         answer.completion
-        if not isinstance(request, RowError)
+        if not isinstance(request, RowAnswer)
         and request.sampling.json_schema == json_schema
         and answer.finish_reason == "stop"
         else None

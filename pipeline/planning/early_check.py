@@ -119,26 +119,18 @@ class EarlyCheck:
         counts = found.drop_null().value_counts()
         repeated = counts.filter(pc.greater(counts.field("counts"), 1)).field("values")
         if len(repeated):
-            places = _Places(groups)
             examples = [
-                id_example(readable(value), places.of(pc.indices_nonzero(pc.equal(found, value))))
+                id_example(readable(value), _places(groups, pc.indices_nonzero(pc.equal(found, value))))
                 for value in repeated[:IDS_SHOWN]
             ]
             raise double_ids(column, len(repeated), examples)
 
 
-class _Places:
-    """Finds the file and row of rows by their numbers in the whole input."""
-
-    def __init__(self, groups: Sequence[RowGroupRef]) -> None:
-        self._groups = groups
-        self._starts = list(accumulate((group.num_rows for group in groups), initial=0))
-
-    def of(self, rows: pa.Array) -> list[str]:
-        """`file:row` of each of these rows."""
-        return [self._place(row) for row in rows.to_pylist()]
-
-    def _place(self, row: int) -> str:
-        number = bisect_right(self._starts, row) - 1
-        group = self._groups[number]
-        return f"{group.file_name}:{group.first_row + row - self._starts[number]}"
+def _places(groups: Sequence[RowGroupRef], rows: pa.Array) -> list[str]:
+    """`file:row` of rows, which are numbered in the whole input."""
+    starts = list(accumulate((group.num_rows for group in groups), initial=0))
+    found = []
+    for row in rows.to_pylist():
+        number = bisect_right(starts, row) - 1
+        found.append(f"{groups[number].file_name}:{groups[number].first_row + row - starts[number]}")
+    return found

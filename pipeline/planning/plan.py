@@ -1,7 +1,7 @@
 """Makes the plan of a job from the index of its rows: refuses bad input, counts errors, cuts rows into shards.
 
 Planning comes before any engine's work, so that an error found here costs none. Rows are read in blocks, one adapter
-after the other, so that memory does not grow with the number of rows; `ShardDraft` keeps the places of rows in a file
+after the other, so that memory does not grow with the number of rows; `_ShardDraft` keeps the places of rows in a file
 of this machine. When adapters have changed between two runs, `reopen_shards` opens the shards with their rows again and
 keeps the other rows.
 """
@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from ...engine.request import Request
 from ...jobs.errors import DamagedRecordError, InputRowsError, naming_damage
 from ...jobs.input.columns import DEFAULT_ID_COLUMN
-from ...jobs.option_values import ErrorBudget
 from ...jobs.record import JobRecord, adapter_problem, index_key
 from ...jobs.store import JobStore
 from ...scheduler.estimates.lengths import PRIOR_SHARE, expected_tokens
@@ -134,7 +133,7 @@ def plan_job(
 
     Returns the plan of another run if that has written one meanwhile.
     """
-    with check_rows(store, record, indexed) as checked, ShardDraft() as draft:
+    with check_rows(store, record, indexed) as checked, _ShardDraft() as draft:
         num_rows = checked.rows.num_rows
         sample = prediction.sample(settings, num_rows, num_replicas, max_rows=_SIMULATED_ROWS)
         if settings.is_dealt:
@@ -184,7 +183,7 @@ def check_rows(store: JobStore, record: JobRecord, indexed: IndexTotals) -> Iter
                 errors.add(chunk)
             ids.refuse(store, record.input.roles.get("id", DEFAULT_ID_COLUMN))
         kinds = errors.kinds(store)
-        check_budget(ErrorBudget.parse(record.spec["max_errors"]), kinds, num_rows)
+        check_budget(record.spec.error_budget, kinds, num_rows)
         serving = serving_adapters(record)
         number = {adapter.adapter_id: i for i, adapter in enumerate(serving)}
         served = {adapter.name: number[adapter.sha256] for adapter in record.adapters if not adapter.is_refused}
@@ -244,7 +243,7 @@ _COLUMNS = tuple(prepared.REFERENCE_SCHEMA.names)
 _PLACE = np.dtype([(name, np.int32) for name in _COLUMNS])
 
 
-class ShardDraft:
+class _ShardDraft:
     """Collects the shards of a job block by block; the places of their rows are kept in a file of this machine."""
 
     def __init__(self) -> None:
@@ -256,7 +255,7 @@ class ShardDraft:
         self._starts: tuple[int, ...] = ()
         self._num_waves = 0
 
-    def __enter__(self) -> ShardDraft:
+    def __enter__(self) -> _ShardDraft:
         return self
 
     def __exit__(self, *error: object) -> None:

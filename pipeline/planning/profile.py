@@ -74,7 +74,7 @@ def profile_model(
     return profile, path
 
 
-def _measure(folder: Path, config: EngineConfig, num_engines: int, max_seconds: float) -> list[EngineProfile]:
+def _measure(folder: Path, config: EngineConfig, num_engines: int, max_seconds: float) -> list[_EngineProfile]:
     processes = multiprocessing.get_context("spawn")
     # the cluster of idle workers logs its routine at level INFO
     logging.getLogger("distributed").setLevel(logging.WARNING)
@@ -85,7 +85,7 @@ def _measure(folder: Path, config: EngineConfig, num_engines: int, max_seconds: 
         return [one.result() for one in running]
 
 
-def _fitted(found: Sequence[EngineProfile], config: EngineConfig, threads: int, sha256: str) -> CostProfile:
+def _fitted(found: Sequence[_EngineProfile], config: EngineConfig, threads: int, sha256: str) -> CostProfile:
     device, dtype = found[0].device, found[0].dtype
     prior = CPU_SMOLLM2_135M if device == "cpu" else H200_LLAMA_3_8B
     steps = [step for profile in found for step in profile.steps]
@@ -122,7 +122,7 @@ _LONG_PROMPT_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class _Probe:
     """A number of equal rows that start together."""
 
     #: Number of rows.
@@ -138,7 +138,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineProfile:
+class _EngineProfile:
     """The measurements of one engine."""
 
     #: `cpu` or `cuda`.
@@ -153,7 +153,7 @@ class EngineProfile:
     loads: tuple[tuple[int, float], ...]
 
 
-def probe_grid(max_batch_rows: int, max_step_tokens: int, max_context_tokens: int) -> list[Probe]:
+def probe_grid(max_batch_rows: int, max_step_tokens: int, max_context_tokens: int) -> list[_Probe]:
     """Probes that vary rows, tokens, contexts, adapters and ranks, each while the others are fixed; cheap probes first.
 
     When the prompts of a probe together exceed a step, its steps mix prompts with rows that decode, as a job's do.
@@ -162,18 +162,18 @@ def probe_grid(max_batch_rows: int, max_step_tokens: int, max_context_tokens: in
     prompt = min(_SHORT_PROMPT_TOKENS, context)
     mixes = ((), (8,), (16,), (64,), (8, 16, 32, 64), (16,) * 8)
     row_counts = sorted({1, max(1, max_batch_rows // 4), max(1, max_batch_rows // 2), max_batch_rows})
-    probes = [Probe(rows, prompt, 6, ranks) for rows in row_counts for ranks in mixes]
-    probes += [Probe(rows, prompt, 6, is_drawn=True) for rows in row_counts]
-    probes += [Probe(1, tokens, 2, ranks) for tokens in (context // 8, context // 2, context) for ranks in ((), (64,))]
-    probes += [Probe(4, context // 4, 8), Probe(8, context // 2, 6), Probe(8, context // 2, 6, (8, 16, 32, 64))]
+    probes = [_Probe(rows, prompt, 6, ranks) for rows in row_counts for ranks in mixes]
+    probes += [_Probe(rows, prompt, 6, is_drawn=True) for rows in row_counts]
+    probes += [_Probe(1, tokens, 2, ranks) for tokens in (context // 8, context // 2, context) for ranks in ((), (64,))]
+    probes += [_Probe(4, context // 4, 8), _Probe(8, context // 2, 6), _Probe(8, context // 2, 6, (8, 16, 32, 64))]
     # Prompts of several steps show the cost of pairs of tokens.
-    probes += [Probe(1, min(_LONG_PROMPT_STEPS * max_step_tokens, max_context_tokens - 16), 2)]
+    probes += [_Probe(1, min(_LONG_PROMPT_STEPS * max_step_tokens, max_context_tokens - 16), 2)]
     # Rows that decode behind long prompts show the cost of reading the context.
-    probes += [Probe(min(16, max_batch_rows), context // 2, 12)]
+    probes += [_Probe(min(16, max_batch_rows), context // 2, 12)]
     return sorted(probes, key=lambda probe: probe.num_rows * (probe.prompt_tokens + probe.output_tokens))
 
 
-def profile_engine(model_folder: Path, config: EngineConfig, max_seconds: float = MAX_SECONDS) -> EngineProfile:
+def profile_engine(model_folder: Path, config: EngineConfig, max_seconds: float = MAX_SECONDS) -> _EngineProfile:
     """Measure one engine of this configuration. Probes that would begin after `max_seconds` are left out.
 
     Raises what `Engine` raises for a model that cannot be served.
@@ -181,7 +181,7 @@ def profile_engine(model_folder: Path, config: EngineConfig, max_seconds: float 
     with temporary_folder() as folder:
         began_s = time.perf_counter()
         bench = _Bench(Engine(model_folder, replace(config, mode="unmerged")), folder)
-        bench.run(Probe(min(4, config.batch_rows), _SHORT_PROMPT_TOKENS, 4, (8,)))
+        bench.run(_Probe(min(4, config.batch_rows), _SHORT_PROMPT_TOKENS, 4, (8,)))
         loads = bench.adapter_loads()
         steps: list[tuple[StepKind, StepSample]] = []
         limits = (config.batch_rows, config.step_tokens, bench.engine.model.max_context_tokens)
@@ -197,7 +197,7 @@ def profile_engine(model_folder: Path, config: EngineConfig, max_seconds: float 
         device = choose_arithmetic(config).device
         kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
         products = products_format(kind, config.dtype, config.base_quantization)
-        return EngineProfile(kind, products, tuple(steps), merge_s, loads)
+        return _EngineProfile(kind, products, tuple(steps), merge_s, loads)
 
 
 class _Bench:
@@ -211,7 +211,7 @@ class _Bench:
         # Seconds that the engine took to register its latest adapter.
         self._registered_s = 0.0
 
-    def run(self, probe: Probe) -> list[tuple[StepKind, StepSample]]:
+    def run(self, probe: _Probe) -> list[tuple[StepKind, StepSample]]:
         """Run a probe and return all of its steps. Adapters are resident before it starts, so that no step includes a
         load.
         """
@@ -247,13 +247,13 @@ class _Bench:
         return tuple(found)
 
     def _timed_step(self, adapter_id: str | None) -> float:
-        self.engine.add([self._row(adapter_id, Probe(1, _SHORT_PROMPT_TOKENS, 1))])
+        self.engine.add([self._row(adapter_id, _Probe(1, _SHORT_PROMPT_TOKENS, 1))])
         began_s = time.perf_counter()
         while self.engine.num_unfinished:
             self.engine.step()
         return time.perf_counter() - began_s
 
-    def _row(self, adapter_id: str | None, probe: Probe) -> Request:
+    def _row(self, adapter_id: str | None, probe: _Probe) -> Request:
         self._num_rows += 1
         # Prompts differ from their first token on, so that no prefix is shared.
         first = 3 + self._num_rows * 7919

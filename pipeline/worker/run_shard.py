@@ -23,7 +23,7 @@ from ...scheduler.messages import RunShard
 from ...scheduler.planning.bound import JobWork
 from ..cluster.worker_process import leave_pool
 from ..dataset.answers import BegunRow, RowAnswer, decode_journal, encode_answers, encode_begun
-from ..dataset.reader import RowError, ShardRows
+from ..dataset.reader import ShardRows
 from ..dataset.writer import answers_in_part, part_bytes
 from ..messages import PromptReuse, ShardAbandonedError, ShardOutcome
 from ..supervisor.open_shard import OpenShard, ServedRow
@@ -153,7 +153,7 @@ def work_of(answers: Mapping[str, RowAnswer], begun: Mapping[str, ExportedRow]) 
 def _outcome(
     plugin: RunPlugin, rows: ShardRows, answers: Mapping[str, RowAnswer], num_reused: int, work: JobWork
 ) -> ShardOutcome:
-    num_errors = sum(isinstance(r, RowError) for r in rows.requests)
+    num_errors = sum(isinstance(r, RowAnswer) for r in rows.requests)
     num_errors += sum(answer.finish_reason == "error" for answer in answers.values())
     return ShardOutcome(
         shard_id=rows.shard_id,

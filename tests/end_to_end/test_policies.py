@@ -92,7 +92,7 @@ def test_a_policy_changes_no_answer_and_its_events_replay(
         assert found[row_id]["token_logprobs"] == pytest.approx(row["token_logprobs"], abs=LOGPROB_TOLERANCE)
     store = JobStore(str(tmp_path / "output"))
     assert replay_job(store).first_difference is None
-    assert store.read_record().spec["policy"] == policy
+    assert store.read_record().spec.policy == policy
     modes = {row["mode"] for row in found.values() if row["adapter"]}
     if policy in ("s-lora", "vllm-like"):
         assert modes == {"unmerged"}

@@ -92,7 +92,7 @@ def test_a_submitted_job_is_followed_and_read_by_its_handle(
     assert watcher.states[-1].phase == "done"
     assert (result.num_rows, result.job_id) == (80, job.job_id)
     echo_job.assert_answered(rows)
-    assert job.cluster == echo_job.record.spec["cluster"] == shared_client.scheduler_info()["address"]
+    assert job.cluster == echo_job.record.spec.cluster == shared_client.scheduler_info()["address"]
     expected = echo_job.rows()
     frame = job.to_pandas().sort_values("id")
     assert frame["completion"].tolist() == [row["completion"] for row in expected]

@@ -57,7 +57,7 @@ def test_a_job_whose_client_and_scheduler_died_goes_on_from_its_output_on_anothe
     assert "of them were done before this run" in done.stdout
     echo_job.assert_answered(rows)
     assert {name: echo_job.parts()[name] for name in kept} == kept
-    assert echo_job.record.spec["cluster"] == new
+    assert echo_job.record.spec.cluster == new
 
 
 def test_a_job_of_a_python_client_goes_on_from_its_output_on_a_cluster_with_another_error_budget(
@@ -68,14 +68,14 @@ def test_a_job_of_a_python_client_goes_on_from_its_output_on_a_cluster_with_anot
     echo_job.write_input(rows)
     with pytest.raises(ErrorBudgetError):
         echo_job.run(client=shared_client, max_errors="0")
-    assert echo_job.record.spec["cluster"] == "local"
+    assert echo_job.record.spec.cluster == "local"
     job_id = echo_job.record.job_id
     address = shared_client.scheduler_info(n_workers=0)["address"]
     assert lorabatch("resume", str(echo_job.output), "--cluster", address).returncode == 1
     done = lorabatch("resume", str(echo_job.output), "--cluster", address, "--max-errors", "10%")
     assert done.returncode == 0, done.stderr
     assert (echo_job.record.job_id, len(echo_job.rows())) == (job_id, 40)
-    assert (echo_job.record.spec["cluster"], echo_job.record.spec["max_errors"]) == (address, "10%")
+    assert (echo_job.record.spec.cluster, echo_job.record.spec.max_errors) == (address, "10%")
 
 
 def test_a_job_of_this_machine_goes_on_with_another_number_of_workers(echo_job: EchoJob) -> None:
@@ -86,7 +86,7 @@ def test_a_job_of_this_machine_goes_on_with_another_number_of_workers(echo_job: 
     done = lorabatch("resume", str(echo_job.output), "--workers", "1", "--max-errors", "1")
     assert done.returncode == 0, done.stderr
     assert len(echo_job.rows()) == 20
-    assert echo_job.record.spec["workers"] == 1
+    assert echo_job.record.spec.workers == 1
     wrong = lorabatch("resume", str(echo_job.output), "--workers", "0", "--max-errors", "few")
     assert wrong.returncode == 2
     assert "workers='0'" in wrong.stderr

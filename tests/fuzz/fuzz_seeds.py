@@ -23,7 +23,6 @@ from lorabatch.jobs.record import (
     JobState,
     ModelRecord,
     WorkerState,
-    public_spec,
 )
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
@@ -292,7 +291,7 @@ def records() -> dict[str, Any]:
         job_id="job-1",
         created_at="2025-01-01T00:00:00+00:00",
         versions={"python": "3.11"},
-        spec=public_spec(spec),
+        spec=spec.without_secrets(),
         model=ModelRecord(url="/model", sha256="m" * 64, vocab_size=100, max_context_tokens=64),
         adapters=(AdapterRecord(name="alpha", url="/a", verdict="exact", sha256="a" * 64, rank=8),),
         input=InputRecord(

@@ -47,6 +47,7 @@ from lorabatch.jobs.validation import requested_job
 from lorabatch.pipeline.dataset.answers import BegunRow, RowAnswer, decode_journal, encode_answers, encode_begun
 from lorabatch.pipeline.dataset.chunk import ChunkRef, DamagedChunkError, IndexJob, RowGroupRef, read_chunk
 from lorabatch.pipeline.dataset.chunk_rows import ChunkRows
+from lorabatch.pipeline.dataset.prompt_reader import PromptReader
 from lorabatch.pipeline.planning.plan import read_plan
 from lorabatch.scheduler.estimates.lengths import AnswerLengths
 from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
@@ -231,9 +232,9 @@ def _read_parquet(folder: Path) -> Iterator[str]:
         chunk = ChunkRef(number, (group,))
         first_row += num_rows
         try:
-            rows = ChunkRows(number, job, lambda _: _tokenizer())
+            reader, rows = PromptReader(job, lambda _: _tokenizer()), ChunkRows(number, job)
             for batch, places in read_chunk(chunk, job.schema_ipc, {}):
-                rows.add(batch, places)
+                rows.add(batch, places, reader.read(batch, places))
             if num_rows:
                 order, offsets = rows.order()
                 for prepared in rows.prepared_batches(order, offsets):

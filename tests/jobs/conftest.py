@@ -10,7 +10,7 @@ from uuid import uuid4
 import fsspec
 import pytest
 
-from lorabatch.jobs.record import AdapterRecord, InputFile, InputRecord, JobRecord, ModelRecord, public_spec
+from lorabatch.jobs.record import AdapterRecord, InputFile, InputRecord, JobRecord, ModelRecord
 from lorabatch.jobs.spec import JobSpec
 
 Place = tuple[str, dict[str, Any]]
@@ -68,7 +68,7 @@ def record() -> Callable[..., JobRecord]:
             "job_id": "job-1",
             "created_at": "2025-01-01T00:00:00+00:00",
             "versions": {"python": "3.11"},
-            "spec": public_spec(spec),
+            "spec": spec.without_secrets(),
             "model": ModelRecord(url="/model", sha256="m" * 64, vocab_size=100, max_context_tokens=64),
             "adapters": (AdapterRecord(name="alpha", url="/a", verdict="exact", sha256="a" * 64, rank=8),),
             "input": InputRecord(

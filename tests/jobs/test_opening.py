@@ -60,7 +60,7 @@ def test_the_same_job_again_resumes_it(given: dict[str, Any]) -> None:
     assert not again.is_finished
     assert again.record.job_id == first.record.job_id
     assert again.record.created_at == first.record.created_at
-    assert again.record.spec["max_errors"] == "50%"
+    assert again.record.spec.max_errors == "50%"
     assert again.store.committed_parts() == {0: 4}
     first.store.mark_success()
     assert not open_job(JobSpec(**given)).is_finished, "no run has said so in summary.json"

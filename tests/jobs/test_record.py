@@ -24,7 +24,6 @@ from lorabatch.jobs.record import (
     adapter_problem,
     differences,
     index_key,
-    public_spec,
 )
 from lorabatch.jobs.spec import JobSpec
 
@@ -112,8 +111,8 @@ def test_every_option_is_judged_to_be_part_of_the_job_or_not() -> None:
 
 @pytest.mark.parametrize("field", OTHER_VALUES)
 def test_another_value_of_what_is_asked_is_another_job(record: Record, field: str) -> None:
-    old = record(spec=public_spec(JobSpec(**BASICS)))
-    new = record(spec=public_spec(JobSpec(**BASICS | {field: OTHER_VALUES[field]})))
+    old = record(spec=JobSpec(**BASICS).without_secrets())
+    new = record(spec=JobSpec(**BASICS | {field: OTHER_VALUES[field]}).without_secrets())
     (line,) = differences(old, new)
     assert line.startswith(f"{field}: was ")
     assert index_key(old) != index_key(new)
@@ -121,8 +120,8 @@ def test_another_value_of_what_is_asked_is_another_job(record: Record, field: st
 
 @pytest.mark.parametrize("field", FREE_VALUES)
 def test_where_and_how_fast_it_runs_is_not_part_of_the_job(record: Record, field: str) -> None:
-    old = record(spec=public_spec(JobSpec(**BASICS)))
-    new = record(spec=public_spec(JobSpec(**BASICS | {field: FREE_VALUES[field]})))
+    old = record(spec=JobSpec(**BASICS).without_secrets())
+    new = record(spec=JobSpec(**BASICS | {field: FREE_VALUES[field]}).without_secrets())
     assert differences(old, new) == []
     assert index_key(old) == index_key(new)
 
@@ -163,6 +162,47 @@ def test_a_job_of_the_version_before_these_options_is_the_same_job_with_the_same
     )
 
 
+def test_a_record_of_the_version_before_is_the_same_job_with_the_same_index() -> None:
+    data = Path(__file__).with_name("recorded_job.json").read_bytes()
+    frozen = JobRecord.from_json(data)
+    assert frozen.to_json() == data
+    assert index_key(frozen) == "04abca8e2ea70d9932b36a473bfe4db1c1b84ac84900a529e84b8185928afc67"
+    again = frozen.job_spec({"key": "k"}, workers=2)
+    assert differences(frozen, frozen.model_copy(update={"spec": again.without_secrets()})) == []
+    assert (frozen.spec.workers, again.workers) == (7, 2)
+    assert again.sampling == frozen.spec.sampling
+    assert again.logit_bias == ((5, 1.0), (7, -2.0))
+
+
+def test_options_of_another_version_are_kept_apart_and_refused_by_name(record: Record) -> None:
+    raw = json.loads(record().to_json())
+    raw["spec"]["max_token"] = 7
+    frozen = JobRecord.from_json(json.dumps(raw).encode())
+    assert frozen.unknown_options == {"max_token": 7}
+    assert differences(frozen, record()) == []
+    assert frozen.to_json() == record().to_json()
+    with pytest.raises(JobRequestError, match=r"max_token: not an option; did you mean 'max_tokens'"):
+        frozen.job_spec()
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"max_errors": "some"}, "max_errors: 'some': expected a count of rows"),
+        ({"mode": "fast", "workers": "x"}, "workers: expected a valid integer; mode: expected 'auto', .*"),
+        ({"model": None}, "model: expected a valid string"),
+    ],
+)
+def test_a_damaged_option_is_named(record: Record, changes: dict[str, Any], found: str) -> None:
+    raw = json.loads(record().to_json())
+    raw["spec"] |= changes
+    with pytest.raises(DamagedRecordError, match=rf"job\.json spec: cannot be read back \({found}"):
+        JobRecord.from_json(json.dumps(raw).encode())
+    for spec in ([], None, {"mode": "auto"}):
+        with pytest.raises(DamagedRecordError, match=r"job\.json spec: cannot be read back"):
+            JobRecord.from_json(json.dumps(raw | {"spec": spec}).encode())
+
+
 def test_what_is_written_down_opens_nothing() -> None:
     spec = JobSpec(
         model="s3://me:hush@bucket/m",
@@ -171,24 +211,25 @@ def test_what_is_written_down_opens_nothing() -> None:
         adapters={"a": "https://u:hush@host/a"},
         storage_options={"secret": "hush"},
     )
-    assert "hush" not in str(public_spec(spec))
-    assert "hush" not in str(public_spec(spec.model_copy(update={"adapters": "s3://k:hush@b/x"})))
+    for adapters in (spec.adapters, "s3://k:hush@b/x"):
+        public = spec.model_copy(update={"adapters": adapters}).without_secrets()
+        assert "hush" not in str(public.model_dump())
 
 
 def test_the_spec_can_be_taken_up_again_with_fresh_options(record: Record) -> None:
     spec = JobSpec(**BASICS, stop=["a"], columns={"prompt": "t"}, adapters={"x": "/x"})
-    frozen = JobRecord.from_json(record(spec=public_spec(spec)).to_json())
+    frozen = JobRecord.from_json(record(spec=spec.without_secrets()).to_json())
     assert frozen.job_spec() == spec
     again = frozen.job_spec({"key": "k"}, workers=3)
     assert (again.storage_options, again.workers) == ({"key": "k"}, 3)
-    assert frozen.sampling == spec.sampling
+    assert frozen.spec.sampling == spec.sampling
 
 
 def test_the_files_that_open_a_cluster_go_along_to_others_of_that_kind_only(record: Record, tmp_path: Path) -> None:
     files = dict.fromkeys(TLS_FIELDS, str(tmp_path / "own.pem"))
     (tmp_path / "own.pem").touch()
     spec = JobSpec(**BASICS, cluster="tls://gone:1", **files)
-    frozen = record(spec=public_spec(spec))
+    frozen = record(spec=spec.without_secrets())
     assert frozen.job_spec() == spec
     assert frozen.job_spec(cluster="tls://new:1").tls_files == spec.tls_files
     assert frozen.job_spec(cluster="tcp://new:1").tls_files == TlsFiles()

@@ -16,7 +16,6 @@ from lorabatch.engine.request import SAMPLING_OPTIONS
 from lorabatch.jobs.errors import JobRequestError
 from lorabatch.jobs.job_file import read_job_file
 from lorabatch.jobs.option_values import TLS_FIELDS, ErrorBudget, TlsFiles
-from lorabatch.jobs.record import public_spec
 from lorabatch.jobs.spec import COLUMN_ROLES, SAMPLING_COLUMNS, JobSpec, PolicyName
 
 BASICS = {"model": "m", "input": "in.parquet", "output": "out"}
@@ -155,7 +154,7 @@ def test_one_input_is_a_text_and_several_are_a_list(tmp_path: Path, monkeypatch:
     assert JobSpec(**BASICS | {"input": ["/a"]}) == JobSpec(**BASICS | {"input": "/a"})
     spec = JobSpec(**BASICS | {"input": ["/a", "b", "s3://u:hush@c"]})
     assert spec.inputs == ("/a", "b", "s3://u:hush@c")
-    assert "hush" not in repr(spec) + str(public_spec(spec))
+    assert "hush" not in repr(spec) + str(spec.without_secrets().model_dump())
     monkeypatch.chdir(tmp_path)
     assert spec.with_absolute_paths().inputs == ("/a", str(tmp_path / "b"), "s3://u:hush@c")
     for wrong in ([], ["/a", ""], 3):
@@ -341,10 +340,13 @@ def test_no_option_is_declared_and_read_nowhere() -> None:
         *(file for room in ("console", "pipeline", "jobs") for file in (root / room).rglob("*.py")),
     ]
     code = "\n".join(file.read_text("utf-8") for file in files if file.name != "spec.py")
-    found = re.findall(r"spec\.get\(\"(\w+)\"|spec\[\"(\w+)\"|spec\.(\w+)", code)
-    read = {name for names in found for name in names}
-    # `JobSpec.inputs`, `JobSpec.tls_files`, and `JobSpec.sampling`, by which rows are answered
-    read_as = {"input": "inputs"} | dict.fromkeys(TLS_FIELDS, "tls_files") | dict.fromkeys(SAMPLING_COLUMNS, "sampling")
+    read = set(re.findall(r"spec\.(\w+)", code))
+    # properties of `JobSpec`; rows are answered by `sampling`
+    read_as = (
+        {"input": "inputs", "max_errors": "error_budget"}
+        | dict.fromkeys(TLS_FIELDS, "tls_files")
+        | dict.fromkeys(SAMPLING_COLUMNS, "sampling")
+    )
     assert {name for name in JobSpec.model_fields if read_as.get(name, name) not in read} == set()
     engine = [file for file in (root / "engine").rglob("*.py") if file.name != "request.py"]
     code += "\n".join(file.read_text("utf-8") for file in engine)

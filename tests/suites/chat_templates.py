@@ -34,7 +34,7 @@ from lorabatch.engine.errors import EngineError, ModelFilesError
 from lorabatch.engine.text.conversation import Conversation
 from lorabatch.engine.text.template_probe import template_traits
 from lorabatch.engine.text.tokenizer import Tokenizer
-from lorabatch.pipeline.dataset.row_checks import PromptProblem, read_messages, read_rendering
+from lorabatch.pipeline.dataset.row_checks import read_messages, read_rendering
 
 _IN_SCRIPTS = re.compile(r"""(?:chat_template|gguf):\s*(`(?:[^`\\]|\\.)*`|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')""", re.S)
 _PLACE = re.compile(r"leaves out (?:(the text|part (\d+)|tool_calls\[(\d+)\]) of messages\[(\d+)\]|the tool '(.*)':)")
@@ -176,8 +176,8 @@ def read(given: Mapping[str, Any]) -> Conversation | str:
     beside = {name: json.dumps(given[name]) for name in ("tools", "chat_template_kwargs") if given[name]}
     options = read_rendering({}, beside)
     for found in (messages, options):
-        if isinstance(found, PromptProblem):
-            return found.sentence
+        if isinstance(found, str):
+            return found
     return Conversation(messages, options)  # type: ignore[arg-type]
 
 

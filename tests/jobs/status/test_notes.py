@@ -53,7 +53,9 @@ def test_templates_that_end_prompts_without_a_header_are_said_by_adapter(record:
     (note,) = [note for note in job_notes(lacking) if "without '<a>'" in note]
     assert note.startswith("messages (the model, adapter bad, adapter plain):")
     for asked in ({"continue_final_message": True}, {"add_generation_prompt": False}):
-        assert not [n for n in job_notes(lacking.model_copy(update={"spec": chat.spec | asked})) if "<a>" in n]
+        assert not [
+            n for n in job_notes(lacking.model_copy(update={"spec": chat.spec.model_copy(update=asked)})) if "<a>" in n
+        ]
     assert not [n for n in job_notes(job) if "<a>" in n], "it has no messages"
 
 
@@ -73,14 +75,14 @@ def test_what_special_tokens_in_messages_are_is_said_where_there_are_messages(re
     assert messages_note(job) == ()
     chat = job.model_copy(update={"input": job.input.model_copy(update={"roles": {"messages": "chat"}})})
     assert "are text; --allow-special-tokens" in messages_note(chat)[0]
-    allowed = chat.model_copy(update={"spec": chat.spec | {"allow_special_tokens": True}})
+    allowed = chat.model_copy(update={"spec": chat.spec.model_copy(update={"allow_special_tokens": True})})
     assert "are control tokens" in messages_note(allowed)[0]
 
 
 def test_a_chat_template_of_the_job_is_said_with_those_that_it_takes_the_place_of(record: Record) -> None:
     own = AdapterRecord(name="own", url="/own", verdict="exact", sha256="o", tokenizer_sha256="t")
     job = record(adapters=(own,))
-    spec = job.spec | {"chat_template": "{{ messages }}"}
+    spec = job.spec.model_copy(update={"chat_template": "{{ messages }}"})
     chat = job.input.model_copy(update={"roles": {"messages": "chat"}})
     said = "messages: rendered by the job's chat template, instead of the model's"
     assert messages_note(job.model_copy(update={"input": chat, "spec": spec}))[0] == (

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 from lorabatch.jobs.errors import JobRequestError
 from lorabatch.jobs.status.notes import row_notes
 from lorabatch.pipeline.dataset.chunk import IndexJob
+from lorabatch.pipeline.dataset.column_values import without_filling
 from lorabatch.pipeline.dataset.index import IndexTotals, index_chunk, list_chunks
-from lorabatch.pipeline.dataset.nested_values import without_filling
 from lorabatch.pipeline.dataset.schema import ERROR, TOKENS, arrow_file
 from lorabatch.pipeline.dataset.writer import output_schema
 

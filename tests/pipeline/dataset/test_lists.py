@@ -18,7 +18,7 @@ from lorabatch.jobs.errors import JobRequestError
 from lorabatch.jobs.input.completions import as_lists, completions
 from lorabatch.jobs.parts import PartMark
 from lorabatch.pipeline.coordinator.summary import account_parts
-from lorabatch.pipeline.dataset.reader import RowError
+from lorabatch.pipeline.dataset.answers import RowAnswer
 from lorabatch.pipeline.dataset.writer import answers_in_part, output_schema, part_bytes
 
 Prepare = Callable[..., Any]
@@ -84,7 +84,7 @@ def test_answers_are_those_of_rows_of_their_own(prepare_job: Prepare) -> None:
         table = table_of().drop_columns("sample")
         job = prepare_job(table, rows_per_shard=4, samples=samples)
         asked[samples] = {
-            fingerprint: None if isinstance(request, RowError) else (request.stream_id, request.sampling)
+            fingerprint: None if isinstance(request, RowAnswer) else (request.stream_id, request.sampling)
             for rows in job.shards()
             for fingerprint, request in zip(rows.fingerprints, rows.requests, strict=True)
         }

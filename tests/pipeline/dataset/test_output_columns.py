@@ -21,7 +21,7 @@ from lorabatch.jobs.openai_batch.exporting import export_batch
 from lorabatch.jobs.openai_batch.importing import import_batch
 from lorabatch.jobs.status.notes import job_notes
 from lorabatch.pipeline.coordinator.summary import account_parts
-from lorabatch.pipeline.dataset.reader import RowError
+from lorabatch.pipeline.dataset.answers import RowAnswer
 from lorabatch.pipeline.dataset.writer import answers_in_part, part_bytes
 
 Prepare = Callable[..., Any]
@@ -76,8 +76,8 @@ def test_sampling_parameters_in_a_struct_are_settings(prepare_job: Prepare, answ
     asked = {}
     for rows in job.shards():
         for row_id, request in zip(rows.table.column("id").to_pylist(), rows.requests, strict=True):
-            is_error = isinstance(request, RowError)
-            asked[row_id] = request.sentence if is_error else (request.sampling.max_tokens, request.sampling.stop)
+            is_error = isinstance(request, RowAnswer)
+            asked[row_id] = request.error if is_error else (request.sampling.max_tokens, request.sampling.stop)
     assert (asked["a"], asked["b"], asked["c"]) == ((3, ("x",)), (8, ()), (8, ()))
     assert "max_tokens=0" in asked["d"]
     assert found.column("sampling_params").to_pylist() == values

@@ -17,7 +17,8 @@ from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.engine.text.tokenizer import Tokenizer
 from lorabatch.jobs.errors import DamagedRecordError, MissingFileError, StorageError
 from lorabatch.jobs.store import JobStore
-from lorabatch.pipeline.dataset.reader import RowError, ShardReader, ShardRows, read_shard
+from lorabatch.pipeline.dataset.answers import RowAnswer
+from lorabatch.pipeline.dataset.reader import ShardReader, ShardRows, read_shard
 from lorabatch.pipeline.dataset.schema import MappedFiles
 
 
@@ -78,8 +79,8 @@ def test_rows_that_cannot_be_answered_carry_their_sentences(prepare_job: Callabl
     sentences = {}
     for shard in job.shards():
         for id_, request in zip(shard.table.column("id").to_pylist(), shard.requests, strict=True):
-            assert isinstance(request, RowError)
-            sentences[id_] = request.sentence
+            assert isinstance(request, RowAnswer)
+            sentences[id_] = request.error
     assert sentences[0] == "adapter='zzz': not among this job's adapters; known: alpha, beta, broken."
     assert "did you mean 'alpha'?" in sentences[1]
     assert sentences[2].startswith("prompt=''")
@@ -136,12 +137,12 @@ def test_rows_keep_their_values_whatever_the_chunks_and_shards(
     assert found.schema.equals(table.schema)
     assert found.sort_by("id").to_pylist() == table.to_pylist()
     for shard in shards:
-        places = [request.request_id for request in shard.requests]
-        assert places == shard.table.column("__lb_request_id").to_pylist()
+        ids = zip(shard.requests, shard.table.column("__lb_request_id").to_pylist(), strict=True)
+        assert all(request.request_id == id_ for request, id_ in ids if isinstance(request, Request))
         assert list(shard.fingerprints) == shard.table.column("__lb_fingerprint").to_pylist()
         adapters = shard.table.column("adapter").to_pylist()
         for name, request in zip(adapters, shard.requests, strict=True):
-            assert isinstance(request, RowError) == (name == "gamma")
+            assert isinstance(request, RowAnswer) == (name == "gamma")
 
 
 def test_rows_of_a_shard_are_read_without_the_rest_of_the_chunk(

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from lorabatch.engine.request import SamplingParams
 from lorabatch.engine.text.tokenizer import Tokenizer
 from lorabatch.jobs.spec import JobSpec
-from lorabatch.pipeline.dataset.row_checks import PromptProblem, read_messages, read_rendering, row_sampling
+from lorabatch.pipeline.dataset.row_checks import read_messages, read_rendering, row_sampling
 from lorabatch.pipeline.dataset.schema import ERROR, FINGERPRINT, SAMPLING, TOKENS, arrow_file
 
 TEMPLATE = (
@@ -130,7 +130,7 @@ def test_tools_of_a_template_without_tools_are_an_error(prepare_job: Callable[..
 
 
 def sampling_of(job: Any, row: dict[str, Any]) -> SamplingParams:
-    return row_sampling(job.record.sampling, row[SAMPLING])
+    return row_sampling(job.record.spec.sampling, row[SAMPLING])
 
 
 @pytest.mark.parametrize("markers", [{"start": "<think>", "end": "</think>"}, "<think>,</think>"])
@@ -201,5 +201,5 @@ def test_arguments_of_calls_in_messages_are_objects_for_templates() -> None:
 def test_the_row_s_variables_are_added_to_the_job_s() -> None:
     job = {"chat_template_kwargs": '{"a": 1, "b": 2}'}
     found = read_rendering(job, {"chat_template_kwargs": '{"b": 3}', "tools": None})
-    assert not isinstance(found, PromptProblem)
+    assert not isinstance(found, str)
     assert (found.variables, found.add_generation_prompt) == ({"a": 1, "b": 3}, True)

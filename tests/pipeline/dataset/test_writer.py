@@ -18,7 +18,7 @@ import pytest
 from lorabatch.jobs.errors import JobRequestError
 from lorabatch.jobs.input.columns import ANSWER_FIELDS, LOGPROB_FIELDS, answer_fields
 from lorabatch.pipeline.coordinator.summary import account_parts
-from lorabatch.pipeline.dataset.reader import RowError
+from lorabatch.pipeline.dataset.answers import RowAnswer
 from lorabatch.pipeline.dataset.writer import answers_in_part, output_schema, part_bytes, part_schema
 
 Prepare = Callable[..., Any]
@@ -75,7 +75,7 @@ def test_every_part_has_the_same_schema_and_exact_types(prepare_job: Prepare, an
     first = schemas[0].remove_metadata()  # which says of each part what it was made of
     assert all(schema.remove_metadata().equals(first, check_metadata=True) for schema in schemas)
     assert [schemas[0].field(name).type for name in table.column_names] == table.schema.types
-    only_errors = [rows for rows in job.shards() if all(isinstance(r, RowError) for r in rows.requests)]
+    only_errors = [rows for rows in job.shards() if all(isinstance(r, RowAnswer) for r in rows.requests)]
     assert only_errors
     assert pq.read_metadata(parts[0]).row_group(0).column(0).compression == "ZSTD"
 
@@ -136,7 +136,7 @@ def test_choices_are_written_with_their_scores_and_read_back(prepare_job: Prepar
     said[2] = {"finish_reason": "length", "choice_logprobs": (-2.0, -3.0)}
     written = []
     for rows in job.shards():
-        ids = dict(zip((r.request_id for r in rows.requests), rows.table.column("id").to_pylist(), strict=True))
+        ids = dict(zip(*(rows.table.column(name).to_pylist() for name in ("__lb_request_id", "id")), strict=True))
         answers = {name: replace(a, **said.get(ids[name], {})) for name, a in answer_by_echo(rows).items()}
         part = part_bytes(rows, answers, job.record)
         assert pq.read_schema(io.BytesIO(part)).equals(output_schema(job.record))

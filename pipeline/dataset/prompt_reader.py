@@ -1,0 +1,321 @@
+"""Reads the prompts of input rows, batch by batch: `PromptReader`.
+
+It takes the columns of a batch, renders messages by the chat template, tokenises, and notes what is wrong with a row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import pyarrow as pa
+
+from ...engine.errors import ChatTemplateError, TokenizerError
+from ...engine.request import SamplingParams
+from ...engine.text.boundary import split_at_prompt, texts_behind
+from ...engine.text.choices import steps_of_choice
+from ...engine.text.confined_tokenizer import MissingTokenizer
+from ...engine.text.conversation import (
+    RENDERING_OPTIONS,
+    SPLIT_AND_CONTINUED,
+    Conversation,
+    RenderOptions,
+    peculiarities,
+)
+from ...engine.text.literal import RenderedMessages
+from ...engine.text.tokenizer import Tokenizer
+from ...jobs.input.columns import role_values
+from ...jobs.spec import PROMPT_ROLES, SAMPLING_COLUMNS
+from .chunk import IndexJob
+from .column_values import column_values, take_undecodable, template_values
+from .row_checks import (
+    ErrorKind,
+    RowDraft,
+    begin_reasoning,
+    check_choice,
+    check_choice_size,
+    check_continuation,
+    check_length,
+    check_rendered,
+    check_size,
+    check_text,
+    check_token_ids,
+    check_tokens,
+    check_unrendered,
+    read_messages,
+    read_rendering,
+    read_sampling,
+    rejecting,
+    set_continuations,
+    split_answer,
+    take_tokens,
+)
+
+_TOGETHER_CHARACTERS = 4 << 20
+# Most different values of `RENDERING_OPTIONS` that are kept as read for later rows.
+_MOST_RENDERINGS = 1024
+# Tokens at the end of a prompt of tokens in which the start of reasoning is looked for.
+_END_TOKENS = 64
+
+
+class PromptReader:
+    """Makes a `RowDraft` of each row. Rows with the same tokenizer are rendered and tokenised together."""
+
+    def __init__(self, job: IndexJob, tokenizer_of: Callable[[str | None], Tokenizer]) -> None:
+        self._job = job
+        self._tokenizer_of = tokenizer_of
+        self._tokenizers: dict[str | None, Tokenizer] = {}
+        self._prompt_role = next(role for role in PROMPT_ROLES if role in job.roles)
+        self._samplings: dict[tuple[Any, ...], tuple[SamplingParams, list[str]]] = {}
+        self._rendering = lru_cache(_MOST_RENDERINGS)(self._read_rendering)
+        #: Rows with a peculiarity that users should know of, by peculiarity (`status.notes.row_notes` writes them up).
+        self.counts: Counter[str] = Counter()
+
+    def read(self, batch: pa.RecordBatch, places: Sequence[str]) -> list[RowDraft]:
+        """Check and tokenise rows. `places`: `file:row` of each. Returns a draft for each of their completions, in the
+        order of the rows.
+        """
+        columns = {}
+        for role, name in self._job.roles.items():
+            values_of = template_values if role in ("messages", *RENDERING_OPTIONS) else column_values
+            columns[role] = values_of(role_values(batch, name))
+        drafts = self._drafts(columns, take_undecodable(columns), places)
+        self._tokenise(drafts)
+        self._check_options(drafts)
+        for draft in drafts:
+            check_length(draft, self._job.max_context_tokens)
+        drafts = [sample for draft in drafts for sample in draft.samples()]
+        for draft in drafts:
+            draft.fixed_tokens = self._fixed_tokens(draft)
+        return drafts
+
+    @property
+    def without_tokenizer(self) -> list[str]:
+        """Adapters whose rows are errors because their own tokenizer could not be read."""
+        return [name for name, found in self._tokenizers.items() if name and isinstance(found, MissingTokenizer)]
+
+    def _drafts(
+        self,
+        columns: Mapping[str, list[Any]],
+        undecodable: Mapping[int, list[str]],
+        places: Sequence[str],
+    ) -> list[RowDraft]:
+        """One draft for each row, its text still to be tokenised. `undecodable`: problems of values that are not text,
+        by row.
+        """
+        own = [name for name in SAMPLING_COLUMNS if name in columns]
+        beside = [name for name in RENDERING_OPTIONS if name in columns]
+        prompts = columns[self._prompt_role]
+        adapters = [name or None for name in columns.get("adapter", [None] * len(prompts))]
+        has_messages = self._prompt_role == "messages"
+        expected: list[str | None] = [None] * len(prompts)
+        if has_messages:
+            conversations = [read_messages(value, self._job.system_prompt) for value in prompts]
+            if self._job.expected_field is not None:
+                conversations, expected = self._without_answers(conversations)
+            prompts = self._rendered(conversations, adapters, {name: columns[name] for name in beside})
+        drafts = []
+        for row, adapter in enumerate(adapters):
+            row_id = columns["id"][row] if "id" in columns else places[row]
+            sampling, problems = self._sampling({name: columns[name][row] for name in own}, self._vocab_size(adapter))
+            draft = RowDraft(row_id, sampling, row=row, adapter=adapter, expected=expected[row])
+            drafts.append(draft)
+            for problem in undecodable.get(row, ()):
+                draft.reject(ErrorKind.PROMPT, problem)
+            if draft.problems:
+                continue  # other columns of the row may be null only because they could not be decoded
+            if row_id is None:
+                draft.reject(ErrorKind.ID, "id=null: expected a value of its own for every row. Fill it in.")
+            self._check_prompt(draft, prompts[row])
+            if "continuation" in columns:
+                check_continuation(draft, columns["continuation"][row])
+            if not has_messages:
+                check_unrendered(draft, {n: columns[n][row] for n in beside}, self._job.roles[self._prompt_role])
+            for problem in problems:
+                draft.reject(ErrorKind.SAMPLING, f"{problem}. Correct the row, or leave it null for the job's value.")
+        return drafts
+
+    def _vocab_size(self, adapter: str | None) -> int:
+        """Size of the vocabulary of an adapter's rows: the adapter's own, else the base model's."""
+        apart = None if adapter is None else self._job.prepared_apart.get(adapter)
+        return (apart.vocab_size if apart else 0) or self._job.vocab_size
+
+    def _sampling(self, values: Mapping[str, Any], vocab_size: int) -> tuple[SamplingParams, list[str]]:
+        """A row's sampling and what is wrong with it. Kept by value, since rows mostly repeat a few combinations."""
+        key = (
+            vocab_size,
+            *(
+                (type(v), str(v) if isinstance(v, dict) else tuple(v) if isinstance(v, list) else v)
+                for v in values.values()
+            ),
+        )
+        if key not in self._samplings:
+            self._samplings[key] = read_sampling(self._job.sampling, values, vocab_size)
+        return self._samplings[key]
+
+    def _check_prompt(self, draft: RowDraft, value: Any) -> None:
+        if self._prompt_role == "prompt":
+            check_text(draft, value)
+            begin_reasoning(draft, draft.text or "")
+        elif self._prompt_role == "messages":
+            check_rendered(draft, value)
+            if isinstance(value, RenderedMessages):
+                begin_reasoning(draft, value.text, value.open_text)
+        else:
+            check_token_ids(draft, value, self._vocab_size(draft.adapter))
+            if draft.tokens and draft.sampling.reasoning is not None:
+                tokenizer = self._tokenizer(draft.adapter)
+                keep = tokenizer.special_tokens_in(draft.sampling.reasoning)
+                with rejecting(draft):
+                    begin_reasoning(draft, tokenizer.decode(draft.tokens[-_END_TOKENS:], keep))
+
+    @staticmethod
+    def _without_answers(conversations: list[Any]) -> tuple[list[Any], list[str | None]]:
+        """Conversations without their final answers, and the answers; None for a conversation without one."""
+        split = [(one, None) if isinstance(one, str) else split_answer(one) for one in conversations]
+        return [messages for messages, _ in split], [answer for _, answer in split]
+
+    def _rendered(
+        self,
+        given: list[list[dict[str, Any]] | str],
+        adapters: list[str | None],
+        beside: Mapping[str, list[Any]],
+    ) -> list[RenderedMessages | str]:
+        """Render each row's messages with its chat template, all rows of one tokenizer at once. `beside`: the rows' own
+        values of `RENDERING_OPTIONS`, by option.
+        """
+        found: list[Any] = []
+        options = self._rendering(())
+        for row, messages in enumerate(given):
+            if beside:
+                options = self._rendering(tuple((name, _hashable(column[row])) for name, column in beside.items()))
+            if isinstance(messages, str) or isinstance(options, str):
+                found.append(messages if isinstance(messages, str) else options)
+            elif options.continue_final_message and self._job.expected_field is not None:
+                found.append(SPLIT_AND_CONTINUED)
+            else:
+                found.append(Conversation(messages, options))
+                self.counts.update(peculiarities(messages, options))
+        waiting: dict[Tokenizer, list[int]] = {}
+        for row, conversation in enumerate(found):
+            if isinstance(conversation, Conversation):
+                waiting.setdefault(self._tokenizer(adapters[row]), []).append(row)
+        for tokenizer, rows in waiting.items():
+            conversations = [found[row] for row in rows]
+            prompts = tokenizer.render_messages(conversations, allow_special_tokens=self._job.allow_special_tokens)
+            for row, prompt in zip(rows, prompts, strict=True):
+                found[row] = f"messages: {prompt}." if isinstance(prompt, ChatTemplateError) else prompt
+        return found
+
+    def _read_rendering(self, own: tuple[tuple[str, Any], ...]) -> RenderOptions | str:
+        return read_rendering(self._job.rendering, dict(own))
+
+    def _tokenizer(self, adapter: str | None) -> Tokenizer:
+        own = adapter if adapter in self._job.prepared_apart else None
+        if own not in self._tokenizers:
+            self._tokenizers[own] = self._tokenizer_of(own)
+        return self._tokenizers[own]
+
+    def _tokenise(self, drafts: list[RowDraft]) -> None:
+        """Tokenise the drafts' texts, those of one tokenizer together, and the completions that are to be scored."""
+        waiting: dict[Tokenizer, list[RowDraft]] = {}
+        for draft in drafts:
+            if draft.text is None:
+                continue
+            tokenizer = self._tokenizer(draft.adapter)
+            with rejecting(draft):
+                check_size(draft, self._job.max_context_tokens, tokenizer.exceeds)
+            if draft.text is not None:
+                waiting.setdefault(tokenizer, []).append(draft)
+        for tokenizer, texts_of in waiting.items():
+            for together in _together(texts_of):
+                texts = [draft.text for draft in together]
+                for draft, tokens in zip(together, self._encoded(tokenizer, together), strict=True):
+                    take_tokens(draft, tokens)
+                for draft, text in zip(together, texts, strict=True):
+                    with rejecting(draft):
+                        self._score(draft, text, tokenizer)
+        for draft in drafts:
+            if self._prompt_role == "prompt_token_ids":
+                with rejecting(draft):
+                    self._score(draft, None, self._tokenizer(draft.adapter))
+            check_tokens(draft, self._vocab_size(draft.adapter))
+
+    def _check_options(self, drafts: list[RowDraft]) -> None:
+        """Reject rows whose options hold texts that do not fit or cannot be tokenised, before an engine meets them."""
+        for draft in drafts:
+            sampling = draft.sampling
+            if draft.problems or not (sampling.choice or sampling.bad_words):
+                continue
+            tokenizer = self._tokenizer(draft.adapter)
+            with rejecting(draft):
+                check_choice_size(draft, tokenizer, self._job.max_context_tokens)
+                if draft.problems:
+                    continue
+                steps_of_choice(tokenizer, sampling, draft.tokens or ())
+                if self._prompt_role != "prompt_token_ids":
+                    check_choice(draft, tokenizer)
+                texts = [blank + word.lstrip() for word in sampling.bad_words for blank in ("", " ")]
+                tokenizer.encode_batch(texts, is_rendered=True)
+
+    def _score(self, draft: RowDraft, text: str | None, tokenizer: Tokenizer) -> None:
+        """Find the tokens that given completions have behind the prompt. `text`: the prompt's text; None for a prompt
+        of tokens.
+        """
+        if draft.problems or not draft.continuation_texts:
+            return
+        prompt = draft.tokens or []
+        if text is None:
+            found = texts_behind(tokenizer, prompt, draft.continuation_texts)
+            set_continuations(draft, [(prompt, tokens) for tokens in found])
+            return
+        num_ends = tokenizer.num_end_tokens if self._prompt_role == "prompt" else 0
+        together = [replace(draft, text=text + behind) for behind in draft.continuation_texts]
+        whole = [tokens[: len(tokens) - num_ends] for tokens in _all(self._encoded(tokenizer, together))]
+        prompt = prompt[: len(prompt) - num_ends]
+        set_continuations(draft, [split_at_prompt(prompt, tokens) for tokens in whole])
+
+    def _encoded(self, tokenizer: Tokenizer, drafts: list[RowDraft]) -> list[list[int] | TokenizerError]:
+        if self._prompt_role != "messages":
+            return tokenizer.encode_each([draft.text or "" for draft in drafts], is_rendered=False)
+        rendered = [RenderedMessages(draft.text or "", draft.stand_ins) for draft in drafts]
+        return tokenizer.encode_messages_each(rendered, allow_special_tokens=self._job.allow_special_tokens)
+
+    def _fixed_tokens(self, draft: RowDraft) -> int:
+        """Tokens that will be computed behind a row's prompt; 0 when its options do not fix the number."""
+        if draft.problems:
+            return 0
+        given = len(draft.sampling.continuation_token_ids)
+        return given or steps_of_choice(self._tokenizer(draft.adapter), draft.sampling, draft.tokens or ())
+
+
+def _all(found: list[list[int] | TokenizerError]) -> list[list[int]]:
+    """Tokens of all texts. Raises `TokenizerError`."""
+    tokens = [one for one in found if not isinstance(one, TokenizerError)]
+    if len(tokens) < len(found):
+        raise next(one for one in found if isinstance(one, TokenizerError))
+    return tokens
+
+
+def _together(drafts: list[RowDraft]) -> Iterator[list[RowDraft]]:
+    """Groups of rows whose texts are tokenised at once: a tokenizer takes many times the memory of its texts."""
+    together: list[RowDraft] = []
+    characters = 0
+    for draft in drafts:
+        size = len(draft.text or "")
+        if together and characters + size > _TOGETHER_CHARACTERS:
+            yield together
+            together, characters = [], 0
+        together.append(draft)
+        characters += size
+    if together:
+        yield together
+
+
+def _hashable(value: Any) -> Any:
+    """A hashable stand-in for a column's value: equal for equal values."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value
