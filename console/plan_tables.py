@@ -86,11 +86,13 @@ def waves(found: DryRun) -> list[WaveFacts]:
 
 def workers(found: DryRun) -> list[WorkerFacts]:
     """Facts of each worker under the placement. While a job runs, idle workers help others, so that shares differ."""
-    forecast, adapters = found.forecast, found.workload.adapters
+    forecast, adapters, placement = found.forecast, found.workload.adapters, found.forecast.placement
+    if placement is None:
+        return []
     weight_of = {adapter.adapter_id: adapter.weight_bytes for adapter in adapters}
     facts = []
     for worker in range(found.num_workers):
-        mine = [forecast.plan.shards[i] for i in np.flatnonzero(forecast.placement.replica_of == worker)]
+        mine = [forecast.plan.shards[i] for i in np.flatnonzero(placement.replica_of == worker)]
         adapter_ids = {adapter_id for shard in mine for adapter_id in shard.adapters}
         facts.append(
             WorkerFacts(
@@ -100,7 +102,7 @@ def workers(found: DryRun) -> list[WorkerFacts]:
                 len(adapter_ids),
                 sum(weight_of[adapter_id] for adapter_id in adapter_ids),
                 found.weight_bytes,
-                float(forecast.placement.finish_s[worker]),
+                float(placement.finish_s[worker]),
             )
         )
     return facts
@@ -124,10 +126,10 @@ def plan_json(found: DryRun, gpu_hour_price: float | None) -> dict[str, Any]:
         "bound_s": found.bound_s,
         "predicted_range_s": found.range_s,
         "simulated_rows": forecast.simulated_rows,
-        "placement_s": forecast.placement.makespan_s,
-        "placement_lower_bound_s": forecast.placement.bound_s,
-        "placement_gap": forecast.placement.gap,
-        "placement_method": forecast.placement.method,
+        "placement_s": placement and placement.makespan_s,
+        "placement_lower_bound_s": placement and placement.bound_s,
+        "placement_gap": placement and placement.gap,
+        "placement_method": placement and placement.method,
         "replica_s": forecast.replica_s,
         "price": price(found, gpu_hour_price),
         "device": asdict(found.settings.device),
@@ -164,7 +166,7 @@ def print_plan(
     _print_table(console, [_adapter_cells(a) for a in _by_seconds(found)], columns, "adapter")
     columns = ("wave", "mode", "adapters", "shards", "rows", "output tokens", "engine s")
     _print_table(console, [_wave_cells(wave) for wave in waves(found)], columns, "mode", "adapters")
-    if found.settings.placement != "none":
+    if found.forecast.placement is not None:
         columns = ("worker", "shards", "rows", "adapters", "their MB", "base files MB", "predicted s")
         _print_table(console, [_worker_cells(worker) for worker in workers(found)], columns)
     for line in totals(found, gpu_hour_price):
@@ -257,12 +259,12 @@ def _policy(found: DryRun) -> list[str]:
 
 def _placement(found: DryRun) -> list[str]:
     """A line about the placement of shards on equal workers, with a bound of the placement, not of the job."""
-    if found.slowness is not None or found.settings.placement == "none":
-        return []
     placement = found.forecast.placement
+    if found.slowness is not None or placement is None:
+        return []
     return [
-        f"Placement: each worker opens the shards above first; priced alone, they take {placement.makespan_s:.1f} s, at "
-        f"best {placement.bound_s:.1f} s (gap of the placement {placement.gap:.2%}, {placement.method})"
+        f"Placement: each worker opens the shards above first. Priced alone, they take {placement.makespan_s:.1f} s, "
+        f"at best {placement.bound_s:.1f} s (gap of the placement {placement.gap:.2%}, {placement.method})"
     ]
 
 

@@ -36,7 +36,7 @@ OUR_PREFIX = "__lb_"
 _READ = tuple(name for name, o in SAMPLING_OPTIONS.items() if get_origin(o.kind) is tuple or name == "json_schema")
 EMBEDDED_CLUSTERS = ("local", "local-cuda")
 PolicyName = Literal["planner", "dlora", "s-lora", "vllm-like", "merged-only", "peft-like"]
-PlacementName = Literal["planner", "none", "loraserve"]
+PlacementName = Literal["planner", "planned", "none", "loraserve"]
 # Policies that decide by themselves whether adapters are merged -> the modes that leave them to it.
 _MODES_OF_POLICY: dict[str, tuple[Mode, ...]] = {
     "dlora": ("auto",),
@@ -186,7 +186,8 @@ class JobSpec(_SamplingFields):
     policy: PolicyName = _option("planner", "How rows are batched, dispatched and moved: planner is this project's.")
     placement: PlacementName = _option(
         "planner",
-        "Which shards a worker opens first: those that the plan places on it (planner), any (none), or LoRAServe's.",
+        "Which shards a worker opens first: those that the plan places on it (planned), any (none), LoRAServe's, or "
+        "planned on 8 workers or more and any on fewer (planner).",,
     )
     rows_per_shard: int | None = _option(None, "Rows per part file; chosen by default.", ge=1)
     cost_model: str | None = _option(

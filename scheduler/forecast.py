@@ -37,8 +37,8 @@ class Forecast:
 
     #: The job's shards.
     plan: ShardPlan
-    #: Replica of each shard, with a bound.
-    placement: Placement
+    #: Replica of each shard, with a bound (None: shards are for whichever replica has room).
+    placement: Placement | None
     #: Engine seconds of each shard, float64 `[num_shards]`.
     shard_s: NDArray[np.float64]
     #: Tokens that each row is expected to generate, float64 `[num_rows]`.
@@ -83,7 +83,9 @@ def forecast_job(
 
     Rows without engine work cost nothing. Deterministic.
     """
-    placement = cut.placement or place_job(workload.adapters, cut.plan.shards, cut.shard_s, cost, num_replicas)
+    placement = cut.placement
+    if any(shard.replica is not None for shard in cut.plan.shards):
+        placement = placement or place_job(workload.adapters, cut.plan.shards, cut.shard_s, cost, num_replicas)
     sample = JobSample(workload.num_rows, num_replicas, played_rows)
     sample.add(workload, cut)
     predicted_s = sample.predict(play)

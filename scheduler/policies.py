@@ -81,11 +81,11 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         "peft-like": Policy("peft-like", deal=_IN_TURN, shard_mode="merged"),
     }
 )
-#: Placement -> the rule that deals rows out instead of the policy's (None: the policy's own). `planner` places the
-#: shards of a policy that deals no rows out on replicas, which open them first; `none` leaves them to whichever replica
-#: has room.
+#: Placement -> the rule that deals rows out instead of the policy's (None: the policy's own). Where
+#: no rows are dealt out, the shards of `planned`, and of `planner` on many replicas, are placed on replicas, which open
+#: their own first; those of `none` are for whichever replica has room.
 PLACEMENTS: Mapping[str, str | None] = MappingProxyType(
-    {"planner": None, "none": None, "loraserve": "baselines.dealing:by_routing"}
+    {"planner": None, "planned": None, "none": None, "loraserve": "baselines.dealing:by_routing"}
 )
 
 

@@ -92,7 +92,7 @@ def cut_rows(
     plan = with_whole_groups(cut.plan, rows, predicted)
     if plan is not cut.plan:
         cut = CutRows.of(plan, predicted, cut.row_s)
-    return place_cut(cut, rows.adapters, settings.cost, num_workers) if settings.is_placed else cut
+    return place_cut(cut, rows.adapters, settings.cost, num_workers) if settings.places(num_workers) else cut
 
 
 def _cut(

@@ -59,6 +59,8 @@ _LEAST_GAIN_S = 0.5
 # Batches of rows that a worker has open under policies that deal rows out, whose batchers choose among all of a
 # worker's rows.
 _DEALT_BATCHES = 64.0
+# Workers from which on a placement of shards makes jobs shorter; on four it makes them no shorter (ADR 119).
+_PLACED_WORKERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,10 +240,11 @@ class RunSettings:
         """Whether rows are dealt out to workers before the job, all at once."""
         return dealing(self.policy, self.placement) is not None
 
-    @property
-    def is_placed(self) -> bool:
+    def places(self, num_workers: int) -> bool:
         """Whether shards are placed on workers, which open their own first."""
-        return self.placement == "planner" and not self.is_dealt
+        if self.is_dealt:
+            return False
+        return self.placement == "planned" or (self.placement == "planner" and num_workers >= _PLACED_WORKERS)
 
     @property
     def cost(self) -> CostModel:

@@ -86,8 +86,11 @@ def test_of_a_large_job_a_sample_is_played_and_gives_nearly_the_same_seconds(num
     )
     assert sampled.simulated_rows < whole.simulated_rows / 2
     assert sampled.predicted_s == pytest.approx(whole.predicted_s, rel=0.1)
-    # the placement lacks the end of the job
-    assert sampled.placement.makespan_s >= sampled.placement.bound_s > 0
+    if num_replicas >= 8:
+        # the placement lacks the end of the job
+        assert sampled.placement.makespan_s >= sampled.placement.bound_s > 0
+    else:
+        assert sampled.placement is None
 
 
 @pytest.mark.long
