@@ -110,7 +110,7 @@ def workers(found: DryRun) -> list[WorkerFacts]:
 
 def plan_json(found: DryRun, gpu_hour_price: float | None) -> dict[str, Any]:
     """A JSON-ready object with all facts of the printed tables, and more."""
-    forecast = found.forecast
+    forecast, placement = found.forecast, found.forecast.placement
     return {
         "rows": found.workload.num_rows,
         "error_rows": sum(kind.num_rows for kind in found.errors),

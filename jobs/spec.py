@@ -187,7 +187,7 @@ class JobSpec(_SamplingFields):
     placement: PlacementName = _option(
         "planner",
         "Which shards a worker opens first: those that the plan places on it (planned), any (none), LoRAServe's, or "
-        "planned on 8 workers or more and any on fewer (planner).",,
+        "planned on 8 workers or more and any on fewer (planner).",
     )
     rows_per_shard: int | None = _option(None, "Rows per part file; chosen by default.", ge=1)
     cost_model: str | None = _option(
