@@ -45,7 +45,7 @@ def options(tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path) ->
 
 
 def test_a_plan_accounts_for_every_row_and_writes_nothing(options: dict[str, Any], tmp_path: Path) -> None:
-    found = plan_json(dry_run(options), gpu_hour_price=3.6)
+    found = plan_json(dry_run(options | {"placement": "planned"}), gpu_hour_price=3.6)
     assert not (tmp_path / "output").exists()
     assert found["rows"] == sum(a["num_rows"] for a in found["adapters"]) == 80
     assert sum(wave["num_rows"] for wave in found["waves"]) == 80

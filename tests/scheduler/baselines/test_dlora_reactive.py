@@ -27,6 +27,7 @@ from lorabatch.tests.scheduler.unfinished import unfinished
 SHARDS = [Shard(i, i, "unmerged", ("x", "y"), 20, 2000, 2000, i, (12, 6, 2)) for i in range(2)]
 SETTINGS = SchedulerSettings(
     policy="dlora",
+    is_dealt=True,
     open_batches=64,
     tail=TailSettings(),
     cost=COST,
