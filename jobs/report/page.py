@@ -171,6 +171,8 @@ def _times(runs: Sequence[RunTimeline], plan: Mapping[str, Any], summary: Mappin
     yield "migrations", str(sum(len(run.moves) for run in runs))
     yield "workers lost", str(sum(len(track.losses) for run in runs for track in run.tracks))
     yield "worker seconds", f"{sum(run.worker_s for run in runs):,.0f} s"
+    if num_in_part := sum(run.is_in_part for run in runs):
+        yield "runs of another version of lorabatch, not all of whose events are shown", str(num_in_part)
 
 
 def _costs(cost: float | None, summary: Mapping[str, Any]) -> Iterator[Fact]:

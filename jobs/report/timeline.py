@@ -13,7 +13,7 @@ from itertools import pairwise
 from math import ceil
 from typing import Any, Literal
 
-from ...scheduler.messages import BEGINNING
+from ...scheduler.messages import BEGINNING, EVENTS_VERSION
 from ...system.untrusted import MALFORMED
 from ..status.worker_names import WorkerNames
 
@@ -137,6 +137,8 @@ class RunTimeline:
     end_s: float = 0.0
     #: Names of its workers.
     names: WorkerNames = field(default_factory=WorkerNames)
+    #: Whether its events are of another version, some of which are not read.
+    is_in_part: bool = False
 
     @property
     def worker_s(self) -> float:
@@ -270,6 +272,7 @@ class _RunReader:
     def _begin(self, record: Mapping[str, Any]) -> None:
         """A coordinator starts. Its predecessor's shards stay open until the new coordinator has looked."""
         timeline = self.timeline
+        timeline.is_in_part |= record.get("version") != EVENTS_VERSION
         timeline.names.see(record.get("workers", ()))
         before_s = timeline.end_s
         phases = [(name, at_s) for name, at_s in record.get("phases", ())]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from ...scheduler.messages import BEGINNING
+from ...scheduler.messages import BEGINNING, EVENTS_VERSION
 from ...system.untrusted import MALFORMED
 from ..errors import naming_damage
 from ..progress import RowTotals, clock
@@ -249,6 +249,8 @@ class EventStory:
         phases = [(name, at_s) for name, at_s in record.get("phases", ())]
         if is_new:
             yield LogLine(phases[0][1] if phases else self._now_s, "job", f"run {self._run_id} starts")
+            if record.get("version") != EVENTS_VERSION:
+                yield LogLine(self._now_s, "job", "its events are of another version: some of them are not shown")
             yield from (LogLine(at_s, "job", name) for name, at_s in phases[1:])
             yield LogLine(self._now_s, "job", self._planned(len(record.get("committed", ()))))
         else:

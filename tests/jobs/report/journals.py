@@ -8,6 +8,7 @@ from typing import Any
 from lorabatch.jobs.store import JobStore
 from lorabatch.scheduler.messages import (
     BEGINNING,
+    EVENTS_VERSION,
     ReplicaJoined,
     ReplicaReported,
     RunShard,
@@ -22,7 +23,8 @@ ATTACK = "</script><script>document.title='hacked'</script><img src=x onerror=\"
 
 def beginning(at_s: float, run_id: str = "run", coordinator: str = "", **phases: float) -> dict[str, Any]:
     """The line with which a coordinator begins. `phases`: name -> seconds."""
-    line = {"kind": BEGINNING, "run_id": run_id, "at_s": at_s, "coordinator": coordinator, "committed": []}
+    line = {"kind": BEGINNING, "version": EVENTS_VERSION, "run_id": run_id, "at_s": at_s, "coordinator": coordinator}
+    line["committed"] = []
     return line | {"phases": list(phases.items())}
 
 

@@ -13,10 +13,18 @@ import pytest
 from lorabatch.jobs.errors import DamagedRecordError, JobRequestError
 from lorabatch.jobs.record import JobRecord, JobState
 from lorabatch.jobs.report.page import save_report, write_report
+from lorabatch.jobs.status.logs import log_lines
 from lorabatch.jobs.store import JobStore
-from lorabatch.scheduler.messages import MigrateRows, ReplicaJoined, ReplicaReported, RunShard, ShardCommitted
+from lorabatch.scheduler.messages import (
+    EVENTS_VERSION,
+    MigrateRows,
+    ReplicaJoined,
+    ReplicaReported,
+    RunShard,
+    ShardCommitted,
+)
 
-from .journals import ATTACK, append, summary
+from .journals import ATTACK, append, busy_run, summary
 
 
 class _Page(HTMLParser):
@@ -101,6 +109,14 @@ def test_money_is_worker_time_at_the_price_shared_by_tokens(store: JobStore) -> 
     for part in ("1.0000", "250.00"):
         assert part in page.text
     assert "cost" not in _Page(write_report(store)).text
+
+
+@pytest.mark.parametrize(("version", "is_said"), [(EVENTS_VERSION, False), (EVENTS_VERSION - 1, True), (None, True)])
+def test_events_of_another_version_are_said_not_to_be_all(store: JobStore, version: int | None, is_said: bool) -> None:
+    first, *others = busy_run(2)
+    append(store, first | {"version": version}, *others)
+    assert ("not all of whose events are shown" in write_report(store)) == is_said
+    assert any("some of them are not shown" in line for line in log_lines(store)) == is_said
 
 
 def test_a_job_that_has_not_started_has_a_report_too(store: JobStore) -> None:
