@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import closing
@@ -16,7 +17,6 @@ from ...jobs.input.completions import completions
 from ...jobs.parts import (
     ROW_ADAPTER,
     ROW_ID,
-    PartMark,
     answers_hash,
     counted_columns,
     curable,
@@ -65,8 +65,8 @@ class Account:
     answer_tokens: Counter[tuple[str | None, int, bool]] = field(default_factory=Counter)
     #: Place and sentence of the first error of an engine; None without one.
     first_engine_error: tuple[str, str] | None = None
-    #: Mark of each part that counts.
-    marks: dict[int, PartMark] = field(default_factory=dict)
+    #: Bytes, and hash of the contents, of each part that counts.
+    parts: dict[int, tuple[int, str]] = field(default_factory=dict)
     #: Parts that do not count because they are not what their shards would be now, each with a clause that says why.
     unusable: dict[int, str] = field(default_factory=dict)
     #: Parts that do not count because they hold errors that another run may not have, each with a clause that says why.
@@ -87,7 +87,7 @@ class Account:
         self.answers.update(other.answers)
         self.answer_tokens.update(other.answer_tokens)
         self.first_engine_error = self.first_engine_error or other.first_engine_error
-        self.marks |= other.marks
+        self.parts |= other.parts
         self.unusable |= other.unusable
         self.curable |= other.curable
 
@@ -143,6 +143,7 @@ def _account_part(
     columns = counted_columns(record)
     try:
         with store.open_part(shard_id) as part:
+            num_bytes = part.seek(0, os.SEEK_END)
             mark = mark_in(part)
             problem = mark if isinstance(mark, str) else mark.problem(shard_id, record, expected)
             if isinstance(mark, str) or problem:
@@ -157,7 +158,7 @@ def _account_part(
     values = {name: readable_values(table.column(column)) for name, column in columns.items()}
     if answers_hash(values) != mark.answers:
         return Account(unusable={shard_id: "has other answers than were written"})
-    account = Account(num_parts=1, num_reused=mark.reused_by(run_id), marks={shard_id: mark})
+    account = Account(num_parts=1, num_reused=mark.reused_by(run_id), parts={shard_id: (num_bytes, mark.contents)})
     for of_row in zip(*values.values(), strict=True):
         row = dict(zip(columns, of_row, strict=True))
         for each in completions(row, _LISTS) if record.has_lists else (row,):

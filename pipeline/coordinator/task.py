@@ -8,6 +8,7 @@ engines have open.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -287,7 +288,7 @@ def coordinate(run: JobRun, plan: JobPlan, turn: int = 0) -> Coordinated:
     strange = {shard_id: OF_NO_SHARD for shard_id in there if shard_id >= len(plan.shards)}
     found = _count(run, sorted(there.keys() - strange.keys()), f"errors{turn}", reopens=True)
     _take_away(run, found.unusable | strange, found.curable)
-    rows_of_part = {shard_id: plan.shards[shard_id].num_rows for shard_id in found.marks}
+    rows_of_part = {shard_id: plan.shards[shard_id].num_rows for shard_id in found.parts}
     run.reporter.check_budget(found.num_errors, plan.num_rows)
     names = {adapter.sha256: adapter.name for adapter in job.record.adapters if not adapter.is_refused}
     known_lengths = None if job.spec.sampling.ignore_eos else run.settings.lengths
@@ -419,11 +420,13 @@ def finish(run: JobRun, plan: JobPlan, account: Account, done: Coordinated, seco
     run.reporter.check_budget(account.num_errors, account.num_rows)
     run.control.check_displaced()
     job.store.check_current(job.record)
+    # Not by a listing, in which parts that were just written may be missing.
+    parts = dict(sorted(account.parts.items()))
     if not plan.shards:
         job.store.commit_part(0, empty_part(job.record, run.run_id))
-    contents = {shard_id: mark.contents for shard_id, mark in account.marks.items()}
-    parts = job.store.committed_parts()
-    job.store.write_parts({i: (parts[i], contents.get(i, "")) for i in sorted(parts)})
+        with job.store.open_part(0) as part:
+            parts[0] = (part.seek(0, os.SEEK_END), "")
+    job.store.write_parts(parts)
     job.store.write_summary(result.to_json())
     job.store.mark_success()
     # Reported last, since a client that waits for "done" may read the output.
