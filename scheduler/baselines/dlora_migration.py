@@ -75,10 +75,12 @@ class CoMigrationModel:
         return self._over[key[0]].groups[key[1]]
 
     def _every_request_runs_somewhere(self) -> None:
+        """The shares of each group add up to all of its rows."""
         for (s, g), on in self.share.items():
             self.problem += pulp.lpSum(on.values()) == 1, f"group_{s}_{g}_exists"
 
     def _requests_need_their_adapter(self) -> None:
+        """A replica that takes rows of a group has the group's adapter, or gets a copy of it."""
         for (s, g), on in self.share.items():
             for t, part in on.items():
                 copy = self.is_resident.get((self._group((s, g)).adapter_id, t))
@@ -86,6 +88,7 @@ class CoMigrationModel:
                     self.problem += copy >= part, f"group_{s}_{g}_needs_its_adapter_on_{t}"
 
     def _no_replica_runs_longer_than_the_longest(self) -> None:
+        """What stays on a replica, what comes to it and what it swaps take the longest time at most."""
         for t in range(len(self._over) + len(self._under)):
             replica = self._replica(t)
             stays = replica.fixed_s if t < len(self._over) else replica.pending_s
@@ -99,6 +102,7 @@ class CoMigrationModel:
             self.problem += stays + pulp.lpSum(runs) + swap <= self.longest, f"replica_{t}_is_no_longer"
 
     def _memory_beyond_capacity_is_swapped(self) -> None:
+        """Bytes of rows and adapters that a replica's memory does not hold are swapped."""
         for t, swapped in self.swapped.items():
             replica = self._replica(t)
             kept = sum(self._adapter_bytes.get(name, 0.0) for name in replica.resident)
