@@ -1,5 +1,8 @@
-"""Changes logits of tokens that occur in prompt or completion: applies `repetition_penalty`, then `frequency_penalty`
-and `presence_penalty`.
+"""Changes logits of tokens that occur in prompt or completion: applies `repetition_penalty` r, then `frequency_penalty`
+f and `presence_penalty` p.
+
+    z[t] <- z[t] / r if z[t] > 0 else z[t] * r      for each token t of prompt or completion
+    z[t] <- z[t] - f * n - p                        for each token t that the completion has n > 0 times
 """
 
 from __future__ import annotations
