@@ -3,8 +3,8 @@
     x <- x + o(attention(qkv(norm(x))))
     x <- x + down(silu(gate(norm(x))) * up(norm(x)))
 
-are one layer; attention rotates queries and keys, and stores keys and values in the pool. With a small model an interpreter takes as
-long to call their kernels one by one as the kernels of a step of few rows take.
+are one layer; attention rotates queries and keys, and stores keys and values in the pool. With a small model an
+interpreter takes as long to call their kernels one by one as the kernels of a step of few rows take.
 
 Legend: T tokens of the step, H query heads, K key/value heads, D head_dim.
 """

@@ -88,7 +88,7 @@ class CoMigrationModel:
                     self.problem += copy >= part, f"group_{s}_{g}_needs_its_adapter_on_{t}"
 
     def _no_replica_runs_longer_than_the_longest(self) -> None:
-        """What stays on a replica, what comes to it and what it swaps take the longest time at most."""
+        """Rows that stay on a replica, rows that come to it and its swaps take the longest time at most."""
         for t in range(len(self._over) + len(self._under)):
             replica = self._replica(t)
             stays = replica.fixed_s if t < len(self._over) else replica.pending_s
