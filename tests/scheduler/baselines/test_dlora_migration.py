@@ -129,6 +129,14 @@ def test_an_infeasible_model_falls_back_by_name(monkeypatch):
     assert longest_after(replicas, plan.moves, MigrationSettings()) < 20.0
 
 
+def test_a_model_that_is_not_solved_in_its_nodes_falls_back_by_name(monkeypatch):
+    monkeypatch.setattr("lorabatch.scheduler.baselines.dlora_migration.solve", lambda *_, **__: "unsolved")
+    replicas = [make_replica("full", ("x", 20, 1.0), resident="x"), make_replica("idle", memory_bytes=1e9)]
+    plan = plan_migration(replicas, {"x": 2e9})
+    assert plan.method == "greedy (ilp unsolved)"
+    assert longest_after(replicas, plan.moves, MigrationSettings()) < 20.0
+
+
 def test_the_greedy_rule_prefers_adapters_that_are_there():
     full = make_replica("full", ("x", 10, 1.0), ("y", 10, 1.0))
     moves = move_greedily([full], [make_replica("idle", resident="y")], MigrationSettings(gamma=1.0))
