@@ -220,8 +220,9 @@ class LimitedFile(io.RawIOBase):
         return len(found)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Moves the position in the file."""
-        return self._file.seek(offset, whence)
+        """Moves the position in the file, and returns it, as files of SFTP do not."""
+        self._file.seek(offset, whence)
+        return self._file.tell()
 
     def tell(self) -> int:
         """The position in the file."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from fsspec.asyn import AsyncFileSystem, sync
 
 from lorabatch.jobs.errors import UnansweredError
-from lorabatch.jobs.storage.stores import LimitedFiles
+from lorabatch.jobs.storage.stores import LimitedFile, LimitedFiles
 
 
 class OwnCalls(AsyncFileSystem):  # type: ignore[misc]
@@ -75,3 +76,13 @@ def test_a_look_at_a_store_that_does_not_reply_ends(files: LimitedFiles, look: s
     call: Callable[[str], Any] = getattr(files, look)
     with pytest.raises(UnansweredError, match="no reply within"):
         call("place/a")
+
+
+def test_a_file_says_where_it_is_although_its_library_does_not() -> None:
+    class Silent(io.BytesIO):
+        def seek(self, offset: int, whence: int = 0) -> None:  # type: ignore[override]
+            super().seek(offset, whence)
+
+    file = LimitedFile(Silent(b"some bytes"), "sftp://host/file", {})
+    assert [file.seek(0, io.SEEK_END), file.seek(2), file.seek(3, io.SEEK_CUR)] == [10, 2, 5]
+    assert file.read(3) == b"byt"
