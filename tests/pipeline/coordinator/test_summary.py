@@ -13,7 +13,7 @@ import pytest
 
 from lorabatch.engine.errors import RUN_AGAIN
 from lorabatch.jobs.errors import JobFailedError
-from lorabatch.jobs.parts import PartMark, changed_parts, missing_parts
+from lorabatch.jobs.parts import PartMark, changed_parts, missing_parts, read_mark
 from lorabatch.jobs.store import JobStore, part_name
 from lorabatch.pipeline.coordinator.summary import Account, account_parts
 from lorabatch.pipeline.dataset.reader import ShardReader, read_shard
@@ -63,7 +63,12 @@ def test_parts_of_the_plan_count(job: Any) -> None:
     assert (account.num_rows, account.num_parts, account.unusable) == (12, 3, {})
     account.check_complete(job.plan())
     shards = ShardReader(job.store, job.record)
-    for shard_id, mark in account.marks.items():
+    sizes = job.store.committed_parts()
+    assert {shard_id: num_bytes for shard_id, (num_bytes, _) in account.parts.items()} == sizes
+    for shard_id, (_, contents) in account.parts.items():
+        mark = read_mark(job.store, shard_id)
+        assert isinstance(mark, PartMark)
+        assert mark.contents == contents
         rows = read_shard(job.store, job.record, shard_id)
         assert mark.contents == rows.contents(job.record) == shards.contents(shard_id)
         assert (mark.model_sha256, mark.tokenizer_sha256) == (
@@ -93,7 +98,7 @@ def test_what_is_not_the_part_of_its_shard_does_not_count(
     path_of(job.store, 1).write_bytes(change(job.store))
     account = counted(job)
     assert said in account.unusable.pop(1)
-    assert (account.unusable, account.num_rows, sorted(account.marks)) == ({}, 8, [0, 2])
+    assert (account.unusable, account.num_rows, sorted(account.parts)) == ({}, 8, [0, 2])
     with pytest.raises(JobFailedError, match="Run the same command again"):
         account.check_complete(job.plan())
 
@@ -117,7 +122,8 @@ def test_a_part_that_is_gone_meanwhile_does_not_count(job: Any) -> None:
 
 
 def test_parts_of_another_base_model_or_adapter_do_not_count(job: Any) -> None:
-    mark, other = counted(job).marks[1], job.record.model.model_copy(update={"sha256": "f" * 64})
+    mark, other = read_mark(job.store, 1), job.record.model.model_copy(update={"sha256": "f" * 64})
+    assert isinstance(mark, PartMark)
     of_other = mark.problem(1, job.record.model_copy(update={"model": other}), mark.contents)
     assert of_other == f"was made with base model {mark.model_sha256[:12]}, not with ffffffffffff"
     alpha, *rest = job.record.adapters
@@ -138,7 +144,7 @@ def test_errors_of_an_earlier_run_that_may_be_right_now_are_computed_again(job: 
     assert PartMark.of(pq.read_schema(io.BytesIO(part))).num_curable == 1
     assert counted(job, reopens=True).curable == {}, "the run that has just written it"
     assert counted(job, "next", reopens=True).curable == {1: "has 1 error rows that may be right now"}
-    assert sorted(counted(job, "next").marks) == [0, 1, 2], "at the end of a run they count"
+    assert sorted(counted(job, "next").parts) == [0, 1, 2], "at the end of a run they count"
 
 
 def test_a_job_that_was_done_says_which_parts_are_not_as_they_were(job: Any) -> None:
@@ -146,8 +152,8 @@ def test_a_job_that_was_done_says_which_parts_are_not_as_they_were(job: Any) -> 
         return compare(job.store, job.store.contents())  # type: ignore[no-any-return]
 
     assert found() == {}, "nothing is known of jobs of earlier versions"
-    sizes, marks = job.store.committed_parts(), counted(job).marks
-    job.store.write_parts({i: (sizes[i], marks[i].contents) for i in sizes})
+    parts = counted(job).parts
+    job.store.write_parts(parts)
     assert found() == found(missing_parts) == {}
     whole = [path_of(job.store, i).read_bytes() for i in range(3)]
     path_of(job.store, 0).unlink()
@@ -164,7 +170,7 @@ def test_a_job_that_was_done_says_which_parts_are_not_as_they_were(job: Any) -> 
         path_of(job.store, shard_id).write_bytes(content)
     assert found() == {}
     # A part of the same size, which only its metadata tells apart.
-    job.store.write_parts({i: (sizes[i], marks[min(i, 1)].contents) for i in sizes})
+    job.store.write_parts({i: (parts[i][0], parts[min(i, 1)][1]) for i in parts})
     assert found(missing_parts) == {}
     assert found() == {2: f"holds the rows of shard 2 of {job.record.job_id}"}
 
