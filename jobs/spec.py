@@ -309,6 +309,11 @@ class JobSpec(_SamplingFields):
         problem = policy_problem(self.policy, self.mode)
         if problem is not None:
             problems.append(problem)
+        if self.policy != "planner" and self.placement in ("planned", "none"):
+            problems.append(
+                f"placement={self.placement!r}, policy={self.policy!r}: this policy deals rows out to workers itself. "
+                "Leave placement out, or use policy planner."
+            )
         return problems
 
     @property

@@ -351,3 +351,13 @@ def test_no_option_is_declared_and_read_nowhere() -> None:
     engine = [file for file in (root / "engine").rglob("*.py") if file.name != "request.py"]
     code += "\n".join(file.read_text("utf-8") for file in engine)
     assert {name for name in SAMPLING_OPTIONS if not re.search(rf"\.{name}\b|\"{name}\"", code)} == set()
+
+
+@pytest.mark.parametrize("placement", ["planned", "none"])
+@pytest.mark.parametrize("policy", ["dlora", "s-lora", "merged-only"])
+def test_a_placement_of_shards_beside_a_policy_that_deals_rows_out_is_refused(policy: str, placement: str) -> None:
+    with pytest.raises(
+        JobRequestError, match=f"placement='{placement}', policy='{policy}': this policy deals rows out"
+    ):
+        JobSpec(**BASICS, policy=policy, placement=placement)
+    assert JobSpec(**BASICS, placement=placement).placement == placement
