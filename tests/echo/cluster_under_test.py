@@ -26,8 +26,10 @@ QUIETLY: dict[str, Any] = {
 @contextmanager
 def own_cluster(num_workers: int = 2) -> Iterator[Client]:
     """A cluster of real worker processes for one test alone."""
-    # A worker that is stopped is given up sooner than after Dask's five minutes.
-    with dask.config.set({"distributed.scheduler.worker-ttl": "15s"}):
+    # A worker that is stopped is given up sooner than after Dask's five minutes. 15 s after a worker was lost, Dask
+    # closes its nanny if no worker is there at that moment, also when one has just been lost again.
+    settings = {"distributed.scheduler.worker-ttl": "15s", "distributed.deploy.lost-worker-timeout": "10m"}
+    with dask.config.set(settings):
         cluster = LocalCluster(n_workers=num_workers, **QUIETLY)
         with cluster, Client(cluster, set_as_default=False) as client:
             yield client
