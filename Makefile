@@ -4,8 +4,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# A file of tests stays in one of two processes, which wait more than they compute. `-P` leaves this folder off the path,
-# where our `kernels` would stand for the package of that name, which transformers imports if it is installed.
+# A file of tests stays in one process. There are two, four with the long forms, which wait more than they compute. `-P`
+# leaves this folder off the path, where our `kernels` would stand for the package of that name, which transformers
+# imports if it is installed.
 PYTEST := $(BIN)/python -P -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Files or folders of tests; all where none is named.
 TESTS :=
@@ -22,7 +23,7 @@ test: $(VENV)/.test lint types imports
 	$(PYTEST) -m "not long" $(TESTS)
 
 test-all: $(VENV)/.test $(VENV)/.tools lint types imports
-	$(PYTEST) --hypothesis-profile=long $(TESTS)
+	$(PYTEST) -n 4 --hypothesis-profile=long $(TESTS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

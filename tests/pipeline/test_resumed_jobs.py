@@ -505,4 +505,4 @@ class Job(RuleBasedStateMachine):
 
 def test_a_job_comes_to_its_end_whatever_happens(weightless_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     product = OneThread(monkeypatch, weightless_model)
-    explore(lambda: Job(product), num_short=3, num_steps=6, long_s=300)
+    explore(lambda: Job(product), num_short=3, num_steps=6, long_s=150)

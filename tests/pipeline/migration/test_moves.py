@@ -495,4 +495,4 @@ def test_rows_move_and_none_is_lost_or_answered_twice(
     job = prepare_job(pa.table(rows), rows_per_shard=ROWS_PER_SHARD, max_tokens=MAX_TOKENS)
     job.plan()
     product = Product(job, weightless_model, monkeypatch)
-    explore(lambda: Moves(product), num_short=8, num_steps=20, long_s=240)
+    explore(lambda: Moves(product), num_short=8, num_steps=20, long_s=120)
