@@ -8,9 +8,10 @@ preempted. `leave_on_sigterm` has the process close its Dask worker first, which
 begun.
 
 Dask counts a thread as one of its pool before it starts it. Where the system refuses the thread (a limit of processes
-or memory), a worker of one thread lives on and never begins a task. `revive_pools` starts the thread when there is room
-again. Beside documented names it uses `_threads` and `_adjust_thread_count` of `distributed.threadpoolexecutor`; the
-test of this file says what is relied on.
+or memory), the task fails for which it was to start, and a worker of one thread lives on and never begins another.
+`let_pools_wait` has the task wait instead, and `revive_pools` starts the thread when there is room again. Beside
+documented names they use `_threads` and `_adjust_thread_count` of `distributed.threadpoolexecutor`; the test of this
+file says what is relied on.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, Literal
 
 import dask
-from distributed import Nanny, Worker, secede
+from distributed import Nanny, Worker
 from distributed.protocol.pickle import dumps
-from distributed.threadpoolexecutor import ThreadPoolExecutor, thread_state, threads_lock
+from distributed.threadpoolexecutor import ThreadPoolExecutor, threads_lock
 
 from ...jobs.input.without_pandas import leave_out_pandas
 from ...system.untrusted import LogFormatter
@@ -144,30 +146,32 @@ def keep_warnings(worker: Worker) -> None:
         package.addHandler(handler)
 
 
-def leave_pool() -> None:
-    """Have the task's thread leave the worker's pool, also where the system refuses the thread that takes its place."""
-    executor = thread_state.executor
+def let_pools_wait(worker: Worker) -> None:
+    """Have tasks wait where the system refuses a thread of the worker's pools, until `revive_pools` has started it."""
+    for executor in _pools(worker):
+        if "_adjust_thread_count" not in vars(executor):
+            executor._adjust_thread_count = partial(_start_or_wait, executor)  # type: ignore[method-assign]
+
+
+def _start_or_wait(executor: ThreadPoolExecutor) -> None:
     try:
-        secede()
-    except RuntimeError:
-        # The thread that was refused counts as one of the pool by now, so that nothing is started this time.
-        executor._threads.add(threading.current_thread())
-        secede()
+        ThreadPoolExecutor._adjust_thread_count(executor)
+    except RuntimeError as error:
+        logger.warning("a thread for tasks cannot be started (%s); it is tried again", error)
 
 
 def revive_pools(worker: Worker) -> None:
     """Start the threads that a worker's pools count and that were never started, if the system lets it now."""
-    for executor in set(worker.executors.values()):
-        if not isinstance(executor, ThreadPoolExecutor):
-            continue
+    for executor in _pools(worker):
         with threads_lock, executor._shutdown_lock:  # no other thread is about to start one
             lost = [thread for thread in executor._threads if thread.ident is None]
             executor._threads.difference_update(lost)
-            try:
-                for _ in lost:
-                    executor._adjust_thread_count()
-            except RuntimeError as error:
-                logger.warning("a thread for tasks cannot be started (%s); it is tried again", error)
+            for _ in lost:
+                _start_or_wait(executor)
+
+
+def _pools(worker: Worker) -> list[ThreadPoolExecutor]:
+    return [pool for pool in set(worker.executors.values()) if isinstance(pool, ThreadPoolExecutor)]
 
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from distributed import Reschedule, get_worker
+from distributed import Reschedule, get_worker, secede
 
 from ...jobs.errors import DamagedRecordError, JobFailedError, OutputConflictError, StorageError
 from ...jobs.history import add_to_history
@@ -35,7 +35,6 @@ from ...scheduler.planning.bound import JobWork, work_bound
 from ...scheduler.policies import make_scheduler
 from ..cluster.connect import count_workers, open_client, scheduler_loss_reported
 from ..cluster.security import client_security
-from ..cluster.worker_process import leave_pool
 from ..dataset.chunk import ChunkRef, IndexJob
 from ..dataset.index import IndexTotals, check_chunk, deadly_chunk, index_chunk, list_chunks
 from ..dataset.reader import read_shard
@@ -63,7 +62,7 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, settings: RunSettings, 
 
     Raises what `run.run` raises. The plugins are unregistered when it returns or raises.
     """
-    leave_pool()
+    secede()
     worker = get_worker()
     if has_finished(job):
         with open_client(worker.scheduler.address, security=client_security(worker)) as client:

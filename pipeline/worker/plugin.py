@@ -30,7 +30,7 @@ from ...jobs.storage.local_copy import local_folder
 from ...jobs.store import JobStore
 from ...version import __version__
 from ..cluster.versions import sent_to_workers
-from ..cluster.worker_process import keep_warnings, leave_on_sigterm, revive_pools, worker_log_path
+from ..cluster.worker_process import keep_warnings, leave_on_sigterm, let_pools_wait, revive_pools, worker_log_path
 from ..dataset.index import spelling
 from ..dataset.reader import ShardReader
 from ..dataset.writer import Spell
@@ -89,6 +89,7 @@ class RunPlugin(WorkerPlugin):
     def setup(self, worker: Worker) -> None:
         """Join the engine, which is started unless it runs. Dask calls this on the worker."""
         self._begin(worker)
+        let_pools_wait(worker)
         self._engines = engines_of(worker)
         settings = self._settings.with_threads(worker.state.nthreads)
         self.engine: EngineHandle = self._engines.join(self._run_id, settings, self._find_model, self._send)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from uuid import uuid4
 
 import numpy as np
-from distributed import get_worker
+from distributed import get_worker, secede
 
 from ...engine.request import ExportedRow, Request
 from ...jobs.parts import PartMark, read_mark
@@ -21,7 +21,6 @@ from ...jobs.record import JobRecord
 from ...jobs.store import JobStore
 from ...scheduler.messages import RunShard
 from ...scheduler.planning.bound import JobWork
-from ..cluster.worker_process import leave_pool
 from ..dataset.answers import BegunRow, RowAnswer, decode_journal, encode_answers, encode_begun
 from ..dataset.reader import ShardRows
 from ..dataset.writer import answers_in_part, part_bytes
@@ -43,7 +42,7 @@ def run_shard(run_id: str, command: RunShard) -> ShardOutcome:
     `EngineFailedError` when the engine cannot be kept alive, `StorageError` when storage fails, `OutputConflictError`
     when the output is another job's by now.
     """
-    leave_pool()
+    secede()
     plugin = find_plugin(get_worker(), run_id)
     with plugin.claimed(command.shard_id) as (claim, is_ours):
         if is_ours:

@@ -223,6 +223,36 @@ def test_shards_of_a_worker_whose_thread_is_taken_go_to_others(echo_job: EchoJob
     assert any("has not begun part-" in note for state in watcher.states for note in state.notes)
 
 
+def refuse_threads(seconds: float) -> None:
+    """On a worker: no thread can be started for tasks."""
+    import threading
+    import time
+
+    start, until_s = threading.Thread.start, time.monotonic() + seconds
+
+    def start_or_refuse(thread: threading.Thread) -> None:
+        if time.monotonic() < until_s and "Dask-Default-Threads" in thread.name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    threading.Thread.start = start_or_refuse  # type: ignore[method-assign]
+
+
+@pytest.mark.long
+def test_a_job_whose_first_task_is_refused_a_thread_begins_when_there_is_room(
+    echo_job: EchoJob, tmp_path: Path
+) -> None:
+    rows = make_rows(60)
+    echo_job.write_input(rows)
+    with (
+        existing_cluster(tmp_path, num_workers=2) as (address, _, _),
+        Client(address, set_as_default=False) as client,
+    ):
+        client.run(refuse_threads, 8.0)
+        echo_job.run(client=client, cluster=address)
+    echo_job.assert_answered(rows)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("seconds", "by"), [(8.0, "our task"), (8.0, "another task"), (60.0, "our task")])
 def test_a_worker_that_is_refused_its_only_thread_goes_on_when_there_is_room_again(
@@ -233,21 +263,10 @@ def test_a_worker_that_is_refused_its_only_thread_goes_on_when_there_is_room_aga
     echo_job.set_engine(step_s=0.1)
     others: list[str] = []
 
-    def refuse_threads() -> None:
-        """On a worker: no thread can be started for tasks."""
-        start, until_s = threading.Thread.start, time.monotonic() + seconds
-
-        def start_or_refuse(thread: threading.Thread) -> None:
-            if time.monotonic() < until_s and "Dask-Default-Threads" in thread.name:
-                raise RuntimeError("can't start new thread")
-            start(thread)
-
-        threading.Thread.start = start_or_refuse  # type: ignore[method-assign]
-
     def refuse() -> None:
         begun = next(e for e in echo_job.store.read_events() if e["kind"] == "SchedulerStarted")
         others.extend(w for w in client.scheduler_info(n_workers=-1)["workers"] if w != begun["coordinator"])
-        client.run(refuse_threads, workers=others)
+        client.run(refuse_threads, seconds, workers=others)
         if by == "another task":
             client.submit(secede, workers=others, priority=1000, pure=False)
 

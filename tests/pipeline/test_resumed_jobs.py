@@ -108,7 +108,7 @@ class OneThread:
         patch.setattr(run_module, "launch", self._launch)
         patch.setattr(run_module, "follow", lambda client, launched, *_: launched.result)
         for module in (task, run_shard):
-            patch.setattr(module, "leave_pool", lambda: None)
+            patch.setattr(module, "secede", lambda: None)
         for module in (task, run_shard, fan_out):
             patch.setattr(module, "get_worker", self._worker)
         patch.setattr(task, "open_client", lambda *_, **__: nullcontext(self.cluster))

@@ -479,7 +479,7 @@ class Product:
         clock = SimpleNamespace(monotonic=lambda: self.loop.time())
         for module in (incoming, outgoing):
             patch.setattr(module, "time", clock)
-        patch.setattr(tasks, "leave_pool", lambda: None)
+        patch.setattr(tasks, "secede", lambda: None)
         patch.setattr(tasks, "get_worker", lambda: self.worker)
 
 
