@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass
 from typing import Any, Self
 
 from distributed import Client, Scheduler, Status
@@ -19,7 +18,6 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from tornado.ioloop import PeriodicCallback
 
 from ...scheduler.liveness import LivenessDetector
-from ...system.codec import Codec
 from ...version import __version__
 from ..messages import job_key
 
@@ -33,45 +31,8 @@ _MAX_GAP_S = 6.0
 _ALIVE_WITHIN_S = 15.0
 _RENEWALS_PER_LIMIT = 5
 _REPLY_LIMIT_S = 5.0
-# The scheduler's operation that coordinators call.
-_LEASE_OP = "lorabatch_lease"
-
-
-@dataclass(frozen=True, slots=True)
-class TakeLease:
-    """Request of a coordinator that starts. Its lease lapses when it has been silent for `limit_s`."""
-
-    run_id: str
-    limit_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class RenewLease:
-    """Request that renews the lease of this attempt's coordinator, which is at work."""
-
-    run_id: str
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class EndLease:
-    """Request of this attempt's coordinator to drop the lease, since the run is over."""
-
-    run_id: str
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseReply:
-    """Reply to a request: the attempt that asks, and whether it holds the run's lease."""
-
-    attempt: int
-    is_held: bool
-
-
-_LeaseRequest = TakeLease | RenewLease | EndLease
-_REQUESTS: Codec[_LeaseRequest] = Codec(TakeLease, RenewLease, EndLease)
-_REPLIES: Codec[LeaseReply] = Codec(LeaseReply)
+# Operations of the scheduler that coordinators call.
+_TAKE_OP, _RENEW_OP, _END_OP = "lorabatch_take_lease", "lorabatch_renew_lease", "lorabatch_end_lease"
 
 
 class Leases:
@@ -119,25 +80,25 @@ class LeasePlugin(SchedulerPlugin):
     idempotent = True
 
     async def start(self, scheduler: Scheduler) -> None:
-        """Add the operation for lease requests and the periodic look. Dask calls this on the scheduler."""
+        """Add the operations on leases and the periodic look. Dask calls this on the scheduler."""
         self._scheduler = scheduler
         self._leases = Leases(time.monotonic())
-        scheduler.handlers[_LEASE_OP] = self._reply
+        scheduler.handlers |= {_TAKE_OP: self._take, _RENEW_OP: self._renew, _END_OP: self._end}
         scheduler.periodic_callbacks[self.name] = look = PeriodicCallback(self._look, 1000 * _LOOK_INTERVAL_S)
         look.start()
 
-    async def _reply(self, request: dict[str, Any]) -> dict[str, Any]:
-        now_s = time.monotonic()
-        match _REQUESTS.decode(request):
-            case TakeLease(run_id, limit_s):
-                reply = LeaseReply(self._leases.take(run_id, limit_s, now_s), True)
-            case RenewLease(run_id, attempt):
-                reply = LeaseReply(attempt, self._leases.renew(run_id, attempt, now_s))
-            case EndLease(run_id, attempt):
-                if self._leases.renew(run_id, attempt, now_s):
-                    self._leases.end(run_id)
-                reply = LeaseReply(attempt, False)
-        return _REPLIES.encode(reply)
+    async def _take(self, run_id: str, limit_s: float) -> int:
+        """Number of the coordinator's attempt, which holds the lease until it has been silent for `limit_s`."""
+        return self._leases.take(run_id, limit_s, time.monotonic())
+
+    async def _renew(self, run_id: str, attempt: int) -> bool:
+        """Whether the attempt holds the lease, which is renewed then."""
+        return self._leases.renew(run_id, attempt, time.monotonic())
+
+    async def _end(self, run_id: str, attempt: int) -> None:
+        """Drop the lease of a run that is over, if the attempt holds it."""
+        if self._leases.renew(run_id, attempt, time.monotonic()):
+            self._leases.end(run_id)
 
     def _look(self) -> None:
         now_s = time.monotonic()
@@ -195,8 +156,8 @@ class CoordinatorLease:
         self._thread = threading.Thread(target=self._keep, name="coordinator lease", daemon=True)
 
     def __enter__(self) -> Self:
-        reply = self._ask(TakeLease(self._run_id, self._limit_s))
-        self.attempt = reply.attempt if reply is not None else None
+        #: Number of this coordinator's attempt; None when the scheduler keeps no leases.
+        self.attempt = self._ask(_TAKE_OP, limit_s=self._limit_s)
         self._thread.start()
         return self
 
@@ -207,7 +168,7 @@ class CoordinatorLease:
         """Give the lease up, since the run is over; no other coordinator must take over."""
         self._is_over.set()
         if self.attempt is not None:
-            self._ask(EndLease(self._run_id, self.attempt))
+            self._ask(_END_OP, attempt=self.attempt)
 
     @property
     def is_lost(self) -> bool:
@@ -226,17 +187,18 @@ class CoordinatorLease:
         if self.attempt is None:
             return
         asked_s = time.monotonic()
-        reply = self._ask(RenewLease(self._run_id, self.attempt))
-        if reply is not None:
-            self._is_lost |= not reply.is_held
+        is_held = self._ask(_RENEW_OP, attempt=self.attempt)
+        if is_held is not None:
+            self._is_lost |= not is_held
             self._renewed_s = asked_s
 
-    def _ask(self, request: _LeaseRequest) -> LeaseReply | None:
-        """Send a request to the scheduler and return its reply; None when it gives none."""
-        plain = _REQUESTS.encode(request)
+    def _ask(self, operation: str, **arguments: float) -> int | None:
+        """Call an operation on the run's lease and return its number or truth value; None when there is no reply."""
         try:
-            call = getattr(self._client.scheduler, _LEASE_OP)
-            return _REPLIES.decode(self._client.sync(call, request=plain, callback_timeout=_REPLY_LIMIT_S))
+            call = getattr(self._client.scheduler, operation)
+            reply = self._client.sync(call, run_id=self._run_id, **arguments, callback_timeout=_REPLY_LIMIT_S)
         except Exception as error:
             logger.debug("no reply about the lease: %s", error)
             return None
+        # Dask replies with a string when its scheduler serves no such operation.
+        return reply if isinstance(reply, int) else None
