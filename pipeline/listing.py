@@ -16,7 +16,7 @@ from .cluster.background_state import background_security, state_file
 from .cluster.connect import existing
 from .cluster.security import security_of
 from .cluster.versions import check_scheduler
-from .messages import job_of_run
+from .messages import JOB_PREFIX, job_of_run
 from .monitoring.topics import STATES
 
 
@@ -74,6 +74,6 @@ def _coordinators(dask_scheduler: Any) -> dict[str, str]:
     """Run id -> address of its coordinator's worker; "" when no worker runs it."""
     found = {}
     for key, task in dask_scheduler.tasks.items():
-        if isinstance(key, str) and key.startswith("lora_job-"):
-            found[key.removeprefix("lora_job-")] = task.processing_on.address if task.processing_on else ""
+        if isinstance(key, str) and key.startswith(JOB_PREFIX):
+            found[key.removeprefix(JOB_PREFIX)] = task.processing_on.address if task.processing_on else ""
     return found

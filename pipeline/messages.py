@@ -43,9 +43,15 @@ def job_of_run(run_id: str) -> str:
     return run_id.rpartition("-")[0]
 
 
+#: Prefix of the keys of the Dask tasks that coordinate runs.
+JOB_PREFIX = "lora_job-"
+#: Seconds within which a worker begins a task that it was sent; the task then goes to another worker.
+BEGIN_LIMIT_S = 30.0
+
+
 def job_key(run_id: str) -> str:
     """The key of the Dask task that coordinates a run."""
-    return f"lora_job-{run_id}"
+    return f"{JOB_PREFIX}{run_id}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,7 @@ _POLL_S = 0.5
 # Seconds without a report after which the coordinator counts as silent; one that runs reports every second.
 _SILENCE_S = 10.0
 _NO_WORKERS = "The cluster has no workers. The job waits for one."
+_NOT_BEGUN = "No worker has begun the job yet. It waits for a worker with a free thread: other tasks may have them."
 _NO_SCHEDULER = (
     "The Dask scheduler at {} does not answer. The job waits for it. Where it is gone for good, stop this command and "
     "run the same command again on another cluster: finished rows are kept."
@@ -244,14 +245,16 @@ def _report_until_done(
                 raise scheduler_lost(reporter.output) from None
             if not has_said and time.monotonic() - silent_since_s > _SILENCE_S:
                 workers = known_workers(client)
-                has_said = not workers
+                has_said = not workers or reporter.is_starting
                 if workers is None:
                     watcher.note(_NO_SCHEDULER.format(client.scheduler.address if client.scheduler else "?"))
                 elif not workers:
                     watcher.note(_NO_WORKERS)
+                elif reporter.is_starting:
+                    watcher.note(_NOT_BEGUN)
                 else:
                     silent_since_s = time.monotonic()
-            if not reporter.is_starting and time.monotonic() - heard_s > _SILENCE_S:
+            if time.monotonic() - heard_s > _SILENCE_S:
                 watcher.update(reporter.latest)  # the display shows the time since this state
             continue
         heard_s = time.monotonic()
@@ -305,6 +308,6 @@ def _is_known(dask_scheduler: Any, key: str) -> bool:
 
 def _unfinished(dask_scheduler: Any, job_id: str) -> bool:
     return any(
-        str(key).startswith(f"lora_job-{job_id}-") and task.state not in ("memory", "erred", "released")
+        str(key).startswith(job_key(job_id) + "-") and task.state not in ("memory", "erred", "released")
         for key, task in dask_scheduler.tasks.items()
     )

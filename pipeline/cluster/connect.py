@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from multiprocessing import active_children
 from typing import Any
@@ -143,12 +143,12 @@ def hung_workers(client: Client) -> set[str]:
     return {address for address, worker in workers.items() if latest_s - worker["last_seen"] > _ALIVE_WITHIN_S}
 
 
-def placement_of_tasks(client: Client) -> dict[str, Any]:
-    """Options for tasks that any worker may run, except those that hang."""
-    hung = hung_workers(client)
-    if not hung:
+def placement_of_tasks(client: Client, busy: Collection[str] = ()) -> dict[str, Any]:
+    """Options for tasks that any worker may run, except those that hang or are `busy`."""
+    avoided = hung_workers(client) | set(busy)
+    others = set(known_workers(client) or ()) - avoided
+    if not avoided or not others:
         return {}
-    others = set(known_workers(client) or ()) - hung
     return {"workers": sorted(others), "allow_other_workers": True}
 
 

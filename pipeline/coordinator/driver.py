@@ -46,7 +46,7 @@ from ...scheduler.messages import (
 )
 from ...scheduler.scheduler import Scheduler
 from ..cluster.connect import known_workers
-from ..messages import EngineFailedError, ShardAbandonedError, ShardOutcome, WorkerReport
+from ..messages import BEGIN_LIMIT_S, EngineFailedError, ShardAbandonedError, ShardOutcome, WorkerReport
 from ..migration.peers import LendRows
 from ..monitoring.job_monitor import JobMonitor
 from ..monitoring.topics import REPORTS
@@ -61,8 +61,6 @@ _TICK_INTERVAL_S = 2.0
 # Seconds between two updates of the job's state and of `events.jsonl`.
 _SHOW_INTERVAL_S = 1.0
 _RESULT_TIMEOUT_S = 5.0
-# Seconds within which a worker begins a shard. One that reports but has not begun it by then has no thread for it.
-_BEGIN_LIMIT_S = 30.0
 
 
 @dataclass(slots=True, eq=False)
@@ -209,11 +207,11 @@ class Coordinator:
             if probe.done():
                 del self._probes[worker]
             return not probe.done()
-        late = [a.command.shard_id for a in attempts if self._now_s() - a.seen_s > _BEGIN_LIMIT_S]
+        late = [a.command.shard_id for a in attempts if self._now_s() - a.seen_s > BEGIN_LIMIT_S]
         if not late:
             return False
         note = (
-            f"worker {worker} has not begun {part_name(late[0])} within {_BEGIN_LIMIT_S:.0f} s: other tasks have its "
+            f"worker {worker} has not begun {part_name(late[0])} within {BEGIN_LIMIT_S:.0f} s: other tasks have its "
             "threads, or Dask has paused it. Its shards go to other workers"
         )
         logger.warning(note)

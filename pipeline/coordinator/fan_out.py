@@ -1,10 +1,11 @@
 """Fans small tasks out over the workers: indexing chunks, counting parts.
 
 Any worker may run a task, even twice. A task that only hung workers have is submitted again, so that a hung worker does
-not hold the job up. Tasks that a lost worker had are suspects: they wait until the other tasks are done and then run on
-workers of their own. A suspect that has lost two workers, one of them without other tasks, is given up by name. A task
-that could not reach storage is run again on the coordinator's own worker, which does reach it: Dask would choose the
-worker that has just become free, the same one.
+not hold the job up; as is one of a worker that begins none of its tasks, since other users' tasks have its threads.
+Tasks that a lost worker had are suspects: they wait until the other tasks are done and then run on workers of their
+own. A suspect that has lost two workers, one of them without other tasks, is given up by name. A task that could not
+reach storage is run again on the coordinator's own worker, which does reach it: Dask would choose the worker that has
+just become free, the same one.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from distributed import Client, Future, KilledWorker, get_worker
 
 from ...jobs.errors import StorageError
 from ..cluster.connect import hung_workers, known_workers, placement_of_tasks
+from ..messages import BEGIN_LIMIT_S
 from .control import JobControl
-from .losses import losses_of, number_of, task_key
+from .losses import losses_of, number_of, task_key, task_prefix
 
 _CHECK_INTERVAL_S = 0.5
 _LOOK_INTERVAL_S = 2.0
@@ -60,6 +62,8 @@ class FanOut:
         self._waiting = set(range(len(items)))
         # Numbers of waiting items that are held back, because a worker was lost with them.
         self._suspects: set[int] = set()
+        # Workers that have tasks and run none -> those tasks, and since when in seconds.
+        self._idle: dict[str, tuple[frozenset[int], float]] = {}
         self._num_submitted: Counter[int] = Counter()
         self._num_failed: Counter[int] = Counter()
 
@@ -128,7 +132,7 @@ class FanOut:
         self._num_submitted.update(numbers)
         keys = [task_key(self._name, self._attempt, number, self._num_submitted[number]) for number in numbers]
         items = [self._items[number] for number in numbers]
-        where = where or placement_of_tasks(self._client)
+        where = where or placement_of_tasks(self._client, self._busy())
         task = partial(_result_or_storage_error, self._function, self._same)
         futures = self._client.map(task, items, key=keys, retries=_RETRIES, pure=False, **where)
         self._futures |= dict(zip(keys, futures, strict=True))
@@ -136,16 +140,38 @@ class FanOut:
             future.add_done_callback(self._ended.put)
 
     def _held_up(self) -> list[int]:
-        """Items that only hung workers have; without those that were submitted `_MAX_SUBMITTED` times already."""
-        hung = hung_workers(self._client)
-        if not hung:
-            return []
-        processing = self._client.processing()
+        """Items that only workers have which hang or begin nothing; without those that were submitted `_MAX_SUBMITTED`
+        times already.
+        """
+        prefix = task_prefix(self._name, self._attempt)
+        tasks = self._client.run_on_scheduler(_tasks_of_workers, prefix=prefix)
+        now_s = time.monotonic()
+        waiting = {worker: frozenset(map(number_of, keys)) for worker, (keys, num_run) in tasks.items() if not num_run}
+        self._idle = {
+            worker: before if (before := self._idle.get(worker)) and before[0] == numbers else (numbers, now_s)
+            for worker, numbers in waiting.items()
+        }
+        late = hung_workers(self._client) | self._busy()
         found: dict[bool, set[int]] = {True: set(), False: set()}
-        for worker, keys in processing.items():
-            found[worker in hung] |= {number_of(key) for key in map(str, keys) if key in self._futures}
+        for worker, (keys, _) in tasks.items():
+            found[worker in late] |= {number_of(key) for key in keys}
         held_up = (found[True] - found[False]) & self._waiting
         return sorted(number for number in held_up if self._num_submitted[number] < _MAX_SUBMITTED)
+
+    def _busy(self) -> set[str]:
+        """Workers that have not begun one of their tasks within `BEGIN_LIMIT_S`, nor finished one meanwhile."""
+        now_s = time.monotonic()
+        return {worker for worker, (_, since_s) in self._idle.items() if now_s - since_s > BEGIN_LIMIT_S}
+
+
+def _tasks_of_workers(dask_scheduler: Any, prefix: str) -> dict[str, tuple[list[str], int]]:
+    """Worker -> keys of the tasks with this prefix that it has, and how many of them it runs."""
+    found = {}
+    for worker in dask_scheduler.workers.values():
+        tasks = [task for task in worker.processing if str(task.key).startswith(prefix)]
+        if tasks:
+            found[worker.address] = ([task.key for task in tasks], sum(task in worker.executing for task in tasks))
+    return found
 
 
 def _result_or_storage_error(function: Callable[..., Any], same: Mapping[str, Any], item: Any) -> Any:

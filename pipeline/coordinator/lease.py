@@ -1,9 +1,11 @@
 """Leases of runs: a coordinator that has been silent for too long is replaced on another worker.
 
 Dask starts a task elsewhere when its worker is lost, but a worker that is stopped or swapped out is lost only after
-`worker-ttl`, which takes minutes. `LeasePlugin` on the Dask scheduler therefore holds a lease of each run, which its
-coordinator renews (`CoordinatorLease`). Beside documented names it uses `Scheduler._reschedule`,
-`TaskState.worker_restrictions` and `loose_restrictions`; the test of this file says what is relied on.
+`worker-ttl`, which takes minutes, and one whose threads have other users' tasks keeps the task until they end.
+`LeasePlugin` on the Dask scheduler therefore holds a lease of each run, from the moment at which its task is sent to a
+worker. The coordinator takes and renews it (`CoordinatorLease`). Beside documented names it uses
+`Scheduler._reschedule`, `TaskState.worker_restrictions` and `loose_restrictions`; the test of this file says what is
+relied on.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from tornado.ioloop import PeriodicCallback
 
 from ...scheduler.liveness import LivenessDetector
 from ...version import __version__
-from ..messages import job_key
+from ..messages import BEGIN_LIMIT_S, JOB_PREFIX, job_key
 
 logger = logging.getLogger(__name__)
 _LEASE_LIMIT_S = 20.0
@@ -41,6 +43,11 @@ class Leases:
     def __init__(self, now_s: float) -> None:
         self._attempts: dict[str, int] = {}
         self._liveness = LivenessDetector(_LEASE_LIMIT_S, _MAX_GAP_S, now_s)
+
+    def sent(self, run_id: str, now_s: float) -> None:
+        """Expect a coordinator that was sent to a worker within `BEGIN_LIMIT_S`."""
+        self._attempts.setdefault(run_id, -1)
+        self._liveness.heard(run_id, now_s, limit_s=BEGIN_LIMIT_S)
 
     def take(self, run_id: str, limit_s: float, now_s: float) -> int:
         """Give the lease to a new attempt and return its number, which is higher than all before. Earlier attempts no
@@ -86,6 +93,11 @@ class LeasePlugin(SchedulerPlugin):
         scheduler.handlers |= {_TAKE_OP: self._take, _RENEW_OP: self._renew, _END_OP: self._end}
         scheduler.periodic_callbacks[self.name] = look = PeriodicCallback(self._look, 1000 * _LOOK_INTERVAL_S)
         look.start()
+
+    def transition(self, key: Any, start: str, finish: str, *_: Any, **__: Any) -> None:
+        """Begin the lease of a run whose task goes to a worker. Dask calls this for every task of every user."""
+        if finish == "processing" and isinstance(key, str) and key.startswith(JOB_PREFIX):
+            self._leases.sent(key.removeprefix(JOB_PREFIX), time.monotonic())
 
     async def _take(self, run_id: str, limit_s: float) -> int:
         """Number of the coordinator's attempt, which holds the lease until it has been silent for `limit_s`."""

@@ -19,6 +19,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 
 from ...system.codec import Codec
 from ...version import __version__
+from ..messages import JOB_PREFIX
 
 # Workers lost with an item after which it is given up, whatever else they ran: a task that is never alone on a worker
 # cannot be distinguished from its neighbours.
@@ -27,7 +28,7 @@ _MAX_LOST = 4
 # is lost, perhaps before Dask counts that worker as lost.
 _RELEASED_S = 5.0
 # Prefixes of keys of tasks that do not end their worker: engines are processes of their own.
-_HARMLESS = ("lora_job-", "('lora_shard-")
+_HARMLESS = (JOB_PREFIX, "('lora_shard-")
 _PREFIX = "lora_task-"
 _LOSSES_OP = "lorabatch_losses"
 
@@ -36,7 +37,12 @@ def task_key(name: str, attempt: str, number: int, submission: int) -> str:
     """The key of a fan-out's task. `name`: name of the fan-out, the same for all coordinators of a run. `attempt`: id
     of the coordinator. `number`: number of the item. `submission`: how often the coordinator has submitted it.
     """
-    return f"{_PREFIX}{name}/{attempt}/{number}/{submission}"
+    return f"{task_prefix(name, attempt)}{number}/{submission}"
+
+
+def task_prefix(name: str, attempt: str) -> str:
+    """Prefix of the keys of one fan-out's tasks, as one coordinator submits them."""
+    return f"{_PREFIX}{name}/{attempt}/"
 
 
 def number_of(key: str) -> int:

@@ -24,7 +24,7 @@ from tornado.ioloop import IOLoop
 from ...system.codec import Codec
 from ...version import __version__
 from ..cluster.late_dashboard import LateDashboard
-from ..messages import CoordinatorStarted
+from ..messages import JOB_PREFIX, CoordinatorStarted
 from .topics import CONTROL, REPORTS, STATES
 from .views import JobsView
 
@@ -106,7 +106,7 @@ def _backlog_of(scheduler: Scheduler, view: JobsView) -> Callable[[], Coroutine[
         reply = Backlog(
             rows_left=sum(run.rows_left for run in view.runs),
             batch_rows=max((report.batch_rows for run in view.runs for report in run.reports.values()), default=1),
-            num_jobs=sum(key.startswith("lora_job-") for key in unfinished),
+            num_jobs=sum(key.startswith(JOB_PREFIX) for key in unfinished),
         )
         return _REPLIES.encode(reply)
 

@@ -223,6 +223,29 @@ def test_shards_of_a_worker_whose_thread_is_taken_go_to_others(echo_job: EchoJob
     assert any("has not begun part-" in note for state in watcher.states for note in state.notes)
 
 
+@pytest.mark.long
+def test_a_job_begins_elsewhere_than_on_a_worker_whose_thread_is_taken(echo_job: EchoJob, tmp_path: Path) -> None:
+    # More rows than the client indexes itself.
+    rows = make_rows(5000)
+    echo_job.write_input(rows, rows_per_group=250)
+    with (
+        existing_cluster(tmp_path, num_workers=2) as (address, _, _),
+        Client(address, set_as_default=False) as client,
+    ):
+        busy, free = client.scheduler_info(n_workers=-1)["workers"]
+        tasks = [
+            client.submit(time.sleep, seconds, workers=[worker], priority=1000, pure=False)
+            for worker, seconds in ((busy, 600), (free, 30))
+        ]
+        began_s = time.monotonic()
+        watcher = Watcher(lambda state: False, lambda: None)
+        echo_job.run(client=client, progress=watcher, cluster=address, rows_per_shard=250)
+        assert time.monotonic() - began_s < 200
+        assert [task.done() for task in tasks] == [False, True]
+    echo_job.assert_answered(rows)
+    assert any("No worker has begun the job yet." in note for note in watcher.notes), watcher.notes
+
+
 def refuse_threads(seconds: float) -> None:
     """On a worker: no thread can be started for tasks."""
     import threading

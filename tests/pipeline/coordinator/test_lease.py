@@ -14,8 +14,17 @@ from distributed import Client, LocalCluster, Scheduler, get_worker
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lorabatch.pipeline.coordinator import lease as leases_module
 from lorabatch.pipeline.coordinator.lease import CoordinatorLease, Leases, keep_leases
 from lorabatch.pipeline.messages import job_key
+
+# Lets `take_the_thread` end: the workers of the tests are in this process.
+MAY_END = threading.Event()
+
+
+def take_the_thread() -> bool:
+    """Another user's task."""
+    return MAY_END.wait(60)
 
 
 @pytest.fixture
@@ -89,6 +98,25 @@ def test_one_that_is_lost_after_it_took_over_is_started_on_a_worker_that_comes_l
         (tmp_path / "over").touch()
         cluster.scale(3)
         assert future.result(timeout=60) not in before
+
+
+def own_address() -> str:
+    return str(get_worker().address)
+
+
+def test_one_that_is_not_begun_is_started_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases_module, "BEGIN_LIMIT_S", 1.0)
+    options = {"n_workers": 2, "threads_per_worker": 1, "processes": False, "dashboard_address": "127.0.0.1:0"}
+    with LocalCluster(**options) as cluster, Client(cluster, set_as_default=False) as client:
+        keep_leases(client)
+        taken, free = (worker.address for worker in cluster.workers.values())
+        other = client.submit(take_the_thread, workers=[taken], pure=False)
+        where = {"workers": [taken], "allow_other_workers": True}
+        future = client.submit(own_address, key=job_key("run"), pure=False, **where)
+        assert future.result(timeout=60) == free
+        assert not other.done()
+        MAY_END.set()
+        assert other.result(timeout=60)
 
 
 async def _lose_all_workers(dask_scheduler: Scheduler) -> None:
