@@ -26,11 +26,11 @@ from ..jobs.status.notes import job_notes
 from ..jobs.storage.limits import expect_away
 from ..jobs.storage.redaction import redacted_url
 from .cluster.connect import (
+    cluster_errors_named,
     connected,
     count_workers,
     known_workers,
     page_address,
-    scheduler_loss_reported,
     scheduler_lost,
 )
 from .cluster.devices import find_device, find_device_of_workers
@@ -110,7 +110,7 @@ def _run_opened(
         # Spare processes import the engine; other factories do not need it.
         has_spares = engine_factory == ENGINE_FACTORY
         connection = connected(job.spec, client, has_spares=has_spares)
-        with EarlyCheck(job) as rows, connection as dask, scheduler_loss_reported(dask, redacted_url(job.spec.output)):
+        with EarlyCheck(job) as rows, connection as dask, cluster_errors_named(dask, redacted_url(job.spec.output)):
             launched = launch(dask, job, rows, reporter, engine_factory)
             for line in launched.notes:
                 watcher.note(line)

@@ -14,7 +14,7 @@ from ..jobs.spec import JobSpec
 from ..jobs.storage.redaction import redacted_url
 from .cluster.background import background_client
 from .cluster.background_state import state_file
-from .cluster.connect import connected, gpus_each, num_embedded_workers
+from .cluster.connect import cluster_errors_named, connected, gpus_each, num_embedded_workers
 from .cluster.versions import check_versions
 from .coordinator.task import finished_before, has_finished
 from .messages import ENGINE_FACTORY
@@ -68,6 +68,7 @@ def submit(
         reporter.kept_fresh(lambda: reporter.is_starting),
         EarlyCheck(job) as rows,
         _cluster_of(job.spec, cluster_file or state_file(), client) as (own, address, dashboard),
+        cluster_errors_named(own, shown),
     ):
         launched = launch(own, job, rows, reporter, engine_factory)
         # The scheduler keeps a published future when this client is gone.

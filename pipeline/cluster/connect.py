@@ -38,6 +38,12 @@ _WORKER_PROCESS = "Dask Worker process"
 # Errors of Dask when workers die or hang while they start. `AssertionError`: a nanny has to end a worker that has not
 # started yet.
 _NANNY_ERRORS = (RuntimeError, TimeoutError, AssertionError)
+# Python's error where the system starts no thread for it.
+_NO_THREAD = "can't start new thread"
+_THREADS_REFUSED = (
+    f"The system has refused a thread ({_NO_THREAD}): a limit of processes (`ulimit -u`, a container's limit of pids) "
+    "or of memory. Finished rows are kept; raise the limit or take fewer --workers, and run the same command to go on."
+)
 # A worker whose last heartbeat is that much older than the latest of all workers counts as hung. Workers send
 # heartbeats every few seconds, in big clusters less often.
 _ALIVE_WITHIN_S = 10.0
@@ -80,13 +86,17 @@ def scheduler_lost(output: str, cause: str = "") -> JobFailedError:
 
 
 @contextmanager
-def scheduler_loss_reported(client: Client, output: str) -> Iterator[None]:
-    """Turn any error of the block into `scheduler_lost` with its cause, if the Dask scheduler is gone."""
+def cluster_errors_named(client: Client, output: str) -> Iterator[None]:
+    """Turn any error of the block into `scheduler_lost` with its cause, if the Dask scheduler is gone, and the error of
+    a system that refuses a thread into `JobFailedError`.
+    """
     try:
         yield
     except JobError:
         raise
     except Exception as error:
+        if isinstance(error, RuntimeError) and _NO_THREAD in str(error):
+            raise JobFailedError(_THREADS_REFUSED) from None
         # One of the client's connections may break before it notices that all have.
         if client.status == "running" and not isinstance(error, CommClosedError):
             raise
@@ -266,7 +276,7 @@ def start_local_cluster(cluster_type: type[SpecCluster], *arguments: Any) -> Spe
             cluster_type.__init__(cluster, *arguments)
             return cluster
         except _NANNY_ERRORS as error:
-            reason = str(error) or type(error).__name__
+            reason = str(error) if isinstance(error, RuntimeError) else "one did not start in time"
             _kill_workers(before)
             # The cluster has ended itself as far as it could. Unless marked as closed it would log that it was not.
             cluster.status = Status.closed

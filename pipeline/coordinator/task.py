@@ -33,7 +33,7 @@ from ...scheduler.estimates.time_left import PlannedJob, Work
 from ...scheduler.estimates.work_left import WorkLeft
 from ...scheduler.planning.bound import JobWork, work_bound
 from ...scheduler.policies import make_scheduler
-from ..cluster.connect import count_workers, open_client, scheduler_loss_reported
+from ..cluster.connect import cluster_errors_named, count_workers, open_client
 from ..cluster.security import client_security
 from ..dataset.chunk import ChunkRef, IndexJob
 from ..dataset.index import IndexTotals, check_chunk, deadly_chunk, index_chunk, list_chunks
@@ -81,7 +81,7 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, settings: RunSettings, 
         run = JobRun(client, job, run_id, control, reporter, Peers(worker, run_id), settings)
         try:
             with (
-                scheduler_loss_reported(client, redacted_url(job.store.url)),
+                cluster_errors_named(client, redacted_url(job.store.url)),
                 reporter.kept_fresh(lambda: not control.is_displaced),
                 reporter.waits_shown(),
             ):

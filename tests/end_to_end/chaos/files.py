@@ -71,12 +71,12 @@ class Words:
             self._judge(line, now_s)
 
     def _judge(self, line: str, now_s: float) -> None:
-        """Time left is promised only while rows finish."""
+        """Time left is promised only while tokens are generated, or rows finish."""
         rows = _ROWS.search(line)
         if rows is None:
             return
         answered = rows[0].split("  ")[0]
-        if answered != self._rows or " running " not in line:
+        if answered != self._rows or " running " not in line or "  0 tokens/s" not in line:
             self._rows, self._moved_s = answered, now_s
         elif now_s - self._moved_s > _SILENT_LIMIT_S and line.rstrip().endswith(("left", ")")) and not self.faults:
             self.faults.append(f"no row has finished for {now_s - self._moved_s:.0f} s, and the command says: {line}")

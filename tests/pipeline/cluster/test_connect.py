@@ -24,13 +24,13 @@ from distributed.core import Status
 from lorabatch.jobs.errors import JobFailedError, JobRequestError
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.pipeline.cluster.connect import (
+    cluster_errors_named,
     embedded,
     existing,
     gpus_each,
     known_workers,
     num_embedded_workers,
     open_client,
-    scheduler_loss_reported,
     start_local_cluster,
     threads_per_engine,
 )
@@ -206,15 +206,23 @@ def test_what_fails_because_the_scheduler_is_gone_says_so() -> None:
     running: Any = RunningClient()
     with (
         pytest.raises(JobFailedError, match=r"scheduler is gone \(stream closed\)"),
-        scheduler_loss_reported(lost, "out"),
+        cluster_errors_named(lost, "out"),
     ):
         raise OSError("stream closed")
-    with pytest.raises(OSError, match="stream closed"), scheduler_loss_reported(running, "out"):
+    with pytest.raises(OSError, match="stream closed"), cluster_errors_named(running, "out"):
         raise OSError("stream closed")
-    with pytest.raises(JobFailedError, match="scheduler is gone"), scheduler_loss_reported(running, "out"):
+    with pytest.raises(JobFailedError, match="scheduler is gone"), cluster_errors_named(running, "out"):
         raise CommClosedError("timed out, while the client has not noticed yet")
-    with pytest.raises(JobRequestError), scheduler_loss_reported(lost, "out"):
+    with pytest.raises(JobRequestError), cluster_errors_named(lost, "out"):
         raise JobRequestError("wrong")
+
+
+def test_a_thread_that_the_system_refuses_is_said_with_what_to_do() -> None:
+    running: Any = RunningClient()
+    with pytest.raises(JobFailedError, match="ulimit -u"), cluster_errors_named(running, "out"):
+        raise RuntimeError("can't start new thread")
+    with pytest.raises(RuntimeError, match="another"), cluster_errors_named(running, "out"):
+        raise RuntimeError("another")
 
 
 class Talkative(SchedulerPlugin):
