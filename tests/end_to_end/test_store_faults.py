@@ -26,19 +26,27 @@ pytestmark = pytest.mark.long
 ECHO = [sys.executable, str(ECHO_FOLDER / "echo_cli.py")]
 
 
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the job's output on local disk; it is there once a test has run the job."""
+    return tmp_path_factory.mktemp("local") / "output"
+
+
 @pytest.fixture
-def words(bucket: Bucket, small_job: Callable[..., dict[str, Any]], tmp_path: Path) -> list[str]:
+def words(bucket: Bucket, local: Path, small_job: Callable[..., dict[str, Any]], tmp_path: Path) -> list[str]:
     """The command of a job on the bucket; the same job has run on local disk."""
-    return words_of(bucket, small_job, tmp_path, bucket.options)
+    return words_of(bucket, local, small_job, tmp_path, bucket.options)
 
 
 def words_of(
-    bucket: Bucket, small_job: Callable[..., dict[str, Any]], tmp_path: Path, options: dict[str, Any]
+    bucket: Bucket, local: Path, small_job: Callable[..., dict[str, Any]], tmp_path: Path, options: dict[str, Any]
 ) -> list[str]:
     job = small_job(96, max_tokens=24, rows_per_shard=8, batch_rows=4)
     job["model"] = shutil.copytree(job["model"], tmp_path / "model")
     (tmp_path / "model" / "echo.json").write_text(json.dumps({"step_s": 0.05}))
-    subprocess.run(command(ECHO, job), check=True, capture_output=True, timeout=240)
+    if not local.exists():
+        subprocess.run(command(ECHO, job | {"output": local}), check=True, capture_output=True, timeout=240)
+    shutil.copytree(local, tmp_path / "local-output")
     remote = {name: bucket.put(Path(job[name]), name) for name in ("model", "adapters", "input")}
     return command(ECHO, job | remote | {"output": "s3://bucket/output"}, options)
 
@@ -52,11 +60,11 @@ def proxy(bucket: Bucket) -> Iterator[FaultyProxy]:
 
 @pytest.fixture
 def words_by_proxy(
-    bucket: Bucket, proxy: FaultyProxy, small_job: Callable[..., dict[str, Any]], tmp_path: Path
+    bucket: Bucket, proxy: FaultyProxy, local: Path, small_job: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> list[str]:
     """The command of the job whose processes all reach the bucket by the proxy."""
     options = bucket.options | {"client_kwargs": {"endpoint_url": f"http://127.0.0.1:{proxy.port}"}}
-    return words_of(bucket, small_job, tmp_path, options)
+    return words_of(bucket, local, small_job, tmp_path, options)
 
 
 def assert_right(bucket: Bucket, tmp_path: Path) -> None:
