@@ -17,7 +17,14 @@ from typing import Any
 
 from distributed import Reschedule, get_worker, secede
 
-from ...jobs.errors import DamagedRecordError, JobFailedError, OutputConflictError, StorageError
+from ...jobs.errors import (
+    DamagedRecordError,
+    JobError,
+    JobFailedError,
+    OutputConflictError,
+    StorageError,
+    error_of_kind,
+)
 from ...jobs.history import add_to_history
 from ...jobs.opening import OpenedJob
 from ...jobs.parts import OF_NO_SHARD, in_words
@@ -46,7 +53,7 @@ from ..monitoring.topics import WAITS
 from ..planning.plan import JobPlan, plan_job, read_plan, reopen_shard, reopen_shards, serving_adapters
 from ..planning.settings import RunSettings
 from ..result import JobResult
-from ..worker.registration import unregister_plugin
+from ..worker.registration import is_registered, unregister_plugin
 from .control import JobControl, JobRun
 from .driver import Coordinator
 from .fan_out import FanOut
@@ -85,6 +92,8 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, settings: RunSettings, 
                 reporter.kept_fresh(lambda: not control.is_displaced),
                 reporter.waits_shown(),
             ):
+                if not is_registered(client, run_id):
+                    raise _error_of_end(job, run_id)
                 WAITS.subscribe(client, run_id, reporter.waits.put)
                 result = _stages(run, began_s)
             lease.end()
@@ -105,6 +114,17 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, settings: RunSettings, 
                 if not has_finished(job):
                     raise
             return finished_before(job)
+
+
+def _error_of_end(job: OpenedJob, run_id: str) -> JobError:
+    """The error by which an earlier coordinator has ended the run, whose worker was lost before Dask had the error."""
+    state = latest_state(job.store)
+    if state is not None and state.run_id == run_id and state.error:
+        return error_of_kind(state.error, state.phase)(state.message)
+    return JobFailedError(
+        "The worker that coordinated the job was lost while the run ended. Finished rows are kept; run the same "
+        "command to go on."
+    )
 
 
 def has_finished(job: OpenedJob) -> bool:

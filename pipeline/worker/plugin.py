@@ -141,7 +141,7 @@ class RunPlugin(WorkerPlugin):
 
     async def _is_registered(self) -> bool:
         answer = await self._worker.scheduler.run_function(
-            function=dumps(_has_plugin), args=dumps(()), kwargs=dumps({"name": self.name})
+            function=dumps(has_plugin), args=dumps(()), kwargs=dumps({"name": self.name})
         )
         # any other result says nothing about the run
         return answer.get("result") is not False
@@ -242,7 +242,8 @@ class RunPlugin(WorkerPlugin):
             self._worker.loop.add_callback(WAITS.publish, self._worker, self._run_id, wait)
 
 
-def _has_plugin(dask_scheduler: Any, name: str) -> bool:
+def has_plugin(dask_scheduler: Any, name: str) -> bool:
+    """Whether the scheduler sets a plugin of this name up on workers."""
     return name in dask_scheduler.worker_plugins
 
 

@@ -13,7 +13,7 @@ from distributed.comm.core import CommClosedError
 
 from ...jobs.store import JobStore
 from ..messages import EngineSettings, new_run_id
-from .plugin import RunPlugin, plugin_name
+from .plugin import RunPlugin, has_plugin, plugin_name
 
 logger = logging.getLogger(__name__)
 _ANSWER_LIMIT_S = 10.0
@@ -44,6 +44,11 @@ def register_plugin(client: Client, job_id: str, settings: EngineSettings, store
 def unregister_plugin(client: Client, run_id: str) -> None:
     """End a run's engines on every worker; their finished rows are in `wip` afterwards."""
     _take_down(client, plugin_name(run_id))
+
+
+def is_registered(client: Client, run_id: str) -> bool:
+    """Whether workers have engines of the run, or get them as they join."""
+    return bool(client.run_on_scheduler(has_plugin, name=plugin_name(run_id)))
 
 
 def _plugins_of_job(dask_scheduler: Any, job_id: str) -> list[str]:

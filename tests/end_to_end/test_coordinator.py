@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,22 @@ import dask
 import pytest
 from cluster_under_test import existing_cluster, own_cluster
 from distributed import Client
-from echo_job import EchoJob, Watcher, make_rows, wait_until
+from echo_job import ECHO_FACTORY, EchoJob, Watcher, make_rows, wait_until
 
 from lorabatch.benchmarks.simulation.replay import replay_job
+from lorabatch.engine.config import EngineConfig
+from lorabatch.jobs.errors import InputRowsError, JobFailedError
+from lorabatch.jobs.opening import open_job
 from lorabatch.jobs.record import JobState
 from lorabatch.jobs.report.timeline import read_timelines
+from lorabatch.jobs.spec import JobSpec
+from lorabatch.pipeline.cluster.devices import find_device
+from lorabatch.pipeline.coordinator.task import run_job
+from lorabatch.pipeline.messages import EngineSettings, job_key
+from lorabatch.pipeline.monitoring.reporter import JobReporter
+from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.pipeline.run import LEASE_SETTING
+from lorabatch.pipeline.worker.registration import register_plugin, unregister_plugin
 
 STAGES = ["indexing", "planning", "loading engines", "running"]
 
@@ -177,3 +189,25 @@ def coordinators(client: Client) -> list[str]:
         )
 
     return [worker for worker, is_busy in client.run(is_coordinating).items() if is_busy]
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_a_coordinator_after_one_that_has_ended_the_run_ends_too(
+    echo_job: EchoJob, shared_client: Client, is_recorded: bool
+) -> None:
+    """The first one's worker was lost after it had ended the engines, and before Dask had its error."""
+    echo_job.write_input(make_rows(8))
+    job = open_job(JobSpec(**echo_job.options()))
+    engines = EngineSettings(str(echo_job.model), EngineConfig(), ECHO_FACTORY)
+    run_id = register_plugin(shared_client, job.record.job_id, engines, job.store)
+    unregister_plugin(shared_client, run_id)
+    if is_recorded:
+        reporter = JobReporter(job.store, lambda state: None, job.spec.error_budget)
+        reporter.begins("running")
+        reporter.received(replace(reporter.latest, run_id=run_id))
+        reporter.ended(InputRowsError("adapter 'a': wrong"))
+    settings = RunSettings.of(job, 2, find_device("cpu", 1))
+    again = shared_client.submit(run_job, job, run_id, time.time(), settings, 20.0, key=job_key(run_id), pure=False)
+    error, text = (InputRowsError, "adapter 'a': wrong") if is_recorded else (JobFailedError, "was lost while the run")
+    with pytest.raises(error, match=text):
+        again.result(60)
