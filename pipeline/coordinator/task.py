@@ -19,7 +19,6 @@ from distributed import Reschedule, get_worker, secede
 
 from ...jobs.errors import (
     DamagedRecordError,
-    JobError,
     JobFailedError,
     OutputConflictError,
     StorageError,
@@ -92,8 +91,7 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, settings: RunSettings, 
                 reporter.kept_fresh(lambda: not control.is_displaced),
                 reporter.waits_shown(),
             ):
-                if not is_registered(client, run_id):
-                    raise _error_of_end(job, run_id)
+                _raise_error_of_run(job, run_id)
                 WAITS.subscribe(client, run_id, reporter.waits.put)
                 result = _stages(run, began_s)
             lease.end()
@@ -116,15 +114,13 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, settings: RunSettings, 
             return finished_before(job)
 
 
-def _error_of_end(job: OpenedJob, run_id: str) -> JobError:
-    """The error by which an earlier coordinator has ended the run, whose worker was lost before Dask had the error."""
+def _raise_error_of_run(job: OpenedJob, run_id: str) -> None:
+    """Raise the error by which an earlier coordinator has ended the run, if it has: its worker may have been lost
+    before Dask had the error, and the run has no engines any more.
+    """
     state = latest_state(job.store)
     if state is not None and state.run_id == run_id and state.error:
-        return error_of_kind(state.error, state.phase)(state.message)
-    return JobFailedError(
-        "The worker that coordinated the job was lost while the run ended. Finished rows are kept; run the same "
-        "command to go on."
-    )
+        raise error_of_kind(state.error, state.phase)(state.message)
 
 
 def has_finished(job: OpenedJob) -> bool:
@@ -309,6 +305,11 @@ def coordinate(run: JobRun, plan: JobPlan, turn: int = 0) -> Coordinated:
     _take_away(run, found.unusable | strange, found.curable)
     rows_of_part = {shard_id: plan.shards[shard_id].num_rows for shard_id in found.parts}
     run.reporter.check_budget(found.num_errors, plan.num_rows)
+    if len(rows_of_part) < len(plan.shards) and not is_registered(run.client, run.run_id):
+        raise JobFailedError(
+            "The worker that coordinated the job was lost while the run ended. Finished rows are kept; run the same "
+            "command to go on."
+        )
     names = {adapter.sha256: adapter.name for adapter in job.record.adapters if not adapter.is_refused}
     known_lengths = None if job.spec.sampling.ignore_eos else run.settings.lengths
     before = replace(

@@ -311,6 +311,8 @@ class SmallCluster:
         self._handlers: dict[str, Callable[[Any], None]] = {}
         self._num_joined = 0
         self._plugins: list[EchoPlugin] = []
+        #: Names of the plugins that workers have, and get as they join.
+        self.worker_plugins: set[str] = set()
         self._losses = LossesPlugin()
         self.tasks: dict[str, Any] = {}
         self.pending: list[Task] = []
@@ -333,6 +335,7 @@ class SmallCluster:
         self.workers[address] = SimpleNamespace(
             address=address,
             status=Status.running,
+            processing=(),
             plugins={},
             handlers={},
             state=SimpleNamespace(tasks={"coordinator": SimpleNamespace(state="executing")}),
@@ -348,6 +351,7 @@ class SmallCluster:
             plugin.setup(worker)
             worker.plugins[plugin.name] = plugin
             self._plugins.append(plugin)
+            self.worker_plugins.add(plugin.name)
 
     def start(self, make_plugin: Callable[[], EchoPlugin]) -> None:
         """Set a run up on all workers, and on those that come."""
@@ -428,9 +432,6 @@ class SmallCluster:
             future.cancel()
             self.pending = [task for task in self.pending if task is not future]
 
-    def processing(self) -> dict[str, list[str]]:
-        return {}
-
     # Scheduler
 
     async def _identity(self, n_workers: int = -1) -> dict[str, Any]:
@@ -443,6 +444,8 @@ class SmallCluster:
         return function(dask_scheduler=self, **arguments)
 
     def unregister_worker_plugin(self, name: str) -> None:
+        self.make_plugin = None
+        self.worker_plugins.discard(name)
         for worker in self.workers.values():
             worker.plugins.pop(name, None)
 

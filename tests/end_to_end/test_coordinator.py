@@ -24,6 +24,8 @@ from lorabatch.jobs.record import JobState
 from lorabatch.jobs.report.timeline import read_timelines
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.pipeline.cluster.devices import find_device
+from lorabatch.pipeline.coordinator.lease import keep_leases
+from lorabatch.pipeline.coordinator.losses import count_losses
 from lorabatch.pipeline.coordinator.task import run_job
 from lorabatch.pipeline.messages import EngineSettings, job_key
 from lorabatch.pipeline.monitoring.reporter import JobReporter
@@ -197,6 +199,8 @@ def test_a_coordinator_after_one_that_has_ended_the_run_ends_too(
 ) -> None:
     """The first one's worker was lost after it had ended the engines, and before Dask had its error."""
     echo_job.write_input(make_rows(8))
+    keep_leases(shared_client)
+    count_losses(shared_client)
     job = open_job(JobSpec(**echo_job.options()))
     engines = EngineSettings(str(echo_job.model), EngineConfig(), ECHO_FACTORY)
     run_id = register_plugin(shared_client, job.record.job_id, engines, job.store)
