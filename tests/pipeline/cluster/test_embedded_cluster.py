@@ -26,7 +26,7 @@ from tornado.httpclient import HTTPClientError, HTTPRequest
 from tornado.websocket import websocket_connect
 
 from lorabatch.jobs.record import JobState
-from lorabatch.pipeline.cluster.connect import embedded, page_address
+from lorabatch.pipeline.cluster.connect import embedded, open_client, page_address
 from lorabatch.pipeline.cluster.security import temporary_security
 from lorabatch.pipeline.monitoring.reporter import state_publisher
 from lorabatch.pipeline.monitoring.scheduler_plugin import show_jobs
@@ -141,7 +141,7 @@ def test_a_certificate_of_another_cluster_opens_no_connection(client: Client) ->
     assert address.startswith("tls://127.0.0.1:")
     for security in (temporary_security(), Security.temporary(), Security()):
         with pytest.raises((OSError, TypeError)):
-            Client(address, security=security, timeout="1s", set_as_default=False)
+            open_client(address, security=security, timeout="1s")
 
 
 @pytest.mark.parametrize("system", ["this one", "without files in memory"])
