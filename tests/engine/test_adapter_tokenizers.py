@@ -22,7 +22,7 @@ from lorabatch.engine.text.tokenizer import Detokenizer, Tokenizer
 DECODERS: dict[str, list[dict[str, Any]]] = {
     "slow": [
         {"type": "Replace", "pattern": {"Regex": "^"}, "content": "x" + "a" * 999},
-        {"type": "Replace", "pattern": {"Regex": "a*a*(?<=x)"}, "content": ""},
+        *[{"type": "Replace", "pattern": {"Regex": "a*a*(?<=x)"}, "content": ""}] * 8,
     ],
     "growing": [{"type": "Replace", "pattern": {"Regex": "(?=.)|$"}, "content": "aa"}] * 10,
     "raising": [
