@@ -259,3 +259,25 @@ def test_the_index_of_decisions_has_their_titles() -> None:
     rows = re.findall(r"^\| \[(\d+)\]\((.*?)\) \| (.*?) \|", (folder / "README.md").read_text("utf-8"), re.MULTILINE)
     headings = [(folder / file).read_text("utf-8").partition("\n")[0] for _, file, _ in rows]
     assert headings == [f"# {number}. {title}" for number, _, title in rows]
+
+
+def test_modules_without_a_test_of_their_name_are_named_with_their_test() -> None:
+    changing = (DOCS / "internals" / "changing.md").read_text(encoding="utf-8")
+    table = changing.partition("## Modules that are tested with others")[2]
+    tested_in = {}
+    for line in re.findall(r"^\| `.*$", table, re.MULTILINE):
+        *modules, test = re.findall(r"`([^`]+)`", line)
+        assert (ROOT / test).is_file(), f"{test} is not there"
+        tested_in |= dict.fromkeys(modules, test)
+    assert set(tested_in) == set(_modules_without_a_test_of_their_name())
+
+
+def _modules_without_a_test_of_their_name() -> Iterator[str]:
+    for room in ("kernels", "scheduler", "engine", "jobs", "pipeline", "console", "system", "demo"):
+        for path in (ROOT / room).rglob("*.py"):
+            module = path.relative_to(ROOT)
+            names = {ROOT / "tests" / module.parent / f"test_{module.stem}.py"}
+            if room == "kernels":
+                names.add(ROOT / "tests" / "kernels" / f"test_{module.parent.name}.py")
+            if not module.stem.startswith("__") and not any(name.is_file() for name in names):
+                yield str(module)
