@@ -7,6 +7,7 @@ that token is in the batch, `raise_on_token` raises, `room_for_rows` is the larg
 `refuse_adapters` lists adapter ids that cannot be loaded, `fail_start` is a sentence.
 `trace` is a file that gains the number of tokens of each step.
 `slow_factor`: the engine that starts first on a model folder takes so many times longer.
+`adapter_s`: seconds until an adapter is there that a row asks for, one adapter after another; its rows wait.
 
 The tokens of a row are 0, 1, 2, …: a row from another engine with anything else ends the process.
 """
@@ -61,6 +62,9 @@ class EchoEngine:
         self._queue: dict[str, Request] = {}
         self._steps_done: dict[str, int] = {}
         self._adapters: dict[str, Path] = {}
+        # Times at which adapters that rows have asked for are there, in seconds of the monotonic clock.
+        self._there_s: dict[str, float] = {}
+        self._adapter_s: float = options.get("adapter_s", 0.0)
         self._prompt_tokens = 0
         self._generated_tokens = 0
         self._num_steps = self._num_step_rows = 0
@@ -77,8 +81,14 @@ class EchoEngine:
             assert request.request_id not in self._queue, f"row {request.request_id} is here already"
             assert row.token_ids == tuple(range(len(row.token_ids))), f"row {request.request_id}: {row.token_ids}"
             self._queue[request.request_id] = request
+            self._fetch(request.adapter_id)
             self._steps_done[request.request_id] = len(row.token_ids)
             self._prompt_tokens += len(request.prompt_token_ids)
+
+    def _fetch(self, adapter_id: str | None) -> None:
+        if self._adapter_s and adapter_id is not None and adapter_id not in self._there_s:
+            last_s = max([time.monotonic(), *self._there_s.values()])
+            self._there_s[adapter_id] = last_s + self._adapter_s
 
     def export_rows(self, request_ids: Collection[str]) -> list[ExportedRow]:
         found = [request_id for request_id in request_ids if request_id in self._queue]
@@ -100,7 +110,9 @@ class EchoEngine:
             time.sleep(0.01)
             return []
         self._num_steps += 1
-        batch = list(self._queue.values())[: self._batch_rows]
+        now_s = time.monotonic()
+        ready = [r for r in self._queue.values() if self._there_s.get(r.adapter_id or "", 0.0) <= now_s]
+        batch = ready[: self._batch_rows]
         self._fail_if_asked(batch)
         self._num_step_rows += len(batch)
         if "trace" in self._options:

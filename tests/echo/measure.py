@@ -1,8 +1,9 @@
 """Measurements of the cluster side, for `benchmarks/README.md`: `python tests/echo/measure.py WHAT FOLDER NUMBERS…`.
 
-`slow` (rows), `rows` (rows in a row group, then rows), `adapters`, `files` and `shards` (of each that many) use
-`echo_engine`, whose steps take as long as configured: what is measured is everything else. Clusters have the settings
-of docs/guides/clusters.md, or, with the variable `DASK_CONFIG`, those of that folder.
+`slow` (rows), `rows` (rows in a row group, then rows), `adapters`, `files` and `shards` (of each that many), and
+`placement` (workers, rows, adapters, milliseconds until one is there) use `echo_engine`, whose steps take as long as
+configured: what is measured is everything else. Clusters have the settings of docs/guides/clusters.md, or, with the
+variable `DASK_CONFIG`, those of that folder.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import dask
+import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -93,14 +95,7 @@ def measure_many_rows(folder: Path, rows_per_group: int, num_rows: int) -> None:
 def measure_adapters(folder: Path, num_adapters: int) -> None:
     """20,000 rows of one token in 100 shards."""
     job, num_rows = make_job(folder, 1), 20_000
-    first = job.adapters / "rank1"
-    config = json.loads((first / "adapter_config.json").read_text())
-    shutil.rmtree(job.folder / "many", ignore_errors=True)
-    for number in range(num_adapters):
-        copy = job.folder / "many" / f"adapter-{number:05}"
-        copy.mkdir(parents=True)
-        (copy / "adapter_model.safetensors").hardlink_to(first / "adapter_model.safetensors")
-        (copy / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 1 + number}))
+    copy_adapters(job, num_adapters)
     names = [f"adapter-{i * 7919 % num_adapters:05}" for i in range(num_rows)]
     job.write_input([row | {"adapter": name} for row, name in zip(make_rows(num_rows), names, strict=True)], 5000)
     options = {"adapters": str(job.folder / "many"), "rows_per_shard": 200}
@@ -122,6 +117,46 @@ def measure_shards(folder: Path, num_shards: int) -> None:
     num_rows = 100 * num_shards
     job = make_job(folder, num_rows, 20_000)
     run_and_print(job, num_rows, f"{num_shards} shards", rows_per_shard=100, batch_rows=64)
+
+
+def measure_placement(folder: Path, num_workers: int, num_rows: int, num_adapters: int, adapter_ms: int) -> None:
+    """The same job with its planned placement and without, three times each in turns. Adapters follow Zipf's law and
+    arrive one after another.
+    """
+    job = make_job(folder, 1)
+    copy_adapters(job, num_adapters)
+    generator = np.random.default_rng(0)
+    popularity = 1.0 / np.arange(1, num_adapters + 1)
+    drawn = generator.choice(num_adapters, num_rows, p=popularity / popularity.sum())
+    lengths = np.clip(generator.lognormal(np.log(40), 0.6, num_rows), 1, 160).astype(int)
+    rows = [
+        row | {"adapter": f"adapter-{adapter:05}", "max_tokens": int(length)}
+        for row, adapter, length in zip(make_rows(num_rows), drawn, lengths, strict=True)
+    ]
+    job.write_input(rows, 500)
+    job.set_engine(step_s=0.05, adapter_s=adapter_ms / 1e3)
+    given = {"adapters": str(job.folder / "many"), "rows_per_shard": 16, "row_settings": "all", "overwrite": True}
+    seconds: dict[str, list[float]] = {"none": [], "planned": []}
+    with own_cluster(num_workers) as client:
+        for _ in range(3):
+            for placement, taken in seconds.items():
+                job.run(client, placement=placement, workers=num_workers, **given)
+                taken.append(makespan_s(job))
+                print(f"{placement}: {taken[-1]:.1f} s", flush=True)
+    ratios = [planned / none for planned, none in zip(seconds["planned"], seconds["none"], strict=True)]
+    print(f"planned over none: median {np.median(ratios):.3f}, each {', '.join(f'{r:.3f}' for r in ratios)}")
+
+
+def copy_adapters(job: EchoJob, num_adapters: int) -> None:
+    """Write adapters `adapter-00000` and so on into the job's folder `many`: one adapter with other scalings."""
+    first = job.adapters / "rank1"
+    config = json.loads((first / "adapter_config.json").read_text())
+    shutil.rmtree(job.folder / "many", ignore_errors=True)
+    for number in range(num_adapters):
+        copy = job.folder / "many" / f"adapter-{number:05}"
+        copy.mkdir(parents=True)
+        (copy / "adapter_model.safetensors").hardlink_to(first / "adapter_model.safetensors")
+        (copy / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 1 + number}))
 
 
 def run_and_print(job: EchoJob, num_rows: int, what: str, **options: Any) -> None:
@@ -221,6 +256,8 @@ def main() -> None:
             rows_per_group, *numbers = numbers
             for number in numbers:
                 measure_many_rows(Path(folder), int(rows_per_group), int(number))
+        case "placement":
+            measure_placement(Path(folder), *map(int, numbers))
         case _:
             raise SystemExit(__doc__)
 
