@@ -343,7 +343,7 @@ def list_jobs(
         from .pipeline.listing import list_jobs as jobs_of
 
         found = jobs_of(cluster, tls_files=TlsFiles(tls_ca, tls_cert, tls_key))
-        echo("\n".join(job.to_text() for job in found) if found else "No jobs.")
+        echo("\n".join(found) if found else "No jobs.")
 
 
 @app.command()
@@ -392,7 +392,7 @@ def export_batch(
         from .jobs.openai_batch.exporting import export_batch as export_rows
 
         store, options = _store(output, storage_options), _storage_options(storage_options)
-        echo(export_rows(store, results, options, is_partial=partial).to_text())
+        echo(export_rows(store, results, options, is_partial=partial))
 
 
 @bench_app.command("engine")

@@ -329,7 +329,7 @@ class Engine:
                 self._forget(sequence)  # it begins its answer again
                 self._choices.ask(sequence)
         view = self._batch.view(self.config.batch_rows, self._live.merged_adapter_id)
-        plan = self.batcher.next_step(view)
+        plan = self.batcher(view)
         entries = self._enact(view, plan)
         if not entries and not self._in_flight:
             # Memory does not allow the plan: paused rows hold it. Unmerged all of them can go on.

@@ -8,13 +8,8 @@ from itertools import takewhile
 from statistics import fmean
 from typing import Any
 
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Tokens of an answer, and the log-probability of each."""
-
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
+#: Tokens of an answer, and the log-probability of each.
+Answer = tuple[Sequence[int], Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +34,18 @@ class Agreement:
         """Compares pairs of answers to a row: in the format, in float32. Raises ValueError when there are no pairs."""
         if not pairs:
             raise ValueError("no answers to compare")
-        leading = [_num_leading(ours.token_ids, reference.token_ids) for ours, reference in pairs]
-        num_tokens = sum(len(reference.token_ids) for _, reference in pairs)
+        leading = [_num_leading(ours, reference) for (ours, _), (reference, _) in pairs]
+        num_tokens = sum(len(reference) for _, (reference, _) in pairs)
         distances = [
             abs(a - b)
-            for (ours, reference), count in zip(pairs, leading, strict=True)
-            for a, b in zip(ours.logprobs[:count], reference.logprobs[:count], strict=True)
+            for ((_, ours), (_, reference)), count in zip(pairs, leading, strict=True)
+            for a, b in zip(ours[:count], reference[:count], strict=True)
         ]
         return cls(
             job_id,
             products,
             len(pairs),
-            sum(list(ours.token_ids) == list(reference.token_ids) for ours, reference in pairs),
+            sum(list(ours) == list(reference) for (ours, _), (reference, _) in pairs),
             sum(leading) / num_tokens if num_tokens else 1.0,
             fmean(distances) if distances else None,
         )

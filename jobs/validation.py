@@ -40,7 +40,7 @@ from .input.adapter_names import columns_with_names
 from .input.column_types import columns_of_int96, times_are_zoned, type_problems
 from .input.columns import asked_options, copied_names, find_roles
 from .input.file_metadata import kept_metadata, settings_of_files
-from .input.files import endings, pack_schema, read_footers, unified_schema, would_read
+from .input.files import distinct_kinds, endings, pack_schema, read_footers, unified_schema, would_read
 from .input.partitions import with_partitions
 from .input.spark_metadata import spark_type_problems
 from .job_file import read_job_file
@@ -222,36 +222,36 @@ def _check_input(spec: JobSpec) -> InputRecord:
             f"input={closed[0]!r}: what opens this URL is not recorded. Instead of resuming, run the same command as "
             "at first on the same output; it goes on where the job stopped."
         )
-    found = read_footers(spec.inputs, spec.storage_options)
+    footers, unread = read_footers(spec.inputs, spec.storage_options)
     # An adapter's name is text, whatever it looks like.
     texts = (spec.columns.get("adapter", "adapter"),)
-    files, schema = with_partitions(found.footers, unified_schema(found.footers), texts)
+    files, schema = with_partitions(footers, unified_schema(footers), texts)
     asked = {*spec.row_settings, *spec.columns}
-    settings, problems = settings_of_files(found.footers, set(schema.names) if "all" in asked else asked, SETTING_ROLES)
+    settings, problems = settings_of_files(footers, set(schema.names) if "all" in asked else asked, SETTING_ROLES)
     settings = [name for name in settings if name not in spec.columns]
     options, row_settings = asked_options(spec), (*spec.row_settings, *settings)
     roles, _ = find_roles(schema, spec.columns, options, row_settings)
     copied, of_names = copied_names(schema, roles, spec.keep, spec.drop)
     _, of_roles = find_roles(schema, spec.columns, options, row_settings, copied=copied, prefix=spec.output_prefix)
-    kinds = found.distinct_kinds()
-    of_spark = spark_type_problems([(footer.file.name, footer.metadata) for footer in found.footers], copied)
+    kinds = distinct_kinds(footers)
+    of_spark = spark_type_problems([(footer.file.name, footer.metadata) for footer in footers], copied)
     problems += [*of_roles, *of_names, *(of_spark | type_problems(schema, copied, kinds)).values()]
     if problems:
         raise JobRequestError(*problems)
     read = {*copied, *roles.values(), *(name.partition(".")[0] for name in roles.values())}
-    metadata, left_out = kept_metadata(found.footers, copied)
+    metadata, left_out = kept_metadata(footers, copied)
     return InputRecord(
         files=files,
         roles=roles,
         schema_ipc=pack_schema(pa.schema([column for column in schema if column.name in read])),
-        unread=found.unread[:_UNREAD_RECORDED],
-        unread_endings=endings(found.unread),
+        unread=unread[:_UNREAD_RECORDED],
+        unread_endings=endings(unread),
         dropped=tuple(name for name in schema.names if name not in copied),
         metadata=metadata,
         metadata_left_out=tuple(left_out),
         int96=tuple(columns_of_int96(copied, kinds)),
         has_zoned_times=times_are_zoned(copied, kinds),
-        has_arrow_schema=any(footer.has_arrow_schema for footer in found.footers),
+        has_arrow_schema=any(footer.has_arrow_schema for footer in footers),
         has_small_files_together=True,
     )
 

@@ -129,7 +129,7 @@ def _answers(spec: JobSpec, options: Mapping[str, Any]) -> dict[int, Answer]:
             ours = [f"{spec.output_prefix}{name}" for name in ("error", "token_ids", "token_logprobs")]
             columns = pq.read_table(file, columns=[_NUMBER, *ours]).select([_NUMBER, *ours]).to_pydict().values()
         rows = zip(*columns, strict=True)
-        found |= {number: Answer(ids, logprobs) for number, error, ids, logprobs in rows if error is None}
+        found |= {number: (ids, logprobs) for number, error, ids, logprobs in rows if error is None}
     return found
 
 

@@ -137,15 +137,6 @@ class EngineSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalAdapter:
-    """The adapter with this content hash in a local folder."""
-
-    adapter_id: str
-    name: str
-    folder: Path
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerReport:
     """The state of one run's engine on one worker, sent about once a second and when a shard has all its answers."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import queue
 import time
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
 from math import inf
 from typing import Any, Protocol
 
@@ -111,12 +110,12 @@ def _run_opened(
         has_spares = engine_factory == ENGINE_FACTORY
         connection = connected(job.spec, client, has_spares=has_spares)
         with EarlyCheck(job) as rows, connection as dask, cluster_errors_named(dask, redacted_url(job.spec.output)):
-            launched = launch(dask, job, rows, reporter, engine_factory)
-            for line in launched.notes:
+            run_id, future, notes = launch(dask, job, rows, reporter, engine_factory)
+            for line in notes:
                 watcher.note(line)
             if page := page_address(dask):
                 watcher.note(f"dashboard: {page}")
-            return follow(dask, launched, reporter, watcher)
+            return follow(dask, run_id, future, reporter, watcher)
     except (JobFailedError, StorageError) as error:
         if isinstance(error, StorageError) and error.is_away:
             expect_away(job.store.url)
@@ -146,20 +145,11 @@ LEASE_SETTING = "lorabatch.coordinator-lease"
 _LEASE = "20s"
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchedJob:
-    """A job that a cluster runs."""
-
-    #: Id of the run.
-    run_id: str
-    #: Future of the coordinator's task; when no client holds it any more, the job stops.
-    future: Future[JobResult]
-    #: Sentences for the user about device and engines.
-    notes: tuple[str, ...]
-
-
-def launch(client: Client, job: OpenedJob, rows: EarlyCheck, reporter: JobReporter, engine_factory: str) -> LaunchedJob:
-    """Start engines for an opened job, and the task that coordinates it.
+def launch(
+    client: Client, job: OpenedJob, rows: EarlyCheck, reporter: JobReporter, engine_factory: str
+) -> tuple[str, Future[JobResult], tuple[str, ...]]:
+    """Start engines for an opened job, and the task that coordinates it. Returns the id of the run, the future of the
+    task, and sentences for the user about device and engines. When no client holds the future any more, the job stops.
 
     Raises `OutputConflictError` when the job runs on this cluster already, and what `rows` raises.
     """
@@ -170,7 +160,9 @@ def launch(client: Client, job: OpenedJob, rows: EarlyCheck, reporter: JobReport
         return _launch(client, job, rows, engine_factory)
 
 
-def _launch(client: Client, job: OpenedJob, rows: EarlyCheck, engine_factory: str) -> LaunchedJob:
+def _launch(
+    client: Client, job: OpenedJob, rows: EarlyCheck, engine_factory: str
+) -> tuple[str, Future[JobResult], tuple[str, ...]]:
     show_jobs(client)
     keep_leases(client)
     count_losses(client)
@@ -194,16 +186,17 @@ def _launch(client: Client, job: OpenedJob, rows: EarlyCheck, engine_factory: st
     # Dask sends tasks in batches, after the requests that follow them: the next command must find this one's task.
     while not (future.done() or client.run_on_scheduler(_is_known, key=future.key)):
         time.sleep(_ARRIVAL_POLL_S)
-    return LaunchedJob(run_id, future, (*device.notes, *settings.notes))
+    return run_id, future, (*device.notes, *settings.notes)
 
 
-def follow(client: Client, launched: LaunchedJob, reporter: JobReporter, watcher: Progress) -> JobResult:
+def follow(
+    client: Client, run_id: str, future: Future[JobResult], reporter: JobReporter, watcher: Progress
+) -> JobResult:
     """Report the job's states until it ends, and return its result. Raises the error that the job raised.
 
     The watcher gets a note when the cluster has no workers any more. Ctrl-C stops the job, waits until finished rows
     are kept, and raises `JobInterruptedError`.
     """
-    run_id, future = launched.run_id, launched.future
     states: queue.SimpleQueue[JobState | None] = queue.SimpleQueue()
     STATES.subscribe(client, run_id, lambda message: states.put(message.state))
     future.add_done_callback(lambda _: states.put(None))

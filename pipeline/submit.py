@@ -70,9 +70,9 @@ def submit(
         _cluster_of(job.spec, cluster_file or state_file(), client) as (own, address, dashboard),
         cluster_errors_named(own, shown),
     ):
-        launched = launch(own, job, rows, reporter, engine_factory)
+        _, future, _ = launch(own, job, rows, reporter, engine_factory)
         # The scheduler keeps a published future when this client is gone.
-        own.publish_dataset(launched.future, name=f"lora/{job.record.job_id}", override=True)
+        own.publish_dataset(future, name=f"lora/{job.record.job_id}", override=True)
     reporter.handed_over()
     if has_finished(job):
         finished_before(job)  # the job has finished before `handed_over` was written

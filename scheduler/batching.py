@@ -152,39 +152,27 @@ class StepPlan:
             assert present <= {self.merged_adapter}, f"adapters {present}, merged {self.merged_adapter}"
 
 
-class Batcher(Protocol):
-    """Chooses each step of one replica. May keep state; one object per replica."""
-
-    def next_step(self, view: BatchView) -> StepPlan:
-        """Decide the next step. Must serve or admit something whenever a row is there."""
+#: Chooses each step of one replica: serves or admits something whenever a row is there. A function, or an object that
+#: keeps state, one for each replica.
+Batcher = Callable[[BatchView], StepPlan]
 
 
-@dataclass(frozen=True, slots=True)
-class ClusteredBatcher:
-    """Unmerged, all running rows are served; free places go to adapters already in the batch first.
+def clustered(view: BatchView) -> StepPlan:
+    """Serve all running rows unmerged, and fill the free places in `admission_order`.
 
     Few distinct adapters at once is what makes an unmerged step fast. After them come adapters that are resident, then
     those with the most waiting rows, so that each new adapter adds as many rows as possible.
     """
-
-    def next_step(self, view: BatchView) -> StepPlan:
-        """Serve all running rows unmerged, and fill the free places in `admission_order`."""
-        free = max(0, view.max_batch_rows - len(view.running_adapter))
-        admit = admission_order(view)
-        return StepPlan("unmerged", None, np.ones(len(view.running_adapter), bool), admit[:free])
+    free = max(0, view.max_batch_rows - len(view.running_adapter))
+    admit = admission_order(view)
+    return StepPlan("unmerged", None, np.ones(len(view.running_adapter), bool), admit[:free])
 
 
-@dataclass(frozen=True, slots=True)
-class InClusters:
-    """Lets `inner` choose as if rows had come adapter by adapter: see `admission_order`."""
-
-    inner: Batcher
-
-    def next_step(self, view: BatchView) -> StepPlan:
-        """Take the plan that `inner` makes of the waiting rows in `admission_order`."""
-        order = admission_order(view)
-        plan = self.inner.next_step(view.of_waiting(order))
-        return replace(plan, admit=order[plan.admit])
+def in_clusters(inner: Batcher, view: BatchView) -> StepPlan:
+    """Let `inner` choose as if rows had come adapter by adapter, in `admission_order`."""
+    order = admission_order(view)
+    plan = inner(view.of_waiting(order))
+    return replace(plan, admit=order[plan.admit])
 
 
 def admission_order(view: BatchView) -> NDArray[np.int64]:
@@ -263,7 +251,7 @@ class MergeWaveBatcher:
     #: may merge and mix the others as it likes.
     min_rows: int | None
 
-    def next_step(self, view: BatchView) -> StepPlan:
+    def __call__(self, view: BatchView) -> StepPlan:
         """Plan the next step.
 
         A merged wave goes on while it has rows; else `inner` serves the rows outside of waves; without any, a wave
@@ -297,7 +285,7 @@ class MergeWaveBatcher:
 
     def _shared(self, view: BatchView, shared: NDArray[np.int64], merged: int | None) -> StepPlan:
         shown = view.of_waiting(shared)
-        plan = self.inner.next_step(shown if merged == view.merged_adapter else replace(shown, merged_adapter=merged))
+        plan = self.inner(shown if merged == view.merged_adapter else replace(shown, merged_adapter=merged))
         return replace(plan, admit=shared[plan.admit])
 
 

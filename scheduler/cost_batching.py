@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,6 @@ from numpy.typing import NDArray
 from .batching import (
     Batcher,
     BatchView,
-    InClusters,
     MeanLengths,
     MergeWaveBatcher,
     Ranks,
@@ -27,6 +27,7 @@ from .batching import (
     ReplicaMode,
     StepPlan,
     as_step_plan,
+    in_clusters,
     no_more_rows,
 )
 from .cost import CostModel, lora_load
@@ -77,7 +78,7 @@ class AdaptiveBatcher:
     #: to a step beside its own token.
     prompt_share: float = 0.0
 
-    def next_step(self, view: BatchView) -> StepPlan:
+    def __call__(self, view: BatchView) -> StepPlan:
         """Plan the step of the candidate that serves most rows per second; the first one on ties."""
         types = np.concatenate([view.running_adapter, view.waiting_adapter])
         best, best_rate = None, -1.0
@@ -173,7 +174,7 @@ class CostBatcher:
     #: Whether the replica has merged before: all the state that is kept.
     _has_merged: bool = False
 
-    def next_step(self, view: BatchView) -> StepPlan:
+    def __call__(self, view: BatchView) -> StepPlan:
         """Plan the next step by an `AdaptiveBatcher` with the lengths, ranks and prices of now."""
         output_tokens = self.lengths.mean()
 
@@ -198,13 +199,13 @@ class CostBatcher:
             # Prompts of rows that run are computed.
             prompt_share=self.lengths.mean_prompt / patience * num_waiting / max(1.0, num_waiting + num_running / 2),
         )
-        return batcher.next_step(view)
+        return batcher(view)
 
 
 def choosing_by_cost(facts: ReplicaFacts) -> Batcher:
     """Make the batcher that chooses each step by cost, mixture included."""
     inner = CostBatcher(facts.cost, facts.ranks, facts.lengths, facts.rows_to_come)
-    return MergeWaveBatcher(InClusters(inner), facts.must_merge, None)
+    return MergeWaveBatcher(partial(in_clusters, inner), facts.must_merge, None)
 
 
 @dataclass(slots=True)
@@ -222,9 +223,9 @@ class PromptsTogether:
     ranks: Ranks
     _wasted_s: float = 0.0
 
-    def next_step(self, view: BatchView) -> StepPlan:
+    def __call__(self, view: BatchView) -> StepPlan:
         """Take the plan of `inner`; hold its entering rows back while waiting costs less than a mixed step."""
-        plan = self.inner.next_step(view)
+        plan = self.inner(view)
         num_running, num_entering = len(view.running_adapter), _num_entering(view, plan)
         if not num_entering:
             return plan

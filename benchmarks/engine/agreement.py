@@ -108,7 +108,7 @@ def _compared(model: str, products: Products, answers: Answers, reference: Answe
 
 
 def _answer(row: Mapping[str, Any]) -> Answer:
-    return Answer(row["token_ids"], row["token_logprobs"])
+    return row["token_ids"], row["token_logprobs"]
 
 
 def _table(found: list[TaskAgreement]) -> Table:

@@ -48,7 +48,7 @@ class ExchangeableBatcher:
     def __init__(self) -> None:
         self.mode: ReplicaMode = "unmerged"
 
-    def next_step(self, view: BatchView) -> StepPlan:
+    def __call__(self, view: BatchView) -> StepPlan:
         """Serve all running rows in `mode`, and admit waiting rows as far as there is room."""
         room = max(view.max_batch_rows - len(view.running_adapter), 0)
         numbers = np.concatenate([view.running_adapter, view.waiting_adapter])

@@ -13,7 +13,7 @@ import numpy as np
 from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.baselines.dlora_migration import AdapterRows, ReplicaLoad, plan_migration
-from lorabatch.scheduler.batching import ClusteredBatcher
+from lorabatch.scheduler.batching import clustered
 from lorabatch.scheduler.machines import H200_LLAMA_3_8B
 from lorabatch.scheduler.messages import Command, Event
 from lorabatch.scheduler.planning.placement import PlacementProblem, place_shards
@@ -144,13 +144,13 @@ def _simulate(workload: Workload, plan: ShardPlan, num_replicas: int) -> TimedSc
     settings = replace(prediction.replica_settings(SETTINGS), leap_steps=16, is_coarse=True, look_ahead=1024)
     timeline = Timeline.empty(workload.num_rows, num_replicas)
     replicas = [
-        SimulatedReplica(i, workload, H200_LLAMA_3_8B, ClusteredBatcher(), settings, timeline)
-        for i in range(num_replicas)
+        SimulatedReplica(i, workload, H200_LLAMA_3_8B, clustered, settings, timeline) for i in range(num_replicas)
     ]
     scheduler = TimedScheduler(Scheduler(plan.shards, settings=SETTINGS.scheduler(num_replicas)))
     cluster = Cluster((0.0,) * num_replicas, progress_s=2.0)
-    outcome = JobSimulation(workload, plan, scheduler, replicas, cluster, timeline, settings).run()
-    assert outcome.failure is None, outcome.failure
+    simulation = JobSimulation(workload, plan, scheduler.handle, replicas, cluster, timeline, settings)
+    simulation.run()
+    assert simulation.failure is None, simulation.failure
     return scheduler
 
 

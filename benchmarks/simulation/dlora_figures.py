@@ -21,8 +21,8 @@ from lorabatch.benchmarks.simulation.serving_run import (
     sustained_factor,
 )
 from lorabatch.benchmarks.simulation.serving_simulation import ProactiveDispatcher, Requests, RoundRobinDispatcher
-from lorabatch.scheduler.baselines.batchers import MergedBatcher, UnmergedBatcher
-from lorabatch.scheduler.baselines.dlora_batching import Credits, DloraBatcher, Thresholds
+from lorabatch.scheduler.baselines.batchers import MergedBatcher, unmerged
+from lorabatch.scheduler.baselines.dlora_batching import Credits, DynamicBatcher, dlora_batcher
 from lorabatch.scheduler.baselines.dlora_migration import MigrationSettings
 from lorabatch.scheduler.batching import Batcher
 from lorabatch.scheduler.cost import CostModel
@@ -96,15 +96,15 @@ def requests(
 
 def batcher(
     num_adapters: int, *, thresholds: tuple[float, float] | None = None, credit_batches: float | None = None
-) -> DloraBatcher:
+) -> DynamicBatcher:
     """dLoRA's, perhaps with other start values of alpha and beta, or other credits of each adapter."""
     ranks = np.full(num_adapters, 8.0)
-    made = DloraBatcher(COST, lambda: ranks, BATCH, mean_context=500.0)
+    made = dlora_batcher(COST, lambda: ranks, BATCH, mean_context=500.0)
     if thresholds is not None:
-        made.inner.thresholds = Thresholds(*thresholds)
+        made.alpha, made.beta = thresholds
     if credit_batches is not None:
         initial = credit_batches * BATCH
-        made.inner.credits = Credits(0, initial=initial, starve_above=1.5 * initial, normal_below=1.2 * initial)
+        made.credits = Credits(0, initial=initial, starve_above=1.5 * initial, normal_below=1.2 * initial)
     return made
 
 
@@ -116,8 +116,8 @@ def figure_10_and_14(lengths: Lengths, num_rows: int, seed: int) -> list[Figure]
     runs: dict[str, tuple[CostModel, Callable[[], Batcher]]] = {
         "dLoRA": (COST, lambda: batcher(8)),
         "Merged-only": (COST, MergedBatcher),
-        "Unmerged-only, S-LoRA": (COST, UnmergedBatcher),
-        "S-LoRA, kernel of 25 %": (cheap, UnmergedBatcher),
+        "Unmerged-only, S-LoRA": (COST, lambda: unmerged),
+        "S-LoRA, kernel of 25 %": (cheap, lambda: unmerged),
         "dLoRA, alpha 1.2, beta 0.6": (COST, lambda: batcher(8, thresholds=(1.2, 0.6))),
         "dLoRA, 100 times the credit": (COST, lambda: batcher(8, credit_batches=20_000)),
     }

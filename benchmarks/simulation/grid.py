@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from lorabatch.benchmarks.simulation.lengths import Lengths, read_trace, synthetic_lengths
 from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
-from lorabatch.scheduler.baselines.batchers import UnmergedBatcher
+from lorabatch.scheduler.baselines.batchers import unmerged
 from lorabatch.scheduler.batching import Batcher, ReplicaFacts
 from lorabatch.scheduler.cost import CostModel
 from lorabatch.scheduler.estimates.lengths import LengthEstimator, expected_tokens
@@ -210,9 +210,10 @@ def _play(instance: Instance, plan: ShardPlan, scheduler: Scheduler, make: Maker
         for number, slow in enumerate(slowness)
     ]
     cluster = Cluster((0.0,) * len(slowness))
-    outcome = JobSimulation(workload, plan, scheduler, replicas, cluster, timeline, limits).run()
-    assert outcome.failure is None, outcome.failure
-    return outcome.makespan_s
+    simulation = JobSimulation(workload, plan, scheduler.handle, replicas, cluster, timeline, limits)
+    makespan_s = simulation.run()
+    assert simulation.failure is None, simulation.failure
+    return makespan_s
 
 
 def bound(instance: Instance, cost: CostModel | None = None) -> JobBound:
@@ -254,9 +255,9 @@ def parts(instance: Instance) -> dict[str, float]:
 
 POLICIES: dict[str, Callable[[Instance], float]] = {
     "ours": ours,
-    "by adapter, dealt by work, unmerged": lambda i: dealt(i, UnmergedBatcher, by_work=True),
+    "by adapter, dealt by work, unmerged": lambda i: dealt(i, lambda: unmerged, by_work=True),
     "by adapter, dealt by work, our batcher": lambda i: dealt(i, _our_batcher(i), by_work=True),
-    "in turn, unmerged": lambda i: dealt(i, UnmergedBatcher, by_work=False),
+    "in turn, unmerged": lambda i: dealt(i, lambda: unmerged, by_work=False),
     "input order, queue, our batcher": queue,
 }
 

@@ -25,7 +25,7 @@ from lorabatch.benchmarks.simulation.serving_simulation import (
     Requests,
     RoutedDispatcher,
 )
-from lorabatch.scheduler.baselines.batchers import UnmergedBatcher
+from lorabatch.scheduler.baselines.batchers import unmerged
 from lorabatch.scheduler.baselines.loraserve import assign_loraserve
 from lorabatch.scheduler.cost import CostModel
 from lorabatch.scheduler.machines import LORASERVE_A100_LLAMA_7B
@@ -94,16 +94,16 @@ def policies(asked: Requests, num_servers: int, seed: int, cost: CostModel = COS
     return {
         "LoRAServe": Policy(
             "LoRAServe",
-            UnmergedBatcher,
+            lambda: unmerged,
             lambda: planner(seen[None, :]),
             replan=planner,
             replan_every_s=every_s,
         ),
-        "Toppings": Policy("Toppings", UnmergedBatcher, FewestTokensDispatcher),
-        "least seconds": Policy("least seconds", UnmergedBatcher, LeastLoadDispatcher),
-        "S-LoRA Random": Policy("S-LoRA Random", UnmergedBatcher, lambda: RoutedDispatcher(random)),
-        "S-LoRA Contiguous": Policy("S-LoRA Contiguous", UnmergedBatcher, lambda: RoutedDispatcher(contiguous)),
-        KNOWN: Policy(KNOWN, UnmergedBatcher, lambda: LoRAServePlanner(ranks, num_servers, cost)(whole[None, :])),
+        "Toppings": Policy("Toppings", lambda: unmerged, FewestTokensDispatcher),
+        "least seconds": Policy("least seconds", lambda: unmerged, LeastLoadDispatcher),
+        "S-LoRA Random": Policy("S-LoRA Random", lambda: unmerged, lambda: RoutedDispatcher(random)),
+        "S-LoRA Contiguous": Policy("S-LoRA Contiguous", lambda: unmerged, lambda: RoutedDispatcher(contiguous)),
+        KNOWN: Policy(KNOWN, lambda: unmerged, lambda: LoRAServePlanner(ranks, num_servers, cost)(whole[None, :])),
     }
 
 

@@ -243,8 +243,8 @@ class ServingSimulation:
     def _migrate(self, now: float) -> None:
         names = {str(i): i for i in range(len(self._replicas))}
         loads = [self._load_of(replica) for replica in range(len(self._replicas))]
-        plan = plan_migration(loads, {}, self._settings.migration)
-        for move in plan.moves:
+        moves, _ = plan_migration(loads, {}, self._settings.migration)
+        for move in moves:
             source, target = names[move.from_replica_id], names[move.to_replica_id]
             waiting = self._replicas[source].waiting
             number = BASE_MODEL if move.adapter_id is None else int(move.adapter_id)

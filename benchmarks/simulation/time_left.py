@@ -140,9 +140,10 @@ def play(job: Job) -> tuple[float, list[tuple[float, TimeLeft]]]:
     replicas = [_replica(job, number, timeline) for number in range(num_workers)]
     cluster = Cluster((0.0,) * num_workers, hop_s=_HOP_S)
     limits = prediction.replica_settings(job.settings)
-    outcome = JobSimulation(job.rows, cut.plan, watched, replicas, cluster, timeline, limits).run()
-    assert outcome.failure is None, outcome.failure
-    return outcome.makespan_s, watched.shown
+    simulation = JobSimulation(job.rows, cut.plan, watched.handle, replicas, cluster, timeline, limits)
+    makespan_s = simulation.run()
+    assert simulation.failure is None, simulation.failure
+    return makespan_s, watched.shown
 
 
 def _replica(job: Job, number: int, timeline: Timeline) -> SimulatedReplica:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...scheduler.batching import Batcher, ClusteredBatcher, MergeWaveBatcher, ReplicaFacts, batcher_of
+from ...scheduler.batching import Batcher, MergeWaveBatcher, ReplicaFacts, batcher_of, clustered
 from ...scheduler.cost_batching import PromptsTogether
 from ..config import EngineConfig
 
@@ -18,5 +18,5 @@ def choose_batcher(config: EngineConfig, facts: ReplicaFacts) -> Batcher:
     if config.batcher is not None or config.mode == "auto":
         batcher = batcher_of(config.batcher or "cost", facts)
     else:
-        batcher = MergeWaveBatcher(ClusteredBatcher(), facts.must_merge, 1 if config.mode == "merged" else None)
+        batcher = MergeWaveBatcher(clustered, facts.must_merge, 1 if config.mode == "merged" else None)
     return PromptsTogether(batcher, facts.cost, facts.ranks) if facts.cost.mixed_step_s else batcher

@@ -8,7 +8,7 @@ import io
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
@@ -73,22 +73,13 @@ class Footer:
     has_arrow_schema: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class InputFiles:
-    """The files of a job's input."""
-
-    #: Footers of the files that are read.
-    footers: tuple[Footer, ...]
-    #: Names of files in the same folders that are not read.
-    unread: tuple[str, ...]
-
-    def distinct_kinds(self) -> list[tuple[str, Mapping[str, tuple[str, ...]]]]:
-        """Name and `column_kinds` of one file for each distinct `column_kinds`."""
-        found: dict[int, tuple[str, Mapping[str, tuple[str, ...]]]] = {}
-        for footer in self.footers:
-            # files of one schema share the object
-            found.setdefault(id(footer.kinds), (footer.file.name, footer.kinds))
-        return list(found.values())
+def distinct_kinds(footers: Iterable[Footer]) -> list[tuple[str, Mapping[str, tuple[str, ...]]]]:
+    """Name and `column_kinds` of one file for each distinct `column_kinds`."""
+    found: dict[int, tuple[str, Mapping[str, tuple[str, ...]]]] = {}
+    for footer in footers:
+        # files of one schema share the object
+        found.setdefault(id(footer.kinds), (footer.file.name, footer.kinds))
+    return list(found.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +119,9 @@ class _Found:
         return below[-1] if _is_visible(below) else "/".join(below)
 
 
-def read_footers(urls: Sequence[str], storage_options: Mapping[str, Any]) -> InputFiles:
-    """Footers of all files: in the order of the inputs, and of their names within each.
+def read_footers(urls: Sequence[str], storage_options: Mapping[str, Any]) -> tuple[tuple[Footer, ...], tuple[str, ...]]:
+    """Footers of all files, in the order of the inputs, and of their names within each; and the names of files in the
+    same folders that are not read.
 
     `urls`: files, folders (all Parquet files below them, whatever their ending, without names that start with `_` or
     `.`) and globs. Raises `JobRequestError` naming every input and file that cannot be used.
@@ -153,7 +145,7 @@ def read_footers(urls: Sequence[str], storage_options: Mapping[str, Any]) -> Inp
     if problems:
         raise JobRequestError(*problems)
     unread = tuple(found.shown(path) for found in inputs for path in found.unread)
-    return InputFiles(tuple(outcome for outcome in outcomes if isinstance(outcome, Footer)), unread)
+    return tuple(outcome for outcome in outcomes if isinstance(outcome, Footer)), unread
 
 
 def _found(url: str, storage_options: Mapping[str, Any], problems: list[str]) -> _Found | None:

@@ -45,27 +45,10 @@ _LEAST_LOGPROB = -9999.0
 _Row = dict[str, Any]
 
 
-@dataclass(slots=True)
-class ExportedBatch:
-    """The outcome of one export."""
-
-    #: The file that was written, without passwords and signatures.
-    results: str
-    #: Lines with a response.
-    num_responses: int = 0
-    #: Lines with an error.
-    num_errors: int = 0
-
-    def to_text(self) -> str:
-        """A line for people."""
-        return f"{self.results}: {counted(self.num_responses, 'response')}, {counted(self.num_errors, 'error')}"
-
-
-def export_batch(
-    store: JobStore, results: str, storage_options: Mapping[str, Any], *, is_partial: bool = False
-) -> ExportedBatch:
-    """Write the rows of the job in `store` as lines of JSON, in the order of its parts. `is_partial`: also while parts
-    are missing.
+def export_batch(store: JobStore, results: str, storage_options: Mapping[str, Any], *, is_partial: bool = False) -> str:
+    """Write the rows of the job in `store` as lines of JSON, in the order of its parts. Returns a line for people: the
+    file, without passwords and signatures, and its numbers of responses and errors. `is_partial`: also while parts are
+    missing.
 
     Raises `JobRequestError` for an output without a job, for a job that has not finished, and for a file inside its
     output; `StorageError` when storage fails. After an error the file is as it was.
@@ -77,15 +60,16 @@ def export_batch(
             f"output={status.output!r}: this job has not finished. Wait for it, `lorabatch resume` it, or export the "
             "parts that are there with --partial."
         )
-    exported = ExportedBatch(redacted_url(results))
+    num_lines = num_errors = 0
     layout = _Layout.of(status.record)
     with replaced_file(results, storage_options) as file:
         groups = _Groups()
 
         def write(of_row: list[_Row]) -> None:
+            nonlocal num_lines, num_errors
             line = layout.line(of_row)
-            exported.num_errors += line["error"] is not None
-            exported.num_responses += line["error"] is None
+            num_lines += 1
+            num_errors += line["error"] is not None
             file.write(json.dumps(line).encode() + b"\n")
 
         for shard_id in sorted(store.committed_parts()):
@@ -95,7 +79,7 @@ def export_batch(
         for found in groups.unfinished():
             write(found)
         store.check_holder(status.record.job_id)
-    return exported
+    return f"{redacted_url(results)}: {counted(num_lines - num_errors, 'response')}, {counted(num_errors, 'error')}"
 
 
 def _check(store: JobStore, results: str) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from operator import itemgetter
 from typing import Any
 
 from ...scheduler.messages import BEGINNING, EVENTS_VERSION
@@ -30,25 +31,10 @@ _SOURCE_CHARS = 22
 _STAMP = re.compile(
     r"(?P<day>\d{4}-\d\d-\d\d) (?P<time>\d\d:\d\d:\d\d)[,.](?P<ms>\d{3})(?: -)? (?P<text>.*)", re.DOTALL
 )
+# Seconds since the epoch, and a line as printed.
+_Line = tuple[float, str]
 # Number of lines about written parts in a whole job's log, at equal steps.
 _MILESTONES = 10
-
-
-@dataclass(frozen=True, slots=True)
-class LogLine:
-    """One line of a job's log."""
-
-    #: Seconds since the epoch.
-    time_s: float
-    #: "job", the name of a worker, or the name of a log.
-    source: str
-    #: The message.
-    text: str
-
-    def to_text(self) -> str:
-        """The line as printed, with the reader's local time."""
-        at = datetime.fromtimestamp(self.time_s).strftime("%Y-%m-%d %H:%M:%S")
-        return f"{at}  {self.source:<{_SOURCE_CHARS}} | {self.text}"
 
 
 def log_lines(store: JobStore, *, follow: bool = False) -> Iterator[str]:
@@ -63,7 +49,7 @@ def log_lines(store: JobStore, *, follow: bool = False) -> Iterator[str]:
         status = read_status(store)
         is_last = status.is_resting or not follow
         with naming_damage("the job's records"):
-            lines = [line.to_text() for line in reader.new_lines(status, is_last=is_last)]
+            lines = [line for _, line in reader.new_lines(status, is_last=is_last)]
         yield from lines
         if is_last:
             return
@@ -90,7 +76,7 @@ class _LogReader:
     def __post_init__(self) -> None:
         self._story = EventStory()
 
-    def new_lines(self, status: JobStatus, *, is_last: bool) -> list[LogLine]:
+    def new_lines(self, status: JobStatus, *, is_last: bool) -> list[_Line]:
         """The new lines, in order of time. `is_last`: lines about the job's status follow at the end."""
         lines = [] if self._has_begun else list(_frozen(status))
         self._has_begun = True
@@ -103,10 +89,10 @@ class _LogReader:
                 lines += self._story.read(record)
         for name, text in self.store.read_logs().items():
             lines += self._lines_of(name, text, is_last)
-        lines.sort(key=lambda line: line.time_s)
+        lines.sort(key=itemgetter(0))
         return lines + (list(_standing(status)) if is_last else [])
 
-    def _lines_of(self, name: str, text: str, is_last: bool) -> Iterator[LogLine]:
+    def _lines_of(self, name: str, text: str, is_last: bool) -> Iterator[_Line]:
         end = len(text) if is_last else text.rfind("\n") + 1
         fresh, self._read[name] = text[self._read[name] : end], max(end, self._read[name])
         for line in fresh.splitlines():
@@ -115,31 +101,37 @@ class _LogReader:
                 at = datetime.fromisoformat(f"{stamp['day']} {stamp['time']}.{stamp['ms']}")
                 self._times[name] = at.timestamp()
             said = stamp["text"] if stamp else line
-            yield LogLine(self._times.get(name, 0.0), self._story.source(name), self._story.in_text(said))
+            yield _line(self._times.get(name, 0.0), self._story.source(name), self._story.in_text(said))
 
 
-def _frozen(status: JobStatus) -> Iterator[LogLine]:
+def _line(time_s: float, source: str, text: str) -> _Line:
+    """A line of the log, with the reader's local time. `source`: "job", the name of a worker, or the name of a log."""
+    at = datetime.fromtimestamp(time_s).strftime("%Y-%m-%d %H:%M:%S")
+    return time_s, f"{at}  {source:<{_SOURCE_CHARS}} | {text}"
+
+
+def _frozen(status: JobStatus) -> Iterator[_Line]:
     record = status.record
     text = (
         f"{record.job_id}: {record.input.num_rows:,} rows, {len(record.adapters):,} adapters, model {record.model.url}"
     )
-    yield LogLine(datetime.fromisoformat(record.created_at).timestamp(), "job", text)
+    yield _line(datetime.fromisoformat(record.created_at).timestamp(), "job", text)
 
 
-def _standing(status: JobStatus) -> Iterator[LogLine]:
+def _standing(status: JobStatus) -> Iterator[_Line]:
     """Lines about the job's present status: its notes, rows, message and next step."""
     state = status.state
     if state is None:
-        yield LogLine(time.time(), "job", "no run of it has begun")
+        yield _line(time.time(), "job", "no run of it has begun")
         return
-    yield from (LogLine(state.updated_at_s, "job", f"note: {note.strip()}") for note in state.notes)
+    yield from (_line(state.updated_at_s, "job", f"note: {note.strip()}") for note in state.notes)
     totals = status.totals or RowTotals(0, 0, 0, 0)
     left = f", {status.time_left}" if status.time_left else ""
-    yield LogLine(state.updated_at_s, "job", f"{status.headline}: {totals.to_text()}{left}")
+    yield _line(state.updated_at_s, "job", f"{status.headline}: {totals.to_text()}{left}")
     if state.message:
-        yield LogLine(state.updated_at_s, "job", state.message)
+        yield _line(state.updated_at_s, "job", state.message)
     if status.next_step:
-        yield LogLine(state.updated_at_s, "job", f"next: {status.next_step}")
+        yield _line(state.updated_at_s, "job", f"next: {status.next_step}")
 
 
 class EventStory:
@@ -171,14 +163,14 @@ class EventStory:
         """A text with names in place of addresses."""
         return self._names.in_text(text)
 
-    def read(self, record: Mapping[str, Any]) -> Iterator[LogLine]:
+    def read(self, record: Mapping[str, Any]) -> Iterator[_Line]:
         """Lines for one event or command; most have none. A command has the time of the event before it."""
         if record.get("kind") == BEGINNING:
             yield from self._begin(record)
             return
         self._now_s = self._began_s + record["time_s"] if "time_s" in record else self._now_s
         for source, text in self._told(record):
-            yield LogLine(self._now_s, source, self.in_text(text))
+            yield _line(self._now_s, source, self.in_text(text))
 
     def _told(self, record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         match record:
@@ -237,7 +229,7 @@ class EventStory:
         to = self._names.name(record["to_replica_id"])
         return self._names.name(record["from_replica_id"]), f"{rows} of shard {record['shard_id']} move to {to}"
 
-    def _begin(self, record: Mapping[str, Any]) -> Iterator[LogLine]:
+    def _begin(self, record: Mapping[str, Any]) -> Iterator[_Line]:
         """Lines for the start of a coordinator, of a new run or in place of another coordinator."""
         self._began_s = self._now_s = record.get("at_s", self._now_s)
         is_new = self._run_id != record.get("run_id", "")
@@ -248,14 +240,14 @@ class EventStory:
         self._name(record.get("workers", ()))
         phases = [(name, at_s) for name, at_s in record.get("phases", ())]
         if is_new:
-            yield LogLine(phases[0][1] if phases else self._now_s, "job", f"run {self._run_id} starts")
+            yield _line(phases[0][1] if phases else self._now_s, "job", f"run {self._run_id} starts")
             if record.get("version") != EVENTS_VERSION:
-                yield LogLine(self._now_s, "job", "its events are of another version: some of them are not shown")
-            yield from (LogLine(at_s, "job", name) for name, at_s in phases[1:])
-            yield LogLine(self._now_s, "job", self._planned(len(record.get("committed", ()))))
+                yield _line(self._now_s, "job", "its events are of another version: some of them are not shown")
+            yield from (_line(at_s, "job", name) for name, at_s in phases[1:])
+            yield _line(self._now_s, "job", self._planned(len(record.get("committed", ()))))
         else:
             worker = self._names.name(record.get("coordinator", ""))
-            yield LogLine(self._now_s, worker, "coordinates the job from now on, in place of a worker that is lost")
+            yield _line(self._now_s, worker, "coordinates the job from now on, in place of a worker that is lost")
 
     def _planned(self, num_committed: int) -> str:
         shards = self.plan["shards"] if self.plan else []

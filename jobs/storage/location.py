@@ -21,7 +21,7 @@ import shutil
 import stat
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, cached_property
 from io import FileIO
 from pathlib import Path
@@ -56,8 +56,8 @@ class Location:
         return {name: self.__dict__[name] for name in ("url", "storage_options", "scratch")}
 
     @cached_property
-    def _segment_names(self) -> dict[str, SegmentNames]:
-        """Folder -> names of the journal segments that this process adds to it."""
+    def _last_segments(self) -> dict[str, int]:
+        """Journal -> number of its latest segment, for journals to which this process adds."""
         return {}
 
     @cached_property
@@ -191,8 +191,9 @@ class Location:
         with self._translated("append to", name):
             if not self.is_local:
                 folder, _, journal = name.rpartition("/")
-                names = self._segment_names.setdefault(folder, SegmentNames())
-                segment = names.next(journal, time.time_ns(), lambda: self.list(folder))
+                last = self._last_segments.get(name)
+                last = last_segment(journal, self.list(folder)) if last is None else last
+                segment, self._last_segments[name] = next_segment(journal, last, time.time_ns())
                 self._put(f"{folder}/{segment}" if folder else segment, data)
                 return
             path = self.local_path(name)
@@ -480,24 +481,19 @@ def segments_of(journal: str, names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if name == journal or name.startswith(f"{journal}."))
 
 
-class SegmentNames:
-    """Names the segments that one writer adds to the journals of a folder.
+def last_segment(journal: str, names: Iterable[str]) -> int:
+    """The highest number of a segment of this journal among the names in its folder; 0 without any."""
+    return max((_number(journal, name) for name in segments_of(journal, names)), default=0)
 
-    Segments are numbered by the clock, but always above the segments that existed when the writer came: a coordinator
-    that takes over may have a clock that is behind.
+
+def next_segment(journal: str, last: int, now_ns: int) -> tuple[str, int]:
+    """Name and number of a journal's segment after the one with the number `last`. `journal`: name without folder.
+
+    Segments are numbered by the clock, but always above those that existed before: a coordinator that takes over may
+    have a clock that is behind.
     """
-
-    def __init__(self) -> None:
-        # Journal -> the highest number used, by this writer or before it.
-        self._last: dict[str, int] = {}
-
-    def next(self, journal: str, now_ns: int, list_names: Callable[[], Iterable[str]]) -> str:
-        """A new segment's name. `journal`: name without folder. `list_names`: gives the names in the folder."""
-        last = self._last.get(journal)
-        if last is None:
-            last = max((_number(journal, name) for name in segments_of(journal, list_names())), default=0)
-        self._last[journal] = number = max(now_ns, last + 1)
-        return f"{journal}.{number:020d}-{uuid.uuid4().hex[:8]}"
+    number = max(now_ns, last + 1)
+    return f"{journal}.{number:020d}-{uuid.uuid4().hex[:8]}", number
 
 
 def _number(journal: str, segment: str) -> int:

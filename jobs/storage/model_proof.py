@@ -17,16 +17,6 @@ from .local_copy import file_key, identity_files, open_file_sha256, sha256_of_fi
 _HASH_SHOWN = 12
 
 
-@dataclass(frozen=True, slots=True)
-class ModelProblem:
-    """Why the loaded content is not, or may not be, the content that the job names."""
-
-    #: The reason, as a clause for messages.
-    text: str
-    #: Whether loading the model again is pointless.
-    is_permanent: bool
-
-
 @dataclass(slots=True)
 class _Held:
     """A file of the model that stays open."""
@@ -100,31 +90,33 @@ class ModelProof:
             held.digest = open_file_sha256(held.path, held.file, use_remembered=trusts, cache_root=root)
         return sha256_of_files((held.name, held.digest) for held in self._held)
 
-    def problem(self, digest: str) -> ModelProblem | None:
-        """Why the content loaded since may not be the expected one, or None. `digest`: the result of `digest()`."""
+    def problem(self, digest: str) -> tuple[str, bool] | None:
+        """Why the content loaded since may not be the expected one, as a clause for messages, and whether loading it
+        again is pointless; None without a problem. `digest`: the result of `digest()`.
+        """
         if not self._expected:
             return None
         moved = [held.name for held in self._held if not held.is_in_place]
         if moved or [path.resolve() for path in self._paths()] != [held.path for held in self._held]:
             what = ", ".join(moved) or "the list of its files"
-            return ModelProblem(f"the base model in {self._folder} was changed while it was loaded: {what}", False)
+            return f"the base model in {self._folder} was changed while it was loaded: {what}", False
         if digest != self._expected:
-            return ModelProblem(
+            text = (
                 f"the base model in {self._folder} holds content {digest[:_HASH_SHOWN]}, expected "
                 f"{self._expected[:_HASH_SHOWN]}: its files have changed since the job was started. Put back what they "
-                "were and run the same command again, or start over with --overwrite",
-                True,
+                "were and run the same command again, or start over with --overwrite"
             )
+            return text, True
         return None
 
-    def later_problem(self) -> ModelProblem | None:
-        """A problem when a file was written to in place since it was loaded, since engines may compute from mapped
-        files. Files that were replaced or removed are ignored: the mapped file is unchanged.
+    def later_problem(self) -> str | None:
+        """A clause about a file that was written to in place since it was loaded, since engines may compute from mapped
+        files; None without one. Files that were replaced or removed are ignored: the mapped file is unchanged.
         """
         for held in self._held:
             if held.digest and not held.is_as_read():
                 text = f"the base model in {self._folder}: {held.name} was written to while an engine used it"
-                return ModelProblem(f"{text}. Put back what it was and run the same command again", True)
+                return f"{text}. Put back what it was and run the same command again"
         return None
 
     def close(self) -> None:

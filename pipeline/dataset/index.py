@@ -219,7 +219,7 @@ def _proven(base: Path, sha256: str) -> Iterator[None]:
         yield
         problem = proof.problem(proof.digest())
     if problem is not None:
-        raise StorageError(f"{problem.text}.")
+        raise StorageError(f"{problem[0]}.")
 
 
 def _ipc_bytes(batches: Iterable[pa.RecordBatch], key: str) -> memoryview:

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...engine.request import ExportedRow
+from ...engine.server.frames import RegisterAdapter
 from ...jobs.errors import JobFailedError
 from ...scheduler.liveness import LivenessDetector
-from ..messages import LocalAdapter
 from ..supervisor.open_shard import OpenShard, ServedRow
 from ..supervisor.queue import EngineQueue
 from ..supervisor.supervisor import EngineHandle
@@ -49,7 +49,7 @@ class IncomingRows:
         self._loans: dict[str, _Loan] = {}
         self._watcher: asyncio.Task[None] | None = None
 
-    def receive(self, loan_id: str, rows: Sequence[ExportedRow], adapters: Sequence[LocalAdapter]) -> None:
+    def receive(self, loan_id: str, rows: Sequence[ExportedRow], adapters: Sequence[RegisterAdapter]) -> None:
         """Work on these rows. A repeated call for the same loan does nothing."""
         if loan_id in self._loans:
             return

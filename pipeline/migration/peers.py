@@ -24,11 +24,6 @@ ReplyT = TypeVar("ReplyT")
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
-    """The reply to a request that asks for no data."""
-
-
-@dataclass(frozen=True, slots=True)
 class LoanResults:
     """The reply to `FetchResults`: results of lent rows that the owner has not acknowledged. `is_over`: whether no more
     results will come; `returned`: the rows without a result, with the tokens that were generated for them.
@@ -54,13 +49,13 @@ class Refused:
 
 
 class PeerRequest(Generic[ReplyT]):
-    """Base of all requests; the parameter is the type of the reply."""
+    """Base of all requests; the parameter is the type of the reply, None for a request that asks for no data."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
-class LendRows(PeerRequest[Accepted]):
+class LendRows(PeerRequest[None]):
     """Asks an owner to lend rows of an open shard to another worker."""
 
     #: Shard of the rows.
@@ -76,7 +71,7 @@ class LendRows(PeerRequest[Accepted]):
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiveRows(PeerRequest[Accepted]):
+class ReceiveRows(PeerRequest[None]):
     """Asks a helper to work on these rows of the worker `owner`."""
 
     loan_id: str
@@ -93,14 +88,14 @@ class FetchResults(PeerRequest[LoanResults]):
 
 
 @dataclass(frozen=True, slots=True)
-class RecallRows(PeerRequest[Accepted]):
+class RecallRows(PeerRequest[None]):
     """Asks a helper to give lent rows back as they are, with the next results."""
 
     loan_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class DropRows(PeerRequest[Accepted]):
+class DropRows(PeerRequest[None]):
     """Asks a helper to drop lent rows, which are no longer needed."""
 
     loan_id: str
@@ -114,7 +109,7 @@ class FetchAdapter(PeerRequest[AdapterFiles]):
 
 
 _REQUESTS: Codec[Any] = Codec(LendRows, ReceiveRows, FetchResults, RecallRows, DropRows, FetchAdapter)
-_REPLIES: Codec[Any] = Codec(Accepted, LoanResults, AdapterFiles, Refused)
+_REPLIES: Codec[Any] = Codec(LoanResults, AdapterFiles, Refused)
 
 
 class PeerLostError(Exception):
@@ -150,20 +145,18 @@ class Peers:
             raise PeerUnreachableError(f"{address} does not answer ({str(error) or type(error).__name__})") from None
         # Dask replies with a string when a worker serves no such operation.
         try:
-            reply = (
-                _unpacked(_REPLIES, answer["body"]) if isinstance(answer, dict) else Refused("no engine of this run")
-            )
+            reply = _unpacked_reply(answer["body"]) if isinstance(answer, dict) else Refused("no engine of this run")
         except MessageError as error:
             raise PeerLostError(f"{address}: {error}") from None
         if isinstance(reply, Refused):
             raise PeerLostError(f"{address}: {printable(str(reply.reason))}")
         return cast(ReplyT, reply)
 
-    def send(self, address: str, request: PeerRequest[Accepted]) -> None:
+    def send(self, address: str, request: PeerRequest[None]) -> None:
         """Send a request from any thread without waiting for the reply; a lost worker is only logged."""
         self._worker.loop.add_callback(self._send, address, request)
 
-    async def _send(self, address: str, request: PeerRequest[Accepted]) -> None:
+    async def _send(self, address: str, request: PeerRequest[None]) -> None:
         try:
             await self.ask(address, request)
         except PeerLostError as error:
@@ -177,7 +170,8 @@ def serve_peers(worker: Worker, run_id: str, reply_to: Callable[[Any], Awaitable
         request = None
         try:
             request = _unpacked(_REQUESTS, body)
-            reply = _packed(_REPLIES, await reply_to(request))
+            found = await reply_to(request)
+            reply = None if found is None else _packed(_REPLIES, found)
         except Exception as error:
             logger.exception("no reply to %s", type(request).__name__)
             reply = _packed(_REPLIES, Refused(f"{type(error).__name__}: {error}"))
@@ -197,6 +191,10 @@ def _packed(codec: Codec[Any], message: object) -> bytes:
 
 def _unpacked(codec: Codec[Any], body: bytes) -> Any:
     return codec.decode(unpacked(body))
+
+
+def _unpacked_reply(body: bytes | None) -> Any:
+    return None if body is None else _unpacked(_REPLIES, body)
 
 
 def _op(run_id: str) -> str:

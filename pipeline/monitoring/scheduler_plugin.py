@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,6 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from tornado import web
 from tornado.ioloop import IOLoop
 
-from ...system.codec import Codec
 from ...version import __version__
 from ..cluster.late_dashboard import LateDashboard
 from ..messages import JOB_PREFIX, CoordinatorStarted
@@ -31,7 +29,7 @@ from .views import JobsView
 logger = logging.getLogger(__name__)
 PAGE = "lora"
 # The scheduler's operation that `JobAdaptive` calls.
-BACKLOG_OP = "lorabatch_backlog"
+WANTED_OP = "lorabatch_wanted_workers"
 # Full batches of unfinished rows that justify a worker: fewer are answered before it has started.
 BATCHES_PER_WORKER = 4.0
 
@@ -48,7 +46,7 @@ class JobsPlugin(SchedulerPlugin):
     async def start(self, scheduler: Scheduler) -> None:
         """Add the page, its JSON and its metrics to the dashboard. Dask calls this on the scheduler."""
         self.view = JobsView()
-        scheduler.handlers[BACKLOG_OP] = _backlog_of(scheduler, self.view)
+        scheduler.handlers[WANTED_OP] = _wanted_workers_of(scheduler, self.view)
         try:
             _add_answers(scheduler, self.view)
             if (late := LateDashboard.of(scheduler)) is not None:
@@ -85,32 +83,18 @@ def show_jobs(client: Client) -> None:
         logger.warning("the dashboard has no page about jobs: %s", str(error) or type(error).__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Backlog:
-    """The reply to `JobAdaptive`: rows without an answer, most rows in a batch of an engine, and unfinished jobs,
-    including those not started yet.
-    """
-
-    rows_left: int
-    batch_rows: int
-    num_jobs: int
-
-
-_REPLIES = Codec(Backlog)
-
-
-def _backlog_of(scheduler: Scheduler, view: JobsView) -> Callable[[], Coroutine[Any, Any, dict[str, Any]]]:
-    async def backlog() -> dict[str, Any]:
+def _wanted_workers_of(scheduler: Scheduler, view: JobsView) -> Callable[[float], Coroutine[Any, Any, int]]:
+    async def wanted(batches_per_worker: float) -> int:
         over = ("memory", "erred", "released")
         unfinished = [str(key) for key, task in scheduler.tasks.items() if task.state not in over]
-        reply = Backlog(
+        return wanted_workers(
             rows_left=sum(run.rows_left for run in view.runs),
             batch_rows=max((report.batch_rows for run in view.runs for report in run.reports.values()), default=1),
             num_jobs=sum(key.startswith(JOB_PREFIX) for key in unfinished),
+            batches_per_worker=batches_per_worker,
         )
-        return _REPLIES.encode(reply)
 
-    return backlog
+    return wanted
 
 
 class _Answer(web.RequestHandler):
@@ -180,19 +164,19 @@ class JobAdaptive(Adaptive):
     async def target(self) -> int:
         """Workers wanted now; 0 before the first job, which sets up `JobsPlugin`."""
         try:
-            reply = await getattr(self.scheduler, BACKLOG_OP)()
+            wanted = await getattr(self.scheduler, WANTED_OP)(batches_per_worker=self._batches_per_worker)
         except OSError as error:
-            logger.warning("no reply of the scheduler about its backlog: %s", error)
+            logger.warning("no reply of the scheduler about the workers it wants: %s", error)
             return len(self.plan)
         # Dask replies with a string when its scheduler serves no such operation.
-        return wanted_workers(_REPLIES.decode(reply), self._batches_per_worker) if isinstance(reply, dict) else 0
+        return wanted if isinstance(wanted, int) else 0
 
 
-def wanted_workers(backlog: Backlog, batches_per_worker: float = BATCHES_PER_WORKER) -> int:
-    """Number of workers for a backlog: one for each `batches_per_worker` full batches of rows, at least one if there is
-    a job, for its coordinator.
+def wanted_workers(rows_left: int, batch_rows: int, num_jobs: int, batches_per_worker: float) -> int:
+    """Number of workers for `rows_left` rows without an answer: one for each `batches_per_worker` batches of
+    `batch_rows` rows, at least one if there is a job, for its coordinator. `num_jobs`: unfinished jobs, including those
+    not started yet.
     """
-    if backlog.num_jobs == 0:
+    if num_jobs == 0:
         return 0
-    rows_per_worker = max(1.0, backlog.batch_rows * batches_per_worker)
-    return max(1, -int(-backlog.rows_left // rows_per_worker))
+    return max(1, -int(-rows_left // max(1.0, batch_rows * batches_per_worker)))

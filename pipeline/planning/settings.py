@@ -121,7 +121,7 @@ class RunSettings:
                 "(CUDA_VISIBLE_DEVICES)."
             )
         threads = threads_per_engine(spec, num_workers)
-        chosen = choose_cost(spec, job.record.model.sha256, model, device.kind, threads)
+        cost, origin, is_guess = choose_cost(spec, job.record.model.sha256, model, device.kind, threads)
         history = _history_path(job, device, threads)
         before = read_history(history)
         engine = EngineConfig(
@@ -135,12 +135,12 @@ class RunSettings:
             device=spec.device,
             mode=_mode(spec, device, model, job.model_folder),
             load_format=spec.load_format,
-            cost=chosen.cost,
+            cost=cost,
         )
         # whether workers have compiled kernels is seen when their engines start
         is_fixed = device.kind == "cpu" or spec.mode == "exact"
         served = [adapter for adapter in job.record.adapters if not adapter.is_refused]
-        has_history = chosen.is_guess and before.cost is not None
+        has_history = is_guess and before.cost is not None
         known = {None, *(adapter.sha256 for adapter in served)}
         settings = cls(
             engine,
@@ -153,13 +153,13 @@ class RunSettings:
             shares_adapters=any(is_remote(adapter.url) for adapter in served),
             shares_prefixes=shares_prefixes(engine, model, is_arithmetic_fixed=is_fixed),
             merged_only=frozenset(adapter.sha256 for adapter in served if adapter.verdict == "exact-by-merge"),
-            cost_origin=f"measured by earlier jobs, {history}" if has_history else chosen.origin,
+            cost_origin=f"measured by earlier jobs, {history}" if has_history else origin,
             prices=before.cost if has_history else None,
             lengths={}
             if spec.sampling.ignore_eos
             else {adapter_id: found for adapter_id, found in before.lengths.items() if adapter_id in known},
             history=history,
-            is_guess=chosen.is_guess and not has_history,
+            is_guess=is_guess and not has_history,
         )
         if settings.products != "float32":
             settings = replace(settings, agreement=known_agreement(job.record.model.sha256, settings.products))

@@ -6,7 +6,7 @@ A preset is scaled from its own model and machine to the job's, and counts as a 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -32,37 +32,31 @@ _GPU_PRESET_PARAMETERS = 8.0e9
 _MEETING_S = 30e-6
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenCost:
-    """A cost model and its origin, a phrase for people. `is_guess`: whether it was not measured on this machine."""
-
-    cost: CostModel
-    origin: str
-    is_guess: bool = False
-
-
 def choose_cost(
     spec: JobSpec, model_sha256: str, model: ModelConfig, kind: DeviceKind, threads: int | None
-) -> ChosenCost:
+) -> tuple[CostModel, str, bool]:
     """The cost model for a job's engines: from the file `spec.cost_model`, else as `lorabatch profile` has measured it
-    on this machine, else a preset. Raises `JobRequestError` for a `cost_model` that cannot be used.
+    on this machine, else a preset. With it come its origin, a phrase for people, and whether it is a guess, not
+    measured. Raises `JobRequestError` for a `cost_model` that cannot be used.
     """
     if spec.cost_model is not None:
-        return ChosenCost(read_profile(Path(spec.cost_model)).cost, f"measured, {spec.cost_model}")
+        return read_profile(Path(spec.cost_model)).cost, f"measured, {spec.cost_model}", False
     products = products_format(kind, spec.dtype, spec.base_quantization)
     path = profile_path(model_sha256, kind, products, threads if kind == "cpu" else None, spec.tensor_parallel)
     if path.exists():
-        return ChosenCost(read_profile(path).cost, f"measured on this machine, {path}")
-    preset = _preset(model, spec.tensor_parallel, kind, products, threads)
-    if spec.tensor_parallel == 1 or kind != "cpu":
-        return preset
-    meetings_s = _MEETING_S * spec.tensor_parallel * (2 * model.num_layers + 2)
-    return replace(preset, cost=replace(preset.cost, step_s=preset.cost.step_s + meetings_s))
+        return read_profile(path).cost, f"measured on this machine, {path}", False
+    cost, origin = _preset(model, spec.tensor_parallel, kind, products, threads)
+    if spec.tensor_parallel > 1 and kind == "cpu":
+        meetings_s = _MEETING_S * spec.tensor_parallel * (2 * model.num_layers + 2)
+        cost = replace(cost, step_s=cost.step_s + meetings_s)
+    return cost, origin, True
 
 
-def _preset(model: ModelConfig, num_members: int, kind: DeviceKind, products: str, threads: int | None) -> ChosenCost:
-    """The preset for a kind of device, scaled to the model. It counts the heads and features that pad a member's share
-    too: three key/value heads on two members are four.
+def _preset(
+    model: ModelConfig, num_members: int, kind: DeviceKind, products: str, threads: int | None
+) -> tuple[CostModel, str]:
+    """The preset for a kind of device, scaled to the model, and its origin. It counts the heads and features that pad a
+    member's share too: three key/value heads on two members are four.
     """
     shapes = Partition(model, num_members, 0).shard.linear_shapes().values()
     parameters = num_members * sum(rows * columns for rows, columns in shapes)
@@ -70,10 +64,10 @@ def _preset(model: ModelConfig, num_members: int, kind: DeviceKind, products: st
     if kind == "cpu":
         factor = parameters / _CPU_PRESET_PARAMETERS * _CPU_PRESET_THREADS / (threads or _CPU_PRESET_THREADS)
         factor *= _CPU_FORMATS.get(products, 1.0)
-        return ChosenCost(CPU_SMOLLM2_135M.scaled(factor), f"a guess from a 135M model, one core each; {advice}", True)
+        return CPU_SMOLLM2_135M.scaled(factor), f"a guess from a 135M model, one core each; {advice}"
     factor = parameters / num_members / _GPU_PRESET_PARAMETERS * _GPU_FORMATS.get(products, 1.0)
     sums = f", without what sums among {num_members} GPUs take" if num_members > 1 else ""
-    return ChosenCost(H200_LLAMA_3_8B.scaled(factor), f"a guess from an 8B model on an H200{sums}; {advice}", True)
+    return H200_LLAMA_3_8B.scaled(factor), f"a guess from an 8B model on an H200{sums}; {advice}"
 
 
 def _llama(hidden: int, layers: int, heads: int, kv_heads: int, inner: int, vocab: int) -> Mapping[str, Any]:

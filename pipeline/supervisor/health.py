@@ -17,8 +17,6 @@ Otherwise each row finishes once or is blamed once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ...scheduler.liveness import LivenessDetector
 
 # Longest time between two looks of the supervisor, which looks about once a second, unless its own process was stopped.
@@ -26,25 +24,21 @@ _MAX_GAP_S = 3.0
 _PROCESS = "engine process"
 
 
-@dataclass(frozen=True, slots=True)
-class HealthLimits:
-    """Seconds after which an engine process counts as hung."""
-
-    #: Silence of a ready process, which sends a heartbeat every second, busy or not.
-    silence_s: float = 15.0
-    #: Silence of a process that starts: while it imports its libraries and reads weights, a file system may hold up all
-    #: of its threads.
-    start_silence_s: float = 300.0
-    #: Time of one step; the longest step of a healthy engine is one big prefill.
-    step_s: float = 600.0
+#: Seconds of silence after which a ready process counts as hung; it sends a heartbeat every second, busy or not.
+SILENCE_S = 15.0
+#: Seconds of silence after which a process that starts counts as hung: while it imports its libraries and reads
+#: weights, a file system may hold up all of its threads.
+START_SILENCE_S = 300.0
+#: Seconds of one step after which its process counts as hung; the longest step of a healthy engine is one big prefill.
+STEP_S = 600.0
 
 
 class EngineHealth:
     """Takes in the heartbeats of one engine process after another; `problem` says when to replace the process."""
 
-    def __init__(self, now_s: float, limits: HealthLimits | None = None) -> None:
-        self._limits = limits or HealthLimits()
-        self._liveness = LivenessDetector(self._limits.start_silence_s, _MAX_GAP_S, now_s)
+    def __init__(self, now_s: float, silence_s: float = SILENCE_S) -> None:
+        self._silence_s = silence_s
+        self._liveness = LivenessDetector(START_SILENCE_S, _MAX_GAP_S, now_s)
         self.start(now_s)
 
     def start(self, now_s: float) -> None:
@@ -53,7 +47,7 @@ class EngineHealth:
 
     def heard(self, now_s: float, *, is_ready: bool, step_s: float = 0.0) -> None:
         """Record a message of the process, whose current step has run for `step_s` seconds."""
-        self._limit_s = self._limits.silence_s if is_ready else self._limits.start_silence_s
+        self._limit_s = self._silence_s if is_ready else START_SILENCE_S
         self._liveness.heard(_PROCESS, now_s, limit_s=self._limit_s)
         self._step_s = step_s
 
@@ -61,8 +55,8 @@ class EngineHealth:
         """Why the process counts as hung, or None. To be called about once a second."""
         if self._liveness.silent([_PROCESS], now_s):
             return f"it sent no heartbeat for {self._limit_s:.0f} s"
-        if self._step_s > self._limits.step_s:
-            return f"one step took more than {self._limits.step_s:.0f} s"
+        if self._step_s > STEP_S:
+            return f"one step took more than {STEP_S:.0f} s"
         return None
 
 
@@ -74,20 +68,6 @@ MAX_BLAMED_ROWS = 16
 MAX_FAILED_STARTS = 5
 FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Restart:
-    """Decision to start a new process after `delay_s` seconds."""
-
-    delay_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """Decision to give the engine up, since no new process would do better; `reason` is a plain sentence."""
-
-    reason: str
 
 
 class RestartPolicy:
@@ -111,20 +91,21 @@ class RestartPolicy:
         self._num_fruitless = 0
         self._num_blamed = 0
 
-    def died(
-        self, reason: str, is_permanent: bool, *, is_of_search: bool = False, num_blamed: int = 0
-    ) -> Restart | GiveUp:
-        """Decide what follows the death of a process. `is_permanent`: it reported that trying again is pointless.
-        `is_of_search`: suspects ran alone in it. `num_blamed`: rows that are given up for this death.
+    def died(self, reason: str, is_permanent: bool, *, is_of_search: bool = False, num_blamed: int = 0) -> str | None:
+        """Why the engine is given up after the death of a process, a plain sentence; None when another process is to
+        start after `delay_s`. `is_permanent`: it reported that trying again is pointless. `is_of_search`: suspects ran
+        alone in it. `num_blamed`: rows that are given up for this death.
         """
         was_started, self._is_started = self._is_started, False
         self._num_fruitless = 0 if is_of_search else self._num_fruitless + 1
         self._num_failed_starts += not was_started
         self._num_blamed += num_blamed
-        hopeless = reason if is_permanent else self._hopeless(reason)
-        if hopeless is not None:
-            return GiveUp(hopeless)
-        return Restart(min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** max(0, self._num_fruitless - 1)))
+        return reason if is_permanent else self._hopeless(reason)
+
+    @property
+    def delay_s(self) -> float:
+        """Seconds from the latest death to the start of another process."""
+        return float(min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** max(0, self._num_fruitless - 1)))
 
     def _hopeless(self, reason: str) -> str | None:
         """A sentence about the limit that is reached; None if none is."""

@@ -28,7 +28,7 @@ from ...engine.server.frames import (
     encode_frame,
     read_frame,
 )
-from ...jobs.storage.model_proof import ModelProblem, ModelProof
+from ...jobs.storage.model_proof import ModelProof
 from ...system.codec import MessageError
 from ..messages import EngineSettings
 from .spare import SpareEngine, start_engine_process
@@ -81,7 +81,7 @@ class EngineProcess:
         if self._writer is not None:
             self._writer.send(message)
 
-    def model_problem(self) -> ModelProblem | None:
+    def model_problem(self) -> str | None:
         """The reason why the process must not go on with its loaded model; None without one. Any thread may ask."""
         proof = self._proof
         return None if proof is None else proof.later_problem()
@@ -153,11 +153,12 @@ class EngineProcess:
         try:
             problem = self._proof.problem(digest.result())
         except (OSError, ValueError) as error:
-            problem = ModelProblem(f"the base model's files cannot be read ({error})", False)
+            problem = f"the base model's files cannot be read ({error})", False
         if problem is None:
             self._listener(self, ready)
             return
-        self._listener(self, Fatal(problem.text, is_permanent=problem.is_permanent))
+        text, is_permanent = problem
+        self._listener(self, Fatal(text, is_permanent=is_permanent))
         process.kill()
 
 

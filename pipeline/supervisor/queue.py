@@ -21,7 +21,7 @@ from ...engine.server.frames import (
     RowTokens,
     ToEngine,
 )
-from ..messages import LocalAdapter, ShardAbandonedError
+from ..messages import ShardAbandonedError
 from .open_shard import OpenShard, ServedRow
 from .rows import QueuedRow, RowState, RowTable, RunRows
 
@@ -51,7 +51,7 @@ class EngineQueue:
         self._frames: list[ToEngine] = []
         # Receivers of exports, in the order in which the process will reply.
         self._exports: deque[_Receiver] = deque()
-        self._adapters: dict[str, LocalAdapter] = {}
+        self._adapters: dict[str, RegisterAdapter] = {}
         # Adapters that the present process knows.
         self._registered: set[str] = set()
         # Adapter -> rows to announce with its next rows.
@@ -94,7 +94,7 @@ class EngineQueue:
         for shard in list(run.shards):
             self._fail(shard, reason)
 
-    def open(self, shard: OpenShard, adapters: Sequence[LocalAdapter], rows_behind: int = 0) -> None:
+    def open(self, shard: OpenShard, adapters: Sequence[RegisterAdapter], rows_behind: int = 0) -> None:
         """Add the rows of a shard, which wait for their turn. `rows_behind`: rows to announce, as in `RunShard`."""
         if shard.run_id not in self.table.runs or self._failure is not None:
             shard.fail(self._failure or ShardAbandonedError("The worker stopped before the shard was opened."))
@@ -247,8 +247,7 @@ class EngineQueue:
         needed = dict.fromkeys(row.request.adapter_id for row in rows if row.request.adapter_id is not None)
         for adapter_id in needed:
             if adapter_id not in self._registered:
-                adapter = self._adapters[adapter_id]
-                self._frames.append(RegisterAdapter(adapter_id, str(adapter.folder), adapter.name))
+                self._frames.append(self._adapters[adapter_id])
         self._registered |= needed.keys()
         for adapter_id in needed.keys() & self._expected.keys():
             self._frames.append(ExpectRows(adapter_id, self._expected.pop(adapter_id)))

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec
 
 from ...engine.request import ExportedRow
-from ...engine.server.frames import Exported, Fatal, FromEngine, Heartbeat, Ready, Results
+from ...engine.server.frames import Exported, Fatal, FromEngine, Heartbeat, Ready, RegisterAdapter, Results
 from ...engine.server.process import kernel_kills
 from ...engine.telemetry import EngineTelemetry
-from ...jobs.storage.model_proof import ModelProblem
-from ..messages import EngineFailedError, EngineSettings, LocalAdapter, WorkerReport
-from .health import EngineHealth, GiveUp, HealthLimits, RestartPolicy
+from ..messages import EngineFailedError, EngineSettings, WorkerReport
+from .health import SILENCE_S, EngineHealth, RestartPolicy
 from .metrics import EngineMeter
 from .open_shard import OpenShard
 from .process import EngineProcess, ProcessExited
@@ -40,7 +39,8 @@ class EngineSupervisor:
     """Keeps one engine process, which is restarted when it dies, for the runs that share it.
 
     `find_model` returns the local model folder (it may download). `folder`: folder of the engine's own files. `spare`:
-    a process that was started before, used as the first process if it lives.
+    a process that was started before, used as the first process if it lives. `silence_s`: seconds of silence after
+    which a ready process is replaced.
 
     Public methods may be called from any thread. All private methods but `_receive` run in the supervisor's thread.
     """
@@ -51,8 +51,8 @@ class EngineSupervisor:
         find_model: Callable[[], Path],
         folder: Path,
         worker: str,
-        limits: HealthLimits | None = None,
         spare: SpareEngine | None = None,
+        silence_s: float = SILENCE_S,
     ) -> None:
         self._settings = settings
         self._folder = folder
@@ -68,7 +68,7 @@ class EngineSupervisor:
         self._is_closed = False
         self._restart_at_s: float | None = None
         self._report_at_s = 0.0
-        self._health = EngineHealth(time.monotonic(), limits)
+        self._health = EngineHealth(time.monotonic(), silence_s)
         self._kernel_kills = kernel_kills()
         self._process = self._start_process(settings, spare)
         self._thread = threading.Thread(target=self._run, name="engine supervisor", daemon=True)
@@ -202,11 +202,11 @@ class EngineSupervisor:
         self._meter.process_died(fatal.error)
         is_of_search = table.is_searching and not is_spared
         num_blamed = self._queue.process_gone(fatal.error, is_spared=is_spared)
-        verdict = self._policy.died(fatal.error, fatal.is_permanent, is_of_search=is_of_search, num_blamed=num_blamed)
-        if isinstance(verdict, GiveUp):
-            self._give_up(verdict.reason)
+        hopeless = self._policy.died(fatal.error, fatal.is_permanent, is_of_search=is_of_search, num_blamed=num_blamed)
+        if hopeless is not None:
+            self._give_up(hopeless)
         else:
-            self._restart_at_s = time.monotonic() + verdict.delay_s
+            self._restart_at_s = time.monotonic() + self._policy.delay_s
         self._report_at_s = 0.0
 
     def _shrink(self, fatal: Fatal) -> bool:
@@ -230,7 +230,7 @@ class EngineSupervisor:
 
     def _watch_health(self) -> None:
         of_model = self._process.model_problem()
-        problem = of_model.text if of_model else self._health.problem(time.monotonic())
+        problem = of_model or self._health.problem(time.monotonic())
         if problem is not None and self._restart_at_s is None:
             logger.error("engine process: %s; it is replaced", problem)
             self._fatal = Fatal(problem, is_permanent=bool(of_model))
@@ -270,7 +270,7 @@ class EngineHandle:
         run_id: str,
         folder: Path,
         submit: Callable[[Callable[[EngineQueue], None]], None],
-        model_problem: Callable[[], ModelProblem | None] = lambda: None,
+        model_problem: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.run_id = run_id
         self.folder = folder
@@ -283,7 +283,7 @@ class EngineHandle:
         """
         problem = self._model_problem()
         if problem is not None:
-            raise EngineFailedError(problem.text)
+            raise EngineFailedError(problem)
 
     @property
     def log_path(self) -> Path:
@@ -294,7 +294,7 @@ class EngineHandle:
         self,
         shard_id: int | None,
         rows: Iterable[ExportedRow],
-        adapters: Iterable[LocalAdapter],
+        adapters: Iterable[RegisterAdapter],
         rows_behind: int = 0,
     ) -> OpenShard:
         """Give rows to the engine, begun or not, with unique request ids; results arrive at the returned shard.

@@ -15,10 +15,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ...engine.server.frames import RegisterAdapter
 from ...jobs.errors import StorageError
 from ...jobs.record import AdapterRecord
 from ...jobs.storage.local_copy import is_remote, local_folder
-from ..messages import LocalAdapter
 from ..migration.peers import FetchAdapter, PeerLostError, Peers
 
 logger = logging.getLogger(__name__)
@@ -46,9 +46,9 @@ class AdapterCache:
         self._storage_options = storage_options
         self._folder = folder
         # Content hash -> fetch that runs or has succeeded.
-        self._fetches: dict[str, asyncio.Task[LocalAdapter]] = {}
+        self._fetches: dict[str, asyncio.Task[RegisterAdapter]] = {}
 
-    async def get(self, adapter_ids: Iterable[str], peers: Mapping[str, str]) -> list[LocalAdapter]:
+    async def get(self, adapter_ids: Iterable[str], peers: Mapping[str, str]) -> list[RegisterAdapter]:
         """The adapters in local folders. `peers`: content hash -> address of a worker that has the adapter.
 
         Raises `StorageError`, and KeyError for a content hash that is not the job's.
@@ -58,9 +58,9 @@ class AdapterCache:
     async def files(self, adapter_id: str) -> dict[str, bytes]:
         """The files of an adapter by name, for another worker. Raises what `get` raises."""
         (adapter,) = await self.get([adapter_id], {})
-        return await asyncio.to_thread(_read_files, adapter.folder)
+        return await asyncio.to_thread(_read_files, Path(adapter.folder))
 
-    async def _get(self, adapter_id: str, peer: str | None) -> LocalAdapter:
+    async def _get(self, adapter_id: str, peer: str | None) -> RegisterAdapter:
         """Wait for the fetch that runs. If it fails, fetch again, since this caller may know another worker."""
         while adapter_id in self._fetches:
             fetch = self._fetches[adapter_id]
@@ -75,18 +75,18 @@ class AdapterCache:
             self._forget(adapter_id, fetch)
             raise
 
-    def _forget(self, adapter_id: str, fetch: asyncio.Task[LocalAdapter]) -> None:
+    def _forget(self, adapter_id: str, fetch: asyncio.Task[RegisterAdapter]) -> None:
         """Drop a fetch that has failed, unless another fetch has taken its place."""
         if self._fetches.get(adapter_id) is fetch:
             del self._fetches[adapter_id]
 
-    async def _fetch(self, adapter_id: str, peer: str | None) -> LocalAdapter:
+    async def _fetch(self, adapter_id: str, peer: str | None) -> RegisterAdapter:
         served = await asyncio.to_thread(self._served)
         name, url = served[adapter_id].name, served[adapter_id].url
         folder = await self._copy_from(peer, adapter_id) if peer and is_remote(url) else None
         if folder is None:
             folder = await asyncio.to_thread(local_folder, url, self._storage_options)
-        return LocalAdapter(adapter_id, name, folder)
+        return RegisterAdapter(adapter_id, str(folder), name)
 
     async def _copy_from(self, peer: str, adapter_id: str) -> Path | None:
         """Folder with a copy of the adapter from another worker; None when the worker does not give it."""

@@ -7,7 +7,6 @@ from distributed import Worker
 from ..migration.incoming import IncomingRows
 from ..migration.outgoing import OutgoingRows
 from ..migration.peers import (
-    Accepted,
     AdapterFiles,
     DropRows,
     FetchAdapter,
@@ -32,7 +31,7 @@ class PeerService:
         self.incoming = IncomingRows(engine)
         serve_peers(worker, run_id, self._reply_to)
 
-    async def _reply_to(self, request: object) -> Accepted | LoanResults | AdapterFiles:
+    async def _reply_to(self, request: object) -> LoanResults | AdapterFiles | None:
         match request:
             case LendRows():
                 self.outgoing.begin(request)
@@ -48,7 +47,7 @@ class PeerService:
                 return AdapterFiles(await self._adapters.files(request.adapter_id))
             case _:
                 raise AssertionError(f"no way to reply to {request!r}")
-        return Accepted()
+        return None
 
     async def _receive(self, request: ReceiveRows) -> None:
         named = (row.request.adapter_id for row in request.rows)

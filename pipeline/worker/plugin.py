@@ -23,6 +23,7 @@ from distributed import Status, Worker
 from distributed.diagnostics.plugin import WorkerPlugin
 from distributed.protocol.pickle import dumps
 
+from ...engine.server.frames import RegisterAdapter
 from ...jobs.record import JobRecord
 from ...jobs.status.worker_names import file_tag
 from ...jobs.storage.limits import waits_said
@@ -38,7 +39,6 @@ from ..messages import (
     EngineFailedError,
     EngineIdentity,
     EngineSettings,
-    LocalAdapter,
     ShardAbandonedError,
     ShardOutcome,
     StorageWait,
@@ -208,7 +208,7 @@ class RunPlugin(WorkerPlugin):
                 with self._lock:
                     del self._claims[shard_id]
 
-    def adapters(self, adapter_ids: Collection[str], sources: Mapping[str, str]) -> list[LocalAdapter]:
+    def adapters(self, adapter_ids: Collection[str], sources: Mapping[str, str]) -> list[RegisterAdapter]:
         """Adapters in local folders. `sources`: content hash of an adapter -> address of a worker that has it.
 
         Blocks, so it must not be called from the event loop. Raises `StorageError`, and `ShardAbandonedError` when the

@@ -32,30 +32,22 @@ PERIOD = 32
 LEAST_THRESHOLD, _MOST_THRESHOLD = 0.05, 4.0
 
 
-class DloraBatcher:
-    """`DynamicBatcher` with iteration times of the cost model, and an account for every adapter as it becomes known."""
+def dlora_batcher(cost: CostModel, ranks: Ranks, max_batch_rows: int, mean_context: float = 512.0) -> DynamicBatcher:
+    """Make the batcher of a replica, with iteration times of the cost model."""
+    initial = _CREDIT_BATCHES * max_batch_rows
+    credits = Credits(0, initial=initial, starve_above=1.5 * initial, normal_below=1.2 * initial)
 
-    def __init__(self, cost: CostModel, ranks: Ranks, max_batch_rows: int, mean_context: float = 512.0) -> None:
-        initial = _CREDIT_BATCHES * max_batch_rows
-        credits = Credits(0, initial=initial, starve_above=1.5 * initial, normal_below=1.2 * initial)
-        self._cost, self._ranks, self._mean_context = cost, ranks, mean_context
-        thresholds = Thresholds(alpha=0.9, beta=0.5)
-        self.inner = DynamicBatcher(self._iteration_s, credits, cost.merge_s, thresholds)
+    def iteration_s(types: NDArray[np.int32], merged: int | None) -> float:
+        lora = lora_load(types, 1.0, ranks(), merged_adapter=merged, kernel=cost.kernel)
+        load = replace(lora, decode_rows=len(types), context_tokens=len(types) * mean_context)
+        return float(cost.step_seconds(load))
 
-    def next_step(self, view: BatchView) -> StepPlan:
-        """Open accounts for new adapters, then plan the step by the `DynamicBatcher`."""
-        self.inner.credits.extend(len(self._ranks()))
-        return self.inner.next_step(view)
-
-    def _iteration_s(self, types: NDArray[np.int32], merged: int | None) -> float:
-        lora = lora_load(types, 1.0, self._ranks(), merged_adapter=merged, kernel=self._cost.kernel)
-        load = replace(lora, decode_rows=len(types), context_tokens=len(types) * self._mean_context)
-        return float(self._cost.step_seconds(load))
+    return DynamicBatcher(iteration_s, credits, cost.merge_s, alpha=0.9, beta=0.5)
 
 
 def with_credits(facts: ReplicaFacts) -> Batcher:
     """Make the batcher of an engine: adapters that are exact only when merged have waves of their own."""
-    inner = DloraBatcher(facts.cost, facts.ranks, facts.max_batch_rows)
+    inner = dlora_batcher(facts.cost, facts.ranks, facts.max_batch_rows)
     return MergeWaveBatcher(inner, facts.must_merge, None)
 
 
@@ -119,25 +111,19 @@ class Credits:
 IterationTime = Callable[[NDArray[np.int32], int | None], float]
 
 
-@dataclass(slots=True)
-class Thresholds:
-    """Switch to merged when |R_merge| / |B_fcfs| exceeds `alpha`, back when it falls below `beta`."""
-
-    alpha: float = 1.2
-    beta: float = 0.6
-
-
 def dynamic_batching(
     types: NDArray[np.int32],
     max_batch_rows: int,
     merged: int | None,
     is_legal: NDArray[np.bool_],
-    thresholds: Thresholds,
+    alpha: float,
+    beta: float,
 ) -> tuple[NDArray[np.int64], int | None]:
     """Algorithm 1: the rows of the next batch and the adapter to be merged for it.
 
     `merged`: the replica's state (None: unmerged). `is_legal` `[num_adapters + 1]`: the set L of adapters
-    that may be merged. Ties go to the adapter with the smaller number.
+    that may be merged. The replica switches to merged when |R_merge| / |B_fcfs| exceeds `alpha`, back when it falls
+    below `beta`. Ties go to the adapter with the smaller number.
     """
     fcfs = np.arange(min(max_batch_rows, len(types)))
     if merged is None:
@@ -145,11 +131,11 @@ def dynamic_batching(
         if candidate is None:
             return fcfs, None
         of_type = np.flatnonzero(types == candidate)
-        if len(of_type) / len(fcfs) > thresholds.alpha:
+        if len(of_type) / len(fcfs) > alpha:
             return of_type[:max_batch_rows], candidate
         return fcfs, None
     of_type = np.flatnonzero(types == merged)
-    if len(of_type) == 0 or not is_legal[merged] or len(of_type) / len(fcfs) < thresholds.beta:
+    if len(of_type) == 0 or not is_legal[merged] or len(of_type) / len(fcfs) < beta:
         return fcfs, None
     return of_type[:max_batch_rows], merged
 
@@ -222,8 +208,10 @@ class DynamicBatcher:
     credits: Credits
     #: Seconds of a switch of the merged adapter.
     switch_s: float
-    #: Thresholds of Algorithm 1; Algorithm 2 changes them.
-    thresholds: Thresholds = field(default_factory=Thresholds)
+    #: Threshold of Algorithm 1 above which it merges; Algorithm 2 changes it.
+    alpha: float = 1.2
+    #: Threshold of Algorithm 1 below which it unmerges; Algorithm 2 changes it.
+    beta: float = 0.6
     #: Adapter that was merged before this step (None: unmerged).
     _merged: int | None = None
     #: Adapter of the merged batches in `_period` (None: no adapter).
@@ -231,19 +219,20 @@ class DynamicBatcher:
     #: Outcome of both choices since the last break point.
     _period: Period = field(default_factory=Period)
 
-    def next_step(self, view: BatchView) -> StepPlan:
+    def __call__(self, view: BatchView) -> StepPlan:
         """Plan the next step: Algorithm 3 around Algorithm 1, then Algorithm 2 at a break point."""
         types = np.concatenate([view.running_adapter, view.waiting_adapter])
         if len(types) == 0:
             return as_step_plan(view, np.zeros(0, np.int64), view.merged_adapter)
         self._merged = view.merged_adapter
+        self.credits.extend(int(types.max()) + 1)
         fcfs = np.arange(min(view.max_batch_rows, len(types)))
         starving = np.flatnonzero(self.credits.starving()[types])[: view.max_batch_rows]
         if len(starving):
             self.credits.transfer(starving, fcfs, types)
             return as_step_plan(view, starving, self._merged_for(types[starving]))
         is_legal = self.credits.eligible(fcfs, types)
-        batch, merged = dynamic_batching(types, view.max_batch_rows, self._merged, is_legal, self.thresholds)
+        batch, merged = dynamic_batching(types, view.max_batch_rows, self._merged, is_legal, self.alpha, self.beta)
         if not np.array_equal(batch, fcfs):
             self.credits.transfer(batch, fcfs, types)
         self._learn(types, fcfs, merged, view.max_batch_rows)
@@ -270,9 +259,7 @@ class DynamicBatcher:
 
     def _tune(self) -> None:
         if self._merged is None:
-            self.thresholds.alpha = tune_alpha(self.thresholds.alpha, self._period, self.switch_s)
-            self.thresholds.alpha = max(self.thresholds.alpha, self.thresholds.beta)
+            self.alpha = max(tune_alpha(self.alpha, self._period, self.switch_s), self.beta)
         else:
-            self.thresholds.beta = tune_beta(self.thresholds.beta, self._period, self.switch_s)
-            self.thresholds.beta = min(self.thresholds.alpha, self.thresholds.beta)
+            self.beta = min(tune_beta(self.beta, self._period, self.switch_s), self.alpha)
         self._period = Period()

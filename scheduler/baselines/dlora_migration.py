@@ -219,27 +219,21 @@ Method = Literal[
 _GOOD_GAP = 0.02
 
 
-@dataclass(frozen=True, slots=True)
-class MigrationPlan:
-    """Moves, and how they were found."""
-
-    moves: tuple[Transfer, ...]
-    method: Method
-
-
 def plan_migration(
     replicas: Sequence[ReplicaLoad],
     adapter_bytes: Mapping[str | None, float],
     settings: MigrationSettings | None = None,
-) -> MigrationPlan:
-    """Decide whether rows move, and which. Adapters without an entry in `adapter_bytes` weigh nothing."""
+) -> tuple[tuple[Transfer, ...], Method]:
+    """Decide whether rows move, and which; returns the moves, and how they were found. Adapters without an entry in
+    `adapter_bytes` weigh nothing.
+    """
     settings = settings or MigrationSettings()
     over, under = select(replicas, settings, adapter_bytes)
     if not over or not under:
-        return MigrationPlan((), "not needed")
+        return (), "not needed"
     before = longest_after(replicas, (), settings, adapter_bytes)
     if 1 - level_s(over, under, settings.gamma) / before < settings.least_gain:
-        return MigrationPlan((), "nothing pays")
+        return (), "nothing pays"
 
     def pays(moves: Sequence[Transfer]) -> bool:
         after = longest_after(replicas, moves, settings, adapter_bytes)
@@ -253,8 +247,8 @@ def plan_migration(
         method = "greedy" if method in ("transport", "ilp") else method
         moves = move_greedily(over, under, settings)
         if not pays(moves):
-            return MigrationPlan((), "nothing pays")
-    return MigrationPlan(moves, method)
+            return (), "nothing pays"
+    return moves, method
 
 
 def near_the_bound(

@@ -71,7 +71,7 @@ class CoMigration:
         rows_of = {name: self._rows_left(name, open_shards(replicas[name])) for name in sorted(replicas)}
         loads = [self._load(replicas[name], rows) for name, rows in rows_of.items()]
         adapter_bytes: dict[str | None, float] = dict(self._memory.adapter_bytes.items())
-        moves = plan_migration(loads, adapter_bytes, self._settings).moves
+        moves, _ = plan_migration(loads, adapter_bytes, self._settings)
         commands = [command for move in moves for command in _commands(move, rows_of[move.from_replica_id])]
         if commands:
             self._reports.clear()

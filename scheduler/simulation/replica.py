@@ -206,7 +206,7 @@ class SimulatedReplica:
         self._grow()
         seen = self.waiting[: self._settings.look_ahead]
         view = self._view(seen, now_s)
-        plan = self._batcher.next_step(view)
+        plan = self._batcher(view)
         admit = self._admissible(plan, view, now_s)
         if not plan.serve.any() and len(admit) == 0:
             # Paused rows hold the memory that the policy wants for others: let them finish.

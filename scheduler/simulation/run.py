@@ -66,12 +66,12 @@ def run_planned(
     simulation = JobSimulation(
         workload,
         plan,
-        make_scheduler(plan.shards, settings=scheduling),
+        make_scheduler(plan.shards, settings=scheduling).handle,
         [replica(number) for number in range(num_replicas)],
         Cluster((0.0,) * num_replicas, hop_s=hop_s),
         timeline,
         settings,
     )
-    outcome = simulation.run()
-    assert outcome.failure is None, outcome.failure
-    return PolicyRun(scheduling.policy, job_metrics(workload, timeline, outcome.makespan_s), timeline)
+    makespan_s = simulation.run()
+    assert simulation.failure is None, simulation.failure
+    return PolicyRun(scheduling.policy, job_metrics(workload, timeline, makespan_s), timeline)

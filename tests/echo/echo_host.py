@@ -12,7 +12,8 @@ import echo_engine
 
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.request import ExportedRow, Request, SamplingParams
-from lorabatch.pipeline.messages import EngineSettings, LocalAdapter, WorkerReport
+from lorabatch.engine.server.frames import RegisterAdapter
+from lorabatch.pipeline.messages import EngineSettings, WorkerReport
 from lorabatch.pipeline.supervisor.open_shard import OpenShard
 from lorabatch.pipeline.supervisor.supervisor import EngineHandle, EngineSupervisor
 
@@ -33,7 +34,7 @@ class Host:
         self.engine: EngineHandle = self.supervisor.join("run", self.reports.append)
 
 
-def open_shard(owner: Host, num_rows: int, adapter: LocalAdapter | None = None) -> OpenShard:
+def open_shard(owner: Host, num_rows: int, adapter: RegisterAdapter | None = None) -> OpenShard:
     """Shard 7 of an engine, whose rows all use `adapter` (None: the base model)."""
     adapter_id = adapter.adapter_id if adapter is not None else None
     requests = [Request(f"row-{i}", (i,), adapter_id, SamplingParams(max_tokens=TOKENS)) for i in range(num_rows)]

@@ -27,7 +27,7 @@ from lorabatch.engine.server.frames import AbortRows, AddRows, ExportRows, Regis
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.coordinator.control import JobControl
 from lorabatch.pipeline.coordinator.losses import LossesPlugin
-from lorabatch.pipeline.messages import EngineSettings, LocalAdapter, WorkerReport
+from lorabatch.pipeline.messages import EngineSettings, WorkerReport
 from lorabatch.pipeline.monitoring.topics import REPORTS
 from lorabatch.pipeline.supervisor.open_shard import OpenShard, ServedRow
 from lorabatch.pipeline.supervisor.queue import EngineQueue
@@ -220,9 +220,9 @@ class EchoPlugin(RunPlugin):
         self.echo = EchoQueue(self._model, self._run_id, self._errors)
         self.engine = _Handle(self)
 
-    def adapters(self, adapter_ids: Iterable[str], sources: Mapping[str, str]) -> list[LocalAdapter]:
+    def adapters(self, adapter_ids: Iterable[str], sources: Mapping[str, str]) -> list[RegisterAdapter]:
         """See `RunPlugin`."""
-        return [LocalAdapter(adapter_id, adapter_id[:4], self._model) for adapter_id in adapter_ids]
+        return [RegisterAdapter(adapter_id, str(self._model), adapter_id[:4]) for adapter_id in adapter_ids]
 
 
 class _Handle(EngineHandle):
@@ -231,7 +231,11 @@ class _Handle(EngineHandle):
         self._plugin = plugin
 
     def open(
-        self, shard_id: int | None, rows: Iterable[ExportedRow], adapters: Iterable[LocalAdapter], rows_behind: int = 0
+        self,
+        shard_id: int | None,
+        rows: Iterable[ExportedRow],
+        adapters: Iterable[RegisterAdapter],
+        rows_behind: int = 0,
     ) -> OpenShard:
         rows = tuple(rows)
         prompts = {row.request.request_id: row.request.prompt_token_ids for row in rows}

@@ -14,7 +14,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from distributed import Client
+from distributed import Client, Future
 from echo_job import EchoJob, Watcher, make_rows
 
 from lorabatch.console.progress import status_lines
@@ -64,8 +64,8 @@ def test_a_run_says_once_that_compiled_kernels_are_missing(
 def test_a_job_that_finishes_while_its_failure_is_recorded_is_done(
     echo_job: EchoJob, shared_client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lose_the_cluster(client: Client, launched: run_module.LaunchedJob, *_: Any) -> Any:
-        client.publish_dataset(launched.future, name="held")
+    def lose_the_cluster(client: Client, run_id: str, future: Future[Any], *_: Any) -> Any:
+        client.publish_dataset(future, name="held")
         raise JobFailedError("The Dask scheduler is gone.")
 
     def finish() -> None:

@@ -24,7 +24,6 @@ from lorabatch.jobs.record import JobState
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.pipeline.messages import EngineSettings, WorkerReport
 from lorabatch.pipeline.run import run
-from lorabatch.pipeline.supervisor.health import HealthLimits
 from lorabatch.pipeline.supervisor.supervisor import EngineSupervisor
 
 NAMES = (None, "rank1", "rank8", "rank20", "rank64")
@@ -125,7 +124,7 @@ def test_a_group_on_devices_of_its_own_is_replaced_when_a_member_is_lost(
         max_step_tokens=16, pool_bytes=1 << 20,
     )  # fmt: skip
     supervisor = EngineSupervisor(
-        EngineSettings(str(base), config), lambda: base, tmp_path, "tcp://worker", HealthLimits(silence_s=4.0)
+        EngineSettings(str(base), config), lambda: base, tmp_path, "tcp://worker", silence_s=4.0
     )
     reports: list[WorkerReport] = []
     try:

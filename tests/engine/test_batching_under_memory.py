@@ -85,7 +85,7 @@ class Insisting:
     def __init__(self, adapter: int) -> None:
         self._adapter = adapter
 
-    def next_step(self, view: BatchView) -> StepPlan:
+    def __call__(self, view: BatchView) -> StepPlan:
         serve, own = view.running_adapter == self._adapter, np.flatnonzero(view.waiting_adapter == self._adapter)
         if serve.any() or len(own):
             return StepPlan("merged", self._adapter, serve, own[: view.max_batch_rows])
@@ -95,8 +95,8 @@ class Insisting:
 class Mixing(Insisting):
     """The same in a mixture with all others."""
 
-    def next_step(self, view: BatchView) -> StepPlan:
-        plan = super().next_step(view)
+    def __call__(self, view: BatchView) -> StepPlan:
+        plan = super().__call__(view)
         is_merged = plan.merged_adapter is not None
         return StepPlan("mixture" if is_merged else "unmerged", plan.merged_adapter, plan.serve | True, plan.admit)
 

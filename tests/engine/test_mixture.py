@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ from lorabatch.scheduler.batching import (
     BATCHERS,
     Batcher,
     BatchView,
-    ClusteredBatcher,
-    InClusters,
     MergeWaveBatcher,
     StepPlan,
+    clustered,
+    in_clusters,
 )
 from lorabatch.scheduler.cost_batching import CostBatcher
 from lorabatch.scheduler.estimates.lengths import LengthEstimator
@@ -36,7 +37,7 @@ class Chosen:
     def __init__(self, choose: Callable[[BatchView], int | None]) -> None:
         self._choose = choose
 
-    def next_step(self, view: BatchView) -> StepPlan:
+    def __call__(self, view: BatchView) -> StepPlan:
         merged = self._choose(view)
         free = max(0, view.max_batch_rows - len(view.running_adapter))
         admit = np.arange(min(free, len(view.waiting_adapter)))
@@ -125,7 +126,7 @@ def test_a_merged_adapter_that_finds_no_room_in_the_pool_is_not_mixed(
 class Pausing:
     """Serves one adapter at a time, unmerged, and admits whatever it may: paused rows come to hold all memory."""
 
-    def next_step(self, view: BatchView) -> StepPlan:
+    def __call__(self, view: BatchView) -> StepPlan:
         admit = np.arange(min(view.max_batch_rows, len(view.waiting_adapter)))
         serve = np.zeros(len(view.running_adapter), bool)
         return StepPlan("unmerged", None, serve, admit)
@@ -166,15 +167,16 @@ def test_a_merged_wave_filled_with_other_rows_has_a_fuller_batch_than_one_that_d
     tiny_llama: Path, tiny_adapters: dict[str, Path]
 ) -> None:
     lora_is_dear = replace(DLORA_A800_LLAMA_2_7B, lora_step_s=0.001, rank_token_s=0.001)
-    draining = MergeWaveBatcher(ClusteredBatcher(), lambda adapter: False, min_rows=1)
+    draining = MergeWaveBatcher(clustered, lambda adapter: False, min_rows=1)
     rng = random.Random(5)
     steps, occupancy, modes, tokens = {}, {}, {}, {}
     for name in ("drained", "filled"):
         ranks = np.array([1.0, 8.0, 20.0, 64.0])
-        filling = InClusters(
+        filling = partial(
+            in_clusters,
             CostBatcher(
                 lora_is_dear, lambda ranks=ranks: ranks, LengthEstimator.of_rows(np.array([1000]), np.array([0]))
-            )
+            ),
         )
         engine = make_mixing_engine(tiny_llama, draining if name == "drained" else filling)
         ids = list(register_all(engine, tiny_adapters).values())

@@ -83,7 +83,7 @@ def read_frames(folder: Path) -> Iterator[str]:
 
 _PEER_MESSAGES = (
     peers.LendRows, peers.ReceiveRows, peers.FetchResults, peers.RecallRows, peers.DropRows, peers.FetchAdapter,
-    peers.Accepted, peers.LoanResults, peers.AdapterFiles, peers.Refused, WorkerReport, PublishedState, StopRun,
+    peers.LoanResults, peers.AdapterFiles, peers.Refused, WorkerReport, PublishedState, StopRun,
     CoordinatorStarted,
 )  # fmt: skip
 
@@ -116,8 +116,8 @@ async def _ask_and_reply(body: bytes) -> list[str]:
     """What a worker says to a request, and what it makes of a reply."""
     said: list[str] = []
 
-    async def reply_to(request: Any) -> Any:
-        return peers.Accepted()
+    async def reply_to(request: Any) -> None:
+        pass
 
     async def answer(**_: Any) -> dict[str, bytes]:
         return {"body": body}

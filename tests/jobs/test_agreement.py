@@ -10,7 +10,7 @@ from lorabatch.jobs.agreement import Agreement, Answer
 from lorabatch.jobs.history import keep_agreement, known_agreement
 from lorabatch.jobs.store import JobStore
 
-SAME = Answer([5, 6, 7, 8], [-0.1, -0.2, -0.3, -0.4])
+SAME: Answer = ([5, 6, 7, 8], [-0.1, -0.2, -0.3, -0.4])
 
 
 def agreement(*pairs: tuple[Answer, Answer]) -> Agreement:
@@ -18,25 +18,25 @@ def agreement(*pairs: tuple[Answer, Answer]) -> Agreement:
 
 
 def test_equal_answers_agree_in_all_tokens() -> None:
-    found = agreement((SAME, SAME), (Answer([], []), Answer([], [])))
+    found = agreement((SAME, SAME), (([], []), ([], [])))
     assert (found.num_rows, found.num_equal, found.leading_share, found.logprob_distance) == (2, 2, 1.0, 0.0)
 
 
 def test_only_tokens_before_the_first_difference_are_compared() -> None:
     # 6 stands at the same place again, after another beginning
-    found = agreement((Answer([5, 9, 7, 8], [-0.3, -9.0, -9.0, -9.0]), SAME), (SAME, SAME))
+    found = agreement((([5, 9, 7, 8], [-0.3, -9.0, -9.0, -9.0]), SAME), (SAME, SAME))
     assert (found.num_equal, found.leading_share) == (1, 5 / 8)
     assert found.logprob_distance == pytest.approx(0.2 / 5)
 
 
 def test_an_answer_that_goes_on_or_ends_early_is_another_one() -> None:
-    longer, shorter = Answer([5, 6, 7, 8, 9], [-0.1, -0.2, -0.3, -0.4, -0.5]), Answer([5], [-0.1])
+    longer, shorter = ([5, 6, 7, 8, 9], [-0.1, -0.2, -0.3, -0.4, -0.5]), ([5], [-0.1])
     assert agreement((longer, SAME)).num_equal == agreement((shorter, SAME)).num_equal == 0
     assert (agreement((longer, SAME)).leading_share, agreement((shorter, SAME)).leading_share) == (1.0, 0.25)
 
 
 def test_without_a_common_token_there_is_no_distance() -> None:
-    found = agreement((Answer([1], [-1.0]), SAME))
+    found = agreement((([1], [-1.0]), SAME))
     assert found.logprob_distance is None
     assert str(found) == (
         "int8: 0 of 1 answers are those of float32, 0.0% of tokens come before a first difference (job-1)"

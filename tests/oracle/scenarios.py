@@ -178,7 +178,7 @@ class AnyBatcher:
 
     rng: random.Random
 
-    def next_step(self, view: BatchView) -> StepPlan:
+    def __call__(self, view: BatchView) -> StepPlan:
         merged = view.merged_adapter
         if self.rng.random() < 0.3:
             merged = self.rng.choice([None, *range(NUM_ADAPTERS)])

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -106,7 +105,7 @@ class OneThread:
         patch.setattr(run_module, "connected", lambda *_, **__: nullcontext(self.cluster))
         patch.setattr(run_module, "EarlyCheck", lambda job: nullcontext())
         patch.setattr(run_module, "launch", self._launch)
-        patch.setattr(run_module, "follow", lambda client, launched, *_: launched.result)
+        patch.setattr(run_module, "follow", lambda client, run_id, result, *_: result)
         for module in (task, run_shard):
             patch.setattr(module, "secede", lambda: None)
         for module in (task, run_shard, fan_out):
@@ -134,7 +133,7 @@ class OneThread:
                     raise
                 client.disk.revive()  # Dask starts the coordinator again
             else:
-                return SimpleNamespace(notes=(), result=result)
+                return run_id, result, ()
 
 
 def _deadly(change: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from lorabatch.scheduler.batching import (
     BATCHERS,
     BatchView,
-    ClusteredBatcher,
     FreeMemory,
-    InClusters,
     ReplicaFacts,
     StepPlan,
     admission_order,
     batcher_of,
+    clustered,
     clustered_order,
+    in_clusters,
     without_vain_merge,
 )
 from lorabatch.scheduler.cost_batching import PromptsTogether
@@ -33,7 +33,7 @@ def make_view(running, waiting, *, batch=8, merged=None):
 
 
 def test_adapters_already_running_are_admitted_before_new_ones():
-    plan = ClusteredBatcher().next_step(make_view([3, 3], [7, 3, 7, 3, 9]))
+    plan = clustered(make_view([3, 3], [7, 3, 7, 3, 9]))
     assert plan.admit.tolist() == [1, 3, 0, 2, 4]
 
 
@@ -72,27 +72,27 @@ def test_every_waiting_row_has_one_place_whatever_lengths_are_expected(rows):
 
 
 def test_no_more_rows_than_the_batch_holds_are_admitted():
-    plan = ClusteredBatcher().next_step(make_view([1] * 6, [1] * 9))
+    plan = clustered(make_view([1] * 6, [1] * 9))
     assert len(plan.admit) == 2
 
 
 def test_an_empty_replica_has_an_empty_step():
-    plan = ClusteredBatcher().next_step(make_view([], []))
+    plan = clustered(make_view([], []))
     assert len(plan.admit) == len(plan.serve) == 0
 
 
 class Seeing:
     """Keeps what it was shown."""
 
-    def next_step(self, view):
+    def __call__(self, view):
         self.view = view
-        return ClusteredBatcher().next_step(view)
+        return clustered(view)
 
 
 def test_rows_in_clusters_keep_their_sizes():
     memory = FreeMemory((9,), np.array([1, 2, 3]))
     inner = Seeing()
-    InClusters(inner).next_step(replace(make_view([5], [7, 5, 7]), memory=memory))
+    in_clusters(inner, replace(make_view([5], [7, 5, 7]), memory=memory))
     assert inner.view.waiting_adapter.tolist() == [5, 7, 7]
     assert inner.view.memory.row_pages.tolist() == [2, 1, 3]
 
@@ -124,7 +124,7 @@ def test_a_plan_that_mixes_adapters_in_merged_mode_is_caught():
 )
 def test_every_clustered_step_is_sound_and_never_idle(running, waiting):
     view = make_view(running, waiting)
-    plan = ClusteredBatcher().next_step(view)
+    plan = clustered(view)
     plan.check_integrity(view)
     assert plan.serve.sum() + len(plan.admit) >= min(8, len(running) + len(waiting))
 
@@ -190,7 +190,7 @@ def test_every_batcher_serves_the_rows_at_hand_and_gives_forced_adapters_a_wave(
         ([2, 2], ("merged", 2)),
     ):
         view = make_view([], waiting)
-        plan = batcher_of(batcher, facts).next_step(view)
+        plan = batcher_of(batcher, facts)(view)
         plan.check_integrity(view)
         assert (plan.mode, len(plan.admit)) == expected
 
@@ -205,16 +205,16 @@ MIXED = replace(CPU_SMOLLM2_135M, mixed_step_s=2.9 * CPU_SMOLLM2_135M.step_s)
 
 
 def together():
-    return PromptsTogether(ClusteredBatcher(), MIXED, lambda: np.zeros(1))
+    return PromptsTogether(clustered, MIXED, lambda: np.zeros(1))
 
 
 def test_rows_are_held_back_until_empty_places_have_wasted_what_a_mixed_step_costs():
     batcher = together()
     # One of four places is empty: each step wastes a quarter of itself.
-    plans = [batcher.next_step(make_view([-1] * 3, [-1] * 9, batch=4)) for _ in range(24)]
+    plans = [batcher(make_view([-1] * 3, [-1] * 9, batch=4)) for _ in range(24)]
     assert [plan.holds_back for plan in plans] == ([True] * 11 + [False]) * 2
     assert {len(plan.admit) for plan in plans} == {1}
-    half = [batcher.next_step(make_view([-1] * 2, [-1] * 9, batch=4)).holds_back for _ in range(6)]
+    half = [batcher(make_view([-1] * 2, [-1] * 9, batch=4)).holds_back for _ in range(6)]
     assert half == [True] * 5 + [False]
 
 
@@ -230,15 +230,15 @@ def test_rows_are_held_back_until_empty_places_have_wasted_what_a_mixed_step_cos
 )
 def test_rows_enter_at_once_where_holding_them_back_gains_nothing(changes):
     view = make_view([-1] * 3, [-1] * 9, batch=4)
-    assert together().next_step(view).holds_back
-    assert not together().next_step(replace(view, **changes)).holds_back
+    assert together()(view).holds_back
+    assert not together()(replace(view, **changes)).holds_back
 
 
 def test_rows_without_memory_or_adapter_waste_nothing():
     view = make_view([-1] * 3, [0] * 9, batch=4)
     for memory in (FreeMemory((1,), np.full(9, 2)), FreeMemory((99,), np.full(9, 2), awaited=frozenset({0}))):
         batcher = together()
-        plans = [batcher.next_step(replace(view, memory=memory)) for _ in range(50)]
+        plans = [batcher(replace(view, memory=memory)) for _ in range(50)]
         assert not any(plan.holds_back for plan in plans)
 
 
@@ -248,8 +248,8 @@ class InGroups:
     def __init__(self, size):
         self._size = size
 
-    def next_step(self, view):
-        plan = ClusteredBatcher().next_step(view)
+    def __call__(self, view):
+        plan = clustered(view)
         is_enough = len(plan.admit) >= min(self._size, len(view.waiting_adapter))
         return replace(plan, holds_back=len(view.running_adapter) > 0 and not is_enough)
 
@@ -270,7 +270,7 @@ def test_no_fixed_size_of_groups_is_better_than_what_rows_held_back_waste(output
             end_s, _ = replica.step(end_s)
         return end_s
 
-    ours = seconds(PromptsTogether(ClusteredBatcher(), H200_LLAMA_3_8B, lambda: np.zeros(0)))
+    ours = seconds(PromptsTogether(clustered, H200_LLAMA_3_8B, lambda: np.zeros(0)))
     fixed = {size: seconds(InGroups(size)) for size in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48)}
     assert ours < 0.9 * fixed[1]
     assert ours < 1.02 * min(fixed.values())

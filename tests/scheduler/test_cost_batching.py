@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorabatch.scheduler.baselines.dlora_batching import DloraBatcher
-from lorabatch.scheduler.batching import Batcher, BatchView, ClusteredBatcher, InClusters, MergeWaveBatcher
+from lorabatch.scheduler.baselines.dlora_batching import dlora_batcher
+from lorabatch.scheduler.batching import Batcher, BatchView, MergeWaveBatcher, clustered, in_clusters
 from lorabatch.scheduler.cost import CostModel
 from lorabatch.scheduler.cost_batching import CostBatcher
 from lorabatch.scheduler.estimates.lengths import LengthEstimator
@@ -71,17 +72,17 @@ def makespan_s(workload: Workload, cost: CostModel, batcher: Batcher, **settings
 def test_on_a_cpu_choosing_by_cost_is_never_slower_than_unmerged(merge_s, num_rows, popularity):
     cost = replace(CPU_SMOLLM2_135M, merge_s=merge_s)
     workload = draw_workload(1, num_rows, popularity)
-    unmerged = makespan_s(workload, cost, InClusters(ClusteredBatcher()))
-    chosen = makespan_s(workload, cost, InClusters(CostBatcher(cost, lambda: RANKS, expecting(60))))
+    unmerged = makespan_s(workload, cost, partial(in_clusters, clustered))
+    chosen = makespan_s(workload, cost, partial(in_clusters, CostBatcher(cost, lambda: RANKS, expecting(60))))
     assert chosen <= unmerged * 1.001
 
 
 def test_where_lora_is_dear_choosing_by_cost_gains_what_dlora_gains():
     cost = DLORA_A800_LLAMA_2_7B
     workload = draw_workload(2, 500, power_popularity(4, 1.5))
-    unmerged = makespan_s(workload, cost, InClusters(ClusteredBatcher()))
-    chosen = makespan_s(workload, cost, InClusters(CostBatcher(cost, lambda: RANKS, expecting(60))))
-    dlora = makespan_s(workload, cost, DloraBatcher(cost, lambda: RANKS, BATCH))
+    unmerged = makespan_s(workload, cost, partial(in_clusters, clustered))
+    chosen = makespan_s(workload, cost, partial(in_clusters, CostBatcher(cost, lambda: RANKS, expecting(60))))
+    dlora = makespan_s(workload, cost, dlora_batcher(cost, lambda: RANKS, BATCH))
     assert chosen < unmerged * 0.95
     assert chosen < dlora * 1.05
 
@@ -98,9 +99,9 @@ def test_where_memory_holds_few_rows_choosing_by_cost_comes_near_the_better_of_m
     # rows reserve 300 tokens on average: from 4 to 16 at once
     kv_tokens = int(generator.integers(1200, 5000))
     batchers = (
-        InClusters(ClusteredBatcher()),
-        MergeWaveBatcher(ClusteredBatcher(), lambda adapter: False, min_rows=1),
-        InClusters(CostBatcher(cost, lambda: RANKS, expecting(60))),
+        partial(in_clusters, clustered),
+        MergeWaveBatcher(clustered, lambda adapter: False, min_rows=1),
+        partial(in_clusters, CostBatcher(cost, lambda: RANKS, expecting(60))),
     )
     *others, chosen = (simulated(workload, cost, batcher, kv_tokens=kv_tokens) for batcher in batchers)
     assert chosen.num_steps[0] <= min(other.num_steps[0] for other in others) * 1.2
@@ -116,7 +117,7 @@ def test_a_merge_must_pay_for_the_way_back_too():
     for merge_s, mode in ((0.4, "merged"), (0.6, "unmerged")):
         cost = replace(CPU_SMOLLM2_135M, **(nothing | {"step_s": 1.0, "lora_step_s": 0.1, "merge_s": merge_s}))
         batcher = CostBatcher(cost, lambda: RANKS, expecting(20))
-        assert batcher.next_step(make_view([], [0] * 16)).mode == mode
+        assert batcher(make_view([], [0] * 16)).mode == mode
 
 
 def test_prompts_count_in_what_a_merge_saves():
@@ -127,20 +128,20 @@ def test_prompts_count_in_what_a_merge_saves():
         lengths = expecting(20, prompt_tokens)
         lengths.finished(20, reused_tokens=reused_tokens)
         batcher = CostBatcher(cost, lambda: RANKS, lengths)
-        assert batcher.next_step(make_view([], [0] * 16)).mode == mode
+        assert batcher(make_view([], [0] * 16)).mode == mode
 
 
 def test_adapters_may_become_known_between_steps():
     ranks = [np.array([8.0])]
     batchers = (
         CostBatcher(CPU_SMOLLM2_135M, lambda: ranks[0], expecting(10)),
-        DloraBatcher(CPU_SMOLLM2_135M, lambda: ranks[0], 16),
+        dlora_batcher(CPU_SMOLLM2_135M, lambda: ranks[0], 16),
     )
     for batcher in batchers:
         ranks[0] = np.array([8.0])
-        assert len(batcher.next_step(make_view([], [0, 0, -1])).admit) == 3
+        assert len(batcher(make_view([], [0, 0, -1])).admit) == 3
         ranks[0] = np.array([8.0, 16.0, 4.0])
-        plan = batcher.next_step(make_view([0, 0, -1], [2, 1, 2]))
+        plan = batcher(make_view([0, 0, -1], [2, 1, 2]))
         assert plan.serve.any() or len(plan.admit)
 
 
@@ -156,9 +157,9 @@ def test_every_step_is_sound_and_never_idle(running, waiting, merged, output_tok
     view = make_view(running, waiting, merged=merged)
     for inner in (
         CostBatcher(DLORA_A800_LLAMA_2_7B, lambda: RANKS, expecting(output_tokens, prompt_tokens)),
-        DloraBatcher(DLORA_A800_LLAMA_2_7B, lambda: RANKS, 16),
+        dlora_batcher(DLORA_A800_LLAMA_2_7B, lambda: RANKS, 16),
     ):
-        plan = InClusters(inner).next_step(view)
+        plan = in_clusters(inner, view)
         plan.check_integrity(view)
         assert plan.serve.any() or len(plan.admit) or not (running or waiting)
 
@@ -169,7 +170,7 @@ def test_rows_that_are_announced_make_a_merge_worth_its_price():
 
     def mode(rows_to_come):
         batcher = CostBatcher(cost, lambda: RANKS, expecting(40), lambda adapter: rows_to_come if adapter == 2 else 0)
-        return batcher.next_step(view).mode
+        return batcher(view).mode
 
     assert mode(0) == "unmerged"
     assert mode(100_000) == "merged"

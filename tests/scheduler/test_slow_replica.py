@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lorabatch.scheduler.baselines.batchers import UnmergedBatcher
+from lorabatch.scheduler.baselines.batchers import unmerged
 from lorabatch.scheduler.cost import StepLoad
 from lorabatch.scheduler.lending import TailSettings
 from lorabatch.scheduler.machines import CPU_SMOLLM2_135M as CPU
@@ -39,12 +39,14 @@ def makespan_s(num_rows, cost, tail, num_adapters=1):
     timeline = Timeline.empty(num_rows, 2)
     settings = ReplicaSettings(max_batch_rows=BATCH, max_step_tokens=8192)
     costs = (cost.scaled(SLOWNESS), cost)
-    replicas = [SimulatedReplica(i, workload, costs[i], UnmergedBatcher(), settings, timeline) for i in range(2)]
+    replicas = [SimulatedReplica(i, workload, costs[i], unmerged, settings, timeline) for i in range(2)]
     scheduler = Scheduler(plan.shards, settings=SchedulerSettings(expected_replicas=2, tail=tail, cost=CPU))
-    simulation = JobSimulation(workload, plan, scheduler, replicas, Cluster((0.0, 0.0), hop_s=0.1), timeline, settings)
-    outcome = simulation.run()
-    assert outcome.failure is None
-    return outcome.makespan_s
+    simulation = JobSimulation(
+        workload, plan, scheduler.handle, replicas, Cluster((0.0, 0.0), hop_s=0.1), timeline, settings
+    )
+    end_s = simulation.run()
+    assert simulation.failure is None
+    return end_s
 
 
 def ideal_s(num_rows, cost):

@@ -16,7 +16,7 @@ from lorabatch.benchmarks.simulation.serving_simulation import (
     ServingSettings,
     ServingSimulation,
 )
-from lorabatch.scheduler.baselines.batchers import UnmergedBatcher
+from lorabatch.scheduler.baselines.batchers import unmerged
 from lorabatch.scheduler.machines import DLORA_A800_LLAMA_2_7B as COST
 from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
 from lorabatch.scheduler.simulation.synthetic import (
@@ -40,7 +40,7 @@ def serve(dispatcher, *, num_rows=300, rate=2.0, num_replicas=2, seed=0, replan=
     requests = Requests(workload, poisson_arrivals(rng, num_rows, rate))
     timeline = Timeline.empty(num_rows, num_replicas)
     settings = ReplicaSettings(max_batch_rows=16, leap_steps=32)
-    replicas = [SimulatedReplica(i, workload, COST, UnmergedBatcher(), settings, timeline) for i in range(num_replicas)]
+    replicas = [SimulatedReplica(i, workload, COST, unmerged, settings, timeline) for i in range(num_replicas)]
     simulation = ServingSimulation(requests, replicas, dispatcher, COST, ServingSettings(16, **changes), replan)
     simulation.run()
     return requests, timeline

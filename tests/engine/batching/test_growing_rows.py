@@ -21,7 +21,7 @@ from lorabatch.engine.runner.backend import CpuBackend
 from lorabatch.engine.runner.runner import LaunchedStep
 from lorabatch.engine.runner.sampler import SampledTokens
 from lorabatch.engine.sequence import Sequence
-from lorabatch.scheduler.batching import BatchView, ClusteredBatcher, StepPlan
+from lorabatch.scheduler.batching import BatchView, StepPlan, clustered
 from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
 from lorabatch.scheduler.simulation.replica import ReplicaSettings
 from lorabatch.tests.engine.batching.simulated import Rows, numbers, play_replica
@@ -103,7 +103,7 @@ def make_engine(
         mode="unmerged",
         **options,
     )
-    engine = Engine(model, config, ClusteredBatcher(), kind)
+    engine = Engine(model, config, clustered, kind)
     sampling = SamplingParams(max_tokens=max_tokens)
     engine.add(Request(f"row-{i}", tuple(range(3, 3 + prompt)), None, sampling) for i, (prompt, _) in enumerate(rows))
     return engine
@@ -187,8 +187,8 @@ def test_rows_of_a_known_length_hold_it_from_the_start(tiny_llama: Path) -> None
 class MixtureFirst:
     """Mixtures with the first adapter merged, for as long as a row runs or waits for it."""
 
-    def next_step(self, view: BatchView) -> StepPlan:
-        """See `Batcher.next_step`."""
+    def __call__(self, view: BatchView) -> StepPlan:
+        """See `Batcher`."""
         serve, admit = np.ones(len(view.running_adapter), bool), np.arange(len(view.waiting_adapter))
         if len(serve) or 0 in view.waiting_adapter:
             return StepPlan("mixture", 0, serve, admit)
@@ -229,7 +229,7 @@ def test_a_simulated_replica_lets_rows_grow_as_the_engine_does(
     tiny_llama: Path, rows: Rows, batch_rows: int, num_pages: int, step_tokens: int
 ) -> None:
     limits = ReplicaSettings(batch_rows, step_tokens, kv_tokens=PAGE * num_pages, page_tokens=PAGE, rows_grow=True)
-    simulated = play_replica(rows, limits, CPU_SMOLLM2_135M, ClusteredBatcher(), MAX_TOKENS)
+    simulated = play_replica(rows, limits, CPU_SMOLLM2_135M, clustered, MAX_TOKENS)
     engine = make_engine(
         tiny_llama,
         rows,
@@ -249,8 +249,7 @@ def test_leaps_of_the_simulator_end_where_rows_grow() -> None:
     rows = [(16, 5)] * 8 + [(16, 60)] * 8
     limits = ReplicaSettings(8, 64, kv_tokens=PAGE * 24, page_tokens=PAGE, rows_grow=True)
     one, leaping = (
-        play_replica(rows, replace(limits, leap_steps=n), CPU_SMOLLM2_135M, ClusteredBatcher(), MAX_TOKENS)
-        for n in (1, 8)
+        play_replica(rows, replace(limits, leap_steps=n), CPU_SMOLLM2_135M, clustered, MAX_TOKENS) for n in (1, 8)
     )
     assert one.num_preempted == leaping.num_preempted > 0
     assert one.end_s == pytest.approx(leaping.end_s)

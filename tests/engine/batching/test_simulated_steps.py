@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.request import Request, SamplingParams
-from lorabatch.scheduler.batching import Batcher, ClusteredBatcher
+from lorabatch.scheduler.batching import Batcher, clustered
 from lorabatch.scheduler.cost import CostModel
 from lorabatch.scheduler.cost_batching import PromptsTogether
 from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
@@ -26,7 +26,7 @@ PAGE_BYTES = 8192  # 16 tokens of the tiny model
 def batcher(cost: CostModel) -> Batcher:
     """Unmerged; holds rows back where mixed steps cost more than others."""
     ranks = np.zeros(0)
-    return PromptsTogether(ClusteredBatcher(), cost, lambda: ranks) if cost.mixed_step_s else ClusteredBatcher()
+    return PromptsTogether(clustered, cost, lambda: ranks) if cost.mixed_step_s else clustered
 
 
 def engine_steps(

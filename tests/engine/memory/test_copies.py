@@ -163,7 +163,7 @@ def test_a_merged_adapter_is_joined_before_it_is_taken_out_of_other_rows(
     tiny_llama: Path, tiny_adapters: dict[str, Path]
 ) -> None:
     class Mixture:
-        def next_step(self, view: BatchView) -> StepPlan:
+        def __call__(self, view: BatchView) -> StepPlan:
             return StepPlan(
                 "mixture", 0, np.ones(len(view.running_adapter), bool), np.arange(len(view.waiting_adapter))
             )

@@ -39,7 +39,7 @@ FORMATS: dict[str, dict[str, str]] = {
 class Mixing:
     """A batcher that keeps one adapter merged and mixes rows of others in."""
 
-    def next_step(self, view: BatchView) -> StepPlan:
+    def __call__(self, view: BatchView) -> StepPlan:
         admit = np.arange(min(view.max_batch_rows - len(view.running_adapter), len(view.waiting_adapter)))
         return StepPlan("mixture", 1, np.ones(len(view.running_adapter), bool), admit)
 

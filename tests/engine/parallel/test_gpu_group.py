@@ -272,10 +272,10 @@ def test_a_member_that_is_lost_while_the_leader_waits_for_its_sum_is_named(small
         chosen = group.batcher
 
         class Stopping:
-            def next_step(self, view: BatchView) -> StepPlan:
+            def __call__(self, view: BatchView) -> StepPlan:
                 os.kill(pid, signal.SIGSTOP)
                 killer.start()
-                return chosen.next_step(view)
+                return chosen(view)
 
         group.batcher = Stopping()
         group.add(rows_of([None], group.model.vocab_size, ({},) * 2))

@@ -168,7 +168,7 @@ class Mixing:
     def __init__(self) -> None:
         self._num_steps = 0
 
-    def next_step(self, view: BatchView) -> StepPlan:
+    def __call__(self, view: BatchView) -> StepPlan:
         self._num_steps += 1
         merged = self._num_steps // 2 % 4
         free = max(0, view.max_batch_rows - len(view.running_adapter))

@@ -34,7 +34,7 @@ class OnceMerged:
 
     adapter: int | None = None
 
-    def next_step(self, view: BatchView) -> StepPlan:
+    def __call__(self, view: BatchView) -> StepPlan:
         everyone = np.ones(len(view.running_adapter), bool)
         waiting = np.arange(len(view.waiting_adapter))
         return StepPlan("unmerged" if self.adapter is None else "merged", self.adapter, everyone, waiting)

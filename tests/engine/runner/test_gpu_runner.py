@@ -125,7 +125,7 @@ def test_rows_with_rules_have_the_answers_of_a_cpu_beside_rows_that_run_ahead(ti
 class MergesFirst:
     """Merges the first adapter and serves all rows beside it."""
 
-    def next_step(self, view: BatchView) -> StepPlan:
+    def __call__(self, view: BatchView) -> StepPlan:
         all_rows = np.ones(len(view.running_adapter), bool)
         return StepPlan("mixture", 0, all_rows, np.arange(len(view.waiting_adapter)))
 

@@ -26,7 +26,7 @@ def write(path: Path, table: pa.Table = TABLE, **options: Any) -> Path:
 
 
 def names(url: Any) -> list[str]:
-    return [footer.file.name for footer in read_footers([str(url)], {}).footers]
+    return [footer.file.name for footer in read_footers([str(url)], {})[0]]
 
 
 def test_a_file_a_folder_and_a_glob_are_inputs(tmp_path: Path) -> None:
@@ -63,13 +63,13 @@ def test_files_of_equal_names_are_distinguished_by_their_folders(tmp_path: Path)
 
 def test_row_groups_sizes_and_footers_are_recorded(tmp_path: Path) -> None:
     path = write(tmp_path / "x.parquet", row_group_size=2)
-    (footer,) = read_footers([str(path)], {}).footers
+    (footer,) = read_footers([str(path)], {})[0]
     assert footer.file.row_group_rows == (2, 1)
     assert footer.file.size_bytes == path.stat().st_size
     assert footer.schema.equals(TABLE.schema)
     before = footer.file.footer_sha256
     write(path, pa.table({"prompt": ["a", "b", "d"]}), row_group_size=2)
-    (changed,) = read_footers([str(path)], {}).footers
+    (changed,) = read_footers([str(path)], {})[0]
     assert changed.file.footer_sha256 != before
 
 
@@ -122,11 +122,11 @@ def test_an_input_that_is_not_there_is_explained(tmp_path: Path, name: str, expe
 def test_several_inputs_are_read_in_their_order_under_names_that_differ(tmp_path: Path) -> None:
     for name in ("one/x.parquet", "two/x.parquet", "two/y.parquet"):
         write(tmp_path / name)
-    found = read_footers([str(tmp_path / "two"), str(tmp_path / "one/x.parquet")], {}).footers
+    found = read_footers([str(tmp_path / "two"), str(tmp_path / "one/x.parquet")], {})[0]
     assert [footer.file.name for footer in found] == ["two/x.parquet", "two/y.parquet", "one/x.parquet"]
     fsspec.filesystem("memory").put(str(tmp_path / "one/x.parquet"), f"{tmp_path}/one/x.parquet")
     urls = [str(tmp_path / "one"), f"memory:/{tmp_path}/one"]
-    distinct = {footer.file.name for footer in read_footers(urls, {}).footers}
+    distinct = {footer.file.name for footer in read_footers(urls, {})[0]}
     assert len(distinct) == 2
 
 
@@ -172,7 +172,7 @@ def test_the_line_that_converts_makes_an_input(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(JobRequestError) as caught:
         read_footers(["rows.jsonl"], {})
     duckdb.sql(str(caught.value).split('"')[1])
-    (footer,) = read_footers(["rows.parquet"], {}).footers
+    (footer,) = read_footers(["rows.parquet"], {})[0]
     assert find_roles(footer.schema, {}) == ({"id": "id", "messages": "messages"}, [])
 
 
@@ -181,14 +181,14 @@ def test_data_beside_parquet_files_that_is_not_read_is_known(tmp_path: Path) -> 
     for name in ("b.csv", "deep/c.jsonl.gz", "_hidden.csv", "notes.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
-    assert read_footers([str(tmp_path)], {}).unread == ("b.csv", "c.jsonl.gz", "notes.txt")
+    assert read_footers([str(tmp_path)], {})[1] == ("b.csv", "c.jsonl.gz", "notes.txt")
 
 
 def test_files_in_a_bucket_are_found_and_read(s3_options: dict[str, Any], tmp_path: Path) -> None:
     fs = fsspec.filesystem("s3", **s3_options)
     fs.mkdir("input-bucket")
     fs.put(str(write(tmp_path / "x.parquet")), "input-bucket/data/x.parquet")
-    (footer,) = read_footers(["s3://input-bucket/data"], s3_options).footers
+    (footer,) = read_footers(["s3://input-bucket/data"], s3_options)[0]
     assert (footer.file.url, footer.file.name) == ("s3://input-bucket/data/x.parquet", "x.parquet")
     with pytest.raises(JobRequestError, match="not found"):
         read_footers(["s3://no-such-bucket-here/data"], s3_options)
@@ -201,7 +201,7 @@ def test_a_bucket_that_this_process_has_listed_before_is_listed_again(
     other = fsspec.filesystem("s3", **s3_options, skip_instance_cache=True)
     other.mkdir("listed-bucket")
     other.put(str(write(tmp_path / "x.parquet")), "listed-bucket/data/x.parquet")
-    (first,) = read_footers(["s3://listed-bucket/data"], s3_options).footers
+    (first,) = read_footers(["s3://listed-bucket/data"], s3_options)[0]
     fs = fsspec.filesystem("s3", **s3_options)
     assert first.file.version is not None
     assert not has_changed(fs, "listed-bucket/data/x.parquet", first.file.version)
@@ -209,7 +209,7 @@ def test_a_bucket_that_this_process_has_listed_before_is_listed_again(
     for name in ("x", "y"):
         other.put(longer, f"listed-bucket/data/{name}.parquet")
     assert has_changed(fs, "listed-bucket/data/x.parquet", first.file.version)
-    again = read_footers(["s3://listed-bucket/data"], s3_options).footers
+    again = read_footers(["s3://listed-bucket/data"], s3_options)[0]
     assert [sum(footer.file.row_group_rows) for footer in again] == [2 * TABLE.num_rows] * 2
 
 
@@ -218,7 +218,7 @@ def test_one_schema_holds_the_columns_of_all_files(tmp_path: Path) -> None:
     required = pa.schema([pa.field("prompt", pa.string()), pa.field("n", pa.int8(), nullable=False)])
     write(tmp_path / "b.parquet", pa.table({"prompt": ["x"], "n": pa.array([1], pa.int8())}, schema=required))
     write(tmp_path / "c.parquet", pa.table({"late": ["y"], "prompt": ["x"]}))
-    schema = unified_schema(read_footers([str(tmp_path)], {}).footers)
+    schema = unified_schema(read_footers([str(tmp_path)], {})[0])
     assert schema == pa.schema(
         [pa.field("prompt", pa.string()), pa.field("late", pa.string()), pa.field("n", pa.int8())]
     )
@@ -231,7 +231,7 @@ def test_the_work_for_one_schema_grows_with_the_columns_not_with_their_square(
     table = pa.table({f"c{i}": [i] for i in range(500)})
     for name in ("a", "b"):
         pq.write_table(table, tmp_path / f"{name}.parquet")
-    footers = read_footers([str(tmp_path)], {}).footers
+    footers = read_footers([str(tmp_path)], {})[0]
     unify, num_fields = pa.unify_schemas, 0
 
     def counted(schemas: list[pa.Schema], **options: Any) -> pa.Schema:
@@ -248,7 +248,7 @@ def test_files_that_disagree_on_a_type_are_named_with_both_types(tmp_path: Path)
     write(tmp_path / "a.parquet", pa.table({"prompt": ["x"], "n": [1]}))
     write(tmp_path / "b.parquet", pa.table({"prompt": ["x"], "n": ["1"]}))
     with pytest.raises(JobRequestError, match=r"'b\.parquet': column 'n' is string, but int64 in 'a\.parquet'"):
-        unified_schema(read_footers([str(tmp_path)], {}).footers)
+        unified_schema(read_footers([str(tmp_path)], {})[0])
 
 
 def nested(depth: int) -> bytes:
@@ -267,7 +267,7 @@ def nested(depth: int) -> bytes:
 def test_a_schema_that_nests_deeply_is_refused(tmp_path: Path, depth: int) -> None:
     path = tmp_path / "x.parquet"
     path.write_bytes(nested(50))
-    (footer,) = read_footers([str(path)], {}).footers
+    (footer,) = read_footers([str(path)], {})[0]
     assert footer.schema.names == ["a"]
     path.write_bytes(nested(depth))
     with pytest.raises(JobRequestError, match=r"'x\.parquet': not a readable Parquet file \(Parquet schema too deeply"):
@@ -278,7 +278,7 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     doubled = pa.Table.from_arrays([pa.array(["x"]), pa.array(["y"])], names=["prompt", "prompt"])
     write(tmp_path / "a.parquet", doubled)
     with pytest.raises(JobRequestError, match="several columns named 'prompt'"):
-        unified_schema(read_footers([str(tmp_path)], {}).footers)
+        unified_schema(read_footers([str(tmp_path)], {})[0])
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def write(folder: Path, *names: str, **columns: list[Any]) -> Path:
 
 def read(*urls: object, texts: tuple[str, ...] = ()) -> tuple[dict[str, dict[str, Any]], pa.Schema]:
     """File name -> its values, and the schema of all."""
-    footers = read_footers(list(map(str, urls)), {}).footers
+    footers, _ = read_footers(list(map(str, urls)), {})
     files, schema = with_partitions(footers, unified_schema(footers), texts)
     return {file.name: file.partition for file in files}, schema
 

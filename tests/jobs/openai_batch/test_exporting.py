@@ -292,5 +292,5 @@ def test_lines_are_written_to_any_store(make_store: Callable[..., JobStore], pla
     url, options = place
     store = make_store([ANSWER], url=f"{url}/job", options=options)
     found = export_batch(store, f"{url}/results/results.jsonl", options)
-    assert found.to_text().endswith("results/results.jsonl: 1 response, 0 errors")
+    assert found.endswith("results/results.jsonl: 1 response, 0 errors")
     assert json.loads(Location(url, options).read("results/results.jsonl"))["custom_id"] == "a"

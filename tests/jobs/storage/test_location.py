@@ -11,6 +11,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,9 +26,10 @@ from distributed.protocol import pickle as dask_pickle
 from lorabatch.jobs.errors import MissingFileError, StorageError
 from lorabatch.jobs.storage.location import (
     Location,
-    SegmentNames,
     _warn_unconditional,
     absolute,
+    last_segment,
+    next_segment,
     options_for,
     segments_of,
 )
@@ -381,25 +383,28 @@ def test_only_local_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.
     assert absolute("s3://bucket/x") == "s3://bucket/x"
 
 
-def nothing() -> list[str]:
-    return []
+def written_to_log(present: Iterable[str], *times_ns: int) -> list[str]:
+    """Names of segments of "log" that one writer adds at these times to those in `present`."""
+    last, names = last_segment("log", present), []
+    for now_ns in times_ns:
+        name, last = next_segment("log", last, now_ns)
+        names.append(name)
+    return names
 
 
 def test_segments_sort_in_the_order_of_writing_even_within_one_tick_of_the_clock() -> None:
-    names = SegmentNames()
-    written = [names.next("log", now_ns, nothing) for now_ns in (5, 5, 4, 10**19)]
+    written = written_to_log([], 5, 5, 4, 10**19)
     assert segments_of("log", reversed(written)) == written
 
 
 def test_a_writer_whose_clock_is_behind_goes_on_after_those_before_it() -> None:
-    first, second = SegmentNames(), SegmentNames()
-    before = [first.next("log", 1000, nothing) for _ in range(2)]
-    after = [second.next("log", 10, lambda: before) for _ in range(2)]
+    before = written_to_log([], 1000, 1000)
+    after = written_to_log(before, 10, 10)
     assert segments_of("log", [*after, *before]) == [*before, *after]
 
 
 def test_other_journals_and_a_file_of_the_journals_own_name_do_not_disturb() -> None:
     present = ["log", "log2.00000000000000009999-aa", "log.note", "other"]
-    name = SegmentNames().next("log", 7, lambda: present)
+    (name,) = written_to_log(present, 7)
     assert name.startswith("log.00000000000000000007-")
     assert segments_of("log", [*present, name]) == ["log", name, "log.note"]

@@ -27,11 +27,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from small_cluster import Death, EchoPlugin
 
 from lorabatch.engine.request import ExportedRow
+from lorabatch.engine.server.frames import RegisterAdapter
 from lorabatch.jobs.record import JobRecord
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.dataset.answers import BegunRow, decode_journal
 from lorabatch.pipeline.dataset.reader import read_shard
-from lorabatch.pipeline.messages import LocalAdapter, ShardAbandonedError
+from lorabatch.pipeline.messages import ShardAbandonedError
 from lorabatch.pipeline.migration import incoming, outgoing
 from lorabatch.pipeline.migration.peers import LendRows, Peers
 from lorabatch.pipeline.supervisor.open_shard import OpenShard, ServedRow
@@ -127,7 +128,11 @@ class MovingHandle(EngineHandle):
         self._pause = pause
 
     def open(
-        self, shard_id: int | None, rows: Iterable[ExportedRow], adapters: Iterable[LocalAdapter], rows_behind: int = 0
+        self,
+        shard_id: int | None,
+        rows: Iterable[ExportedRow],
+        adapters: Iterable[RegisterAdapter],
+        rows_behind: int = 0,
     ) -> OpenShard:
         """See `EngineHandle`."""
         pause = (lambda: None) if shard_id is None else self._pause
@@ -149,7 +154,7 @@ class MovingPlugin(EchoPlugin):
         self.engine = MovingHandle(self, self._pause)
         self.service = PeerService(worker, RUN, self.engine, Peers(worker, RUN), self)  # type: ignore[arg-type]
 
-    async def get(self, adapter_ids: Iterable[str], peers: Any) -> list[LocalAdapter]:
+    async def get(self, adapter_ids: Iterable[str], peers: Any) -> list[RegisterAdapter]:
         """As `AdapterCache`."""
         return self.adapters(adapter_ids, {})
 

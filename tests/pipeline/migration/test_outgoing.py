@@ -15,7 +15,6 @@ from lorabatch.pipeline.messages import ShardAbandonedError
 from lorabatch.pipeline.migration.incoming import IncomingRows
 from lorabatch.pipeline.migration.outgoing import OutgoingRows
 from lorabatch.pipeline.migration.peers import (
-    Accepted,
     DropRows,
     FetchResults,
     LendRows,
@@ -56,7 +55,7 @@ class Line:
                 self._incoming.recall(request.loan_id)
             case DropRows():
                 self._incoming.drop(request.loan_id)
-        return Accepted()
+        return None
 
 
 @asynccontextmanager

@@ -19,7 +19,6 @@ from lorabatch.pipeline.cluster.late_dashboard import WITHOUT_PAGES, LateDashboa
 from lorabatch.pipeline.messages import StopRun, WorkerReport
 from lorabatch.pipeline.monitoring.reporter import state_publisher
 from lorabatch.pipeline.monitoring.scheduler_plugin import (
-    Backlog,
     JobsPlugin,
     show_jobs,
     wanted_workers,
@@ -145,11 +144,11 @@ def test_the_plugin_is_registered_once_per_version() -> None:
 
 
 def test_a_worker_for_each_four_batches():
-    assert wanted_workers(Backlog(256, 64, 1), 4.0) == 1
-    assert wanted_workers(Backlog(257, 64, 1), 4.0) == 2
-    assert wanted_workers(Backlog(10_000, 64, 3), 4.0) == 40
+    assert wanted_workers(256, 64, 1, 4.0) == 1
+    assert wanted_workers(257, 64, 1, 4.0) == 2
+    assert wanted_workers(10_000, 64, 3, 4.0) == 40
 
 
 def test_a_job_keeps_one_worker_to_its_end_and_no_job_needs_none():
-    assert wanted_workers(Backlog(0, 64, 1), 4.0) == 1
-    assert wanted_workers(Backlog(500, 64, 0), 4.0) == 0
+    assert wanted_workers(0, 64, 1, 4.0) == 1
+    assert wanted_workers(500, 64, 0, 4.0) == 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -36,8 +38,10 @@ def settings_for(model: Path, **options: Any) -> RunSettings:
 
 def described(batcher: Any) -> Any:
     """Types and parameters of a batcher, without the functions that tell it about its replica."""
+    if isinstance(batcher, partial):
+        return batcher.func, *map(described, batcher.args), batcher.keywords
     if not is_dataclass(batcher):
-        return batcher if isinstance(batcher, int | float | str | None) else type(batcher)
+        return batcher if isinstance(batcher, int | float | str | FunctionType | None) else type(batcher)
     parts = {f.name: described(getattr(batcher, f.name)) for f in fields(batcher) if f.name not in FACTS}
     return type(batcher), parts
 
@@ -121,9 +125,9 @@ def test_simulated_workers_learn_lengths_as_engines_do(tiny_llama: Path) -> None
 
     def facts_seen(facts: ReplicaFacts) -> Batcher:
         class Watching:
-            def next_step(self, view: Any) -> Any:
+            def __call__(self, view: Any) -> Any:
                 means.append(facts.lengths.mean())
-                return inner.next_step(view)
+                return inner(view)
 
         inner = settings.batcher(facts)
         return Watching()

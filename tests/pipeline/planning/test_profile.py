@@ -36,13 +36,13 @@ def test_a_measured_machine_is_found_by_jobs_of_that_model_and_those_threads(tin
     assert read_profile(path) == profile
     assert profile.quality.keys() == {"prefill", "decode", "unmerged"}
     sha256, config = model_sha256(tiny_llama, with_weights=True), read_model_config(tiny_llama)
-    found = choose_cost(spec(tiny_llama), sha256, config, "cpu", 1)
-    assert (found.cost, str(path) in found.origin) == (profile.cost, True)
+    cost, origin, is_guess = choose_cost(spec(tiny_llama), sha256, config, "cpu", 1)
+    assert (cost, str(path) in origin, is_guess) == (profile.cost, True, False)
     others = [
         choose_cost(spec(tiny_llama), sha256, config, "cpu", 2),
         choose_cost(spec(tiny_llama), "0" * 64, config, "cpu", 1),
     ]
-    assert all("a guess from a 135M model" in other.origin for other in others)
+    assert all("a guess from a 135M model" in origin and is_guess for _, origin, is_guess in others)
     console = Console(width=120, record=True)
     print_profile(profile, path, console)
     text = console.export_text()
@@ -54,21 +54,21 @@ def test_a_profile_given_by_name_is_used_whatever_it_was_measured_for(tiny_llama
     small = {"workers": 1, "engine_threads": 1, "batch_rows": 4, "step_tokens": 32}
     profile, path = profile_model(spec(tiny_llama, **small), 0.0, tmp_path / "mine.json")
     assert path == tmp_path / "mine.json"
-    chosen = choose_cost(spec(tiny_llama, cost_model=str(path)), "", read_model_config(tiny_llama), "cpu", None)
-    assert chosen.cost == profile.cost
+    cost, _, _ = choose_cost(spec(tiny_llama, cost_model=str(path)), "", read_model_config(tiny_llama), "cpu", None)
+    assert cost == profile.cost
 
 
 def test_a_guess_grows_with_the_model_and_shrinks_with_threads(tiny_llama: Path) -> None:
     config = read_model_config(tiny_llama)
-    one, four = (choose_cost(spec(tiny_llama), "", config, "cpu", threads).cost for threads in (1, 4))
+    one, four = (choose_cost(spec(tiny_llama), "", config, "cpu", threads)[0] for threads in (1, 4))
     assert one.decode_row_s == pytest.approx(4 * four.decode_row_s)
-    gpu = choose_cost(spec(tiny_llama), "", config, "cuda", None)
-    assert "H200" in gpu.origin
+    _, origin, _ = choose_cost(spec(tiny_llama), "", config, "cuda", None)
+    assert "H200" in origin
 
 
 def test_a_guess_counts_the_meetings_of_processes_and_a_profile_is_of_as_many(tiny_llama: Path) -> None:
     config = read_model_config(tiny_llama)
-    one, two, three = (choose_cost(spec(tiny_llama, tensor_parallel=n), "", config, "cpu", 2).cost for n in (1, 2, 3))
+    one, two, three = (choose_cost(spec(tiny_llama, tensor_parallel=n), "", config, "cpu", 2)[0] for n in (1, 2, 3))
     assert two.step_s > one.step_s
     assert two.decode_row_s == one.decode_row_s
     assert three.decode_row_s > one.decode_row_s, "three members are filled up"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from lorabatch.engine.request import ExportedRow, Request, SamplingParams
-from lorabatch.pipeline.supervisor.health import FIRST_DELAY_S, MAX_BLAMED_ROWS, GiveUp, Restart, RestartPolicy
+from lorabatch.pipeline.supervisor.health import FIRST_DELAY_S, MAX_BLAMED_ROWS, RestartPolicy
 from lorabatch.pipeline.supervisor.open_shard import OpenShard
 from lorabatch.pipeline.supervisor.rows import QueuedRow, RowTable, RunRows
 
@@ -48,12 +48,9 @@ def work(num_rows: int, kills: Callable[[Collection[str]], bool], batch_rows: in
         is_of_search = table.is_searching
         blamed = ids_of(table.crashed())
         fate.blamed |= blamed
-        verdict = policy.died("a crash", is_permanent=False, is_of_search=is_of_search, num_blamed=len(blamed))
-        if isinstance(verdict, GiveUp):
-            fate.given_up = verdict.reason
-        else:
-            assert isinstance(verdict, Restart)
-            fate.delays_s.append(verdict.delay_s)
+        fate.given_up = policy.died("a crash", False, is_of_search=is_of_search, num_blamed=len(blamed))
+        if fate.given_up is None:
+            fate.delays_s.append(policy.delay_s)
             policy.started()
     return fate
 

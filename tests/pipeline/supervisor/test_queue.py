@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -14,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lorabatch.engine.request import ExportedRow, Request, Result, SamplingParams
 from lorabatch.engine.server.frames import AbortRows, AddRows, ExpectRows, ExportRows, RegisterAdapter, RowTokens
-from lorabatch.pipeline.messages import EngineFailedError, LocalAdapter, ShardAbandonedError
+from lorabatch.pipeline.messages import EngineFailedError, ShardAbandonedError
 from lorabatch.pipeline.supervisor.open_shard import OpenShard, ServedRow
 from lorabatch.pipeline.supervisor.queue import EngineQueue, LentRows, shared_window
 from lorabatch.pipeline.supervisor.rows import RowState
@@ -309,7 +308,7 @@ def opened(queue: EngineQueue, *rows: ExportedRow, shard_id: int = 0, run_id: st
     return shard
 
 
-ADAPTER = LocalAdapter("sha-a", "a", Path("/a"))
+ADAPTER = RegisterAdapter("sha-a", "/a", "a")
 
 
 def test_a_failure_reaches_every_run_and_every_later_one() -> None:

@@ -17,21 +17,21 @@ import pytest
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.errors import RUN_AGAIN
 from lorabatch.engine.request import ExportedRow, Request, Result, SamplingParams
+from lorabatch.engine.server.frames import RegisterAdapter
 from lorabatch.pipeline.messages import (
     EngineFailedError,
     EngineSettings,
-    LocalAdapter,
     ShardAbandonedError,
     WorkerReport,
 )
-from lorabatch.pipeline.supervisor.health import HealthLimits
+from lorabatch.pipeline.supervisor.health import SILENCE_S
 from lorabatch.pipeline.supervisor.open_shard import OpenShard, ServedRow
 from lorabatch.pipeline.supervisor.queue import EngineQueue
 from lorabatch.pipeline.supervisor.supervisor import EngineHandle, EngineSupervisor
 from lorabatch.tests.scheduler.unfinished import unfinished
 
 POISON = 13
-IMPATIENT = HealthLimits(silence_s=2.5)
+IMPATIENT_S = 2.5
 
 
 class Reports:
@@ -73,12 +73,12 @@ def start(
     """Start an engine with the echo engine's options; the share of a run that reports to `reports`."""
     monkeypatch.setenv("PYTHONPATH", str(Path(echo_engine.__file__).parent), prepend=os.pathsep)
 
-    def start_with(batch_rows: int = 64, limits: HealthLimits | None = None, **options: Any) -> EngineHandle:
+    def start_with(batch_rows: int = 64, silence_s: float = SILENCE_S, **options: Any) -> EngineHandle:
         (tmp_path / "echo.json").write_text(json.dumps(options))
         settings = EngineSettings(
             "model", EngineConfig(num_threads=1, max_batch_rows=batch_rows), factory="echo_engine:EchoEngine"
         )
-        supervisors.append(EngineSupervisor(settings, lambda: tmp_path, tmp_path, "tcp://worker", limits))
+        supervisors.append(EngineSupervisor(settings, lambda: tmp_path, tmp_path, "tcp://worker", silence_s=silence_s))
         return supervisors[-1].join("run", reports)
 
     return start_with
@@ -89,7 +89,9 @@ def make_requests(prompts: range, adapter_id: str | None = None, max_tokens: int
     return [Request(f"row-{i}", (i,), adapter_id, sampling, stream_id=i) for i in prompts]
 
 
-def open_shard(engine: EngineHandle, shard_id: int, requests: list[Request], adapters: list[LocalAdapter]) -> OpenShard:
+def open_shard(
+    engine: EngineHandle, shard_id: int, requests: list[Request], adapters: list[RegisterAdapter]
+) -> OpenShard:
     return engine.open(shard_id, map(ExportedRow, requests), adapters)
 
 
@@ -113,7 +115,7 @@ def assert_right(requests: list[Request], rows: dict[str, ServedRow]) -> None:
 def test_rows_of_several_open_shards_come_back_right(start: Callable[..., EngineHandle]) -> None:
     engine = start()
     first, second = make_requests(range(20)), make_requests(range(20, 50), adapter_id="sha-a")
-    adapter = LocalAdapter("sha-a", "a", Path("/nowhere"))
+    adapter = RegisterAdapter("sha-a", "/nowhere", "a")
     shards = [open_shard(engine, 0, first, []), open_shard(engine, 1, second, [adapter])]
     assert_right(first, collect(shards[0]))
     assert_right(second, collect(shards[1]))
@@ -191,7 +193,7 @@ def test_a_stopped_engine_is_replaced_and_its_rows_start_again(
     start: Callable[..., EngineHandle], reports: Reports, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
-    engine = start(gate=str(gate), batch_rows=4, limits=IMPATIENT)
+    engine = start(gate=str(gate), batch_rows=4, silence_s=IMPATIENT_S)
     requests = make_requests(range(24))
     shard = open_shard(engine, 0, requests, [])
     running = reports.wait_for(lambda report: report.running_rows > 0)
@@ -209,7 +211,7 @@ def test_a_stopped_engine_is_replaced_though_more_was_sent_to_it_than_its_pipe_t
     start: Callable[..., EngineHandle], reports: Reports, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
-    engine = start(gate=str(gate), limits=IMPATIENT)
+    engine = start(gate=str(gate), silence_s=IMPATIENT_S)
     requests = make_requests(range(5000))
     first = open_shard(engine, 0, requests[:10], [])
     pid = reports.wait_for(lambda report: report.running_rows > 0).engine_pid
@@ -266,7 +268,7 @@ def test_a_model_that_cannot_be_loaded_fails_what_is_open_and_what_is_opened_lat
 
 def test_rows_of_a_refused_adapter_become_errors(start: Callable[..., EngineHandle]) -> None:
     engine = start(refuse_adapters=["sha-b"])
-    adapter = LocalAdapter("sha-b", "b", Path("/nowhere"))
+    adapter = RegisterAdapter("sha-b", "/nowhere", "b")
     rows = collect(open_shard(engine, 0, make_requests(range(2), adapter_id="sha-b"), [adapter]))
     assert {row.result.error for row in rows.values()} == {f"adapter sha-b: refused for the test. {RUN_AGAIN}"}
 

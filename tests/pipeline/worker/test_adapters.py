@@ -77,7 +77,7 @@ def test_a_local_adapter_stays_where_it_is(alpha: Path, tmp_path: Path, prefix: 
         (found,) = await cache_of(f"{prefix}{alpha}", tmp_path / "copies", peers).get(
             ["sha-alpha"], {"sha-alpha": PEER}
         )
-        assert (found.folder, found.name, peers.asked) == (alpha, "alpha", [])
+        assert (Path(found.folder), found.name, peers.asked) == (alpha, "alpha", [])
         assert not (tmp_path / "copies").exists()
 
     asyncio.run(story())
@@ -87,8 +87,8 @@ def test_an_adapter_in_storage_is_copied_from_the_named_worker(tmp_path: Path) -
     async def story() -> None:
         cache = cache_of(NOWHERE, tmp_path / "copies")
         (found,) = await cache.get(["sha-alpha"], {"sha-alpha": PEER})
-        assert found.folder.parent == tmp_path / "copies"
-        assert content(found.folder) == await cache.files("sha-alpha") == FILES
+        assert Path(found.folder).parent == tmp_path / "copies"
+        assert content(Path(found.folder)) == await cache.files("sha-alpha") == FILES
 
     asyncio.run(story())
 
@@ -97,7 +97,7 @@ def test_a_worker_that_does_not_reply_is_replaced_by_storage(storage: str, tmp_p
     async def story() -> None:
         cache = cache_of(storage, tmp_path / "copies", FakePeers(no_reply))
         (found,) = await cache.get(["sha-alpha"], {"sha-alpha": PEER})
-        assert content(found.folder) == FILES
+        assert content(Path(found.folder)) == FILES
         assert not (tmp_path / "copies").exists()
 
     asyncio.run(story())
@@ -125,7 +125,7 @@ def test_a_fetch_that_fails_leaves_the_next_request_to_try_another_worker(tmp_pa
         waiting = asyncio.create_task(cache.get(["sha-alpha"], {"sha-alpha": PEER}))
         with pytest.raises(StorageError, match="nowhere/alpha"):
             await failing
-        assert content((await waiting)[0].folder) == FILES
+        assert content(Path((await waiting)[0].folder)) == FILES
 
     asyncio.run(story())
 
@@ -137,7 +137,7 @@ def test_a_copy_whose_file_names_lead_elsewhere_is_refused_and_nothing_is_left(
     async def story() -> None:
         peers = FakePeers(lambda: {"adapter_config.json": b"{}", name: b"x"})
         (found,) = await cache_of(storage, tmp_path / "copies", peers).get(["sha-alpha"], {"sha-alpha": PEER})
-        assert content(found.folder) == FILES
+        assert content(Path(found.folder)) == FILES
         assert not (tmp_path / "copies").exists()
 
     asyncio.run(story())

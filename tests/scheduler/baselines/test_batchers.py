@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorabatch.scheduler.baselines.batchers import FcfsBatcher, MergedBatcher, OneAtATimeBatcher, UnmergedBatcher
+from lorabatch.scheduler.baselines.batchers import MergedBatcher, one_at_a_time, unmerged
 from lorabatch.scheduler.batching import BatchView
 
 
@@ -18,7 +20,7 @@ def run_to_end(batcher, arrivals, *, batch, steps_each=1):
     waiting, running, history, merged = list(arrivals), [], [], None
     while waiting or running:
         view = make_view([a for a, _ in running], waiting, batch=batch, merged=merged)
-        plan = batcher.next_step(view)
+        plan = batcher(view)
         plan.check_integrity(view)
         merged = plan.merged_adapter
         served = [i for i in range(len(running)) if plan.serve[i]]
@@ -33,16 +35,16 @@ def run_to_end(batcher, arrivals, *, batch, steps_each=1):
 
 
 def test_the_papers_figure_2a_one_adapter_at_a_time_needs_two_batches():
-    assert run_to_end(OneAtATimeBatcher(), [0, 1, 1], batch=3) == [[0], [1, 1]]
-    assert run_to_end(UnmergedBatcher(), [0, 1, 1], batch=3) == [[0, 1, 1]]
+    assert run_to_end(one_at_a_time, [0, 1, 1], batch=3) == [[0], [1, 1]]
+    assert run_to_end(unmerged, [0, 1, 1], batch=3) == [[0, 1, 1]]
 
 
 def test_unmerged_is_first_come_first_served():
-    assert UnmergedBatcher().next_step(make_view([5], [3, 1, 2, 1])).admit.tolist() == [0, 1, 2]
+    assert unmerged(make_view([5], [3, 1, 2, 1])).admit.tolist() == [0, 1, 2]
 
 
 def test_fcfs_passes_over_an_adapter_too_many():
-    assert FcfsBatcher(max_resident=2).next_step(make_view([5], [3, 1, -1, 3])).admit.tolist() == [0, 2, 3]
+    assert unmerged(make_view([5], [3, 1, -1, 3]), max_resident=2).admit.tolist() == [0, 2, 3]
 
 
 def test_merged_only_serves_one_adapter_and_then_the_oldest_waiting():
@@ -53,22 +55,24 @@ def test_merged_only_gives_others_a_turn_after_its_patience():
     batcher = MergedBatcher(patience=3)
     merged = []
     for _ in range(5):
-        merged.append(batcher.next_step(make_view([], [0] * 9 + [1], merged=merged[-1] if merged else None)))
+        merged.append(batcher(make_view([], [0] * 9 + [1], merged=merged[-1] if merged else None)))
         merged[-1] = merged[-1].merged_adapter
     assert merged == [0, 0, 0, 1, 1]
 
 
 def test_a_closed_batch_admits_no_row_until_it_is_done():
-    plan = OneAtATimeBatcher().next_step(make_view([0], [0, 0]))
+    plan = one_at_a_time(make_view([0], [0, 0]))
     assert len(plan.admit) == 0
 
 
 def test_base_rows_are_merged_with_nothing():
-    plan = MergedBatcher().next_step(make_view([], [-1, -1, 0]))
+    plan = MergedBatcher()(make_view([], [-1, -1, 0]))
     assert (plan.mode, plan.admit.tolist()) == ("unmerged", [0, 1])
 
 
-@pytest.mark.parametrize("make", [UnmergedBatcher, lambda: FcfsBatcher(1), MergedBatcher, OneAtATimeBatcher])
+@pytest.mark.parametrize(
+    "make", [lambda: unmerged, lambda: partial(unmerged, max_resident=1), MergedBatcher, lambda: one_at_a_time]
+)
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.integers(-1, 3), max_size=30), st.integers(1, 6), st.integers(1, 3))
 def test_every_row_is_served_in_the_end(make, arrivals, batch, steps_each):

@@ -13,7 +13,6 @@ from lorabatch.scheduler.baselines.dlora_batching import (
     Credits,
     DynamicBatcher,
     Period,
-    Thresholds,
     dynamic_batching,
     merge_candidate,
     tune_alpha,
@@ -30,7 +29,7 @@ def types_of(text):
 
 
 def decide(text, *, max_rows=4, merged=None, legal=ALL_RUNNING, alpha=1.2, beta=0.6):
-    batch, state = dynamic_batching(types_of(text), max_rows, merged, legal, Thresholds(alpha, beta))
+    batch, state = dynamic_batching(types_of(text), max_rows, merged, legal, alpha, beta)
     return batch.tolist(), state
 
 
@@ -111,12 +110,12 @@ def view_of(waiting, *, running="", merged=None, max_rows=4):
 
 
 def test_a_dominant_adapter_is_merged_and_others_wait():
-    plan = make_batcher().next_step(view_of("abbbbbb"))
+    plan = make_batcher()(view_of("abbbbbb"))
     assert (plan.mode, plan.merged_adapter, plan.admit.tolist()) == ("merged", 1, [1, 2, 3, 4])
 
 
 def test_running_rows_of_others_pause_while_one_is_merged():
-    plan = make_batcher().next_step(view_of("bbbbb", running="ab"))
+    plan = make_batcher()(view_of("bbbbb", running="ab"))
     assert plan.serve.tolist() == [False, True]
     assert plan.merged_adapter == 1
 
@@ -125,7 +124,7 @@ def test_no_adapter_starves_behind_a_dominant_adapter():
     batcher = make_batcher(initial=4.0, starve_above=6.0)
     merged, steps_until_served = None, None
     for step in range(50):
-        plan = batcher.next_step(view_of("a" + "b" * 20, merged=merged))
+        plan = batcher(view_of("a" + "b" * 20, merged=merged))
         merged = plan.merged_adapter
         if 0 in plan.admit:
             steps_until_served = step
@@ -136,17 +135,17 @@ def test_no_adapter_starves_behind_a_dominant_adapter():
 
 def test_alpha_learns_that_merging_pays():
     batcher = make_batcher(lora_factor=3.0)
-    batcher.thresholds = Thresholds(alpha=1.6, beta=0.1)
+    batcher.alpha, batcher.beta = 1.6, 0.1
     merged = None
     for _ in range(40 * PERIOD):
-        merged = batcher.next_step(view_of("abbbbb", merged=merged)).merged_adapter
+        merged = batcher(view_of("abbbbb", merged=merged)).merged_adapter
         if merged is not None:
             break
     assert merged == 1
 
 
 def test_an_empty_replica_keeps_its_state():
-    plan = make_batcher().next_step(view_of("", merged=2))
+    plan = make_batcher()(view_of("", merged=2))
     assert plan.merged_adapter == 2
     assert len(plan.admit) == 0
 
@@ -158,7 +157,7 @@ def test_every_step_is_sound_never_idle_and_conserves_credit(queues):
     merged = None
     for running, waiting in queues:
         view = view_of(waiting, running=running[:4], merged=merged)
-        plan = batcher.next_step(view)
+        plan = batcher(view)
         plan.check_integrity(view)
         batcher.credits.check_integrity(4 * 3.0)
         assert plan.serve.any() or len(plan.admit) or not (running[:4] or waiting)

@@ -119,8 +119,8 @@ def counting(simulation, moved):
 
     class Counting(simulation):
         def run(self):
-            outcome = super().run()
-            moved.append(outcome.num_migrated)
-            return outcome
+            makespan_s = super().run()
+            moved.append(self.num_migrated)
+            return makespan_s
 
     return Counting

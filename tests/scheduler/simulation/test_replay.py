@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from lorabatch.scheduler.batching import ClusteredBatcher
+from lorabatch.scheduler.batching import clustered
 from lorabatch.scheduler.lending import TailSettings
 from lorabatch.scheduler.machines import H200_LLAMA_3_8B as COST
 from lorabatch.scheduler.messages import ReplicaJoined, Tick
@@ -47,13 +47,13 @@ def recorded_run(**cluster):
     lines = []
 
     def coordinator(committed=()):
-        return Recorder(Scheduler(plan.shards, committed=committed, settings=chosen), lines)
+        return Recorder(Scheduler(plan.shards, committed=committed, settings=chosen), lines).handle
 
-    replicas = [SimulatedReplica(i, workload, COST, ClusteredBatcher(), settings, timeline) for i in range(3)]
+    replicas = [SimulatedReplica(i, workload, COST, clustered, settings, timeline) for i in range(3)]
     chosen_cluster = Cluster((0.0, 0.1, 0.2), progress_s=0.2, **cluster)
     simulation = JobSimulation(workload, plan, coordinator(), replicas, chosen_cluster, timeline, settings, coordinator)
-    outcome = simulation.run()
-    return plan.shards, [json.loads(line) for line in lines], outcome
+    simulation.run()
+    return plan.shards, [json.loads(line) for line in lines], simulation
 
 
 WHOLE_LIVES = {
@@ -72,9 +72,9 @@ WHOLE_LIVES = {
 
 @pytest.mark.parametrize("life", WHOLE_LIVES)
 def test_recorded_events_give_the_recorded_commands(life):
-    shards, event_log, outcome = recorded_run(**WHOLE_LIVES[life])
-    assert outcome.failure is None
-    assert np.isfinite(outcome.timeline.finish_s).all()
+    shards, event_log, simulation = recorded_run(**WHOLE_LIVES[life])
+    assert simulation.failure is None
+    assert np.isfinite(simulation.timeline.finish_s).all()
     kinds = Counter(line["kind"] for line in event_log)
     assert kinds["RemoveReplica"] == len(WHOLE_LIVES[life].get("mishaps", ()))
     assert kinds["ReplicasFound"] == len(WHOLE_LIVES[life].get("takeovers_s", ()))
@@ -86,8 +86,8 @@ def test_recorded_events_give_the_recorded_commands(life):
 
 
 def test_the_end_of_a_job_without_any_engine_is_replayed_too():
-    shards, event_log, outcome = recorded_run(mishaps=tuple((0.3, number, "failed") for number in range(3)))
-    assert outcome.failure == "No engine works: its engine failed."
+    shards, event_log, simulation = recorded_run(mishaps=tuple((0.3, number, "failed") for number in range(3)))
+    assert simulation.failure == "No engine works: its engine failed."
     assert event_log[-1]["kind"] == "FailJob"
     assert replay(shards, event_log).first_difference is None
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorabatch.scheduler.baselines.batchers import MergedBatcher, OneAtATimeBatcher, UnmergedBatcher
+from lorabatch.scheduler.baselines.batchers import MergedBatcher, one_at_a_time, unmerged
 from lorabatch.scheduler.batching import StepPlan
 from lorabatch.scheduler.cost import CostModel, StepLoad, lora_load, prompt_pairs
 from lorabatch.scheduler.cost_batching import AdaptiveBatcher
@@ -50,7 +50,7 @@ def make_replica(
     workload.check_integrity()
     timeline = Timeline.empty(workload.num_rows, 1)
     settings_ = ReplicaSettings(**({"max_batch_rows": 4} | changes))
-    engine = SimulatedReplica(0, workload, cost, batcher or UnmergedBatcher(), settings_, timeline)
+    engine = SimulatedReplica(0, workload, cost, batcher or unmerged, settings_, timeline)
     engine.add(np.arange(workload.num_rows))
     return engine, timeline
 
@@ -159,11 +159,11 @@ class Insisting:
     def __init__(self, adapter):
         self.adapter, self.views = adapter, []
 
-    def next_step(self, view):
+    def __call__(self, view):
         self.views.append(view)
         admit = np.flatnonzero(view.waiting_adapter == self.adapter)[: view.max_batch_rows]
         if not len(admit) and not (view.running_adapter == self.adapter).any():
-            return UnmergedBatcher().next_step(view)
+            return unmerged(view)
         return StepPlan("merged", self.adapter, view.running_adapter == self.adapter, admit)
 
 
@@ -295,9 +295,7 @@ def test_a_replicas_first_merge_makes_its_second_copy_of_the_weights():
 
 
 def test_an_absent_adapter_is_loaded_once_and_again_after_eviction():
-    engine, timeline = make_replica(
-        [0, 1, 0], [9] * 3, [2] * 3, cost=COST, adapter_slots=1, batcher=OneAtATimeBatcher()
-    )
+    engine, timeline = make_replica([0, 1, 0], [9] * 3, [2] * 3, cost=COST, adapter_slots=1, batcher=one_at_a_time)
     run_out(engine)
     once = COST.load_seconds(8 * 2_000_000, "host")
     assert timeline.load_s[0] == pytest.approx(2 * once)
@@ -319,9 +317,9 @@ def test_the_last_rows_to_arrive_are_given_away_first():
 )
 def test_every_row_ends_exactly_once_under_any_policy(rows, policy, kv_tokens, leap):
     batcher = {
-        "unmerged": UnmergedBatcher,
+        "unmerged": lambda: unmerged,
         "merged": MergedBatcher,
-        "one": OneAtATimeBatcher,
+        "one": lambda: one_at_a_time,
         "adaptive": lambda: AdaptiveBatcher(COST, np.full(3, 8.0), lambda adapter, num_rows, batch_rows: 50.0),
     }[policy]()
     engine, timeline = make_replica(

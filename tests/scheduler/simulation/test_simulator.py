@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lorabatch.scheduler.baselines.batchers import UnmergedBatcher
+from lorabatch.scheduler.baselines.batchers import unmerged
 from lorabatch.scheduler.lending import TailSettings
 from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
 from lorabatch.scheduler.machines import H200_LLAMA_3_8B as COST
@@ -47,52 +47,55 @@ def make_job(num_rows=300, num_replicas=2, seed=0, batch=16, **cluster):
     plan = plan_shards(workload, batch_rows=batch, num_replicas=num_replicas)
     timeline = Timeline.empty(num_rows, num_replicas)
     settings = ReplicaSettings(max_batch_rows=batch, leap_steps=64)
-    replicas = [SimulatedReplica(i, workload, COST, UnmergedBatcher(), settings, timeline) for i in range(num_replicas)]
+    replicas = [SimulatedReplica(i, workload, COST, unmerged, settings, timeline) for i in range(num_replicas)]
     recorder = Recorder(Scheduler(plan.shards, settings=SchedulerSettings(expected_replicas=num_replicas)))
     joins = cluster.pop("join_s", (0.0,) * num_replicas)
-    simulation = JobSimulation(workload, plan, recorder, replicas, Cluster(joins, **cluster), timeline, settings)
+    simulation = JobSimulation(workload, plan, recorder.handle, replicas, Cluster(joins, **cluster), timeline, settings)
     return workload, simulation, recorder
 
 
 def test_a_job_ends_when_its_last_part_is_written():
     workload, simulation, _ = make_job(commit_s=0.5)
-    outcome = simulation.run()
-    assert outcome.failure is None
-    assert np.isfinite(outcome.timeline.finish_s).all()
+    makespan_s = simulation.run()
+    assert simulation.failure is None
+    assert np.isfinite(simulation.timeline.finish_s).all()
     # Commits follow the step in which a shard's last row ended.
-    assert outcome.makespan_s >= outcome.timeline.finish_s.max() + 0.5
-    assert outcome.makespan_s <= outcome.timeline.finish_s.max() + 1.0
-    assert job_metrics(workload, outcome.timeline, outcome.makespan_s).utilisation > 0.5
+    assert makespan_s >= simulation.timeline.finish_s.max() + 0.5
+    assert makespan_s <= simulation.timeline.finish_s.max() + 1.0
+    assert job_metrics(workload, simulation.timeline, makespan_s).utilisation > 0.5
 
 
 @pytest.mark.long
 def test_two_replicas_take_about_half_the_time_of_one():
-    one, two = (make_job(2000, replicas)[1].run().makespan_s for replicas in (1, 2))
+    one, two = (make_job(2000, replicas)[1].run() for replicas in (1, 2))
     assert two == pytest.approx(one / 2, rel=0.1)
 
 
 def test_a_lost_replicas_rows_are_done_by_the_other():
     _, simulation, recorder = make_job(mishaps=((0.5, 1, "lost"),))
-    outcome = simulation.run()
-    assert outcome.failure is None
-    assert np.isfinite(outcome.timeline.finish_s).all()
+    simulation.run()
+    assert simulation.failure is None
+    assert np.isfinite(simulation.timeline.finish_s).all()
     retried = [c for _, commands in recorder.log for c in commands if isinstance(c, RunShard) and c.attempt == 1]
     assert retried
     assert {c.replica_id for c in retried} == {"0"}
 
 
 def test_a_job_whose_replicas_are_all_lost_says_so():
-    outcome = make_job(mishaps=((0.1, 0, "lost"), (0.2, 1, "lost")))[1].run()
-    assert outcome.failure == "No engine became ready within 600 seconds."
+    _, simulation, _ = make_job(mishaps=((0.1, 0, "lost"), (0.2, 1, "lost")))
+    simulation.run()
+    assert simulation.failure == "No engine became ready within 600 seconds."
 
 
 def test_a_late_replica_still_gets_work():
     _, simulation, _ = make_job(1000, join_s=(0.0, 2.0))
-    assert (simulation.run().timeline.replica == 1).sum() > 100
+    simulation.run()
+    assert (simulation.timeline.replica == 1).sum() > 100
 
 
 def test_the_same_job_is_always_simulated_the_same():
-    a, b = (make_job(seed=3)[1].run() for _ in range(2))
+    a, b = (make_job(seed=3)[1] for _ in range(2))
+    assert a.run() == b.run()
     assert (a.timeline.finish_s == b.timeline.finish_s).all()
 
 
@@ -120,27 +123,26 @@ def make_tail_job(tail, **cluster):
     assert len(plan.shards) == 1
     timeline = Timeline.empty(20, 2)
     settings = ReplicaSettings(max_batch_rows=32, max_step_tokens=8192)
-    replicas = [
-        SimulatedReplica(i, workload, CPU_SMOLLM2_135M, UnmergedBatcher(), settings, timeline) for i in range(2)
-    ]
+    replicas = [SimulatedReplica(i, workload, CPU_SMOLLM2_135M, unmerged, settings, timeline) for i in range(2)]
     recorder = Recorder(Scheduler(plan.shards, settings=SchedulerSettings(tail=tail, cost=CPU_SMOLLM2_135M)))
     joins = Cluster((0.0, 16.0), progress_s=0.5, **cluster)
-    return JobSimulation(workload, plan, recorder, replicas, joins, timeline, settings)
+    return JobSimulation(workload, plan, recorder.handle, replicas, joins, timeline, settings)
 
 
 def test_an_idle_replica_takes_rows_of_the_last_shards_and_the_job_ends_sooner():
-    alone = make_tail_job(None).run()
-    shared = make_tail_job(TailSettings()).run()
+    alone, shared = make_tail_job(None), make_tail_job(TailSettings())
+    alone_s, shared_s = alone.run(), shared.run()
     assert alone.num_migrated == 0
     assert shared.num_migrated > 0
     assert shared.failure is None
     assert np.isfinite(shared.timeline.finish_s).all()
-    assert shared.makespan_s < alone.makespan_s
+    assert shared_s < alone_s
 
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_rows_on_loan_survive_the_loss_of_their_owner_and_of_their_helper(lost):
-    outcome = make_tail_job(TailSettings(), mishaps=((20.0, lost, "lost"),)).run()
-    assert outcome.num_migrated > 0
-    assert outcome.failure is None
-    assert np.isfinite(outcome.timeline.finish_s).all()
+    simulation = make_tail_job(TailSettings(), mishaps=((20.0, lost, "lost"),))
+    simulation.run()
+    assert simulation.num_migrated > 0
+    assert simulation.failure is None
+    assert np.isfinite(simulation.timeline.finish_s).all()
