@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..config import EngineConfig
-from ..errors import UnsupportedError
+from ..errors import EngineError
 from ..model_config.partition import Partition
 from ..models.decoder import GroupSums
 from ..runner.backend import GpuBackend, backend_type, choose_arithmetic
@@ -54,16 +54,16 @@ def config_of_member(config: EngineConfig, member: int) -> EngineConfig:
 
 
 def check_served(config: EngineConfig) -> None:
-    """Raises `UnsupportedError` for what groups do not serve."""
+    """Raises `EngineError` for what groups do not serve."""
     asked = f"tensor_parallel={config.tensor_parallel}"
     if config.mode == "exact":
-        raise UnsupportedError(f"{asked}, mode='exact': what members add up rounds otherwise than the whole. Use 1.")
+        raise EngineError(f"{asked}, mode='exact': what members add up rounds otherwise than the whole. Use 1.")
     device = choose_arithmetic(config).device
     if device.type == "cuda":
         first = device.index or 0
         there = torch.cuda.device_count() - first
         if there < config.tensor_parallel:
-            raise UnsupportedError(
+            raise EngineError(
                 f"{asked}, device='{device}': torch sees {there} GPU{'s' * (there != 1)} from there on, expected one "
                 "for each process of the engine. Lower tensor_parallel, or let this process see more of them "
                 "(CUDA_VISIBLE_DEVICES)."

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...system.confinement import ConfinedError, ConfinedProcess, confined
 from ...system.untrusted import read_regular
-from ..errors import ChatTemplateError
+from ..errors import TokenizerError
 from ..tokenizer_files import ADDED, SETTINGS, SPECIAL_MAP, TEMPLATE, TOOL_TEMPLATE, TokenizerFiles
 from .chat_template import CPU_S, MEMORY_BYTES, ChatTemplate, render_here
 from .conversation import BLANKS, NAMES, REASONING, RenderOptions
@@ -87,7 +87,7 @@ def run(payload: Any) -> tuple[str, list[str]]:
     def render(messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
         try:
             return render_here(given, messages, RenderOptions(None, variables, add_generation_prompt))
-        except ChatTemplateError:
+        except TokenizerError:
             return ""
 
     asks, answers = {"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lorabatch.engine.errors import ChatTemplateError
+from lorabatch.engine.errors import TokenizerError
 from lorabatch.engine.text.chat_template import ChatTemplate
 from lorabatch.engine.text.conversation import Conversation, RenderOptions, peculiarities
 from lorabatch.engine.text.template_probe import template_traits
@@ -85,7 +85,7 @@ def test_what_no_change_of_alters_the_prompt_is_left_out(
     if problem is None:
         assert found == template.render_all(rows)[0]
     else:
-        assert isinstance(found, ChatTemplateError)
+        assert isinstance(found, TokenizerError)
         assert problem in str(found)
 
 
