@@ -96,7 +96,7 @@ def _in_the_user_s_words(kind: str, value: Any, found: str) -> str:
     if kind == "regex":
         return f"regex={shown(value)}: {_about_pattern(found, kind)}"
     if kind == "json_schema" and ("regex" in found or "lookaround" in found):
-        for place, given, written in enforceable(value).patterns:
+        for place, given, written in enforceable(value)[2]:
             about = _finding(_source("regex", written.removeprefix("^").removesuffix("$")))
             if about is not None:
                 return f"{place}={shown(given)}: {_about_pattern(about, kind)}"
@@ -139,9 +139,9 @@ def _source(kind: str, value: Any) -> str:
                 "grammar: %json would be enforced in part. Give the schema as json_schema instead."
             )
         return str(LLMatcher.grammar_from_lark(value))
-    found = enforceable(value)
-    form: Any = {**_JSON_FORM, **found.form, "json_allowed_escapes": _ESCAPES}
-    return str(LLMatcher.grammar_from_json_schema(json.dumps(found.schema), overrides=form))
+    schema, form, _ = enforceable(value)
+    overrides: Any = {**_JSON_FORM, **form, "json_allowed_escapes": _ESCAPES}
+    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides))
 
 
 @dataclass(slots=True)

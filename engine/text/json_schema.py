@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import unquote, urljoin
 
@@ -116,25 +115,16 @@ class SchemaProblemError(ValueError):
     """A part of a schema that cannot be enforced, as a sentence."""
 
 
-@dataclass(slots=True)
-class Enforceable:
-    """A schema whose keywords llguidance enforces whole. `form`: how its JSON is written, as the schema has it.
-    `patterns`: place of each regular expression, as it is written there, and in Rust's syntax.
-    """
-
-    schema: dict[str, Any]
-    form: dict[str, Any] = field(default_factory=dict)
-    patterns: list[tuple[str, str, str]] = field(default_factory=list)
-
-
-def enforceable(text: str) -> Enforceable:
-    """The schema in a JSON text. Raises `SchemaProblemError` for a keyword that cannot be enforced whole, ValueError
-    for what is no JSON object.
+def enforceable(text: str) -> tuple[dict[str, Any], dict[str, Any], list[tuple[str, str, str]]]:
+    """The schema in a JSON text, with keywords that llguidance enforces whole; how its JSON is written, as the schema
+    has it; and the place of each regular expression, as it is written there, and in Rust's syntax. Raises
+    `SchemaProblemError` for a keyword that cannot be enforced whole, ValueError for what is no JSON object.
     """
     schema = parse_object(text)
-    found = Enforceable(schema, _form(schema.pop("x-guidance", {})))
-    _SchemaReader(found).read(schema, "json_schema", 0)
-    return found
+    form = _form(schema.pop("x-guidance", {}))
+    reader = _SchemaReader(schema)
+    reader.read(schema, "json_schema", 0)
+    return schema, form, reader.patterns
 
 
 def _form(given: Any) -> dict[str, Any]:
@@ -159,8 +149,10 @@ def _form(given: Any) -> dict[str, Any]:
 class _SchemaReader:
     """Goes through a schema from its root, along references, and rewrites it. Each part is read once."""
 
-    def __init__(self, found: Enforceable) -> None:
-        self._found, self._root = found, found.schema
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        #: Place of each regular expression, as it is written there, and in Rust's syntax.
+        self.patterns: list[tuple[str, str, str]] = []
         self._read = set[int]()
         draft = self._root.get("$schema")
         self._ref_stands_alone = isinstance(draft, str) and any(name in draft for name in _OLDER_DRAFTS)
@@ -252,7 +244,7 @@ class _SchemaReader:
             written = rust_pattern(pattern)
         except ValueError as error:
             raise SchemaProblemError(f"{place}={shown(pattern)}: {error}.") from None
-        self._found.patterns.append((place, pattern, written))
+        self.patterns.append((place, pattern, written))
         return written
 
     def _write_format(self, schema: dict[str, Any], place: str) -> None:
