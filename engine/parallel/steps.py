@@ -5,12 +5,11 @@ Pages have the same numbers on all members, so that a member builds the same `St
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import ClassVar, cast
-from weakref import WeakValueDictionary
 
 import numpy as np
 from torch import Tensor
@@ -26,7 +25,8 @@ from .messages import PlaceAdapter, Step
 _NONE = -1
 #: Numbers that encode an entry.
 COLUMNS = 13
-_NO_PLACES: Mapping[int, int] = {}
+#: Places of pending tokens where every step is read before the next one.
+NO_PLACES: Mapping[int, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class MirroredRow:
         return known + [0] * (end - start - len(known))
 
 
-def encode_step(entries: Items[StepEntry], places: Mapping[int, int] = _NO_PLACES) -> Step:
+def encode_step(entries: Items[StepEntry], places: Mapping[int, int] = NO_PLACES) -> Step:
     """A step's message. `places`: places where the step before left pending tokens on the devices, by the id() of their
     sequences.
 
@@ -106,35 +106,6 @@ def encode_step(entries: Items[StepEntry], places: Mapping[int, int] = _NO_PLACE
             )
         )
     return Step(*(np.array(numbers, np.int64).tobytes() for numbers in (rows, token_ids, pages)))
-
-
-class PlacedAdapters:
-    """Adapters whose places in the pool the members know. `send`: sends a message to all of them."""
-
-    def __init__(self, send: Callable[[PlaceAdapter], None]) -> None:
-        self._send = send
-        self._known: WeakValueDictionary[int, ResidentAdapter] = WeakValueDictionary()
-        self._named: set[int] = set()
-
-    def place(self, entries: Items[StepEntry]) -> None:
-        """Send the places of a step's adapters that the members do not know."""
-        for entry in entries:
-            for resident in (entry.adapter, entry.minus):
-                if resident is not None:
-                    self._place(resident)
-
-    def _place(self, resident: ResidentAdapter) -> None:
-        if resident.order in self._known:
-            return
-        gone = self._named - set(self._known)
-        numbers = resident.numbers
-        self._send(
-            PlaceAdapter(
-                resident.order, int(numbers.storage_offset()), numbers.numel(), resident.layout, tuple(sorted(gone))
-            )
-        )
-        self._named = (self._named - gone) | {resident.order}
-        self._known[resident.order] = resident
 
 
 class StepDecoder:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -82,7 +82,8 @@ class Backend(ABC):
         self.model = model
         self.sums = sums
         self._partition = None if sums is None else sums.partition
-        self.device, self.dtype, self.products, pool = choose_arithmetic(config)
+        self.device = choose_device(config)
+        self.dtype, self.products, pool = choose_formats(config, self.device)
         #: Number format of keys, values and adapters; that of queries where torch attends.
         self.pool_dtype = pool if can_attend_compiled(model.head_dim, pool) else self.dtype
         if self.device.type == "cuda":
@@ -367,7 +368,7 @@ def choose_backend(
     model_folder: Path, config: EngineConfig, model: ModelConfig, sums: GroupSums | None = None
 ) -> Backend:
     """The backend of the configured device and kernels. Raises what `Backend` and `backend_type` do."""
-    return backend_type(config, choose_arithmetic(config).device)(model_folder, config, model, sums)
+    return backend_type(config, choose_device(config))(model_folder, config, model, sums)
 
 
 def backend_type(config: EngineConfig, device: torch.device) -> type[Backend]:
@@ -387,40 +388,33 @@ def backend_type(config: EngineConfig, device: torch.device) -> type[Backend]:
     return GpuBackend
 
 
-class Arithmetic(NamedTuple):
-    """Device and number formats of an engine: `dtype` of activations, `products` of packed linear layers, `pool` of the
-    page pool.
-
-    Without `products` torch or Triton multiply, in `dtype`.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    products: Products | None
-    pool: torch.dtype
-
-
-def choose_arithmetic(config: EngineConfig) -> Arithmetic:
-    """Device and number formats of a configuration: bf16 on a GPU and fp32 on a CPU unless asked otherwise. Activations
-    are in fp32 on a CPU.
-
-    Raises EngineError for a device that is not there, and for a number format that it does not multiply in.
-    """
+def choose_device(config: EngineConfig) -> torch.device:
+    """The device of a configuration. Raises EngineError for one that is not there."""
     name = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise EngineError(f"device={config.device!r}: torch sees no GPU here. Use 'cpu', or a build with CUDA.")
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    return device
+
+
+def choose_formats(config: EngineConfig, device: torch.device) -> tuple[torch.dtype, Products | None, torch.dtype]:
+    """Number formats of activations, of products of packed linear layers, and of the page pool: bf16 on a GPU and fp32
+    on a CPU unless asked otherwise. Activations are in fp32 on a CPU. Without a format of products torch or Triton
+    multiply, in that of activations.
+
+    Raises EngineError for a number format that the device does not multiply in.
+    """
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     asked = dtype_on("cuda" if device.type == "cuda" else "cpu", config.dtype)
     if asked not in dtypes:
         raise EngineError(f"dtype={config.dtype!r}: must be auto, {', '.join(dtypes)}")
     if backend_type(config, device) is GpuBackend:
         check_fp8(config, device, asked)
-        return Arithmetic(device, dtypes[asked], None, dtypes[asked])
+        return dtypes[asked], None, dtypes[asked]
     pool = pool_format("cpu", config.dtype, config.base_quantization)
-    return Arithmetic(device, torch.float32, _cpu_products(config, asked), dtypes[pool])
+    return torch.float32, _cpu_products(config, asked), dtypes[pool]
 
 
 def _tensor_bytes(weights: Mapping[str, Weight], packed: Packed) -> int:
