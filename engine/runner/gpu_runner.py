@@ -230,7 +230,7 @@ class GpuRunner:
             )
             if self._prompt_attention is None or planned.is_decode:
                 return made
-            library = self._prompt_attention.of_step(planned.spans(), self._memory.layout, target.buffer.device)
+            library = self._prompt_attention(*planned.spans(), self._memory.layout, target.buffer.device)
             return replace(made, library=library)
 
         if key is None:
