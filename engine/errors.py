@@ -1,6 +1,6 @@
 """Errors of the engine.
 
-    EngineError                 what is asked for is not served exactly: the model, or the device with these settings
+    EngineError                 what is asked for is not served exactly: a model, a device with these settings, a schema
     ├── ModelFilesError         the model folder is incomplete or damaged
     ├── TokenizerError          the tokenizer makes no tokens of a text, its chat template no prompt of messages
     ├── AdapterRefusedError     an adapter cannot be applied exactly (the audit says why)
@@ -21,9 +21,9 @@ def curable(error: object) -> str:
 
 
 class EngineError(Exception):
-    """Base of everything the engine raises on purpose. It is raised itself where a model or device is not served
-    exactly: a kind or setting of the model, or a device that is not there, does not multiply in the number format asked
-    for, would promise nothing in mode `exact`, or holds no page.
+    """Base of everything the engine raises on purpose. It is raised itself where something is not served exactly: a
+    kind or setting of a model, a keyword of a schema, or a device that is not there, does not multiply in the number
+    format asked for, would promise nothing in mode `exact`, or holds no page.
     """
 
 

@@ -108,41 +108,37 @@ def encode_step(entries: Items[StepEntry], places: Mapping[int, int] = NO_PLACES
     return Step(*(np.array(numbers, np.int64).tobytes() for numbers in (rows, token_ids, pages)))
 
 
-class StepDecoder:
-    """Decodes steps over `memory`, a member's pool (flat)."""
+def place_adapter(message: PlaceAdapter, memory: Tensor, residents: dict[int, ResidentAdapter]) -> None:
+    """Enter an adapter in `memory`, a member's pool (flat), in `residents`, and take out adapters that are gone."""
+    for order in message.gone:
+        residents.pop(order, None)
+    numbers = memory[message.start : message.start + message.num_elements]
+    residents[message.order] = ResidentAdapter("", message.order, numbers, message.layout)
 
-    def __init__(self, memory: Tensor) -> None:
-        self._memory = memory
-        self._residents: dict[int, ResidentAdapter] = {}
 
-    def place(self, message: PlaceAdapter) -> None:
-        """Note the place of an adapter, and forget adapters that are gone."""
-        for order in message.gone:
-            self._residents.pop(order, None)
-        numbers = self._memory[message.start : message.start + message.num_elements]
-        self._residents[message.order] = ResidentAdapter("", message.order, numbers, message.layout)
-
-    def entries(self, step: Step) -> tuple[list[StepEntry], dict[int, int]]:
-        """The entries and the places that `encode_step` was given, as far as planning asks."""
-        token_ids = iter(np.frombuffer(step.token_ids, np.int64).tolist())
-        pages = iter(np.frombuffer(step.pages, np.int64).tolist())
-        entries, places = [], {}
-        for num_tokens, num_stored, prompt, generated, start, length, order, minus, *scored, place, shared, runs in (
-            np.frombuffer(step.rows, np.int64).reshape(-1, COLUMNS).tolist()
-        ):
-            new_tokens = list(islice(token_ids, num_tokens))
-            row = MirroredRow(num_stored, prompt, generated, int(place != _NONE), new_tokens, range(*scored))
-            if place != _NONE:
-                places[id(row)] = place
-            entries.append(
-                StepEntry(
-                    cast("Sequence", row),
-                    num_tokens,
-                    PageRange(start, length),
-                    None if order == _NONE else self._residents[order],
-                    None if minus == _NONE else self._residents[minus],
-                    tuple(islice(pages, shared)),
-                    tuple(PageRange(next(pages), next(pages)) for _ in range(runs)),
-                )
+def decode_step(step: Step, residents: Mapping[int, ResidentAdapter]) -> tuple[list[StepEntry], dict[int, int]]:
+    """The entries and the places that `encode_step` was given, as far as planning asks. `residents`: the adapters that
+    were placed, by their order.
+    """
+    token_ids = iter(np.frombuffer(step.token_ids, np.int64).tolist())
+    pages = iter(np.frombuffer(step.pages, np.int64).tolist())
+    entries, places = [], {}
+    for num_tokens, num_stored, prompt, generated, start, length, order, minus, *scored, place, shared, runs in (
+        np.frombuffer(step.rows, np.int64).reshape(-1, COLUMNS).tolist()
+    ):
+        new_tokens = list(islice(token_ids, num_tokens))
+        row = MirroredRow(num_stored, prompt, generated, int(place != _NONE), new_tokens, range(*scored))
+        if place != _NONE:
+            places[id(row)] = place
+        entries.append(
+            StepEntry(
+                cast("Sequence", row),
+                num_tokens,
+                PageRange(start, length),
+                None if order == _NONE else residents[order],
+                None if minus == _NONE else residents[minus],
+                tuple(islice(pages, shared)),
+                tuple(PageRange(next(pages), next(pages)) for _ in range(runs)),
             )
-        return entries, places
+        )
+    return entries, places

@@ -84,9 +84,9 @@ class StepsInFlight:
             tokens = step.read()
             if not step.entries:
                 continue
-            for prompt in tokens.prompts:
-                prompt.sequence.prompt_logprobs += prompt.logprobs
-                prompt.sequence.prompt_tops += prompt.tops
+            for sequence, logprobs, tops in tokens.prompts:
+                sequence.prompt_logprobs += logprobs
+                sequence.prompt_tops += tops
             yield step, _read_tokens(step.sampled, tokens)
 
 

@@ -22,7 +22,7 @@ from lorabatch.kernels.paged_attention.libraries import (
     has_windows,
 )
 from lorabatch.kernels.paged_attention.reference import attend
-from lorabatch.kernels.paged_attention.types import AttentionRule, Partials
+from lorabatch.kernels.paged_attention.types import AttentionRule, allocate_partials
 from lorabatch.kernels.paged_attention.work import Span, WorkLimits, plan_attention
 
 LAYOUT = PageLayout(num_heads=4, num_kv_heads=2, head_dim=16, num_layers=3, page_tokens=4)
@@ -119,7 +119,7 @@ def by_reference(q: Tensor, pool: Tensor, spans: Spans, rule: AttentionRule) -> 
     columns = (rows, num_queries, num_keys - num_queries, np.arange(len(rows)))
     work = plan_attention([Span(*map(int, c)) for c in zip(*columns, strict=True)], 2, WorkLimits(64, 8, 16, 0))
     out = torch.empty(q.shape)
-    partials = Partials.allocate(1, LAYOUT.num_heads, LAYOUT.head_dim, CPU)
+    partials = allocate_partials(1, LAYOUT.num_heads, LAYOUT.head_dim, CPU)
     attend(out, q, pool, tables, work, partials, LAYOUT, LAYER, rule)
     return out.view(len(q), -1)
 
