@@ -148,7 +148,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     """Read `config.json` (and `generation_config.json` for stop tokens) of a Hugging Face model folder. A head that
     the checkpoint stores apart from its embedding is not tied, whatever `config.json` says.
 
-    Raises `UnsupportedError` for a family or setting that would not be computed exactly, and
+    Raises `EngineError` for a family or setting that would not be computed exactly, and
     `ModelFilesError` for a missing or malformed file.
     """
     from .model_config import parse_model_config  # the command line shows its help without

@@ -1,10 +1,8 @@
 """Errors of the engine.
 
-    EngineError
-    ├── UnsupportedError        what is asked for is not served exactly: the model, or the device with these settings
+    EngineError                 what is asked for is not served exactly: a model, a device with these settings, a schema
     ├── ModelFilesError         the model folder is incomplete or damaged
-    ├── ChatTemplateError       the chat template cannot render these messages
-    ├── TokenizerError          the tokenizer makes no tokens of a text, or takes too long
+    ├── TokenizerError          the tokenizer makes no tokens of a text, its chat template no prompt of messages
     ├── AdapterRefusedError     an adapter cannot be applied exactly (the audit says why)
     └── AdapterUnusableError    an adapter passed its audit, but cannot be loaded or merged now; costs its rows only
 
@@ -23,12 +21,9 @@ def curable(error: object) -> str:
 
 
 class EngineError(Exception):
-    """Base of everything the engine raises on purpose."""
-
-
-class UnsupportedError(EngineError):
-    """A model or a device is not served exactly: a kind or setting of the model, or a device that is not there, does
-    not multiply in the number format asked for, would promise nothing in mode `exact`, or holds no page.
+    """Base of everything the engine raises on purpose. It is raised itself where something is not served exactly: a
+    kind or setting of a model, a keyword of a schema, or a device that is not there, does not multiply in the number
+    format asked for, would promise nothing in mode `exact`, or holds no page.
     """
 
 
@@ -36,12 +31,8 @@ class ModelFilesError(EngineError):
     """A model file is missing, unreadable, or disagrees with `config.json`."""
 
 
-class ChatTemplateError(EngineError):
-    """The chat template cannot render these messages."""
-
-
 class TokenizerError(EngineError):
-    """The tokenizer makes no tokens of a text, or takes too long."""
+    """The tokenizer makes no tokens of a text, or its chat template cannot render messages; or they take too long."""
 
 
 class AdapterRefusedError(EngineError):

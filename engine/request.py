@@ -373,14 +373,6 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call that a model asks for. `arguments`: JSON of an object."""
-
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, slots=True)
 class Result:
     """The outcome of one request."""
 
@@ -407,8 +399,8 @@ class Result:
     reused_prompt_tokens: int | None = field(default=None, compare=False)
     #: Text before `text`; None if there was none, or it is not split.
     reasoning: str | None = None
-    #: Calls in `text`; None where they are not read.
-    tool_calls: tuple[ToolCall, ...] | None = None
+    #: Name of each tool that `text` calls, and its arguments as a JSON object; None where they are not read.
+    tool_calls: tuple[tuple[str, str], ...] | None = None
     #: Log-probability of each text of the row's choice; None where none is scored.
     choice_logprobs: tuple[float, ...] | None = None
     #: Log-probabilities of the prompt's tokens but the first; None where they are not asked.

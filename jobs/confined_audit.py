@@ -22,7 +22,7 @@ from ..engine.peft.audit import AdapterAudit, audit_adapter
 from ..engine.peft.findings import reason
 from ..engine.peft.names import base_layout
 from ..engine.text.conversation import header_note
-from ..engine.text.template_probe import traits_of_folder
+from ..engine.text.template_probe import missing_header_of
 from ..engine.text.tokenizer import Tokenizer
 from ..system.codec import MessageError, from_plain, to_plain
 from ..system.confinement import MEMORY_BYTES, ConfinedError, ConfinedProcess
@@ -96,9 +96,7 @@ class Auditors:
         source = folder if audit.has_own_tokenizer else self._model_folder
         header = self._missing_headers.get(source)
         if header is None:
-            header = self._missing_headers[source] = traits_of_folder(
-                source, self._model_folder, process
-            ).missing_header
+            header = self._missing_headers[source] = missing_header_of(source, self._model_folder, process)
         return replace(audit, missing_header=header, notes=(*audit.notes, header_note(header))) if header else audit
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..engine.text.conversation import read_variables
 from ..engine.text.sampling_check import token_problems
-from ..engine.text.template_probe import TemplateTraits, template_traits
+from ..engine.text.template_probe import template_traits
 from ..system.untrusted import NoProcessError
 from .adapters import audit_all
 from .errors import DamagedRecordError, JobFailedError, JobRequestError, MissingFileError, OutputConflictError
@@ -202,7 +202,7 @@ def make_record(checked: CheckedJob) -> JobRecord:
     now = datetime.now(UTC)
     config = checked.model.config
     try:
-        traits = _template_traits(checked)
+        missing_header, template_drops = _template_traits(checked)
         adapters = audit_all(checked.adapters, checked.model.folder, config, spec.storage_options)
     except NoProcessError as error:
         raise JobFailedError(str(error)) from None
@@ -228,8 +228,8 @@ def make_record(checked: CheckedJob) -> JobRecord:
             generation=generation_defaults(checked.model.folder),
             tokenizer_sha256=model_sha256(checked.model.folder, with_weights=False),
             notes=checked.model.notes,
-            missing_header=traits.missing_header,
-            template_drops=traits.drops,
+            missing_header=missing_header,
+            template_drops=template_drops,
         ),
         adapters=adapters,
         input=checked.input,
@@ -238,10 +238,10 @@ def make_record(checked: CheckedJob) -> JobRecord:
     )
 
 
-def _template_traits(checked: CheckedJob) -> TemplateTraits:
+def _template_traits(checked: CheckedJob) -> tuple[str, tuple[str, ...]]:
     """Traits of all prompts that the chat template makes of messages; empty ones for input without messages."""
     if "messages" not in checked.input.roles:
-        return TemplateTraits()
+        return "", ()
     given = checked.spec.chat_template_kwargs
     return template_traits(checked.model.tokenizer.chat_template, read_variables(given) if given else None)
 

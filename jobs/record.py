@@ -74,9 +74,9 @@ class ModelRecord(_Frozen):
     tokenizer_sha256: str = ""
     #: Remarks on its folder for users, as clauses.
     notes: tuple[str, ...] = ()
-    #: Header of an answer that prompts of the model's or the job's chat template lack; see `TemplateTraits`.
+    #: Header of an answer that prompts of the model's or the job's chat template lack; see `template_traits`.
     missing_header: str = ""
-    #: Parts of conversations that this chat template drops by design, in words; see `TemplateTraits`.
+    #: Parts of conversations that this chat template drops by design, in words; see `template_traits`.
     template_drops: tuple[str, ...] = ()
 
 
@@ -97,7 +97,7 @@ class AdapterRecord(_Frozen):
     rank: int = 0
     #: Stored bytes of its tensors.
     weight_bytes: int = 0
-    #: Header of an answer that prompts of its chat template lack; see `TemplateTraits`.
+    #: Header of an answer that prompts of its chat template lack; see `template_traits`.
     missing_header: str = ""
     #: Hash of the tokenizer or chat template that it ships, with which its rows are tokenised; "" for the base's.
     tokenizer_sha256: str = ""

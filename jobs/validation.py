@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from ..engine.config import has_blocks, read_model_config, unknown_config_keys
-from ..engine.errors import ChatTemplateError, EngineError
+from ..engine.errors import EngineError, TokenizerError
 from ..engine.model_config.folder import look_at
 from ..engine.model_config.model import ModelConfig
 from ..engine.model_config.partition import partition_problem
@@ -337,10 +337,10 @@ def _rendering_problems(spec: JobSpec, model: CheckedModel, given: InputRecord) 
 
 def _template_problem(
     model: CheckedModel, messages: list[dict[str, Any]], options: RenderOptions = AS_USUAL
-) -> ChatTemplateError | None:
+) -> TokenizerError | None:
     """Why the model's chat template makes no prompt that contains the whole conversation, or None."""
     (prompt,) = model.tokenizer.render_all([Conversation(messages, options)], must_be_whole=True)
-    return prompt if isinstance(prompt, ChatTemplateError) else None
+    return prompt if isinstance(prompt, TokenizerError) else None
 
 
 def _check_names(spec: JobSpec, adapters: Mapping[str, str], given: InputRecord) -> list[str]:

@@ -23,7 +23,7 @@ from lorabatch.kernels.lora_qkv import HeadFinish, lora_qkv_
 from lorabatch.kernels.lora_residual import lora_residual_
 from lorabatch.kernels.lora_shrink import lora_shrink
 from lorabatch.kernels.merge import LoraPair, MergeJob
-from lorabatch.kernels.paged_attention import AttentionRule, Partials, attend_pages
+from lorabatch.kernels.paged_attention import AttentionRule, allocate_partials, attend_pages
 from lorabatch.kernels.paged_attention.work import AttentionWork, Span, WorkLimits, plan_attention, tile_rows_for
 from lorabatch.kernels.rms_norm.fused import add_rms_norm
 
@@ -68,7 +68,7 @@ class StepLayer:
         angles = torch.rand(len(slots), shape.head_dim // 2, device=device)
         self.finish = HeadFinish(angles.cos(), angles.sin(), slots.int().to(device))
         self.work = _attention_work(shape, batch, context, new_tokens, dtype, device)
-        self.partials = Partials.allocate(self.work.limits.max_items, shape.num_heads, shape.head_dim, device)
+        self.partials = allocate_partials(self.work.limits.max_items, shape.num_heads, shape.head_dim, device)
         self.rule = AttentionRule(shape.head_dim**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:

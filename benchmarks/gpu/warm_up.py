@@ -30,7 +30,7 @@ from lorabatch.benchmarks.gpu.kernel_cases import kernel_cases
 from lorabatch.benchmarks.gpu.layer import StepLayer
 from lorabatch.benchmarks.gpu.model_folder import write_model_folder
 from lorabatch.benchmarks.gpu.shapes import TINY, ModelShape
-from lorabatch.engine.runner.compile_ahead import Compiled, EngineKernels, result_of, start_compiler, start_compiling
+from lorabatch.engine.runner.compile_ahead import EngineKernels, result_of, start_compiler, start_compiling
 from lorabatch.engine.runner.compile_process import Noted, compile_noted, note_kernels, note_launches
 from lorabatch.kernels.invariant_linear import invariant_linear
 from lorabatch.kernels.merge import merge_weights
@@ -63,11 +63,11 @@ def compile_all(
         processes = {name: start_compiling(EngineKernels(str(model), name, capability)) for name in names}
         processes["others"] = start_compiler(__name__, json.dumps([asdict(shape), names, capability, with_checks]))
         for name, process in processes.items():
-            compiled = Compiled() if process is None else result_of(process, deadline.left_s)
+            num_kernels, missing = (0, "") if process is None else result_of(process, deadline.left_s)
             found["seconds"][name] = round(time.perf_counter() - began_s, 1)
-            found["num_kernels"][name] = compiled.num_kernels
-            if compiled.problem or compiled.failed:
-                found["not_compiled"][name] = compiled.problem or compiled.failed
+            found["num_kernels"][name] = num_kernels
+            if missing:
+                found["not_compiled"][name] = missing
             save(found)
     found["kernels"] = resources_of(Path(os.environ["TRITON_CACHE_DIR"])) if "TRITON_CACHE_DIR" in os.environ else []
     return found

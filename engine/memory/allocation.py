@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...kernels.layouts.pages import PageLayout
 from ..config import EngineConfig
-from ..errors import UnsupportedError
+from ..errors import EngineError
 from .limits import EngineLimits, total_host_bytes
 from .pool import PageRange
 
@@ -19,9 +19,9 @@ _GIB = 1 << 30
 
 
 def pages_of_pool(limits: EngineLimits) -> int:
-    """Pages of an engine's pool. Raises `UnsupportedError` for a pool without one page."""
+    """Pages of an engine's pool. Raises `EngineError` for a pool without one page."""
     if limits.num_pages < 1:
-        raise UnsupportedError(
+        raise EngineError(
             f"pool_bytes={limits.pool_bytes}: one page of this model takes {limits.page_tokens * limits.token_bytes} "
             "bytes; raise pool_bytes."
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import UnsupportedError
+from ..errors import EngineError
 from .families import LLAMA_SHAPED
 from .keys import REFUSED, is_set
 from .llama import read_llama_shaped
@@ -23,12 +23,12 @@ __all__ = ["SUPPORTED_MODEL_TYPES", "parse_model_config"]
 def parse_model_config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     """`ModelConfig` from `config.json` and `generation_config.json`, as transformers 4 or 5 write them.
 
-    Raises `UnsupportedError` for what is not computed exactly and `ModelFilesError` for what is missing or
+    Raises `EngineError` for what is not computed exactly and `ModelFilesError` for what is missing or
     makes no sense, with all problems in one message.
     """
     model_type = str(raw.get("model_type"))
     if model_type not in SUPPORTED_MODEL_TYPES:
-        raise UnsupportedError(
+        raise EngineError(
             f"config.json model_type={model_type!r}: not supported.{_HINTS.get(model_type, '')} "
             f"Supported: {', '.join(SUPPORTED_MODEL_TYPES)}."
         )

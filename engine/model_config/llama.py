@@ -12,7 +12,7 @@ from .rope import FULL, WINDOWED, context_tokens, read_ropes
 
 
 def read_llama_shaped(family: Family, raw: RawConfig, generation: Mapping[str, Any]) -> ModelConfig:
-    """Read one file. Raises `UnsupportedError` or `ModelFilesError` with all its problems at once."""
+    """Read one file. Raises `EngineError` or `ModelFilesError` with all its problems at once."""
     hidden_size, num_layers = raw.integer("hidden_size"), raw.num_layers("num_hidden_layers")
     num_heads = raw.integer("num_attention_heads")
     num_kv_heads = raw.optional_integer("num_key_value_heads") or num_heads

@@ -24,7 +24,7 @@ _FIRST_NORM, _SECOND_NORM = "self_attn_layer_norm", "final_layer_norm"
 
 
 def read_opt(raw: RawConfig, generation: Mapping[str, Any]) -> ModelConfig:
-    """Read one file. Raises `UnsupportedError` or `ModelFilesError` with all its problems at once."""
+    """Read one file. Raises `EngineError` or `ModelFilesError` with all its problems at once."""
     hidden_size, num_layers = raw.integer("hidden_size"), raw.num_layers("num_hidden_layers")
     num_heads = raw.integer("num_attention_heads")
     head_dim = max(hidden_size // num_heads, 1)

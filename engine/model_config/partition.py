@@ -34,20 +34,6 @@ class Piece:
 Pieces = tuple[Piece, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LinearCut:
-    """A member's part of a linear layer: these outputs, of these inputs (None: all). `has_bias`: whether it adds the
-    layer's bias; when members' outputs are summed, one member does.
-    """
-
-    outputs: Pieces | None = None
-    inputs: Pieces | None = None
-    has_bias: bool = True
-
-
-_WHOLE = LinearCut()
-
-
 @dataclass(frozen=True)
 class Partition:
     """Member number `member` of `num_members` (0 leads), and its part of `whole`."""
@@ -77,10 +63,16 @@ class Partition:
         is_last = self.member == self.num_members - 1
         return start, vocab_size if is_last else min(start + each, vocab_size)
 
-    def linear(self, module: str) -> LinearCut:
-        """The part of a linear layer, by its checkpoint name. For the head see `tokens`."""
+    def linear(self, module: str) -> tuple[Pieces | None, Pieces | None]:
+        """Outputs and inputs of the part of a linear layer, by its checkpoint name (None: all). For the head see
+        `tokens`.
+        """
         below = module.removeprefix(f"{self.whole.names.layers}.").partition(".")[2]
-        return self._of_member.get(below, _WHOLE)
+        return self._of_member.get(below, (None, None))
+
+    def adds_bias(self, module: str) -> bool:
+        """Whether the member adds a linear layer's bias: where members' outputs are summed, one member does."""
+        return self.member == 0 or self.linear(module)[1] is None
 
     def is_by_token(self, module: str) -> bool:
         """Whether a module is split by tokens: embedding and head."""
@@ -109,23 +101,23 @@ class Partition:
         return -(-self.whole.intermediate_size // self.num_members)
 
     @cached_property
-    def _of_member(self) -> dict[str, LinearCut]:
-        """Parts of a decoder layer's linear layers, by name below the layer."""
+    def _of_member(self) -> dict[str, tuple[Pieces | None, Pieces | None]]:
+        """Outputs and inputs of a decoder layer's linear layers, by name below the layer."""
         queries, keys = self._heads()
         features = self._feature_pieces()
         parts: dict[PackedSite, list[Pieces]] = {
             "qkv": [queries, keys, keys],
             "gate_up": [features] * len(self.whole.parts_of_site("gate_up")),
         }
-        cuts: dict[str, LinearCut] = {}
+        cuts: dict[str, tuple[Pieces | None, Pieces | None]] = {}
         for site, outputs in parts.items():
             names = self.whole.names.sites[site]
             if len(names) == 1:
                 outputs = [_joined(outputs, self.whole.parts_of_site(site))]
-            cuts |= {name: LinearCut(outputs=pieces) for name, pieces in zip(names, outputs, strict=True)}
+            cuts |= {name: (pieces, None) for name, pieces in zip(names, outputs, strict=True)}
         for site, inputs in (("o", queries), ("down", features)):
             for name in self.whole.names.sites[site]:
-                cuts[name] = LinearCut(inputs=inputs, has_bias=self.member == 0)
+                cuts[name] = None, inputs
         return cuts
 
     def _heads(self) -> tuple[Pieces, Pieces]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..errors import ModelFilesError, UnsupportedError
+from ..errors import EngineError, ModelFilesError
 
 _MAX_LAYERS = 10_000  # the deepest published models have some hundred
 
@@ -110,11 +110,11 @@ class RawConfig:
         self._refusals.append(f"{self._place}{key}={shown!r} is not supported, {expected}")
 
     def raise_problems(self) -> None:
-        """Raise `UnsupportedError` or `ModelFilesError` with everything noted, if anything was."""
+        """Raise `EngineError` or `ModelFilesError` with everything noted, if anything was."""
         problems = "; ".join(dict.fromkeys([*self._refusals, *self._damages]))
         place = f"config.json (model_type={self.model_type!r})"
         if self._refusals:
-            raise UnsupportedError(f"{place}: {problems}. Use another base model, see --model.")
+            raise EngineError(f"{place}: {problems}. Use another base model, see --model.")
         if self._damages:
             raise ModelFilesError(f"{place}: {problems}. Fetch the model again, or check --model.")
 

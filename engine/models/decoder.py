@@ -128,8 +128,8 @@ class Decoder:
             rotary = None if layer.rope is None else rotaries[layer.rope]
             q = self._queries(h, layer, batch, pool, rotary)
             if batch.asked is not None and layer is self.layers[-1]:
-                x, q = x.index_select(0, batch.asked.rows), q.index_select(0, batch.asked.rows)
-                spans, plan = batch.asked.spans, batch.asked.attention
+                rows, spans, plan = batch.asked
+                x, q = x.index_select(0, rows), q.index_select(0, rows)
                 if not len(x):
                     break
             x += self._norm(self._attend(q, layer, pool, plan, spans), norms.attention_output)

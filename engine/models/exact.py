@@ -24,7 +24,7 @@ from ...kernels.packed_weight import PackedWeight, Products, can_multiply
 from ...kernels.paged_attention.compiled import can_attend_compiled
 from ...kernels.segment_lora import LoraSpan, PreparedLora
 from ..config import EngineConfig
-from ..errors import UnsupportedError
+from ..errors import EngineError
 from ..model_config.model import ModelConfig, PackedSite
 from .decoder import Decoder
 from .gguf.blocks import Weight
@@ -77,14 +77,14 @@ def is_arithmetic_fixed(model: ModelConfig) -> bool:
 
 
 def check_exact_on_gpu(config: EngineConfig) -> None:
-    """Raises `UnsupportedError` where an engine of GPU kernels in mode `exact` could promise nothing."""
+    """Raises `EngineError` where an engine of GPU kernels in mode `exact` could promise nothing."""
     if config.base_quantization != "none":
-        raise UnsupportedError(
+        raise EngineError(
             f"mode='exact', base_quantization={config.base_quantization!r}: must be 'none', since a library multiplies "
             "in 8 bits and rounds a row by the rows beside it. Leave base_quantization out, or use another mode."
         )
     if config.tensor_parallel > 1:
-        raise UnsupportedError(
+        raise EngineError(
             f"mode='exact', tensor_parallel={config.tensor_parallel}: must be 1, since what parts add up rounds "
             "otherwise than the whole. Use more workers of one device each, or another mode."
         )
@@ -92,11 +92,11 @@ def check_exact_on_gpu(config: EngineConfig) -> None:
 
 
 def check_exact_on_cpu(model: ModelConfig) -> None:
-    """Raises `UnsupportedError` where an engine of CPU kernels in mode `exact` could promise nothing, and logs where it
+    """Raises `EngineError` where an engine of CPU kernels in mode `exact` could promise nothing, and logs where it
     promises less than equal bytes whatever the threads.
     """
     if not can_multiply("float32"):
-        raise UnsupportedError(
+        raise EngineError(
             "mode='exact': there are no compiled CPU kernels here, and this torch has no oneDNN to stand in for them. "
             "Install lorabatch where a C compiler with OpenMP is at hand, or use another mode."
         )

@@ -18,7 +18,7 @@ from ...kernels.lora_gate_up import Activation, lora_gate_up
 from ...kernels.lora_qkv import HeadFinish, lora_qkv_
 from ...kernels.lora_residual import lora_residual_
 from ...kernels.lora_shrink import lora_shrink
-from ...kernels.paged_attention import AttentionRule, Partials, attend_pages
+from ...kernels.paged_attention import AttentionRule, allocate_partials, attend_pages
 from ...kernels.rms_norm.fused import add_rms_norm
 from ..model_config.model import PACKED_SITES, PackedSite
 from .decoder import Decoder
@@ -39,14 +39,14 @@ class GpuMemory:
     table: LoraTable
     layout: PageLayout
     scratch: Tensor
-    partials: Partials
+    partials: tuple[Tensor, Tensor]
 
     @classmethod
     def allocate(cls, layout: PageLayout, table: LoraTable, scratch_rows: int, max_partials: int) -> GpuMemory:
         """Scratch of `scratch_rows` rows of 16 numbers, and room for `max_partials` pieces of contexts."""
         device = table.pool.device
         scratch = torch.empty(scratch_rows, CHUNK_RANK, dtype=torch.float32, device=device)
-        partials = Partials.allocate(max_partials, layout.num_heads, layout.head_dim, device)
+        partials = allocate_partials(max_partials, layout.num_heads, layout.head_dim, device)
         return cls(table, layout, scratch, partials)
 
 

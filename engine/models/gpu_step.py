@@ -22,7 +22,6 @@ from ...kernels.paged_attention.libraries import StepAttention
 from ...kernels.paged_attention.work import AttentionWork, WorkLimits
 from ...kernels.sampling import SamplingRows
 from ..model_config.model import ModelConfig
-from .rope import RowLengths
 
 _ALIGNED_INTS = 4  # every list starts at a multiple of 16 bytes, so that kernels are compiled once
 _ROW_LISTS = ("token_ids", "sources", "positions", "slots", "prompt_tokens", "total_tokens")
@@ -90,8 +89,8 @@ class GpuStep:
     draws: bool
     #: First place at which its tokens are left for the next step.
     first_place: int
-    #: Lengths of the rows' sequences; None unless rotary angles depend on them.
-    row_lengths: RowLengths | None
+    #: Lengths of the rows' sequences, as `Rope.tables` reads them; None unless rotary angles depend on them.
+    row_lengths: tuple[Tensor, Tensor] | None
     #: Attention by a library; None: by our kernel.
     library: StepAttention | None = None
     #: LoRA of the sampled rows, with which alone the last layer goes on behind its attention; None: it goes on with all
@@ -136,7 +135,7 @@ class StepBuffer:
         """Views of the lists for the decoder and the sampling."""
         lengths = None
         if model.has_length_dependent_rope:
-            lengths = RowLengths(self.view("prompt_tokens"), self.view("total_tokens"))
+            lengths = self.view("prompt_tokens"), self.view("total_tokens")
         sampled = self.sizes.sampled_segments
         return GpuStep(
             token_ids=self.view("token_ids"),

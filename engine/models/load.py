@@ -125,15 +125,15 @@ class StoredSlice:
         """A copy of the member's part, so that the file can be closed; None of a bias that another member adds."""
         module, _, kind = self._name.rpartition(".")
         partition = self._partition
-        cut = partition.linear(module)
-        if kind == "bias" and not cut.has_bias:
+        outputs, inputs = partition.linear(module)
+        if kind == "bias" and not partition.adds_bias(module):
             return None
         if partition.is_by_token(module):
             part = taken(self._stored, 0, (Piece(*partition.tokens(self.shape[0])),))
-        elif cut.outputs is not None:
-            part = taken(self._stored, 0, cut.outputs)
-        elif cut.inputs is not None and kind == "weight":
-            part = taken(self._stored, 1, cut.inputs)
+        elif outputs is not None:
+            part = taken(self._stored, 0, outputs)
+        elif inputs is not None and kind == "weight":
+            part = taken(self._stored, 1, inputs)
         else:
             part = self._stored[:]
         return part.clone(memory_format=torch.contiguous_format)

@@ -60,9 +60,9 @@ class PartWeights(LiveWeights):
         norms = {name: value.sqrt() for name, value in squares.items()}
         for name in padded:
             # rows of zeros stay zeros
-            outputs = partition.linear(name.rpartition(".")[0]).outputs or ()
+            outputs, _ = partition.linear(name.rpartition(".")[0])
             end = 0
-            for piece in outputs:
+            for piece in outputs or ():
                 end += piece.end - piece.start
                 norms[name][end : end + piece.num_zeros] = 1.0
                 end += piece.num_zeros

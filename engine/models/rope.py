@@ -7,21 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...kernels.rotary import rotary_tables
 from ..model_config.model import RopeConfig, RopeKind
-
-
-@dataclass(frozen=True, slots=True)
-class RowLengths:
-    """Lengths of the row of each token of a step, [T]: tokens of its prompt, and tokens known by now."""
-
-    prompt: Tensor
-    known: Tensor
 
 
 class Rope:
@@ -36,9 +27,12 @@ class Rope:
         if config.kind == "longrope":
             self._long_frequencies = _divided(exponents, config, "long_factor").to(device)
 
-    def tables(self, positions: Tensor, lengths: RowLengths | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine and sine for tokens at `positions` [T], each [T, 1, F]. `lengths` are read by the kinds that
-        depend on them."""
+    def tables(
+        self, positions: Tensor, lengths: tuple[Tensor, Tensor] | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Cosine and sine for tokens at `positions` [T], each [T, 1, F]. `lengths`, which some kinds read, are those of
+        each token's row, [T]: tokens of its prompt, and tokens known by now.
+        """
         frequencies = self.frequencies
         if self._config.kind == "longrope":
             frequencies = self._by_length(lengths)
@@ -46,19 +40,21 @@ class Rope:
             frequencies = self._stretched(positions, lengths)
         return rotary_tables(positions.float()[:, None] * frequencies, self._config.attention_factor, dtype)
 
-    def _by_length(self, lengths: RowLengths | None) -> Tensor:
+    def _by_length(self, lengths: tuple[Tensor, Tensor] | None) -> Tensor:
         """Ding 2024 (LongRoPE): one set for rows within the original context, another for longer ones, [T, F]."""
         assert lengths is not None
-        is_long = lengths.known > self._config.scaling["original_max_position_embeddings"]
+        _, known = lengths
+        is_long = known > self._config.scaling["original_max_position_embeddings"]
         return torch.where(is_long[:, None], self._long_frequencies, self.frequencies)
 
-    def _stretched(self, positions: Tensor, lengths: RowLengths | None) -> Tensor:
+    def _stretched(self, positions: Tensor, lengths: tuple[Tensor, Tensor] | None) -> Tensor:
         """NTK-aware scaling (Peng 2023, appendix A) to the row's length when the token was first computed, [T, F]:
         keys already stored keep their angles, as they do in transformers."""
         assert lengths is not None
+        prompt, _ = lengths
         scaling, size = self._config.scaling, self._config.rotary_size
         original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
-        reached = torch.maximum(lengths.prompt, positions + 1).clamp(min=original)
+        reached = torch.maximum(prompt, positions + 1).clamp(min=original)
         stretch = factor * reached.double() / original - (factor - 1)
         theta = (self._config.theta * stretch ** (size / (size - 2))).float()
         return torch.reciprocal(torch.pow(theta[:, None], self._exponents))

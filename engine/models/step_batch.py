@@ -18,13 +18,11 @@ from torch import Tensor
 from ...kernels.layouts.pages import PageLayout
 from ...kernels.paged_attention.compiled import can_attend_compiled
 from ...kernels.paged_attention.types import AttentionPlan, DecodeGroup, PrefillChunk, SpanTable
-from ...kernels.rotary import KeyPlaces
 from ...kernels.segment_lora import LoraSpan
 from ..memory.pool import PageRange
 from ..memory.residency import ResidentAdapter
 from ..model_config.model import ModelConfig
 from ..sequence import Sequence
-from .rope import RowLengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +73,6 @@ class StepEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class AskedRows:
-    """Rows of a step whose logits are asked. Its last layer goes on with them alone once its keys and values are
-    stored. `rows`: their numbers in the step. `spans` and `attention` (of the last layer) count among `rows`.
-    """
-
-    rows: Tensor
-    spans: tuple[LoraSpan, ...]
-    attention: AttentionPlan
-
-
-@dataclass(frozen=True, slots=True)
 class StepBatch:
     """Tensors and plans of one step."""
 
@@ -93,21 +80,22 @@ class StepBatch:
     token_ids: Tensor
     #: Positions in their sequences, int64 [T].
     positions: Tensor
-    #: Places in the pool that take the keys and values of the T tokens.
-    key_places: KeyPlaces
+    #: Places in the pool that take the keys and values of the T tokens, as `rotate_and_store_` reads them.
+    key_places: tuple[Tensor, Tensor]
     #: Rows of each adapter.
     spans: tuple[LoraSpan, ...]
     #: Attention plan by the layers' sliding window (None: they attend to all).
     attention: dict[int | None, AttentionPlan]
-    #: Rows with which the last layer goes on; None: with all.
-    asked: AskedRows | None
+    #: Rows whose logits are asked, with which alone the last layer goes on once its keys and values are stored: their
+    #: numbers in the step, and the layer's spans and attention, which count among them. None: it goes on with all.
+    asked: tuple[Tensor, tuple[LoraSpan, ...], AttentionPlan] | None
     #: Rows whose logits are asked, int64: of `sampled`, then of the places of `scored`, counted among the rows of
     #: `asked`.
     sampled_rows: Tensor
     #: Sequences that get a token.
     sampled: tuple[Sequence, ...]
-    #: Lengths of the rows' sequences; None unless rotary angles depend on them.
-    row_lengths: RowLengths | None = None
+    #: Lengths of the rows' sequences, as `Rope.tables` reads them; None unless rotary angles depend on them.
+    row_lengths: tuple[Tensor, Tensor] | None = None
     #: Places of prompts whose log-probabilities are asked.
     scored: tuple[ScoredPositions, ...] = ()
 
@@ -147,7 +135,7 @@ def build_step(
     return StepBatch(
         token_ids=torch.tensor([t for e in ordered for t in _token_ids(e)]),
         positions=positions,
-        key_places=KeyPlaces(kv_rows, capacity * (2 * model.num_kv_heads)),
+        key_places=(kv_rows, capacity * (2 * model.num_kv_heads)),
         spans=_lora_spans(chunks),
         attention={
             window: _attention_plan(chunks, model, layout, window, dtype, is_exact)
@@ -177,12 +165,12 @@ def _asked_rows(
     layout: PageLayout,
     dtype: torch.dtype,
     is_exact: bool,
-) -> AskedRows:
+) -> tuple[Tensor, tuple[LoraSpan, ...], AttentionPlan]:
     rows = torch.cat([torch.arange(c.end - a.num_tokens, c.end) for c, a in zip(chunks, asked, strict=True)])
     present = [chunk for chunk in asked if chunk.num_tokens]
     window = model.sliding_windows[-1]
     plan = _attention_plan(present, model, layout, window, dtype, is_exact) if present else AttentionPlan()
-    return AskedRows(rows, _lora_spans(present), plan)
+    return rows, _lora_spans(present), plan
 
 
 def _token_ids(entry: StepEntry) -> list[int]:
@@ -190,10 +178,10 @@ def _token_ids(entry: StepEntry) -> list[int]:
     return entry.sequence.tokens(first, first + entry.num_tokens)
 
 
-def _row_lengths(ordered: Items[StepEntry], counts: Tensor) -> RowLengths:
+def _row_lengths(ordered: Items[StepEntry], counts: Tensor) -> tuple[Tensor, Tensor]:
     prompt = torch.tensor([e.sequence.prompt_tokens for e in ordered])
     known = torch.tensor([e.sequence.total_tokens for e in ordered])
-    return RowLengths(prompt.repeat_interleave(counts), known.repeat_interleave(counts))
+    return prompt.repeat_interleave(counts), known.repeat_interleave(counts)
 
 
 def _lora_spans(chunks: Items[_Chunk]) -> tuple[LoraSpan, ...]:

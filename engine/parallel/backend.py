@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from ..config import EngineConfig, has_blocks
-from ..errors import AdapterRefusedError, UnsupportedError
+from ..errors import AdapterRefusedError, EngineError
 from ..model_config.model import ModelConfig
 from ..model_config.partition import partition_problem, partitions_of
 from ..models.decoder import Decoder, GroupSums
@@ -43,7 +43,7 @@ class GroupBackend(Backend):
         check_served(config)
         problem = partition_problem(model, config.tensor_parallel, has_blocks=has_blocks(model_folder))
         if problem is not None:
-            raise UnsupportedError(problem)
+            raise EngineError(problem)
         if config.num_threads is None:
             config = replace(config, num_threads=len(os.sched_getaffinity(0)))
         assert config.member_threads is not None

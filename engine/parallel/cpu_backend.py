@@ -4,7 +4,6 @@ that it writes adapters and copies prefix pages for all of them, between two ste
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,16 +14,13 @@ from ...kernels.layouts.pages import PageLayout
 from ..config import EngineConfig
 from ..memory.copies import AdapterCopies, Arrival
 from ..model_config.model import ModelConfig
-from ..models.decoder import Decoder
 from ..models.merge import LiveWeights
-from ..models.step_batch import StepEntry
 from ..runner.backend import CpuBackend, StepRunner
-from ..runner.runner import CpuRunner, LaunchedStep
+from ..runner.runner import CpuRunner
 from .backend import GroupBackend
 from .gpu_backend import GpuGroupBackend
-from .members import GroupMembers, StartProcess, start_process
+from .members import StartProcess, start_process
 from .shard import uses_device_sums
-from .steps import PlacedAdapters, encode_step
 
 if TYPE_CHECKING:
     from ..text.token_rules import TokenRules
@@ -52,7 +48,7 @@ class CpuGroupBackend(GroupBackend, CpuBackend):
         self, live: LiveWeights, memory: Tensor, layout: PageLayout, config: EngineConfig, rules: TokenRules
     ) -> StepRunner:
         """A runner that has the members compute each step, too."""
-        return GroupRunner(self.decoder, memory, layout, rules, self.members)
+        return CpuRunner(self.decoder, memory, layout, rules, self.members.send_step)
 
 
 def choose_group_backend(
@@ -83,20 +79,3 @@ class CopiesToAll(AdapterCopies):
     def _in_all(self, part: Tensor) -> Tensor:
         start = int(part.storage_offset())
         return self._pools[:, start : start + part.numel()]
-
-
-class GroupRunner(CpuRunner):
-    """Runs the leader's part of every step while the members run theirs."""
-
-    def __init__(
-        self, decoder: Decoder, memory: Tensor, layout: PageLayout, rules: TokenRules, members: GroupMembers
-    ) -> None:
-        super().__init__(decoder, memory, layout, rules)
-        self._members = members
-        self._placed = PlacedAdapters(members.send)
-
-    def launch(self, entries: Items[StepEntry]) -> LaunchedStep:
-        """Send the step to the members and compute the leader's part."""
-        self._placed.place(entries)
-        self._members.send(encode_step(entries))
-        return super().launch(entries)

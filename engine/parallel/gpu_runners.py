@@ -25,7 +25,6 @@ from ..runner.sampler import SampledTokens
 from .collectives import Collectives
 from .members import GroupMembers
 from .messages import LaunchStep
-from .steps import PlacedAdapters, encode_step
 
 
 class LeadingRunner(GpuRunner):
@@ -34,12 +33,10 @@ class LeadingRunner(GpuRunner):
     def __init__(self, *args: Any, members: GroupMembers, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self._members = members
-        self._placed = PlacedAdapters(members.send)
 
     def launch(self, entries: Items[StepEntry]) -> LaunchedStep:
         """Send the step to the members, plan it, send its graphs, and launch the leader's part."""
-        self._placed.place(entries)
-        self._members.send(encode_step(entries, self._places))
+        self._members.send_step(entries, self._places)
         parts = self._planned(entries)
         graphs = self._graphs_for(parts)
         self._members.send(LaunchStep(tuple(graphs)))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...kernels.layouts.pages import PageLayout
 from ..memory.copies import AdapterCopies, Arrival
+from ..memory.residency import ResidentAdapter
 from ..models.decoder import Decoder
 from ..models.merge import LiveWeights
 from ..models.step_batch import build_step
@@ -32,7 +33,7 @@ from .messages import (
     UseDevicePool,
     UsePool,
 )
-from .steps import StepDecoder
+from .steps import decode_step, place_adapter
 
 
 class StepsInMemory:
@@ -45,7 +46,7 @@ class StepsInMemory:
         self._decoder = decoder
         self._memory = memory
         self._layout = layout
-        self._steps = StepDecoder(memory)
+        self._residents: dict[int, ResidentAdapter] = {}
 
     def settle(self) -> None:
         """Do nothing: nothing is in flight between messages."""
@@ -54,9 +55,9 @@ class StepsInMemory:
         """Place an adapter or compute a step; False for other messages."""
         match message:
             case PlaceAdapter():
-                self._steps.place(message)
+                place_adapter(message, self._memory, self._residents)
             case Step():
-                entries, _ = self._steps.entries(message)
+                entries, _ = decode_step(message, self._residents)
                 batch = build_step(entries, self._decoder.model, self._layout, self._memory.dtype)
                 self._decoder.forward(batch, self._memory)
             case _:
@@ -86,7 +87,7 @@ class StepsOnDevice:
         self._note_copied = note_copied
         self._arriving: deque[Arrival] = deque()
         self._num_copied = 0
-        self._steps = StepDecoder(memory)
+        self._residents: dict[int, ResidentAdapter] = {}
 
     @property
     def is_busy(self) -> bool:
@@ -104,7 +105,7 @@ class StepsOnDevice:
         """Place or copy an adapter, plan or launch a step; False for other messages."""
         match message:
             case PlaceAdapter():
-                self._steps.place(message)
+                place_adapter(message, self._memory, self._residents)
             case CopySlot():
                 target = self._memory[message.start : message.start + message.num_elements]
                 self._arriving.append(self._copies.to_pool(self._slots[message.slot, : message.num_elements], target))
@@ -112,7 +113,7 @@ class StepsOnDevice:
                 for arrival in self._arriving:
                     arrival.join()
             case Step():
-                self._runner.plan(*self._steps.entries(message))
+                self._runner.plan(*decode_step(message, self._residents))
             case LaunchStep():
                 self._runner.launch_planned(message.graphs)
             case _:

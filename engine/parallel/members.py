@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -21,6 +21,8 @@ from torch import Tensor
 from ...system.codec import MessageError
 from ..config import EngineConfig
 from ..errors import EngineError
+from ..memory.residency import ResidentAdapter
+from ..models.step_batch import StepEntry
 from ..server.frames import Fatal, encode_frame, read_frame
 from .collectives import Collectives, buffer_numbers, event_counters, shared_memory, shared_memory_bytes
 from .device_sums import DeviceSums
@@ -32,10 +34,12 @@ from .messages import (
     FromMember,
     MemberReady,
     Merged,
+    PlaceAdapter,
     StartMember,
     ToMember,
     UsePool,
 )
+from .steps import NO_PLACES, encode_step
 
 _MODULE = "lorabatch.engine.parallel.member"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -82,6 +86,9 @@ class GroupMembers:
         self.collectives = Collectives(0, num_members, memory, numbers, counters)
         self._shared = _Shared(self.collectives, num_members)
         self._sending = threading.Lock()
+        # adapters whose places in the pool the members know, and the orders of those that they were sent
+        self._known: weakref.WeakValueDictionary[int, ResidentAdapter] = weakref.WeakValueDictionary()
+        self._named: set[int] = set()
         inherited = (memory, self.pools, self._rendezvous, *counters)
         processes = [start(config, inherited) for config in configs[1:]]
         self._close = weakref.finalize(self, _end, processes, self._shared, inherited)
@@ -144,6 +151,23 @@ class GroupMembers:
         with self._sending:
             for member in range(1, len(self._processes) + 1):
                 self._send(member, message)
+
+    def send_step(self, entries: Sequence[StepEntry], places: Mapping[int, int] = NO_PLACES) -> None:
+        """Send a step to all members, and before it the places of its adapters that they do not know. `places`: as in
+        `encode_step`.
+        """
+        for entry in entries:
+            for resident in (entry.adapter, entry.minus):
+                if resident is not None and resident.order not in self._known:
+                    self._place(resident)
+        self.send(encode_step(entries, places))
+
+    def _place(self, resident: ResidentAdapter) -> None:
+        gone, numbers = self._named - set(self._known), resident.numbers
+        place = int(numbers.storage_offset()), numbers.numel(), resident.layout
+        self.send(PlaceAdapter(resident.order, *place, tuple(sorted(gone))))
+        self._named = (self._named - gone) | {resident.order}
+        self._known[resident.order] = resident
 
     def merged(self) -> tuple[Merged, ...]:
         """Every member's reply to `MergeAdapter`."""

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ..config import EngineConfig
-from ..errors import UnsupportedError
+from ..errors import EngineError
 from ..model_config.partition import Partition
 from ..models.decoder import GroupSums
-from ..runner.backend import GpuBackend, backend_type, choose_arithmetic
+from ..runner.backend import GpuBackend, backend_type, choose_device, choose_formats
 from .collectives import Collectives
 from .device_sums import DeviceSums
 
@@ -36,34 +36,35 @@ class SumsInMemory(GroupSums):
 def sums_of(config: EngineConfig, collectives: Collectives, partition: Partition) -> GroupSums:
     """The object that adds up a member's part with the others."""
     if uses_device_sums(config):
-        return DeviceSums(partition, choose_arithmetic(config).device)
+        return DeviceSums(partition, choose_device(config))
     return SumsInMemory(collectives, partition)
 
 
 def uses_device_sums(config: EngineConfig) -> bool:
     """Whether members meet on their devices, by the Triton kernels, rather than in memory that they share."""
-    return backend_type(config, choose_arithmetic(config).device) is GpuBackend
+    return backend_type(config, choose_device(config)) is GpuBackend
 
 
 def config_of_member(config: EngineConfig, member: int) -> EngineConfig:
     """The configuration of one member: on a GPU of its own, the leader's or one of those behind it."""
-    device = choose_arithmetic(config).device
+    device = choose_device(config)
     if device.type != "cuda":
         return config
     return replace(config, device=f"cuda:{(device.index or 0) + member}")
 
 
 def check_served(config: EngineConfig) -> None:
-    """Raises `UnsupportedError` for what groups do not serve."""
+    """Raises `EngineError` for what groups do not serve."""
     asked = f"tensor_parallel={config.tensor_parallel}"
     if config.mode == "exact":
-        raise UnsupportedError(f"{asked}, mode='exact': what members add up rounds otherwise than the whole. Use 1.")
-    device = choose_arithmetic(config).device
+        raise EngineError(f"{asked}, mode='exact': what members add up rounds otherwise than the whole. Use 1.")
+    device = choose_device(config)
+    choose_formats(config, device)  # refused before members start
     if device.type == "cuda":
         first = device.index or 0
         there = torch.cuda.device_count() - first
         if there < config.tensor_parallel:
-            raise UnsupportedError(
+            raise EngineError(
                 f"{asked}, device='{device}': torch sees {there} GPU{'s' * (there != 1)} from there on, expected one "
                 "for each process of the engine. Lower tensor_parallel, or let this process see more of them "
                 "(CUDA_VISIBLE_DEVICES)."

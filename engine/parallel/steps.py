@@ -5,12 +5,11 @@ Pages have the same numbers on all members, so that a member builds the same `St
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import ClassVar, cast
-from weakref import WeakValueDictionary
 
 import numpy as np
 from torch import Tensor
@@ -26,7 +25,8 @@ from .messages import PlaceAdapter, Step
 _NONE = -1
 #: Numbers that encode an entry.
 COLUMNS = 13
-_NO_PLACES: Mapping[int, int] = {}
+#: Places of pending tokens where every step is read before the next one.
+NO_PLACES: Mapping[int, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class MirroredRow:
         return known + [0] * (end - start - len(known))
 
 
-def encode_step(entries: Items[StepEntry], places: Mapping[int, int] = _NO_PLACES) -> Step:
+def encode_step(entries: Items[StepEntry], places: Mapping[int, int] = NO_PLACES) -> Step:
     """A step's message. `places`: places where the step before left pending tokens on the devices, by the id() of their
     sequences.
 
@@ -108,70 +108,37 @@ def encode_step(entries: Items[StepEntry], places: Mapping[int, int] = _NO_PLACE
     return Step(*(np.array(numbers, np.int64).tobytes() for numbers in (rows, token_ids, pages)))
 
 
-class PlacedAdapters:
-    """Adapters whose places in the pool the members know. `send`: sends a message to all of them."""
+def place_adapter(message: PlaceAdapter, memory: Tensor, residents: dict[int, ResidentAdapter]) -> None:
+    """Enter an adapter in `memory`, a member's pool (flat), in `residents`, and take out adapters that are gone."""
+    for order in message.gone:
+        residents.pop(order, None)
+    numbers = memory[message.start : message.start + message.num_elements]
+    residents[message.order] = ResidentAdapter("", message.order, numbers, message.layout)
 
-    def __init__(self, send: Callable[[PlaceAdapter], None]) -> None:
-        self._send = send
-        self._known: WeakValueDictionary[int, ResidentAdapter] = WeakValueDictionary()
-        self._named: set[int] = set()
 
-    def place(self, entries: Items[StepEntry]) -> None:
-        """Send the places of a step's adapters that the members do not know."""
-        for entry in entries:
-            for resident in (entry.adapter, entry.minus):
-                if resident is not None:
-                    self._place(resident)
-
-    def _place(self, resident: ResidentAdapter) -> None:
-        if resident.order in self._known:
-            return
-        gone = self._named - set(self._known)
-        numbers = resident.numbers
-        self._send(
-            PlaceAdapter(
-                resident.order, int(numbers.storage_offset()), numbers.numel(), resident.layout, tuple(sorted(gone))
+def decode_step(step: Step, residents: Mapping[int, ResidentAdapter]) -> tuple[list[StepEntry], dict[int, int]]:
+    """The entries and the places that `encode_step` was given, as far as planning asks. `residents`: the adapters that
+    were placed, by their order.
+    """
+    token_ids = iter(np.frombuffer(step.token_ids, np.int64).tolist())
+    pages = iter(np.frombuffer(step.pages, np.int64).tolist())
+    entries, places = [], {}
+    for num_tokens, num_stored, prompt, generated, start, length, order, minus, *scored, place, shared, runs in (
+        np.frombuffer(step.rows, np.int64).reshape(-1, COLUMNS).tolist()
+    ):
+        new_tokens = list(islice(token_ids, num_tokens))
+        row = MirroredRow(num_stored, prompt, generated, int(place != _NONE), new_tokens, range(*scored))
+        if place != _NONE:
+            places[id(row)] = place
+        entries.append(
+            StepEntry(
+                cast("Sequence", row),
+                num_tokens,
+                PageRange(start, length),
+                None if order == _NONE else residents[order],
+                None if minus == _NONE else residents[minus],
+                tuple(islice(pages, shared)),
+                tuple(PageRange(next(pages), next(pages)) for _ in range(runs)),
             )
         )
-        self._named = (self._named - gone) | {resident.order}
-        self._known[resident.order] = resident
-
-
-class StepDecoder:
-    """Decodes steps over `memory`, a member's pool (flat)."""
-
-    def __init__(self, memory: Tensor) -> None:
-        self._memory = memory
-        self._residents: dict[int, ResidentAdapter] = {}
-
-    def place(self, message: PlaceAdapter) -> None:
-        """Note the place of an adapter, and forget adapters that are gone."""
-        for order in message.gone:
-            self._residents.pop(order, None)
-        numbers = self._memory[message.start : message.start + message.num_elements]
-        self._residents[message.order] = ResidentAdapter("", message.order, numbers, message.layout)
-
-    def entries(self, step: Step) -> tuple[list[StepEntry], dict[int, int]]:
-        """The entries and the places that `encode_step` was given, as far as planning asks."""
-        token_ids = iter(np.frombuffer(step.token_ids, np.int64).tolist())
-        pages = iter(np.frombuffer(step.pages, np.int64).tolist())
-        entries, places = [], {}
-        for num_tokens, num_stored, prompt, generated, start, length, order, minus, *scored, place, shared, runs in (
-            np.frombuffer(step.rows, np.int64).reshape(-1, COLUMNS).tolist()
-        ):
-            new_tokens = list(islice(token_ids, num_tokens))
-            row = MirroredRow(num_stored, prompt, generated, int(place != _NONE), new_tokens, range(*scored))
-            if place != _NONE:
-                places[id(row)] = place
-            entries.append(
-                StepEntry(
-                    cast("Sequence", row),
-                    num_tokens,
-                    PageRange(start, length),
-                    None if order == _NONE else self._residents[order],
-                    None if minus == _NONE else self._residents[minus],
-                    tuple(islice(pages, shared)),
-                    tuple(PageRange(next(pages), next(pages)) for _ in range(runs)),
-                )
-            )
-        return entries, places
+    return entries, places

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ..model_config.model import HEAD
 from .findings import Ledger
-from .parameters import Changes, Twins, find_saved, find_token_rows
+from .parameters import Changes, find_saved, find_token_rows
 from .sites import Contents, LoraSite, ParameterChange
 from .targets import ties_targets
 from .tensor_file import TensorEntry, TensorReader
@@ -47,21 +47,21 @@ def find_changes(contents: Contents, sites: tuple[LoraSite, ...], ledger: Ledger
         if site.bias_key:
             # A bias that lora_bias adds to a layer without one is new: zeros stand for the base's.
             changes.add(bias, contents.shapes.get(bias) or (site.out_features,), site=site)
-    changes.twins += _tied_pairs(contents, sites)
+    changes.transposed_twins += _tied_pairs(contents, sites)
     changes.by_parameter = dict(sorted(changes.by_parameter.items()))
     _judge_sites(contents, sites, ledger)
     return changes
 
 
-def _tied_pairs(contents: Contents, sites: tuple[LoraSite, ...]) -> tuple[Twins, ...]:
-    """Twins of a tied head: with ensure_weight_tying its pair is the embedding's, transposed."""
+def _tied_pairs(contents: Contents, sites: tuple[LoraSite, ...]) -> tuple[tuple[str, str], ...]:
+    """Transposed twins of a tied head: with ensure_weight_tying its pair is the embedding's, transposed."""
     if not (contents.layout.is_tied and ties_targets(contents.config)):
         return ()
     by_module = {site.module: site for site in sites}
     embedding, head = by_module.get(contents.layout.embedding), by_module.get(HEAD)
     if embedding is None or head is None:
         return ()
-    return Twins(embedding.b_key, head.a_key, True), Twins(embedding.a_key, head.b_key, True)
+    return (embedding.b_key, head.a_key), (embedding.a_key, head.b_key)
 
 
 def _judge_sites(contents: Contents, sites: tuple[LoraSite, ...], ledger: Ledger) -> None:
@@ -78,7 +78,7 @@ def _judge_sites(contents: Contents, sites: tuple[LoraSite, ...], ledger: Ledger
 
 def check_all_values(folder: Path, changes: Changes, entries: Mapping[str, TensorEntry], ledger: Ledger) -> str | None:
     """Read every value once: enter what is wrong, return the content hash (None when refused)."""
-    of_twins = {key for twins in changes.twins for key in (twins.first, twins.second)}
+    of_twins = {key for twins in (*changes.twins, *changes.transposed_twins) for key in twins}
     largest: dict[str, int] = {}
     kept: dict[str, TensorData] = {}
     with TensorReader(folder) as reader:
@@ -96,7 +96,9 @@ def check_all_values(folder: Path, changes: Changes, entries: Mapping[str, Tenso
         ledger.refuse_tensors(bad, "not finite", "holds NaN or infinity. Use an earlier checkpoint")
         _check_effect(changes.by_parameter.values(), {key for key, bits in largest.items() if bits == 0}, ledger)
         for twins in changes.twins:
-            _check_twins(twins, entries, kept, ledger)
+            _check_twins(twins, entries, kept, ledger, is_transposed=False)
+        for twins in changes.transposed_twins:
+            _check_twins(twins, entries, kept, ledger, is_transposed=True)
     return None if ledger.is_refused else content
 
 
@@ -162,11 +164,16 @@ def _check_effect(changes: Iterable[ParameterChange], zero: set[str], ledger: Le
 
 
 def _check_twins(
-    twins: Twins, entries: Mapping[str, TensorEntry], data: Mapping[str, TensorData], ledger: Ledger
+    twins: tuple[str, str],
+    entries: Mapping[str, TensorEntry],
+    data: Mapping[str, TensorData],
+    ledger: Ledger,
+    *,
+    is_transposed: bool,
 ) -> None:
-    first, second = entries[twins.first], entries[twins.second]
+    first, second = (entries[key] for key in twins)
     a = _elements(first, data[first.key]).reshape(first.shape)
     b = _elements(second, data[second.key]).reshape(second.shape)
-    if first.dtype != second.dtype or not np.array_equal(a, b.T if twins.is_transposed else b):
+    if first.dtype != second.dtype or not np.array_equal(a, b.T if is_transposed else b):
         why = f"differs from {first.key}, expected equal values as both stand for one tied layer. Save it again"
         ledger.refuse_tensors([second.key], "not equal", why)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.merge import LoraPair
-from ..model_config.partition import LinearCut, Partition, Piece, Pieces
+from ..model_config.partition import Partition, Piece, Pieces
 from .sites import LoraSite, ParameterChange
 from .weights import AdapterWeights
 
@@ -35,9 +35,9 @@ def cut_pairs(pairs: Mapping[str, LoraPair], partition: Partition) -> dict[str, 
     """A member's part of the pairs of linear layers in decoder layers."""
     found = {}
     for module, pair in pairs.items():
-        cut = partition.linear(module)
-        a = pair.a if cut.inputs is None else taken(pair.a, 1, cut.inputs)
-        b = pair.b if cut.outputs is None else taken(pair.b, 0, cut.outputs)
+        outputs, inputs = partition.linear(module)
+        a = pair.a if inputs is None else taken(pair.a, 1, inputs)
+        b = pair.b if outputs is None else taken(pair.b, 0, outputs)
         found[module] = LoraPair(a, b, pair.scaling)
     return found
 
@@ -65,10 +65,10 @@ def needs_norms(weights: AdapterWeights, partition: Partition) -> tuple[list[str
         site = change.site
         if site is None or site.magnitude_key is None or parameter.endswith(".bias"):
             continue
-        cut = partition.linear(site.module)
-        if site.is_embedding or cut.inputs is not None:
+        outputs, inputs = partition.linear(site.module)
+        if site.is_embedding or inputs is not None:
             partial.append(parameter)
-        elif any(piece.num_zeros for piece in cut.outputs or ()):
+        elif any(piece.num_zeros for piece in outputs or ()):
             padded.append(parameter)
     return partial, padded
 
@@ -83,28 +83,27 @@ class _ChangeCut:
         self._stored, self._change, self._kept = stored, change, kept
         self._is_bias = kind == "bias"
         self._first_token: int | None = None
-        cut = partition.linear(module)
+        self._outputs, self._inputs = partition.linear(module)
         if partition.is_by_token(module):
             start, end = partition.tokens(change.shape[0])
-            cut = LinearCut(outputs=(Piece(start, end),))
+            self._outputs = (Piece(start, end),)
             self._first_token = start
-        self._cut = cut
         #: Whether the member has any of the parameter.
-        self.is_there = cut.has_bias or not self._is_bias
+        self.is_there = partition.adds_bias(module) or not self._is_bias
 
     def changed(self) -> ParameterChange:
         """The change of the member's part."""
-        change, cut = self._change, self._cut
+        change, inputs = self._change, None if self._is_bias else self._inputs
         shape = list(change.shape)
-        if cut.outputs is not None:
-            shape[0] = _size(cut.outputs)
-        if cut.inputs is not None and not self._is_bias:
-            shape[1] = _size(cut.inputs)
+        if self._outputs is not None:
+            shape[0] = _size(self._outputs)
+        if inputs is not None:
+            shape[1] = _size(inputs)
         rows, rows_key = self._rows()
         return replace(
             change,
             shape=tuple(shape),
-            replaced_by=self._part(change.replaced_by, cut.outputs, None if self._is_bias else cut.inputs),
+            replaced_by=self._part(change.replaced_by, self._outputs, inputs),
             rows=rows,
             rows_key=rows_key,
             site=None if change.site is None else self._site(change.site),
@@ -115,8 +114,8 @@ class _ChangeCut:
         if change.rows_key is None:
             return (), None
         assert self._first_token is not None, f"{change.parameter}: rows of what is not split by tokens"
-        assert self._cut.outputs is not None
-        end = self._cut.outputs[0].end
+        assert self._outputs is not None
+        end = self._outputs[0].end
         mine = [i for i, row in enumerate(change.rows) if self._first_token <= row < end]
         if not mine:
             return (), None
@@ -124,7 +123,7 @@ class _ChangeCut:
         return tuple(change.rows[i] - self._first_token for i in mine), key
 
     def _site(self, site: LoraSite) -> LoraSite:
-        outputs, inputs = self._cut.outputs, self._cut.inputs
+        outputs, inputs = self._outputs, self._inputs
         if site.is_embedding:
             # A is [rank, vocab_size] here: what is split by tokens are the inputs
             outputs, inputs = None, outputs

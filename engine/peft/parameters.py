@@ -25,23 +25,16 @@ SAVED_ROLES: frozenset[Role] = WHOLE_ROLES | {"original"}
 CLASSIFIER_NAMES = ("score", "classifier", "classification_head", "qa_outputs")
 
 
-@dataclass(frozen=True, slots=True)
-class Twins:
-    """Two tensors that PEFT keeps equal; the second is stored transposed when `is_transposed`."""
-
-    first: str
-    second: str
-    is_transposed: bool = False
-
-
 @dataclass(slots=True)
 class Changes:
     """How merging makes each base parameter that an adapter touches, and the tensors whose equality that relies on."""
 
     #: The change of each parameter, by its name.
     by_parameter: dict[str, ParameterChange] = field(default_factory=dict)
-    #: Tensors that must be equal.
-    twins: list[Twins] = field(default_factory=list)
+    #: Pairs of tensors that PEFT keeps equal.
+    twins: list[tuple[str, str]] = field(default_factory=list)
+    #: Pairs of tensors, the second of which PEFT keeps equal to the first one's transpose.
+    transposed_twins: list[tuple[str, str]] = field(default_factory=list)
 
     def add(self, parameter: str, shape: tuple[int, ...], **facts: Any) -> None:
         """Add fields of `ParameterChange` to what is known of a parameter's change."""
@@ -68,7 +61,7 @@ class Changes:
             return True
         return (pair[0].rows, pair[0].rows_key) != (pair[1].rows, pair[1].rows_key) or not (
             pair[0].replaced_by == pair[1].replaced_by
-            or any({pair[0].replaced_by, pair[1].replaced_by} == {t.first, t.second} for t in self.twins)
+            or any({pair[0].replaced_by, pair[1].replaced_by} == set(twins) for twins in self.twins)
         )
 
 
@@ -123,7 +116,7 @@ def _take_saved(
     if not copies:
         return
     changes.add(parameter, contents.shapes[parameter], replaced_by=copies[0].key)
-    changes.twins.extend(Twins(copies[0].key, copy.key) for copy in copies[1:])
+    changes.twins.extend((copies[0].key, copy.key) for copy in copies[1:])
     for copy in copies:
         ledger.use_tensor(copy.key)
     ledger.merge_only("modules_to_save: whole layers change, so it runs as its own merged wave", "modules_to_save")
@@ -176,7 +169,7 @@ def _share(contents: Contents, shared: Mapping[str, str], changes: Changes) -> N
             changes.add(table, contents.shapes[table], replaced_by=key)
         return
     keys = list(shared.values())
-    changes.twins.extend(Twins(keys[0], key) for key in keys[1:])
+    changes.twins.extend((keys[0], key) for key in keys[1:])
     for table in (f"{contents.layout.embedding}.weight", f"{HEAD}.weight"):
         if keys and table not in changes.by_parameter:
             changes.add(table, contents.shapes[table], replaced_by=shared.get(table, keys[0]))
@@ -214,7 +207,7 @@ def _check_complete(contents: Contents, changes: Changes, ledger: Ledger) -> Non
     if layout.is_tied and ties_saved(config):
         tables = [changes.replaced_by(f"{module}.weight") for module in (layout.embedding, HEAD)]
         if tables[0] and tables[1]:
-            changes.twins.append(Twins(tables[0], tables[1]))
+            changes.twins.append((tables[0], tables[1]))
     for name in config.modules_to_save:
         if name in CLASSIFIER_NAMES:
             ledger.refuse_key("modules_to_save", config.modules_to_save, f"{name!r} does not generate text")
@@ -319,7 +312,7 @@ def _follow_tie(
     head = f"{HEAD}.weight"
     changes.add(head, contents.shapes[head], rows=source.rows, rows_key=source.rows_key)
     if HEAD in stored:
-        changes.twins.append(Twins(source.rows_key, stored[HEAD].key))
+        changes.twins.append((source.rows_key, stored[HEAD].key))
         ledger.use_tensor(stored[HEAD].key)
 
 

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from ...kernels.paged_attention.types import AttentionRule
 from ...scheduler.cost import CostModel
 from ...scheduler.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
 from ..config import EngineConfig, dtype_on, pool_format
-from ..errors import UnsupportedError
+from ..errors import EngineError
 from ..memory.allocation import host_tier_bytes, zeroed_memory
 from ..memory.copies import AdapterCopies, CopyStream
 from ..memory.limits import RUN_PAGES, EngineLimits, cpu_limits, gpu_limits, total_host_bytes
@@ -64,7 +64,7 @@ class Backend(ABC):
     group, of whose model `model` is a member's part; None where it is whole.
 
     Constructing one loads the weights, so that free memory afterwards means what is left for the pool. Raises
-    `ModelFilesError`, and `UnsupportedError` where mode `exact` could promise nothing.
+    `ModelFilesError`, and `EngineError` where mode `exact` could promise nothing.
     """
 
     #: Pages to a multiple of which rows' runs are rounded up where memory allows.
@@ -82,7 +82,8 @@ class Backend(ABC):
         self.model = model
         self.sums = sums
         self._partition = None if sums is None else sums.partition
-        self.device, self.dtype, self.products, pool = choose_arithmetic(config)
+        self.device = choose_device(config)
+        self.dtype, self.products, pool = choose_formats(config, self.device)
         #: Number format of keys, values and adapters; that of queries where torch attends.
         self.pool_dtype = pool if can_attend_compiled(model.head_dim, pool) else self.dtype
         if self.device.type == "cuda":
@@ -101,7 +102,7 @@ class Backend(ABC):
 
     @abstractmethod
     def check_exact(self) -> None:
-        """Raises `UnsupportedError` where mode `exact` could promise nothing."""
+        """Raises `EngineError` where mode `exact` could promise nothing."""
 
     def load(self, model_folder: Path) -> tuple[dict[str, Weight], Packed]:
         """Weights by checkpoint name, and linear layers that are packed already."""
@@ -193,7 +194,7 @@ class CpuBackend(Backend):
     has_block_tables = False
 
     def check_exact(self) -> None:
-        """Raises `UnsupportedError` where the model cannot be computed exactly on this CPU."""
+        """Raises `EngineError` where the model cannot be computed exactly on this CPU."""
         check_exact_on_cpu(self.model)
 
     def load(self, model_folder: Path) -> tuple[dict[str, Weight], Packed]:
@@ -250,7 +251,7 @@ class GpuBackend(Backend):
     decoder: GpuDecoder
 
     def check_exact(self) -> None:
-        """Raises `UnsupportedError` where the configuration cannot be exact, and fixes the interpreter's products."""
+        """Raises `EngineError` where the configuration cannot be exact, and fixes the interpreter's products."""
         check_exact_on_gpu(self.config)
         if is_interpreted():
             fix_products()
@@ -367,62 +368,53 @@ def choose_backend(
     model_folder: Path, config: EngineConfig, model: ModelConfig, sums: GroupSums | None = None
 ) -> Backend:
     """The backend of the configured device and kernels. Raises what `Backend` and `backend_type` do."""
-    return backend_type(config, choose_arithmetic(config).device)(model_folder, config, model, sums)
+    return backend_type(config, choose_device(config))(model_folder, config, model, sums)
 
 
 def backend_type(config: EngineConfig, device: torch.device) -> type[Backend]:
     """The Triton kernels on a GPU; elsewhere compiled kernels unless `config.kernels` asks for Triton's interpreter.
 
-    Raises UnsupportedError where the Triton kernels cannot run.
+    Raises EngineError where the Triton kernels cannot run.
     """
     if device.type == "cuda":
         return GpuBackend
     if config.kernels != "triton":
         return CpuBackend
     if not is_interpreted():
-        raise UnsupportedError(
+        raise EngineError(
             "kernels='triton': on a CPU they run in Triton's interpreter only. Set TRITON_INTERPRET=1 before the "
             "first import, or leave kernels='auto'."
         )
     return GpuBackend
 
 
-class Arithmetic(NamedTuple):
-    """Device and number formats of an engine: `dtype` of activations, `products` of packed linear layers, `pool` of the
-    page pool.
-
-    Without `products` torch or Triton multiply, in `dtype`.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    products: Products | None
-    pool: torch.dtype
-
-
-def choose_arithmetic(config: EngineConfig) -> Arithmetic:
-    """Device and number formats of a configuration: bf16 on a GPU and fp32 on a CPU unless asked otherwise. Activations
-    are in fp32 on a CPU.
-
-    Raises UnsupportedError for a device that is not there, and for a number format that it does not multiply in.
-    """
+def choose_device(config: EngineConfig) -> torch.device:
+    """The device of a configuration. Raises EngineError for one that is not there."""
     name = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise UnsupportedError(
-                f"device={config.device!r}: torch sees no GPU here. Use 'cpu', or a build with CUDA."
-            )
+            raise EngineError(f"device={config.device!r}: torch sees no GPU here. Use 'cpu', or a build with CUDA.")
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    return device
+
+
+def choose_formats(config: EngineConfig, device: torch.device) -> tuple[torch.dtype, Products | None, torch.dtype]:
+    """Number formats of activations, of products of packed linear layers, and of the page pool: bf16 on a GPU and fp32
+    on a CPU unless asked otherwise. Activations are in fp32 on a CPU. Without a format of products torch or Triton
+    multiply, in that of activations.
+
+    Raises EngineError for a number format that the device does not multiply in.
+    """
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     asked = dtype_on("cuda" if device.type == "cuda" else "cpu", config.dtype)
     if asked not in dtypes:
-        raise UnsupportedError(f"dtype={config.dtype!r}: must be auto, {', '.join(dtypes)}")
+        raise EngineError(f"dtype={config.dtype!r}: must be auto, {', '.join(dtypes)}")
     if backend_type(config, device) is GpuBackend:
         check_fp8(config, device, asked)
-        return Arithmetic(device, dtypes[asked], None, dtypes[asked])
+        return dtypes[asked], None, dtypes[asked]
     pool = pool_format("cpu", config.dtype, config.base_quantization)
-    return Arithmetic(device, torch.float32, _cpu_products(config, asked), dtypes[pool])
+    return torch.float32, _cpu_products(config, asked), dtypes[pool]
 
 
 def _tensor_bytes(weights: Mapping[str, Weight], packed: Packed) -> int:
@@ -432,28 +424,28 @@ def _tensor_bytes(weights: Mapping[str, Weight], packed: Packed) -> int:
 
 
 def check_fp8(config: EngineConfig, device: torch.device, dtype: str) -> None:
-    """Raises UnsupportedError where a GPU does not multiply in the 8 bits that are asked for."""
+    """Raises EngineError where a GPU does not multiply in the 8 bits that are asked for."""
     asked = f"base_quantization={config.base_quantization!r}"
     if config.base_quantization == "int8":
-        raise UnsupportedError(f"{asked}: served on CPUs only. Use fp8 or none on a GPU.")
+        raise EngineError(f"{asked}: served on CPUs only. Use fp8 or none on a GPU.")
     if config.base_quantization == "none" or device.type != "cuda":
         return
     if dtype != "bfloat16":
-        raise UnsupportedError(f"{asked}, dtype={dtype!r}: products of 8 bits give bfloat16. Use dtype auto.")
+        raise EngineError(f"{asked}, dtype={dtype!r}: products of 8 bits give bfloat16. Use dtype auto.")
     if torch.cuda.get_device_capability(device) < (8, 9):
-        raise UnsupportedError(
+        raise EngineError(
             f"{asked}: {torch.cuda.get_device_name(device)} does not multiply in 8-bit floating point (compute "
             "capability 8.9 and later do: L4, H100, B200). Use none."
         )
 
 
 def _cpu_products(config: EngineConfig, dtype: str) -> Products | None:
-    """How linear layers are multiplied on this CPU. Raises UnsupportedError for what would be slow in silence."""
+    """How linear layers are multiplied on this CPU. Raises EngineError for what would be slow in silence."""
     if config.base_quantization == "fp8":
-        raise UnsupportedError("base_quantization='fp8': served on GPUs only. Use int8 or none on a CPU.")
+        raise EngineError("base_quantization='fp8': served on GPUs only. Use int8 or none on a CPU.")
     if config.base_quantization == "int8" and dtype != "float16":
         if not can_multiply("int8"):
-            raise UnsupportedError(
+            raise EngineError(
                 "base_quantization='int8': this processor has neither AVX512_VNNI nor AVX_VNNI, or the compiled CPU "
                 "kernels are missing. Use base_quantization none."
             )
@@ -461,7 +453,7 @@ def _cpu_products(config: EngineConfig, dtype: str) -> Products | None:
     if dtype == "bfloat16" and can_multiply("bfloat16"):
         return "bfloat16"
     if dtype != "float32":
-        raise UnsupportedError(
+        raise EngineError(
             f"dtype={dtype!r}: this processor multiplies float32 only (bfloat16 needs AVX512_BF16 and the compiled CPU "
             "kernels). Use dtype auto: a checkpoint of 16 bits stays so in memory."
         )

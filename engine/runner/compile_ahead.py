@@ -74,17 +74,6 @@ def _variables() -> Iterator[tuple[str, str]]:
             yield name, value
 
 
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """Outcome of compiling. `num_kernels`: kernels that may have been missing from the cache. `failed`: kernels that
-    are missing now. `problem`: why none was tried.
-    """
-
-    num_kernels: int = 0
-    failed: tuple[str, ...] = ()
-    problem: str | None = None
-
-
 def is_compiled_ahead() -> bool:
     """Whether engines of this host have their kernels compiled ahead."""
     return os.environ.get(_VARIABLE, "1") != "0"
@@ -101,13 +90,11 @@ def start_compiling(kernels: EngineKernels) -> subprocess.Popen[bytes] | None:
         return None
 
 
-def wait_until_compiled(process: subprocess.Popen[bytes], longest_s: float = _LONGEST_WAIT_S) -> Compiled:
+def wait_until_compiled(process: subprocess.Popen[bytes], longest_s: float = _LONGEST_WAIT_S) -> None:
     """Wait at most `longest_s` until all kernels are compiled. Logs a warning that names those that are not."""
-    compiled = result_of(process, longest_s)
-    missing = compiled.problem or ", ".join(compiled.failed)
+    _, missing = result_of(process, longest_s)
     if missing:
         _warn(missing)
-    return compiled
 
 
 def _warn(missing: str) -> None:
@@ -120,15 +107,17 @@ def start_compiler(module: str, argument: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=os.environ | _ENVIRONMENT)
 
 
-def result_of(process: subprocess.Popen[bytes], longest_s: float) -> Compiled:
-    """Wait at most `longest_s` for a process that compiles kernels."""
+def result_of(process: subprocess.Popen[bytes], longest_s: float) -> tuple[int, str]:
+    """Wait at most `longest_s` for a process that compiles kernels. Returns the number of kernels that may have been
+    missing from the cache, and which are missing now, or why none was tried; "" where none is missing.
+    """
     try:
         output, _ = process.communicate(timeout=longest_s)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return Compiled(problem=f"compiling took longer than {longest_s:.0f} s")
+        return 0, f"compiling took longer than {longest_s:.0f} s"
     if process.returncode:
-        return Compiled(problem=f"the process that compiles them ended with code {process.returncode}")
+        return 0, f"the process that compiles them ended with code {process.returncode}"
     found = json.loads(output)
-    return Compiled(found["num_kernels"], tuple(found["failed"]))
+    return found["num_kernels"], ", ".join(found["failed"])

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ...kernels.layouts.pages import PageLayout
 from ...kernels.layouts.segments import SegmentLimits, plan_segments
-from ...kernels.paged_attention.libraries import PromptSpans
 from ...kernels.paged_attention.work import SEGMENT_KEYS, Span, WorkLimits, plan_attention, tile_rows_for
 from ...kernels.sampling import LARGEST_TEMPERATURE, SMALLEST_TEMPERATURE
 from ..models.gpu_step import StepBuffer, StepSizes
@@ -234,11 +233,11 @@ class PlannedStep:
         spans = [Span(*numbers) for numbers in zip(*(c.tolist() for c in columns_of_spans), strict=True)]
         plan_attention(spans, geometry.layout.queries_per_key_head, host.sizes.attention, into=host.view("attention"))
 
-    def spans(self) -> PromptSpans:
-        """Sequences as libraries for attention take them."""
+    def spans(self) -> tuple[_Int64s, _Int64s, _Int64s]:
+        """Sequences as `PromptAttention` takes them: new tokens, all tokens, and pages."""
         counts = self._num_pages.tolist()
         pages = [_pages(entry, count) for entry, count in zip(self.entries, counts, strict=True)]
-        return PromptSpans(self._num_tokens, self._context, np.concatenate(pages))
+        return self._num_tokens, self._context, np.concatenate(pages)
 
     def _plan_lora(self, entry_of_row: _Int64s, limits: SegmentLimits, into: Tensor) -> None:
         plus, minus, geometry = self._plus[entry_of_row], self._minus[entry_of_row], self._geometry

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -32,7 +32,7 @@ from ...kernels.layouts.lora_table import CHUNK_RANK
 from ...kernels.layouts.pages import PageLayout
 from ...kernels.log_sum_exp import log_sum_exp
 from ...kernels.paged_attention.libraries import PromptAttention
-from ...kernels.paged_attention.types import Partials
+from ...kernels.paged_attention.types import allocate_partials
 from ...kernels.sampling import NO_TOKEN, sample_tokens
 from ..config import EngineConfig
 from ..model_config.model import ModelConfig
@@ -46,7 +46,7 @@ from .gpu_adapters import GpuAdapters
 from .gpu_graphs import GraphKey, StepExecutor, bucket_of
 from .gpu_plan import DECODE_TILE_ROWS, SPLIT_KEYS, PlannedStep, StepGeometry, rounded
 from .runner import LaunchedStep
-from .sampler import SampledTokens, ScoredPrompt
+from .sampler import PromptLogprobs, SampledTokens
 
 if TYPE_CHECKING:
     from ..text.token_rules import TokenRules
@@ -65,32 +65,24 @@ _CHUNKS_PER_MEMBER = 4
 _SCRATCH_PER_TOKEN = 12
 
 
-@dataclass(frozen=True, slots=True)
-class FirstSizes:
-    """Sizes of a runner's first allocations. They grow with what steps need, which drops every graph."""
+def first_sizes(config: EngineConfig, model: ModelConfig, pool_elements: int) -> tuple[int, int, int]:
+    """Sizes of a runner's first allocations: residents and chunks of the table, and rows of scratch. They grow with
+    what steps need, which drops every graph.
 
-    num_residents: int
-    num_chunks: int
-    scratch_rows: int
-
-    @classmethod
-    def of(cls, config: EngineConfig, model: ModelConfig, pool_elements: int) -> FirstSizes:
-        """Room for a batch of distinct adapters, and as many that left it, as far as the pool can hold them.
-
-        For 512 rows on 32 layers of 7 linear ones up to 45 MB of table and, with 16,384 tokens, 13 MB of scratch.
-        """
-        shapes = model.linear_shapes().values()
-        smallest_chunk = CHUNK_RANK * min(map(sum, shapes))
-        num_residents = 2 * bucket_of(config.batch_rows)
-        most_chunks = num_residents * len(shapes) * _CHUNKS_PER_MEMBER
-        return cls(
-            num_residents,
-            rounded(max(1, min(most_chunks, pool_elements // smallest_chunk))),
-            rounded(config.step_tokens * _SCRATCH_PER_TOKEN),
-        )
+    There is room for a batch of distinct adapters, and as many that left it, as far as the pool can hold them. For 512
+    rows on 32 layers of 7 linear ones up to 45 MB of table and, with 16,384 tokens, 13 MB of scratch.
+    """
+    shapes = model.linear_shapes().values()
+    smallest_chunk = CHUNK_RANK * min(map(sum, shapes))
+    num_residents = 2 * bucket_of(config.batch_rows)
+    most_chunks = num_residents * len(shapes) * _CHUNKS_PER_MEMBER
+    num_chunks = rounded(max(1, min(most_chunks, pool_elements // smallest_chunk)))
+    return num_residents, num_chunks, rounded(config.step_tokens * _SCRATCH_PER_TOKEN)
 
 
-def _read_prompts(scored: Items[ScoredPositions], logprobs: Tensor, top: Tensor, ids: Tensor) -> Iterator[ScoredPrompt]:
+def _read_prompts(
+    scored: Items[ScoredPositions], logprobs: Tensor, top: Tensor, ids: Tensor
+) -> Iterator[PromptLogprobs]:
     """Log-probabilities of each prompt, once the step has ended. On the host: `logprobs` [num_places], `top` and `ids`
     [num_places, num_top].
     """
@@ -101,7 +93,7 @@ def _read_prompts(scored: Items[ScoredPositions], logprobs: Tensor, top: Tensor,
         count = places.sequence.request.sampling.prompt_top_logprobs
         pairs = zip(ids[here].tolist(), top[here].tolist(), strict=True)
         tops = [tuple(zip(tokens[:count], values[:count], strict=True)) for tokens, values in pairs] if count else []
-        yield ScoredPrompt(places.sequence, logprobs[here].tolist(), tops)
+        yield places.sequence, logprobs[here].tolist(), tops
 
 
 def full_rows_of(device: torch.device, num_kv_heads: int) -> int:
@@ -111,8 +103,8 @@ def full_rows_of(device: torch.device, num_kv_heads: int) -> int:
 
 class GpuRunner:
     """Runs `decoder` over `memory` (the flat pool). `rules`: rules of the rows (None: none has rules or `min_tokens`).
-    `prompts`: a library that computes attention in steps with prompts (None: our kernel). `share`: gives the leader's
-    tokens to the members of its group.
+    `first`: what `first_sizes` gives, or others. `prompts`: a library that computes attention in steps with prompts
+    (None: our kernel). `share`: gives the leader's tokens to the members of its group.
     """
 
     def __init__(
@@ -124,7 +116,7 @@ class GpuRunner:
         config: EngineConfig,
         rules: TokenRules | None,
         executor: StepExecutor,
-        first: FirstSizes | None = None,
+        first: tuple[int, int, int] | None = None,
         prompts: PromptAttention | None = None,
         share: Callable[[Tensor], None] | None = None,
     ) -> None:
@@ -137,8 +129,8 @@ class GpuRunner:
         self._executor = executor
         self._prompt_attention = prompts
         self._share = share
-        first = first or FirstSizes.of(config, model, len(memory))
-        self._adapters = GpuAdapters(memory, model, first.num_residents, first.num_chunks)
+        num_residents, num_chunks, scratch_rows = first or first_sizes(config, model, len(memory))
+        self._adapters = GpuAdapters(memory, model, num_residents, num_chunks)
         self._num_pages = len(memory) // layout.page_elements
         self._context_pages = layout.pages_for_tokens(model.max_context_tokens)
         self._page_tokens = layout.page_tokens
@@ -147,7 +139,7 @@ class GpuRunner:
         self._num_programs = 1 if self._is_exact else programs
         self.full_rows = None if self._is_exact else full_rows_of(device, model.num_kv_heads)
         rows = bucket_of(config.batch_rows)
-        self._memory = GpuMemory.allocate(layout, self._adapters.table, first.scratch_rows, self._attention_items(rows))
+        self._memory = GpuMemory.allocate(layout, self._adapters.table, scratch_rows, self._attention_items(rows))
         self._buffers: dict[tuple[int, bool], StepBuffer] = {}
         # the step before: its tokens as the next step reads them and as the host does, their log-probabilities, and
         # whose they are
@@ -161,7 +153,7 @@ class GpuRunner:
         # log-probabilities of the tokens that rows ask for, of each part of the step
         self._asked: list[Tensor] = []
         # read log-probabilities of prompts of each part of the step, which are on their way to the host
-        self._scored: list[Callable[[], Iterator[ScoredPrompt]]] = []
+        self._scored: list[Callable[[], Iterator[PromptLogprobs]]] = []
         self._places: dict[int, int] = {}
         self._rules = rules
 
@@ -230,7 +222,7 @@ class GpuRunner:
             )
             if self._prompt_attention is None or planned.is_decode:
                 return made
-            library = self._prompt_attention.of_step(planned.spans(), self._memory.layout, target.buffer.device)
+            library = self._prompt_attention(*planned.spans(), self._memory.layout, target.buffer.device)
             return replace(made, library=library)
 
         if key is None:
@@ -365,9 +357,9 @@ class GpuRunner:
             scratch = torch.empty(shape, dtype=torch.float32, device=device)
             self._memory = memory = replace(memory, scratch=scratch)
             self._forget_addresses()
-        if planned.num_partials > len(memory.partials.values):
+        if planned.num_partials > len(memory.partials[0]):
             model = self._decoder.model
-            partials = Partials.allocate(2 * planned.num_partials, model.num_heads, model.head_dim, device)
+            partials = allocate_partials(2 * planned.num_partials, model.num_heads, model.head_dim, device)
             self._memory = replace(memory, partials=partials)
             self._forget_addresses()
 

@@ -84,9 +84,9 @@ class StepsInFlight:
             tokens = step.read()
             if not step.entries:
                 continue
-            for prompt in tokens.prompts:
-                prompt.sequence.prompt_logprobs += prompt.logprobs
-                prompt.sequence.prompt_tops += prompt.tops
+            for sequence, logprobs, tops in tokens.prompts:
+                sequence.prompt_logprobs += logprobs
+                sequence.prompt_tops += tops
             yield step, _read_tokens(step.sampled, tokens)
 
 
@@ -99,19 +99,29 @@ def _read_tokens(sampled: tuple[Sequence, ...], tokens: SampledTokens) -> Iterat
 
 
 class CpuRunner:
-    """Runs a decoder over `memory` (the flat pool)."""
+    """Runs a decoder over `memory` (the flat pool). `announce` is called with each step before it is computed."""
 
     #: Steps that may be launched before the one before them is read.
     steps_ahead = 0
 
-    def __init__(self, decoder: Decoder, memory: Tensor, layout: PageLayout, rules: TokenRules) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        memory: Tensor,
+        layout: PageLayout,
+        rules: TokenRules,
+        announce: Callable[[Items[StepEntry]], None] | None = None,
+    ) -> None:
         self._decoder = decoder
         self._memory = memory
         self._layout = layout
         self._rules = rules
+        self._announce = announce
 
     def launch(self, entries: Items[StepEntry]) -> LaunchedStep:
         """Compute a step; its tokens are known when the call returns."""
+        if self._announce is not None:
+            self._announce(entries)
         decoder, memory = self._decoder, self._memory
         batch = build_step(entries, decoder.model, self._layout, memory.dtype, is_exact=decoder.is_exact)
         logits = decoder.forward(batch, memory)

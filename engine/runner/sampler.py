@@ -35,12 +35,8 @@ _NEXT_DRAW = 2**40
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-class ScoredPrompt(NamedTuple):
-    """Log-probabilities of consecutive tokens of a prompt, and the likeliest tokens in their places, if asked."""
-
-    sequence: Sequence
-    logprobs: list[float]
-    tops: list[TopLogprobs]
+#: Log-probabilities of consecutive tokens of a sequence's prompt, and the likeliest tokens in their places, if asked.
+PromptLogprobs = tuple[Sequence, list[float], list[TopLogprobs]]
 
 
 class SampledTokens(NamedTuple):
@@ -53,7 +49,7 @@ class SampledTokens(NamedTuple):
     logprobs: list[float]
     tops: list[TopLogprobs]
     asked: list[tuple[float, ...]]
-    prompts: Items[ScoredPrompt] = ()
+    prompts: Items[PromptLogprobs] = ()
 
 
 def sample(logits: Tensor, sequences: Items[Sequence], rules: TokenRules) -> SampledTokens:
@@ -78,7 +74,7 @@ def sample(logits: Tensor, sequences: Items[Sequence], rules: TokenRules) -> Sam
     return SampledTokens(tokens, logprobs, tops, of_tokens)
 
 
-def score_prompts(logits: Tensor, scored: Items[ScoredPositions]) -> list[ScoredPrompt]:
+def score_prompts(logits: Tensor, scored: Items[ScoredPositions]) -> list[PromptLogprobs]:
     """Log-probabilities at places of prompts. `logits` [num_places, vocab_size] are in the order of the places."""
     found, first = [], 0
     for places in scored:
@@ -90,7 +86,7 @@ def score_prompts(logits: Tensor, scored: Items[ScoredPositions]) -> list[Scored
         for row in rows if num_top else ():
             likeliest = largest_tokens(row, min(num_top, len(row)))
             tops.append(tuple(zip(likeliest.tolist(), row[likeliest].tolist(), strict=True)))
-        found.append(ScoredPrompt(places.sequence, logprobs, tops))
+        found.append((places.sequence, logprobs, tops))
     return found
 
 

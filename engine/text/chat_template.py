@@ -26,7 +26,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ...system.confinement import ConfinedError, confined
 from ...system.untrusted import STOPS, printable, shortened, shown_name
-from ..errors import ChatTemplateError, ModelFilesError
+from ..errors import ModelFilesError, TokenizerError
 from .conversation import AS_USUAL, Conversation, RenderOptions, content_text
 from .left_out import Messages, left_out
 
@@ -104,25 +104,25 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]], options: RenderOptions = AS_USUAL) -> str:
         """The prompt. Keys of messages whose value is None are dropped, as if they were not there.
 
-        Raises `ChatTemplateError` when the template refuses these messages, fails on them or takes too long; also when
+        Raises `TokenizerError` when the template refuses these messages, fails on them or takes too long; also when
         it does not have one of the variables.
         """
         prompt = self.render_all([Conversation(messages, options)])[0]
-        if isinstance(prompt, ChatTemplateError):
+        if isinstance(prompt, TokenizerError):
             raise prompt
         return prompt
 
     def render_all(
         self, conversations: Sequence[Conversation], *, must_be_whole: bool = False
-    ) -> list[str | ChatTemplateError]:
+    ) -> list[str | TokenizerError]:
         """The prompt of each conversation, or what `render` raises. `must_be_whole`: an error, too, for a conversation
         of which a text, a part, a tool or a call does not reach the prompt (see `left_out`). Raises `NoProcessError`.
         """
-        prompts: list[str | ChatTemplateError] = []
+        prompts: list[str | TokenizerError] = []
         batch_rows = _BATCH_ROWS
         while len(prompts) < len(conversations):
             if self._seconds > _FREE_S + _S_PER_PROMPT * self._num_prompts:
-                given_up = ChatTemplateError("the chat template has taken too long on others and is not tried again")
+                given_up = TokenizerError("the chat template has taken too long on others and is not tried again")
                 return prompts + [given_up] * (len(conversations) - len(prompts))
             batch = conversations[len(prompts) : len(prompts) + batch_rows]
             try:
@@ -130,11 +130,11 @@ class ChatTemplate:
             except ConfinedError as error:
                 self._seconds += CPU_S
                 if len(batch) == 1:
-                    prompts.append(ChatTemplateError(f"the chat template fails on them: {error}"))
+                    prompts.append(TokenizerError(f"the chat template fails on them: {error}"))
                 batch_rows = 1  # it is one of them
         return prompts
 
-    def _rendered(self, conversations: Sequence[Conversation], must_be_whole: bool) -> list[str | ChatTemplateError]:
+    def _rendered(self, conversations: Sequence[Conversation], must_be_whole: bool) -> list[str | TokenizerError]:
         """The prompts of one or more of these, from the first on. Raises `ConfinedError`, `NoProcessError`."""
         numbers: dict[RenderOptions, int] = {}
         prepared = [
@@ -145,7 +145,7 @@ class ChatTemplate:
         answers, seconds = confined().run(_TASK, [*self.given, prepared, options, must_be_whole], CPU_S, MEMORY_BYTES)
         self._seconds += seconds
         self._num_prompts += len(answers)
-        return [ChatTemplateError(text) if is_refusal else text for is_refusal, text in answers]
+        return [TokenizerError(text) if is_refusal else text for is_refusal, text in answers]
 
 
 def run(payload: Any) -> tuple[list[tuple[bool, str]], float]:
@@ -167,7 +167,7 @@ def run(payload: Any) -> tuple[list[tuple[bool, str]], float]:
             prompt = render(messages, given[number])
             problem = left_out(render, messages, given[number], prompt) if must_be_whole else None
             answers.append((False, prompt) if problem is None else (True, problem))
-        except ChatTemplateError as error:
+        except TokenizerError as error:
             answers.append((True, str(error)))
         num_characters += len(answers[-1][1])
         if time.process_time() - start_s > _BATCH_S or num_characters > _BATCH_CHARACTERS:
@@ -177,7 +177,7 @@ def run(payload: Any) -> tuple[list[tuple[bool, str]], float]:
 
 def render_here(given: Sequence[Any], messages: Messages, options: RenderOptions) -> str:
     """The prompt, rendered in this process, which is confined. `given`: source, special tokens and time of the
-    template. Raises `ChatTemplateError`.
+    template. Raises `TokenizerError`.
     """
     source, special_tokens, now = given
     template = _compiled(source, None if now is None else datetime.fromisoformat(now))
@@ -204,7 +204,7 @@ def _render_one(
     """
     values = {"documents": None, **special_tokens, **options.variables}
     if any(isinstance(message.get("content"), list) for message in messages):
-        with suppress(ChatTemplateError):
+        with suppress(TokenizerError):
             return _rendered_to_its_end(template, values, _in_parts(messages), options)
         messages = [
             {**message, "content": content_text(message["content"])}
@@ -248,9 +248,9 @@ def _generated(template: jinja2.Template, values: Mapping[str, Any]) -> str:
     except Exception as error:
         # A template can fail in as many ways as any program; none of them is ours.
         said = shortened(printable(str(error)), _MAX_MESSAGE_CHARACTERS)
-        raise ChatTemplateError(f"the chat template refuses them ({said})") from None
+        raise TokenizerError(f"the chat template refuses them ({said})") from None
     if num_characters > MAX_RENDERED_CHARACTERS:
-        raise ChatTemplateError(f"the chat template makes more than {MAX_RENDERED_CHARACTERS} characters of them")
+        raise TokenizerError(f"the chat template makes more than {MAX_RENDERED_CHARACTERS} characters of them")
     return "".join(parts)
 
 
@@ -258,7 +258,7 @@ def _check_variables(source: str, variables: Mapping[str, Any]) -> None:
     """Variables that a template does not have would change nothing, unseen."""
     unknown = sorted(variables.keys() - _names(source)) if variables else []
     if unknown:
-        raise ChatTemplateError(f"the chat template has no variable {shown_name(unknown[0])!r} (chat_template_kwargs)")
+        raise TokenizerError(f"the chat template has no variable {shown_name(unknown[0])!r} (chat_template_kwargs)")
 
 
 def _mark_for(messages: Messages, options: RenderOptions) -> str:
@@ -274,7 +274,7 @@ def _left_open(messages: Messages, mark: str) -> tuple[Messages, str]:
         return [*messages[:-1], {**messages[-1], "content": f"{content}{mark} "}], content
     places = [place for place, part in enumerate(content or ()) if isinstance(part, dict) and "text" in part]
     if not places:
-        raise ChatTemplateError("continue_final_message: the last message has no text to continue")
+        raise TokenizerError("continue_final_message: the last message has no text to continue")
     parts, last = type(content)(content), content[places[-1]]
     parts[places[-1]] = type(last)({**last, "text": f"{last['text']}{mark} "})
     return [*messages[:-1], {**messages[-1], "content": parts}], last["text"]
@@ -286,9 +286,9 @@ def _ended_at(mark: str, prompt: str, last: str) -> str:
     """
     place = prompt.rfind(mark)
     if place < 0 or last.strip() not in prompt:
-        raise ChatTemplateError("continue_final_message: the chat template leaves out text of the last message")
+        raise TokenizerError("continue_final_message: the chat template leaves out text of the last message")
     if mark in prompt[:place]:
-        raise ChatTemplateError("continue_final_message: the chat template writes the last message more than once")
+        raise TokenizerError("continue_final_message: the chat template writes the last message more than once")
     is_trimmed = not prompt.startswith(f"{mark} ", place)
     return prompt[:place].rstrip() if is_trimmed else prompt[:place]
 

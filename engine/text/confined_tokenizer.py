@@ -17,7 +17,7 @@ from typing import Any
 
 from ...system.confinement import ConfinedError, confined
 from ...system.untrusted import STOPS, shown_name
-from ..errors import ChatTemplateError, ModelFilesError, TokenizerError
+from ..errors import ModelFilesError, TokenizerError
 from ..tokenizer_files import TOKENIZER, TokenizerFiles
 from .conversation import Conversation
 from .literal import LiteralText, RenderedMessages
@@ -194,9 +194,9 @@ class MissingTokenizer(Tokenizer):
 
     def render_messages(
         self, conversations: Sequence[Conversation], *, allow_special_tokens: bool = False
-    ) -> list[RenderedMessages | ChatTemplateError]:
+    ) -> list[RenderedMessages | TokenizerError]:
         """The reason as an error, for each conversation."""
-        return [ChatTemplateError(self._reason) for _ in conversations]
+        return [TokenizerError(self._reason) for _ in conversations]
 
     def encode_batch(self, texts: Sequence[str], *, is_rendered: bool) -> list[list[int]]:
         """Raises `TokenizerError`."""

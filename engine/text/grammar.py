@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 
 from ...system.confinement import ConfinedError, confined
 from ...system.untrusted import shown
-from ..errors import TokenizerError
+from ..errors import EngineError, TokenizerError
 from ..request import Request
 from ..sequence import Sequence
 from .choices import ChoiceMatcher, ChoiceTree, tree_of
-from .json_schema import SchemaProblemError, enforceable
+from .json_schema import enforceable
 from .reasoning import AnswerTokens
 from .tokenizer import Tokenizer, Tokenizers
 
@@ -77,7 +77,7 @@ def _problem(constraint: str) -> str | None:
     [(kind, value)] = json.loads(constraint).items()
     try:
         source = _source(kind, value)
-    except SchemaProblemError as problem:
+    except EngineError as problem:
         return str(problem)
     except (ValueError, RecursionError) as error:
         return f"{kind}: not JSON of an object ({error})"
@@ -96,7 +96,7 @@ def _in_the_user_s_words(kind: str, value: Any, found: str) -> str:
     if kind == "regex":
         return f"regex={shown(value)}: {_about_pattern(found, kind)}"
     if kind == "json_schema" and ("regex" in found or "lookaround" in found):
-        for place, given, written in enforceable(value).patterns:
+        for place, given, written in enforceable(value)[2]:
             about = _finding(_source("regex", written.removeprefix("^").removesuffix("$")))
             if about is not None:
                 return f"{place}={shown(given)}: {_about_pattern(about, kind)}"
@@ -128,20 +128,20 @@ def _about_pattern(found: str, kind: str) -> str:
 
 
 def _source(kind: str, value: Any) -> str:
-    """A constraint as llguidance reads it. Raises ValueError for what is no JSON Schema."""
+    """A constraint as llguidance reads it. Raises ValueError for what is no JSON Schema, EngineError for a schema that
+    is not enforced whole.
+    """
     if kind == "regex":
         return str(LLMatcher.grammar_from_regex(value))
     if kind == "choice":
         return str(LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, dict.fromkeys(value)))))
     if kind == "grammar":
         if _SCHEMA_IN_GRAMMAR.search(value):
-            raise SchemaProblemError(
-                "grammar: %json would be enforced in part. Give the schema as json_schema instead."
-            )
+            raise EngineError("grammar: %json would be enforced in part. Give the schema as json_schema instead.")
         return str(LLMatcher.grammar_from_lark(value))
-    found = enforceable(value)
-    form: Any = {**_JSON_FORM, **found.form, "json_allowed_escapes": _ESCAPES}
-    return str(LLMatcher.grammar_from_json_schema(json.dumps(found.schema), overrides=form))
+    schema, form, _ = enforceable(value)
+    overrides: Any = {**_JSON_FORM, **form, "json_allowed_escapes": _ESCAPES}
+    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides))
 
 
 @dataclass(slots=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import unquote, urljoin
 
 from ...system.untrusted import parse_object, shown, shown_name
+from ..errors import EngineError
 from .ecma_pattern import rust_pattern
 
 #: Treatment of a keyword.
@@ -112,55 +112,42 @@ _UNWRITABLE = re.compile(r"\\u00[01][0-9a-f]|\x7f")
 _OLDER_DRAFTS = ("draft-03", "draft-04", "draft-06", "draft-07")
 
 
-class SchemaProblemError(ValueError):
-    """A part of a schema that cannot be enforced, as a sentence."""
-
-
-@dataclass(slots=True)
-class Enforceable:
-    """A schema whose keywords llguidance enforces whole. `form`: how its JSON is written, as the schema has it.
-    `patterns`: place of each regular expression, as it is written there, and in Rust's syntax.
-    """
-
-    schema: dict[str, Any]
-    form: dict[str, Any] = field(default_factory=dict)
-    patterns: list[tuple[str, str, str]] = field(default_factory=list)
-
-
-def enforceable(text: str) -> Enforceable:
-    """The schema in a JSON text. Raises `SchemaProblemError` for a keyword that cannot be enforced whole, ValueError
-    for what is no JSON object.
+def enforceable(text: str) -> tuple[dict[str, Any], dict[str, Any], list[tuple[str, str, str]]]:
+    """The schema in a JSON text, with keywords that llguidance enforces whole; how its JSON is written, as the schema
+    has it; and the place of each regular expression, as it is written there, and in Rust's syntax. Raises
+    `EngineError` for a keyword that cannot be enforced whole, ValueError for what is no JSON object.
     """
     schema = parse_object(text)
-    found = Enforceable(schema, _form(schema.pop("x-guidance", {})))
-    _SchemaReader(found).read(schema, "json_schema", 0)
-    return found
+    form = _form(schema.pop("x-guidance", {}))
+    reader = _SchemaReader(schema)
+    reader.read(schema, "json_schema", 0)
+    return schema, form, reader.patterns
 
 
 def _form(given: Any) -> dict[str, Any]:
     place = "json_schema.x-guidance"
     if not isinstance(given, Mapping):
-        raise SchemaProblemError(f"{place}={shown(given)}: expected an object of {', '.join(GUIDANCE)}.")
+        raise EngineError(f"{place}={shown(given)}: expected an object of {', '.join(GUIDANCE)}.")
     for key, value in given.items():
         if key == "coerce_one_of":
-            raise SchemaProblemError(
-                f"{place}.{key}: not supported. Write anyOf where several parts of oneOf may hold."
-            )
+            raise EngineError(f"{place}.{key}: not supported. Write anyOf where several parts of oneOf may hold.")
         if key not in GUIDANCE:
-            raise SchemaProblemError(f"{place}.{shown_name(key)}: not supported. Known are {', '.join(GUIDANCE)}.")
+            raise EngineError(f"{place}.{shown_name(key)}: not supported. Known are {', '.join(GUIDANCE)}.")
         sign = {"item_separator": ",", "key_separator": ":"}.get(key)
         if sign is None and not isinstance(value, bool):
-            raise SchemaProblemError(f"{place}.{key}={shown(value)}: expected true or false.")
+            raise EngineError(f"{place}.{key}={shown(value)}: expected true or false.")
         if sign is not None and (not isinstance(value, str) or value.strip(" \t\r\n") != sign):
-            raise SchemaProblemError(f"{place}.{key}={shown(value)}: expected {sign!r} with blanks around it.")
+            raise EngineError(f"{place}.{key}={shown(value)}: expected {sign!r} with blanks around it.")
     return dict(given)
 
 
 class _SchemaReader:
     """Goes through a schema from its root, along references, and rewrites it. Each part is read once."""
 
-    def __init__(self, found: Enforceable) -> None:
-        self._found, self._root = found, found.schema
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        #: Place of each regular expression, as it is written there, and in Rust's syntax.
+        self.patterns: list[tuple[str, str, str]] = []
         self._read = set[int]()
         draft = self._root.get("$schema")
         self._ref_stands_alone = isinstance(draft, str) and any(name in draft for name in _OLDER_DRAFTS)
@@ -172,7 +159,7 @@ class _SchemaReader:
             return
         self._read.add(id(schema))
         if depth > _MOST_NESTED:
-            raise SchemaProblemError(f"json_schema: it nests deeper than {_MOST_NESTED} levels. Write it flatter.")
+            raise EngineError(f"json_schema: it nests deeper than {_MOST_NESTED} levels. Write it flatter.")
         self._refuse_unserved(schema, place)
         for word in _DROPPED & schema.keys():
             del schema[word]
@@ -194,23 +181,23 @@ class _SchemaReader:
         for word in schema:
             fate, next_step = KEYWORDS.get(word, _ANNOTATION)
             if fate == "refused":
-                raise SchemaProblemError(f"{place}.{word}: not supported. {next_step}")
+                raise EngineError(f"{place}.{word}: not supported. {next_step}")
             meant = _SPELLINGS.get(word.replace("_", "").replace("-", "").lower())
             # with _ in front, a keyword was taken out on purpose
             if word not in KEYWORDS and meant is not None and not word.startswith("_"):
-                raise SchemaProblemError(f"{place}.{shown_name(word)}: no keyword; did you mean {meant}?")
+                raise EngineError(f"{place}.{shown_name(word)}: no keyword; did you mean {meant}?")
         if schema.get("nullable"):
-            raise SchemaProblemError(f"{place}.nullable: OpenAPI's, not JSON Schema's. Add \"null\" to the type.")
+            raise EngineError(f"{place}.nullable: OpenAPI's, not JSON Schema's. Add \"null\" to the type.")
         content = [word for word in schema if self._ref_stands_alone and KEYWORDS.get(word) == _CONTENT]
         if content:
-            raise SchemaProblemError(
+            raise EngineError(
                 f"{place}.{content[0]}: an assertion by draft 7, which is not supported. Leave it out, or name draft "
                 "2020-12 in $schema."
             )
         if self._ref_stands_alone and "$ref" in schema:
             beside = [word for word in schema if word not in _DROPPED | {"$ref", "$schema", *_DEFINITIONS}]
             if beside:
-                raise SchemaProblemError(
+                raise EngineError(
                     f"{place}.{shown_name(beside[0])}: draft 7 passes over it beside $ref. Put both into allOf, or "
                     "name draft 2020-12 in $schema."
                 )
@@ -223,7 +210,7 @@ class _SchemaReader:
             return
         is_open = schema.get("additionalProperties", True) is not False or bool(schema.get("patternProperties"))
         if is_open and least > len(required) + 1:
-            raise SchemaProblemError(
+            raise EngineError(
                 f"{place}.minProperties={least}: not supported for more than one key beside those of required, which "
                 f"are {len(required)}. Name keys in required."
             )
@@ -234,7 +221,7 @@ class _SchemaReader:
         for word in ("const", "enum"):
             found = word in schema and _UNWRITABLE.search(json.dumps(schema[word]))
             if found:
-                raise SchemaProblemError(f"{place}.{word}: the character {found[0]} cannot be written. Leave it out.")
+                raise EngineError(f"{place}.{word}: the character {found[0]} cannot be written. Leave it out.")
 
     def _write_patterns(self, schema: dict[str, Any], place: str) -> None:
         if isinstance(schema.get("pattern"), str):
@@ -243,7 +230,7 @@ class _SchemaReader:
         if isinstance(named, dict):
             written = {self._written(p, f"{place}.patternProperties"): part for p, part in named.items()}
             if len(written) < len(named):
-                raise SchemaProblemError(f"{place}.patternProperties: two of its patterns are the same. Write one.")
+                raise EngineError(f"{place}.patternProperties: two of its patterns are the same. Write one.")
             schema["patternProperties"] = written
 
     def _written(self, pattern: str, place: str) -> str:
@@ -251,8 +238,8 @@ class _SchemaReader:
         try:
             written = rust_pattern(pattern)
         except ValueError as error:
-            raise SchemaProblemError(f"{place}={shown(pattern)}: {error}.") from None
-        self._found.patterns.append((place, pattern, written))
+            raise EngineError(f"{place}={shown(pattern)}: {error}.") from None
+        self.patterns.append((place, pattern, written))
         return written
 
     def _write_format(self, schema: dict[str, Any], place: str) -> None:
@@ -260,7 +247,7 @@ class _SchemaReader:
         if name is None:
             return
         if not isinstance(name, str) or name not in {*FORMATS, *NUMBER_FORMATS}:
-            raise SchemaProblemError(
+            raise EngineError(
                 f"{place}.format={shown(name)}: not supported; supported are {', '.join((*FORMATS, *NUMBER_FORMATS))}. "
                 "Leave it out, or say it with pattern."
             )

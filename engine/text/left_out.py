@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any
 
 from ...system.untrusted import shown_name
-from ..errors import ChatTemplateError
+from ..errors import TokenizerError
 from .conversation import RenderOptions
 
 #: Roles that every template takes; in some, one of them is whatever is not the other.
@@ -46,7 +46,7 @@ def left_out(render: Render, messages: Messages, options: RenderOptions, prompt:
         """The prompt of a changed conversation; None where the template refuses it, and so has looked at the change."""
         try:
             return render(given["messages"], replace(options, tools=given["tools"]))
-        except ChatTemplateError:
+        except TokenizerError:
             return None
 
     conversation = {"messages": list(messages), "tools": options.tools}

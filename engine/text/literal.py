@@ -19,7 +19,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as TokenizerFile
 
-from ..errors import ChatTemplateError
+from ..errors import TokenizerError
 from .conversation import Conversation, RenderOptions
 
 # Code points for private use, which no text has a reason to hold.
@@ -53,8 +53,8 @@ class LiteralText:
     def render(
         self,
         conversations: Sequence[Conversation],
-        template: Callable[[Sequence[Conversation]], list[str | ChatTemplateError]],
-    ) -> list[RenderedMessages | ChatTemplateError]:
+        template: Callable[[Sequence[Conversation]], list[str | TokenizerError]],
+    ) -> list[RenderedMessages | TokenizerError]:
         """The prompt that the template writes of each conversation, or an error: also where it writes such texts as
         escape sequences.
         """
@@ -65,7 +65,7 @@ class LiteralText:
             for one, characters in zip(conversations, stand_ins, strict=True)
         ]
         return [
-            rendered if isinstance(rendered, ChatTemplateError) else _kept_apart(rendered, one, characters)
+            rendered if isinstance(rendered, TokenizerError) else _kept_apart(rendered, one, characters)
             for rendered, one, characters in zip(template(given), given, stand_ins, strict=True)
         ]
 
@@ -170,13 +170,11 @@ class LiteralText:
         return list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids) if text else []
 
 
-def _kept_apart(
-    rendered: str, given: Conversation, characters: Mapping[str, str]
-) -> RenderedMessages | ChatTemplateError:
+def _kept_apart(rendered: str, given: Conversation, characters: Mapping[str, str]) -> RenderedMessages | TokenizerError:
     if characters and _ESCAPED in rendered.lower():
         texts = [*_option_texts(given.options), *_texts(list(given.messages))]
         if not any(_ESCAPED in text.lower() for text in texts):
-            return ChatTemplateError("the chat template writes texts of special tokens as escape sequences")
+            return TokenizerError("the chat template writes texts of special tokens as escape sequences")
     stand_ins = {character: text for text, character in characters.items()}
     return RenderedMessages(rendered, stand_ins, given.open_text)
 

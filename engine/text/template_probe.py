@@ -5,13 +5,12 @@ drops by design. `run` is the task of a confined process.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...system.confinement import ConfinedError, ConfinedProcess, confined
 from ...system.untrusted import read_regular
-from ..errors import ChatTemplateError
+from ..errors import TokenizerError
 from ..tokenizer_files import ADDED, SETTINGS, SPECIAL_MAP, TEMPLATE, TOOL_TEMPLATE, TokenizerFiles
 from .chat_template import CPU_S, MEMORY_BYTES, ChatTemplate, render_here
 from .conversation import BLANKS, NAMES, REASONING, RenderOptions
@@ -23,17 +22,6 @@ _QUESTION, _ANSWER, _THOUGHT, _NAME = "What is q7q?", "It is a7a.", "Think t7t."
 # Files that a template needs: none of them is large.
 _FILES = (SETTINGS, SPECIAL_MAP, ADDED, TEMPLATE, TOOL_TEMPLATE)
 _MAX_FILE_BYTES = 32 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateTraits:
-    """Traits that all prompts of a template have."""
-
-    #: Text that stands before an answer in a conversation and is missing at the end of prompts; "" where nothing is
-    #: missing.
-    missing_header: str = ""
-    #: Parts of conversations that the template drops by design, in words.
-    drops: tuple[str, ...] = ()
 
 
 def chat_template_of(folder: Path, base: Path) -> ChatTemplate | None:
@@ -51,31 +39,37 @@ def _small_files(folder: Path) -> TokenizerFiles:
     return TokenizerFiles(folder, {name: read_regular(folder / name, _MAX_FILE_BYTES) for name in there})
 
 
-def template_traits(template: ChatTemplate | None, variables: Mapping[str, Any] | None = None) -> TemplateTraits:
-    """The traits of a template with these variables. Traits that cannot be found out are not claimed: a template that
-    takes no simple conversation has none. Raises `NoProcessError`.
+def template_traits(
+    template: ChatTemplate | None, variables: Mapping[str, Any] | None = None
+) -> tuple[str, tuple[str, ...]]:
+    """Traits that all prompts of a template with these variables have: the text that stands before an answer in a
+    conversation and is missing at the end of prompts, "" where nothing is missing; and parts of conversations that the
+    template drops by design, in words. Traits that cannot be found out are not claimed: a template that takes no simple
+    conversation has none. Raises `NoProcessError`.
     """
     if template is None:
-        return TemplateTraits()
+        return "", ()
     return _found([[*template.given], dict(variables or {})], confined())
 
 
-def traits_of_folder(folder: Path, base: Path, process: ConfinedProcess) -> TemplateTraits:
-    """The traits of the template of an adapter's folder, or else its base's, read by `process`."""
-    return _found([[str(folder.absolute()), str(base.absolute())], None], process)
+def missing_header_of(folder: Path, base: Path, process: ConfinedProcess) -> str:
+    """The missing header, as in `template_traits`, of the template of an adapter's folder, or else its base's, read by
+    `process`.
+    """
+    return _found([[str(folder.absolute()), str(base.absolute())], None], process)[0]
 
 
-def _found(payload: Any, process: ConfinedProcess) -> TemplateTraits:
+def _found(payload: Any, process: ConfinedProcess) -> tuple[str, tuple[str, ...]]:
     try:
         missing_header, drops = process.run(_TASK, payload, CPU_S, MEMORY_BYTES)
     except ConfinedError:
-        return TemplateTraits()
-    return TemplateTraits(missing_header, tuple(drops))
+        return "", ()
+    return missing_header, tuple(drops)
 
 
 def run(payload: Any) -> tuple[str, list[str]]:
     """The task of the confined process: source, special tokens and time of a template, and variables; or two folders,
-    and None. Fields of `TemplateTraits`.
+    and None. The result of `template_traits`.
     """
     given, variables = payload
     if variables is None:
@@ -87,7 +81,7 @@ def run(payload: Any) -> tuple[str, list[str]]:
     def render(messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
         try:
             return render_here(given, messages, RenderOptions(None, variables, add_generation_prompt))
-        except ChatTemplateError:
+        except TokenizerError:
             return ""
 
     asks, answers = {"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}

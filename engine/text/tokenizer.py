@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as TokenizerFile
 
 from ...system.untrusted import STOPS, shown_name
 from ..config import read_json
-from ..errors import ChatTemplateError, ModelFilesError, TokenizerError
+from ..errors import ModelFilesError, TokenizerError
 from ..request import Request
 from ..tokenizer_files import SETTINGS, TEMPLATE, TOOL_TEMPLATE, TokenizerFiles
 from .chat_template import ChatTemplate
@@ -159,15 +159,15 @@ class Tokenizer:
         return [f"token {text!r} is {mine} here and {base} in the base" for text, mine, base in sorted(moved)]
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: RenderOptions = AS_USUAL) -> str:
-        """The prompt that asks the assistant to answer `messages`. Raises `ChatTemplateError`."""
+        """The prompt that asks the assistant to answer `messages`. Raises `TokenizerError`."""
         (prompt,) = self.render_all([Conversation(messages, options)])
-        if isinstance(prompt, ChatTemplateError):
+        if isinstance(prompt, TokenizerError):
             raise prompt
         return prompt
 
     def render_all(
         self, conversations: Sequence[Conversation], *, must_be_whole: bool = False
-    ) -> list[str | ChatTemplateError]:
+    ) -> list[str | TokenizerError]:
         """The prompt of each of many conversations, or what `render` raises. Those with tools are rendered by the
         template that the model has for them, if it has one. `must_be_whole`: see `ChatTemplate.render_all`.
         """
@@ -184,7 +184,7 @@ class Tokenizer:
 
     def render_messages(
         self, conversations: Sequence[Conversation], *, allow_special_tokens: bool = False
-    ) -> list[RenderedMessages | ChatTemplateError]:
+    ) -> list[RenderedMessages | TokenizerError]:
         """The prompts of rows, or why a row has none: also where a piece of its conversation does not reach the prompt.
         Texts of special tokens in messages, tools and variables stay text, unless they are allowed.
         """
@@ -192,7 +192,7 @@ class Tokenizer:
         if allow_special_tokens:
             rendered = zip(render(conversations), conversations, strict=True)
             return [
-                text if isinstance(text, ChatTemplateError) else RenderedMessages(text, {}, given.open_text)
+                text if isinstance(text, TokenizerError) else RenderedMessages(text, {}, given.open_text)
                 for text, given in rendered
             ]
         return self._literals.render(conversations, render)
@@ -371,8 +371,8 @@ class Detokenizer:
         return text
 
 
-def _no_template() -> ChatTemplateError:
-    return ChatTemplateError("this model has no chat template; give a prompt instead of messages")
+def _no_template() -> TokenizerError:
+    return TokenizerError("this model has no chat template; give a prompt instead of messages")
 
 
 @contextmanager

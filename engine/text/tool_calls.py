@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...system.untrusted import MALFORMED
-from ..request import ToolCall
 
 _BLANK = re.compile(r"\s*")
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
@@ -30,7 +29,7 @@ class _Parser:
     """`markers`: texts that may be special tokens, which the parser must see."""
 
     markers: tuple[str, ...]
-    parse: Callable[[str], list[ToolCall]]
+    parse: Callable[[str], list[tuple[str, str]]]
 
 
 def call_markers(parser: str) -> tuple[str, ...]:
@@ -38,12 +37,12 @@ def call_markers(parser: str) -> tuple[str, ...]:
     return _PARSERS[parser].markers
 
 
-def parse_tool_calls(parser: str, text: str) -> tuple[ToolCall, ...]:
-    """The calls in a completion, in order. Whatever the text is, nothing is raised."""
+def parse_tool_calls(parser: str, text: str) -> tuple[tuple[str, str], ...]:
+    """The calls in a completion, in order: name and arguments (JSON). Whatever the text is, nothing is raised."""
     return tuple(_PARSERS[parser].parse(text))
 
 
-def _hermes(text: str) -> list[ToolCall]:
+def _hermes(text: str) -> list[tuple[str, str]]:
     calls, place = [], text.find(_CALL)
     while place >= 0:
         place += len(_CALL)
@@ -57,8 +56,8 @@ def _hermes(text: str) -> list[ToolCall]:
     return calls
 
 
-def _llama3(text: str) -> list[ToolCall]:
-    calls: list[ToolCall] = []
+def _llama3(text: str) -> list[tuple[str, str]]:
+    calls: list[tuple[str, str]] = []
     place = _behind_blanks(text, 0)
     while True:
         if text.startswith(_PYTHON_TAG, place):
@@ -76,8 +75,8 @@ def _llama3(text: str) -> list[ToolCall]:
         place = _behind_blanks(text, place + 1)
 
 
-def _mistral(text: str) -> list[ToolCall]:
-    calls: list[ToolCall] = []
+def _mistral(text: str) -> list[tuple[str, str]]:
+    calls: list[tuple[str, str]] = []
     place = text.find(_CALLS)
     while place >= 0:
         place = _behind_blanks(text, place + len(_CALLS))
@@ -104,7 +103,7 @@ _PARSERS: Mapping[str, _Parser] = {
 }
 
 
-def _call(value: Any, arguments_key: str) -> ToolCall | None:
+def _call(value: Any, arguments_key: str) -> tuple[str, str] | None:
     """The call that an object describes, if it has a name and an object of arguments that JSON can hold."""
     if not isinstance(value, dict):
         return None
@@ -117,7 +116,7 @@ def _call(value: Any, arguments_key: str) -> ToolCall | None:
     except MALFORMED:
         # Infinite numbers, half of a surrogate pair.
         return None
-    return ToolCall(name, written)
+    return name, written
 
 
 def _json_at(text: str, place: int) -> tuple[Any, int] | None:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ..native import ADDRESS, COUNT, POOL_TYPES, native_function
 from ..paged_attention.types import SpanTable
-from ..rotary import KeyPlaces
 from ..segment_lora.cpu import SegmentTable
 from .types import LayerParts, LayerRecord, LayerShape, StepRecord
 
@@ -44,16 +43,17 @@ class DecoderLayers:
         num_layers: int,
         rotaries: Sequence[tuple[Tensor, Tensor]],
         pool: Tensor,
-        places: KeyPlaces,
+        places: tuple[Tensor, Tensor],
         spans: SpanTable,
         tables: Sequence[SegmentTable],
         add_up: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Take `x` [T, hidden] (fp32) through the first `num_layers` layers, in place, and store their keys and values.
 
-        `rotaries`: cosine and sine by number, each [T, 1, half of the rotated features]. `tables`: LoRA of all packed
-        layers, in the order in which it is added. `add_up`: turns the result of an attention or an MLP, [T, hidden],
-        into the tensor that is added to `x`; it may overwrite its argument.
+        `rotaries`: cosine and sine by number, each [T, 1, half of the rotated features]. `places`: as in
+        `rotate_and_store_`. `tables`: LoRA of all packed layers, in the order in which it is added. `add_up`: turns the
+        result of an attention or an MLP, [T, hidden], into the tensor that is added to `x`; it may overwrite its
+        argument.
         """
         assert x.dtype == torch.float32, "compiled kernels take fp32"
         named = (x, *places, *(tensor for rotary in rotaries for tensor in rotary))
@@ -72,9 +72,9 @@ class DecoderLayers:
         of_tables = np.array([table.record for table in tables], np.int64)
         step = StepRecord(
             x.data_ptr(), len(x), of_rotaries.ctypes.data, pool.data_ptr(), POOL_TYPES[pool.dtype],
-            places.rows.data_ptr(), places.layer_stride.data_ptr(), spans.rows.ctypes.data,
-            spans.block_starts.ctypes.data, len(spans.rows), spans.block_tokens, torch.get_num_threads(),
-            of_tables.ctypes.data, len(of_tables), y.data_ptr(), activations.data_ptr(), scratch.data_ptr(),
+            *(place.data_ptr() for place in places), spans.rows.ctypes.data, spans.block_starts.ctypes.data,
+            len(spans.rows), spans.block_tokens, torch.get_num_threads(), of_tables.ctypes.data,
+            len(of_tables), y.data_ptr(), activations.data_ptr(), scratch.data_ptr(),
         )  # fmt: skip
         compiled = native_function("decoder_layers", ADDRESS, COUNT, COUNT, ADDRESS, ADDRESS)
         assert compiled is not None, "compiled kernels are not there"

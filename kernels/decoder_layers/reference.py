@@ -10,7 +10,7 @@ from ..gated import silu_gate
 from ..paged_attention.compiled import attend_spans
 from ..paged_attention.types import SpanTable
 from ..rms_norm import rms_norm
-from ..rotary import KeyPlaces, rotate_and_store_
+from ..rotary import rotate_and_store_
 from ..segment_lora.cpu import SegmentTable
 from .types import LayerParts, LayerShape
 
@@ -21,7 +21,7 @@ def forward(
     x: Tensor,
     rotaries: Sequence[tuple[Tensor, Tensor]],
     pool: Tensor,
-    places: KeyPlaces,
+    places: tuple[Tensor, Tensor],
     spans: SpanTable,
     tables: Sequence[SegmentTable],
     add_up: Callable[[Tensor], Tensor] = lambda y: y,

@@ -15,7 +15,6 @@ in flight, where two programs of 6 buffers of 8 KiB have 80.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -130,39 +129,23 @@ def _add_splits(
     tl.store(out + row * out_features + columns, total.to(out.dtype.element_ty), mask=inside)
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchShape:
-    """The shape of a launch: how a product is divided among programs. No number's bits depend on it."""
-
-    #: Rows of a tile.
-    tile_m: int
-    #: Outputs of a tile.
-    tile_n: int
-    #: Warps of a program.
-    num_warps: int
-    #: Stages of the pipelined loop over features.
-    num_stages: int
-    #: Whether splits have programs of their own, which leave planes in fp32.
-    in_planes: bool
-
-
 @lru_cache(maxsize=4096)
 def launch_shape(
     num_rows: int, out_features: int, num_splits: int, element_size: int, shared_bytes: int
-) -> LaunchShape:
-    """The launch shape of a product; the docstring of this module gives the reasons."""
-    in_planes = num_splits > 1 and num_rows <= _MOST_PLANE_ROWS
+) -> tuple[int, int, int]:
+    """How a product is divided among programs; no number's bits depend on it. Rows and outputs of a tile, and stages of
+    the pipelined loop over features. The docstring of this module gives the reasons.
+    """
     if element_size > 2:  # multiplied on the ordinary cores: 32 sums in each of 128 threads; not tuned
-        return LaunchShape(64, 64, 4, 2, in_planes)
+        return 64, 64, 2
     tile_m = 64 if num_rows <= 64 else 128
     widest = 128 if tile_m == 64 or num_splits > 1 else 256
-    num_tiles = -(-num_rows // tile_m) * (num_splits if in_planes else 1)
+    num_tiles = -(-num_rows // tile_m) * (num_splits if num_rows <= _MOST_PLANE_ROWS else 1)
     tile_n = next((n for n in (256, 128) if n <= widest and num_tiles * -(-out_features // n) >= _ENOUGH_PROGRAMS), 64)
     stage_bytes = (tile_m + tile_n) * 128
     budget = _TWO_PROGRAMS_BYTES if tile_n < 256 else min(4 * stage_bytes, shared_bytes - _KIB)
     num_stages = max(2, min(_MOST_STAGES, budget // stage_bytes))
-    # 4 warps hold up to 64 sums in each thread, 8 warps up to 128
-    return LaunchShape(tile_m, tile_n, 8 if tile_m * tile_n >= 128 * 128 else 4, num_stages, in_planes)
+    return tile_m, tile_n, num_stages
 
 
 def multiply_rows(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -172,21 +155,24 @@ def multiply_rows(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -
     split = split_features_of(weight.shape, x.dtype)
     num_splits = -(-in_features // split)
     shared_bytes = _SHARED_BYTES.get(compile_capability(), _LEAST_SHARED_BYTES)
-    shape = launch_shape(num_rows, out_features, num_splits, x.element_size(), shared_bytes)
-    num_programs = -(-num_rows // shape.tile_m) * -(-out_features // shape.tile_n)
+    tile_m, tile_n, num_stages = launch_shape(num_rows, out_features, num_splits, x.element_size(), shared_bytes)
+    num_programs = -(-num_rows // tile_m) * -(-out_features // tile_n)
+    # whether splits have programs of their own, which leave planes in fp32
+    in_planes = num_splits > 1 and num_rows <= _MOST_PLANE_ROWS
     into = out
-    if shape.in_planes:
+    if in_planes:
         num_programs *= num_splits
         into = torch.empty(num_splits, num_rows, out_features, dtype=torch.float32, device=x.device)
     launch(
         _multiply, num_programs,
         into, x, weight, bias, num_rows, out_features, in_features, split,
-        ADDS_SPLITS=num_splits > 1 and not shape.in_planes, TO_PLANES=shape.in_planes, HAS_BIAS=bias is not None,
-        HAS_TAIL=in_features % block != 0, TILE_M=shape.tile_m, TILE_N=shape.tile_n, STEP_K=block,
+        ADDS_SPLITS=num_splits > 1 and not in_planes, TO_PLANES=in_planes, HAS_BIAS=bias is not None,
+        HAS_TAIL=in_features % block != 0, TILE_M=tile_m, TILE_N=tile_n, STEP_K=block,
         GROUP_M=_GROUP_M, EXACT=is_exact_dot(x.dtype),
-        num_warps=shape.num_warps, num_stages=shape.num_stages, enable_fp_fusion=False,
+        # 4 warps hold up to 64 sums in each thread, 8 warps up to 128
+        num_warps=8 if tile_m * tile_n >= 128 * 128 else 4, num_stages=num_stages, enable_fp_fusion=False,
     )  # fmt: skip
-    if shape.in_planes:
+    if in_planes:
         launch(
             _add_splits, num_rows * -(-out_features // _ADD_COLUMNS),
             out, into, bias, num_rows, out_features,

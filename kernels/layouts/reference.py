@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .lora_table import LoraTable
-from .segments import SPLITS_AT, Segments, Tile
+from .segments import SPLITS_AT, Segments
 
 
 def shrunk_rows(x: Tensor, table: LoraTable, place: tuple[int, int, int]) -> list[Tensor]:
@@ -26,28 +26,32 @@ def expanded(
     result = y.double().clone()
     num_splits = int(segments.header[SPLITS_AT + site])
     planes = scratch[: len(scratch) // num_splits * num_splits].view(num_splits, -1, scratch.shape[1])
-    for tile in segments.tiles_list():
-        for m in range(tile.num_rows):
-            row = result[int(segments.perm[tile.row_start + m])]
-            _expand_row(row, m, tile, table, planes, (layer, site))
+    for row_start, num_rows, plus, minus, scratch_row in segments.tiles_list():
+        for m in range(num_rows):
+            row = result[int(segments.perm[row_start + m])]
+            _expand_row(row, (plus, minus), table, planes[:, scratch_row + m :: num_rows], (layer, site))
     return result if bias is None else result + bias.double()
 
 
-def _expand_row(y: Tensor, m: int, tile: Tile, table: LoraTable, planes: Tensor, place: tuple[int, int]) -> None:
+def _expand_row(
+    y: Tensor, residents: tuple[int, int], table: LoraTable, shrunk: Tensor, place: tuple[int, int]
+) -> None:
+    """Expand a row's chunks, those of `plus` and then of `minus`. `shrunk`: the row's products, by split and chunk."""
+    plus, minus = residents
     position = 0
     biases = torch.zeros_like(y)
-    for resident, sign in ((tile.plus, 1.0), (tile.minus, -1.0)):
+    for resident, sign in ((plus, 1.0), (minus, -1.0)):
         if resident < 0:
             continue
         first, count, _, bias_offset = table.sites[(resident, *place)].tolist()[:4]
         for index in range(first, first + count):
             _, b_offset, num_rows, start, width = table.chunks[index].tolist()
-            h = planes[:, tile.scratch_row + position * tile.num_rows + m, :num_rows].double().sum(0)
+            h = shrunk[:, position, :num_rows].double().sum(0)
             b = table.pool[b_offset : b_offset + num_rows * width].view(num_rows, width).double()
             y[start : start + width] += sign * float(table.scales[index]) * (h @ b)
             position += 1
         if bias_offset >= 0:
             biases += sign * table.pool_fp32[bias_offset : bias_offset + len(y)].double()
-    if tile.plus >= 0 and (at := int(table.sites[tile.plus, place[0], place[1], 2])) >= 0:
+    if plus >= 0 and (at := int(table.sites[plus, place[0], place[1], 2])) >= 0:
         y *= table.pool_fp32[at : at + len(y)].double()
     y += biases

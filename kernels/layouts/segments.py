@@ -60,22 +60,6 @@ class SegmentLimits:
         return HEADER_LENGTH + self.max_rows * (1 + TILE_FIELDS) + NUM_SITES * 2 * self.max_items
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """At most `tile_rows` rows of one adapter (and one merged adapter to take out)."""
-
-    #: First of its rows in `perm`.
-    row_start: int
-    #: Rows of the tile.
-    num_rows: int
-    #: Resident adapter of the rows; -1 for none.
-    plus: int
-    #: Resident adapter whose merged weights the rows must not see; -1 for none.
-    minus: int
-    #: First of its rows in each scratch plane.
-    scratch_row: int
-
-
 @dataclass(frozen=True)
 class Segments:
     """Views of one int32 buffer on the host or the device; the docstring of this module gives its layout. Each view is
@@ -110,9 +94,10 @@ class Segments:
         shape = (self.limits.scratch_rows, CHUNK_RANK)
         return torch.empty(shape, dtype=torch.float32, device=self.buffer.device)
 
-    def tiles_list(self) -> list[Tile]:
-        """The tiles in use, for references and tests (reads device memory)."""
-        return [Tile(*fields) for fields in self.tiles[: int(self.header[0])].tolist()]
+    def tiles_list(self) -> list[list[int]]:
+        """Fields of each tile in use, for references and tests (reads device memory)."""
+        fields: list[list[int]] = self.tiles[: int(self.header[0])].tolist()
+        return fields
 
 
 def plan_segments(

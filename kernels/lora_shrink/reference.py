@@ -13,18 +13,18 @@ def shrink(x: Tensor, table: LoraTable, segments: Segments, scratch: Tensor, lay
     """Fill `scratch` with `x A_c^T` of every chunk of every tile: the whole sum in the first plane."""
     num_splits = int(segments.header[SPLITS_AT + site])
     plane_rows = len(scratch) // num_splits
-    for tile in segments.tiles_list():
-        rows = segments.perm[tile.row_start : tile.row_start + tile.num_rows].long()
+    for row_start, num_rows, plus, minus, scratch_row in segments.tiles_list():
+        rows = segments.perm[row_start : row_start + num_rows].long()
         position = 0
-        for resident in (tile.plus, tile.minus):
+        for resident in (plus, minus):
             if resident < 0:
                 continue
             for h in shrunk_rows(x[rows], table, (resident, layer, site)):
                 if h.shape[1] == 0:
                     continue
-                start = tile.scratch_row + position * tile.num_rows
+                start = scratch_row + position * num_rows
                 for split in range(num_splits):
-                    plane = scratch[split * plane_rows + start :][: tile.num_rows]
+                    plane = scratch[split * plane_rows + start :][:num_rows]
                     plane.zero_()
                     if split == 0:
                         plane[:, : h.shape[1]] = h

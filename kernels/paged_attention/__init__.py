@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ..layouts.pages import PageLayout
 from .libraries import StepAttention
-from .types import AttentionRule, Partials
+from .types import AttentionRule, allocate_partials
 from .work import AttentionWork
 
-__all__ = ["AttentionRule", "Partials", "attend_pages"]
+__all__ = ["AttentionRule", "allocate_partials", "attend_pages"]
 
 
 def attend_pages(
@@ -26,7 +26,7 @@ def attend_pages(
     pool: Tensor,
     block_tables: Tensor,
     work: AttentionWork,
-    partials: Partials,
+    partials: tuple[Tensor, Tensor],
     layout: PageLayout,
     layer: int,
     rule: AttentionRule,

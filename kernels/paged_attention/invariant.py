@@ -34,7 +34,7 @@ from ..launch import (
 )
 from ..layouts.pages import PageLayout
 from .triton import PROGRAMS_PER_MULTIPROCESSOR, _combine
-from .types import AttentionRule, Partials
+from .types import AttentionRule
 from .work import COMBINE_FIELDS, ITEM_FIELDS, AttentionWork, tile_rows_for
 
 # Bytes of one feature of a block of keys: 64 keys of 2 bytes, as in `triton.py`.
@@ -194,7 +194,7 @@ def attend(
     pool: Tensor,
     block_tables: Tensor,
     work: AttentionWork,
-    partials: Partials,
+    partials: tuple[Tensor, Tensor],
     layout: PageLayout,
     layer: int,
     rule: AttentionRule,
@@ -207,7 +207,7 @@ def attend(
     launch(
         _attend_in_order, num_programs,
         out, q, q.stride(0), pool, layout.page_elements, layer, block_tables, block_tables.stride(0),
-        work.header, work.items, partials.values, partials.stats,
+        work.header, work.items, *partials,
         rule.scale, rule.softcap or 0.0, rule.window or 0,
         H=layout.num_heads, K=layout.num_kv_heads, HEAD_DIM=layout.head_dim, BLOCK_D=block_d, PAGE=layout.page_tokens,
         FIELDS=ITEM_FIELDS, HAS_WINDOW=rule.window is not None, HAS_SOFTCAP=rule.softcap is not None,
@@ -221,7 +221,7 @@ def attend(
     if work.limits.split_keys:
         launch(
             _combine, num_programs,
-            out, work.header, work.combines, partials.values, partials.stats,
+            out, work.header, work.combines, *partials,
             H=layout.num_heads, HEAD_DIM=layout.head_dim, BLOCK_D=block_d, FIELDS=COMBINE_FIELDS, num_warps=1,
             enable_fp_fusion=False,
         )  # fmt: skip

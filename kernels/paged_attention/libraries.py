@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -30,21 +30,14 @@ _WIDEST_HEAD = 256
 _WORKSPACE_BYTES = 128 << 20  # what FlashInfer's documentation advises
 
 
-@dataclass(frozen=True, slots=True)
-class PromptSpans:
-    """The sequences of a step, in the order of its rows, on the host."""
-
-    #: New tokens of each sequence, int64 [num_sequences].
-    num_queries: NDArray[np.int64]
-    #: All tokens of each sequence up to its last new one, int64 [num_sequences].
-    num_keys: NDArray[np.int64]
-    #: Pages that hold the keys, int64, one sequence after the other.
-    pages: NDArray[np.int64]
-
-
+_Counts = NDArray[np.int64]
 #: A library's attention for one step, which every layer calls with its queries, the pool, its number and its rule. It
 #: gives the attention of the step's tokens, [num_tokens, H * head_dim], as `attend_pages` does.
 StepAttention = Callable[[Tensor, Tensor, int, AttentionRule], Tensor]
+#: A library's attention over prompts, which prepares one step. It is given, on the host and in the order of the step's
+#: rows, the new tokens of each sequence and all of its tokens up to the last new one, int64 [num_sequences], and the
+#: pages that hold the keys, int64, one sequence after the other; then the layout of the pages, and the device.
+PromptAttention = Callable[[_Counts, _Counts, _Counts, PageLayout, torch.device], StepAttention]
 
 
 def choose_prompt_attention(
@@ -66,8 +59,11 @@ def choose_prompt_attention(
             found = _installed(asked, device, dtype)
         except ImportError as error:
             problem = f"it is not installed here ({error})"
-    if isinstance(found, VarlenAttention) and any(rule.window is not None for rule in rules) and not found.has_windows:
-        found, problem = None, f"torch {torch.__version__} has no sliding windows there"
+    if found is not None and asked == "varlen" and any(rule.window is not None for rule in rules):
+        from torch.nn.attention.varlen import varlen_attn
+
+        if not has_windows(varlen_attn):
+            found, problem = None, f"torch {torch.__version__} has no sliding windows there"
     if problem is not None:
         problem = f"LORABATCH_PROMPT_ATTENTION={asked!r}: {problem}; the own kernel serves. Leave it out, or mend that."
     return found, problem
@@ -100,17 +96,18 @@ def _installed(asked: str, device: torch.device, dtype: torch.dtype) -> PromptAt
     if asked == "varlen":
         from torch.nn.attention.varlen import varlen_attn
 
-        return VarlenAttention(varlen_attn)
+        return partial(attend_by_varlen, varlen_attn)
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
-    def wrapper() -> Any:
+    @cache
+    def wrapper_of(_rule: AttentionRule) -> Any:
         workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         return BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
 
-    return FlashInferAttention(wrapper, dtype)
+    return partial(attend_by_flashinfer, wrapper_of, dtype)
 
 
-def _starts(counts: NDArray[np.int64]) -> Tensor:
+def _starts(counts: _Counts) -> Tensor:
     """The begin of each sequence, and the end of the last one, int32 [num_sequences + 1]."""
     return torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
 
@@ -123,88 +120,99 @@ def _paged(pool: Tensor, layout: PageLayout, layer: int) -> tuple[Tensor, Tensor
     return pages[:, layer, 0], pages[:, layer, 1]
 
 
-class VarlenAttention:
-    """`torch.nn.attention.varlen.varlen_attn`, whose arguments differ between versions of torch. `has_windows`: whether
-    it supports sliding windows."""
-
-    def __init__(self, varlen_attn: Callable[..., Any]) -> None:
-        self._varlen_attn = varlen_attn
-        self._parameters = inspect.signature(varlen_attn).parameters.keys()
-        self.has_windows = "window_size" in self._parameters
-
-    def of_step(self, spans: PromptSpans, layout: PageLayout, device: torch.device) -> StepAttention:
-        """Prepares one step: copies the places of its keys to the device. The host does not wait."""
-        num_pages = -(-spans.num_keys // layout.page_tokens)
-        sequence = np.repeat(np.arange(len(spans.num_keys)), spans.num_keys)
-        position = np.arange(len(sequence)) - (np.cumsum(spans.num_keys) - spans.num_keys)[sequence]
-        first_page = (np.cumsum(num_pages) - num_pages)[sequence]
-        places = np.stack((spans.pages[first_page + position // layout.page_tokens], position % layout.page_tokens))
-        page, offset = to_device(torch.from_numpy(places), device)  # of each key
-        starts = [to_device(_starts(counts), device) for counts in (spans.num_queries, spans.num_keys)]
-        limits = (*starts, int(spans.num_queries.max()), int(spans.num_keys.max()))
-
-        def attend(q: Tensor, pool: Tensor, layer: int, rule: AttentionRule) -> Tensor:
-            keys, values = (paged[page, :, offset] for paged in _paged(pool, layout, layer))
-            return self._call(q, keys, values, limits, rule).reshape(len(q), -1)
-
-        return attend
-
-    def _call(self, q: Tensor, keys: Tensor, values: Tensor, limits: tuple[Any, ...], rule: AttentionRule) -> Tensor:
-        """Calls the library with the arguments that it knows; returns [num_tokens, H, D].
-
-        `limits`: begins of each sequence's queries and of its keys, int32 [num_sequences + 1], and most queries and
-        keys of a sequence. A query's place is counted from the end of its sequence's keys.
-        """
-        options: dict[str, Any] = {}
-        if self.has_windows:
-            options["window_size"] = (-1 if rule.window is None else rule.window - 1, 0)
-        else:
-            options["is_causal"] = True
-        if "enable_gqa" in self._parameters:
-            options["enable_gqa"] = True
-        else:
-            group = q.shape[1] // keys.shape[1]
-            keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-        if "scale" in self._parameters:
-            options["scale"] = rule.scale
-        else:
-            q = q * (rule.scale * q.shape[2] ** 0.5)
-        out: Tensor = self._varlen_attn(q, keys, values, *limits, **options)
-        return out
+@cache
+def _parameters(function: Callable[..., Any]) -> Collection[str]:
+    return inspect.signature(function).parameters.keys()
 
 
-class FlashInferAttention:
-    """FlashInfer's prefill over paged keys and values. `make_wrapper`: makes a `BatchPrefillWithPagedKVCacheWrapper`
-    with memory of its own; each rule of the layers has one, since a wrapper plans a step for one rule."""
+def has_windows(varlen_attn: Callable[..., Any]) -> bool:
+    """Whether `torch.nn.attention.varlen.varlen_attn` of this version supports sliding windows."""
+    return "window_size" in _parameters(varlen_attn)
 
-    def __init__(self, make_wrapper: Callable[[], Any], dtype: torch.dtype) -> None:
-        self._make_wrapper = make_wrapper
-        self._dtype = dtype
-        self._wrapper_of: dict[AttentionRule, Any] = {}
 
-    def of_step(self, spans: PromptSpans, layout: PageLayout, device: torch.device) -> StepAttention:
-        """Prepares one step, which is planned for a rule when the first layer with the rule calls it."""
-        planned: dict[AttentionRule, Any] = {}
+def attend_by_varlen(
+    varlen_attn: Callable[..., Any],
+    num_queries: _Counts,
+    num_keys: _Counts,
+    pages: _Counts,
+    layout: PageLayout,
+    device: torch.device,
+) -> StepAttention:
+    """`PromptAttention` by `torch.nn.attention.varlen.varlen_attn`: copies the places of the step's keys to the device.
+    The host does not wait.
+    """
+    num_pages = -(-num_keys // layout.page_tokens)
+    sequence = np.repeat(np.arange(len(num_keys)), num_keys)
+    position = np.arange(len(sequence)) - (np.cumsum(num_keys) - num_keys)[sequence]
+    first_page = (np.cumsum(num_pages) - num_pages)[sequence]
+    places = np.stack((pages[first_page + position // layout.page_tokens], position % layout.page_tokens))
+    page, offset = to_device(torch.from_numpy(places), device)  # of each key
+    starts = [to_device(_starts(counts), device) for counts in (num_queries, num_keys)]
+    limits = (*starts, int(num_queries.max()), int(num_keys.max()))
 
-        def attend(q: Tensor, pool: Tensor, layer: int, rule: AttentionRule) -> Tensor:
-            if rule not in planned:
-                planned[rule] = self._planned(rule, spans, layout)
-            out: Tensor = planned[rule].run(q.contiguous(), _paged(pool, layout, layer))
-            return out.reshape(len(q), -1)
+    def attend(q: Tensor, pool: Tensor, layer: int, rule: AttentionRule) -> Tensor:
+        keys, values = (paged[page, :, offset] for paged in _paged(pool, layout, layer))
+        return _called(varlen_attn, q, keys, values, limits, rule).reshape(len(q), -1)
 
-        return attend
+    return attend
 
-    def _planned(self, rule: AttentionRule, spans: PromptSpans, layout: PageLayout) -> Any:
-        """A wrapper that has planned the step. It takes lists on the host; device lists it would copy, and wait for."""
-        if rule not in self._wrapper_of:
-            self._wrapper_of[rule] = self._make_wrapper()
-        wrapper = self._wrapper_of[rule]
-        num_pages = -(-spans.num_keys // layout.page_tokens)
-        last_page = spans.num_keys - (num_pages - 1) * layout.page_tokens
+
+def _called(
+    varlen_attn: Callable[..., Any],
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    limits: tuple[Any, ...],
+    rule: AttentionRule,
+) -> Tensor:
+    """Calls the library with the arguments that its version knows; returns [num_tokens, H, D].
+
+    `limits`: begins of each sequence's queries and of its keys, int32 [num_sequences + 1], and most queries and keys of
+    a sequence. A query's place is counted from the end of its sequence's keys.
+    """
+    options: dict[str, Any] = {}
+    if has_windows(varlen_attn):
+        options["window_size"] = (-1 if rule.window is None else rule.window - 1, 0)
+    else:
+        options["is_causal"] = True
+    if "enable_gqa" in _parameters(varlen_attn):
+        options["enable_gqa"] = True
+    else:
+        group = q.shape[1] // keys.shape[1]
+        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    if "scale" in _parameters(varlen_attn):
+        options["scale"] = rule.scale
+    else:
+        q = q * (rule.scale * q.shape[2] ** 0.5)
+    out: Tensor = varlen_attn(q, keys, values, *limits, **options)
+    return out
+
+
+def attend_by_flashinfer(
+    wrapper_of: Callable[[AttentionRule], Any],
+    dtype: torch.dtype,
+    num_queries: _Counts,
+    num_keys: _Counts,
+    pages: _Counts,
+    layout: PageLayout,
+    device: torch.device,
+) -> StepAttention:
+    """`PromptAttention` by FlashInfer's prefill over paged keys and values. The step is planned for a rule when the
+    first layer with the rule asks for it.
+
+    `wrapper_of`: the `BatchPrefillWithPagedKVCacheWrapper` of a rule, with memory of its own, always the same one: a
+    wrapper plans a step for one rule. It takes lists on the host; device lists it would copy, and wait for.
+    """
+    planned: dict[AttentionRule, Any] = {}
+
+    def plan(rule: AttentionRule) -> Any:
+        num_pages = -(-num_keys // layout.page_tokens)
+        last_page = num_keys - (num_pages - 1) * layout.page_tokens
+        wrapper = wrapper_of(rule)
         wrapper.plan(
-            _starts(spans.num_queries),
+            _starts(num_queries),
             _starts(num_pages),
-            torch.from_numpy(spans.pages.astype(np.int32)),
+            torch.from_numpy(pages.astype(np.int32)),
             torch.from_numpy(last_page.astype(np.int32)),
             layout.num_heads,
             layout.num_kv_heads,
@@ -214,11 +222,15 @@ class FlashInferAttention:
             sm_scale=rule.scale,
             window_left=-1 if rule.window is None else rule.window - 1,
             logits_soft_cap=rule.softcap,
-            q_data_type=self._dtype,
-            kv_data_type=self._dtype,
+            q_data_type=dtype,
+            kv_data_type=dtype,
         )
         return wrapper
 
+    def attend(q: Tensor, pool: Tensor, layer: int, rule: AttentionRule) -> Tensor:
+        if rule not in planned:
+            planned[rule] = plan(rule)
+        out: Tensor = planned[rule].run(q.contiguous(), _paged(pool, layout, layer))
+        return out.reshape(len(q), -1)
 
-#: A library's attention over prompts, whose `of_step` prepares one step.
-PromptAttention = VarlenAttention | FlashInferAttention
+    return attend

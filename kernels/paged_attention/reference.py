@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..layouts.pages import PageLayout
-from .types import AttentionRule, Partials
+from .types import AttentionRule
 from .work import AttentionWork
 
 
@@ -16,7 +16,7 @@ def attend(
     pool: Tensor,
     block_tables: Tensor,
     work: AttentionWork,
-    partials: Partials,
+    partials: tuple[Tensor, Tensor],
     layout: PageLayout,
     layer: int,
     rule: AttentionRule,

@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..blocks import multiply
 from ..launch import is_exact_dot, is_interpreted, launch, next_power_of_2, num_persistent_programs
 from ..layouts.pages import PageLayout
-from .types import AttentionRule, Partials
+from .types import AttentionRule
 from .work import COMBINE_FIELDS, ITEM_FIELDS, AttentionWork
 
 # Heads of 128 take at most 128 registers x 128 threads and 38 KiB of shared memory in decode. Of programs with tiles
@@ -181,7 +181,7 @@ def attend(
     pool: Tensor,
     block_tables: Tensor,
     work: AttentionWork,
-    partials: Partials,
+    partials: tuple[Tensor, Tensor],
     layout: PageLayout,
     layer: int,
     rule: AttentionRule,
@@ -195,7 +195,7 @@ def attend(
     launch(
         _attend, num_programs,
         out, q, q.stride(0), pool, layout.page_elements, layer, block_tables, block_tables.stride(0),
-        work.header, work.items, partials.values, partials.stats,
+        work.header, work.items, *partials,
         rule.scale, rule.softcap or 0.0, rule.window or 0,
         H=layout.num_heads, K=layout.num_kv_heads, HEAD_DIM=layout.head_dim, BLOCK_D=block_d, PAGE=layout.page_tokens,
         FIELDS=ITEM_FIELDS, HAS_WINDOW=rule.window is not None, HAS_SOFTCAP=rule.softcap is not None,
@@ -207,6 +207,6 @@ def attend(
         # 1 warp: 4 features of a head of 128 in each thread
         launch(
             _combine, num_programs,
-            out, work.header, work.combines, partials.values, partials.stats,
+            out, work.header, work.combines, *partials,
             H=layout.num_heads, HEAD_DIM=layout.head_dim, BLOCK_D=block_d, FIELDS=COMBINE_FIELDS, num_warps=1,
         )  # fmt: skip

@@ -113,17 +113,9 @@ class AttentionRule:
     softcap: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Partials:
-    """Results of decode items that share a sequence."""
-
-    #: Weighted sums of values, not divided, fp32 [max_items, H, head_dim].
-    values: Tensor
-    #: Largest score in units of log2, and sum of weights, fp32 [max_items, H, 2].
-    stats: Tensor
-
-    @classmethod
-    def allocate(cls, max_items: int, num_heads: int, head_dim: int, device: torch.device) -> Partials:
-        """Scratch that needs no clearing."""
-        values = torch.empty(max_items, num_heads, head_dim, dtype=torch.float32, device=device)
-        return cls(values, torch.empty(max_items, num_heads, 2, dtype=torch.float32, device=device))
+def allocate_partials(max_items: int, num_heads: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Scratch for results of decode items that share a sequence, which needs no clearing: weighted sums of values, not
+    divided, fp32 [max_items, H, head_dim]; largest score in units of log2, and sum of weights, fp32 [max_items, H, 2].
+    """
+    values = torch.empty(max_items, num_heads, head_dim, dtype=torch.float32, device=device)
+    return values, torch.empty(max_items, num_heads, 2, dtype=torch.float32, device=device)

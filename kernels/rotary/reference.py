@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .types import KeyPlaces
-
 
 def rotate(
-    qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, pool: Tensor, places: KeyPlaces, layer: int, num_heads: int
+    qkv: Tensor,
+    rotary: tuple[Tensor, Tensor] | None,
+    pool: Tensor,
+    places: tuple[Tensor, Tensor],
+    layer: int,
+    num_heads: int,
 ) -> None:
     """Rotate query and key heads of `qkv` in place, and copy its key and value heads to their places in `pool`."""
-    rows = places.rows + layer * places.layer_stride
+    first_rows, layer_strides = places
+    rows = first_rows + layer * layer_strides
     num_rotated, head_dim = num_heads + rows.shape[1] // 2, qkv.shape[-1]
     if rotary is not None:
         _rotate_heads(qkv[:, :num_rotated, : 2 * rotary[0].shape[-1]], *rotary)

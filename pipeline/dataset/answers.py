@@ -15,7 +15,7 @@ from typing import Any
 
 import msgpack
 
-from ...engine.request import FinishReason, Request, Result, ServedMode, ToolCall, TopLogprobs
+from ...engine.request import FinishReason, Request, Result, ServedMode, TopLogprobs
 
 _HEAD = struct.Struct("<II")
 
@@ -103,10 +103,10 @@ class RowAnswer:
         )
 
 
-def _with_ids(fingerprint: bytes, calls: Sequence[ToolCall]) -> tuple[tuple[str, str, str], ...]:
+def _with_ids(fingerprint: bytes, calls: Sequence[tuple[str, str]]) -> tuple[tuple[str, str, str], ...]:
     """Ids of nine letters and digits, as Mistral's templates want them: the row's beginning and the call's number."""
     row = fingerprint.hex()[:6]
-    return tuple((f"{row}{number:03x}", call.name, call.arguments) for number, call in enumerate(calls))
+    return tuple((f"{row}{number:03x}", *call) for number, call in enumerate(calls))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from ...engine.errors import ChatTemplateError, TokenizerError
+from ...engine.errors import TokenizerError
 from ...engine.request import SamplingParams
 from ...engine.text.boundary import split_at_prompt, texts_behind
 from ...engine.text.choices import steps_of_choice
@@ -208,7 +208,7 @@ class PromptReader:
             conversations = [found[row] for row in rows]
             prompts = tokenizer.render_messages(conversations, allow_special_tokens=self._job.allow_special_tokens)
             for row, prompt in zip(rows, prompts, strict=True):
-                found[row] = f"messages: {prompt}." if isinstance(prompt, ChatTemplateError) else prompt
+                found[row] = f"messages: {prompt}." if isinstance(prompt, TokenizerError) else prompt
         return found
 
     def _read_rendering(self, own: tuple[tuple[str, Any], ...]) -> RenderOptions | str:

@@ -26,7 +26,7 @@ from ...engine.engine import Engine
 from ...engine.peft import audit_adapter
 from ...engine.peft.random import write_random_adapter
 from ...engine.request import Request, SamplingParams
-from ...engine.runner.backend import choose_arithmetic
+from ...engine.runner.backend import choose_device
 from ...jobs.cost_profile import CostProfile, machine, profile_path
 from ...jobs.errors import JobFailedError
 from ...jobs.spec import JobSpec
@@ -194,8 +194,7 @@ def profile_engine(model_folder: Path, config: EngineConfig, max_seconds: float 
         merging = _Bench(Engine(model_folder, replace(config, mode="merged")), Path(folder))
         merge_s = merging.switches()
         merging.engine.close()
-        device = choose_arithmetic(config).device
-        kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
+        kind: DeviceKind = "cuda" if choose_device(config).type == "cuda" else "cpu"
         products = products_format(kind, config.dtype, config.base_quantization)
         return _EngineProfile(kind, products, tuple(steps), merge_s, loads)
 

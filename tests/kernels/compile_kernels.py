@@ -41,7 +41,7 @@ from lorabatch.kernels.merge import triton as merge
 from lorabatch.kernels.packed_weight import triton as fp8
 from lorabatch.kernels.paged_attention import invariant as invariant_attention
 from lorabatch.kernels.paged_attention import triton as attention
-from lorabatch.kernels.paged_attention.types import AttentionRule, Partials
+from lorabatch.kernels.paged_attention.types import AttentionRule, allocate_partials
 from lorabatch.kernels.paged_attention.work import SEGMENT_KEYS, Span, WorkLimits, plan_attention, tile_rows_for
 from lorabatch.kernels.rms_norm import triton as rms_norm
 from lorabatch.kernels.sampling import SamplingRows
@@ -155,7 +155,7 @@ def _reach_kernels_of_heads(layout: PageLayout, layer: int, num_rows: int, tile_
     spans = [Span(row, 1, 900 if row == 0 else 5, row) for row in range(num_rows)]
     limits = WorkLimits(rounded(2 * num_rows), num_rows, tile_rows_for(layout, q.dtype, is_decode), 512)
     work = plan_attention(spans, layout.queries_per_key_head, limits)
-    partials = Partials.allocate(64, layout.num_heads, head_dim, torch.device("cpu"))
+    partials = allocate_partials(64, layout.num_heads, head_dim, torch.device("cpu"))
     tables = torch.zeros(num_rows, 64, dtype=torch.int32)
     rule = AttentionRule(0.1) if head_dim == LLAMA_HEAD_DIM else AttentionRule(0.1, window=512, softcap=50.0)
     attention.attend(q, q, pool, tables, work, partials, layout, layer, rule)
@@ -168,7 +168,7 @@ def _reach_attention_in_order(layout: PageLayout, layer: int, num_rows: int, *, 
     tile_rows = tile_rows_for(layout, q.dtype, is_decode, is_exact=True)
     limits = WorkLimits(rounded(3 * num_rows), num_rows, tile_rows, SEGMENT_KEYS, SEGMENT_KEYS)
     work = plan_attention(spans, layout.queries_per_key_head, limits)
-    partials = Partials.allocate(64, layout.num_heads, layout.head_dim, torch.device("cpu"))
+    partials = allocate_partials(64, layout.num_heads, layout.head_dim, torch.device("cpu"))
     tables = torch.zeros(num_rows, 64, dtype=torch.int32)
     invariant_attention.attend(q, q, pool, tables, work, partials, layout, layer, AttentionRule(0.1))
 

@@ -30,7 +30,7 @@ from lorabatch.kernels.lora_qkv import triton as qkv
 from lorabatch.kernels.lora_residual import triton as residual
 from lorabatch.kernels.lora_shrink import triton as shrink
 from lorabatch.kernels.paged_attention import triton as attention
-from lorabatch.kernels.paged_attention.types import AttentionRule, Partials
+from lorabatch.kernels.paged_attention.types import AttentionRule, allocate_partials
 from lorabatch.kernels.paged_attention.work import Span, WorkLimits, plan_attention, tile_rows_for
 from lorabatch.kernels.rms_norm import triton as rms_norm
 from lorabatch.tests.kernels import compile_kernels as shapes
@@ -146,7 +146,7 @@ def _layer() -> Callable[[int], None]:
     spans = [Span(row, 1, 900 if row == 0 else 5, row) for row in range(NUM_ROWS)]
     limits = WorkLimits(shapes.rounded(2 * NUM_ROWS), NUM_ROWS, tile_rows_for(layout, q.dtype, is_decode=False), 512)
     work = plan_attention(spans, layout.queries_per_key_head, limits)
-    partials = Partials.allocate(64, 32, 128, torch.device("cpu"))
+    partials = allocate_partials(64, 32, 128, torch.device("cpu"))
     tables = torch.zeros(NUM_ROWS, 64, dtype=torch.int32)
 
     def launch_all(layer: int) -> None:

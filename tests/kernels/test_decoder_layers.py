@@ -14,7 +14,7 @@ from lorabatch.kernels.native import adapter_type, native_build
 from lorabatch.kernels.packed_weight import Products, can_multiply, pack
 from lorabatch.kernels.packed_weight.panels import MatrixRows, StoredWeight, pack_matrices_
 from lorabatch.kernels.paged_attention.types import SpanTable
-from lorabatch.kernels.rotary import KeyPlaces, rotary_tables
+from lorabatch.kernels.rotary import rotary_tables
 from lorabatch.kernels.segment_lora import AdapterSites, LoraMember, LoraSiteWeights, LoraSpan, PreparedLora
 
 pytestmark = pytest.mark.skipif(native_build() is None, reason="compiled kernels were not built on this machine")
@@ -93,7 +93,7 @@ def test_layers_have_the_bits_of_their_operators(
         heads = i * extent // HEAD_DIM + CAPACITY * torch.arange(2 * KV_HEADS)
         kv_rows += [heads + past + token for token in range(new)]
         first += new
-    places = KeyPlaces(torch.stack(kv_rows), torch.full((NUM_TOKENS, 1), 2 * KV_HEADS * CAPACITY))
+    places = torch.stack(kv_rows), torch.full((NUM_TOKENS, 1), 2 * KV_HEADS * CAPACITY)
     spans = SpanTable.of(rows, HEADS // KV_HEADS)
     x, pool = torch.randn(NUM_TOKENS, HIDDEN), torch.randn(len(SPANS) * extent).to(stored)
     expected, expected_pool = x.clone(), pool.clone()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lorabatch.kernels.layouts.pages import PageLayout
-from lorabatch.kernels.paged_attention import AttentionRule, Partials, attend_pages
+from lorabatch.kernels.paged_attention import AttentionRule, allocate_partials, attend_pages
 from lorabatch.kernels.paged_attention.reference import attend
 from lorabatch.kernels.paged_attention.work import AttentionWork, Span, WorkLimits, plan_attention, tile_rows_for
 
@@ -54,12 +54,12 @@ class Sequenced:
         attend(out, self.q, self.pool, self.tables, work, partials, LAYOUT, 1, self.rule)
         return out.flatten(1)
 
-    def _work(self, rows: list[Span], *, is_decode: bool, splits: bool) -> tuple[AttentionWork, Partials]:
+    def _work(self, rows: list[Span], *, is_decode: bool, splits: bool) -> tuple[AttentionWork, tuple[Tensor, Tensor]]:
         tile_rows = tile_rows_for(LAYOUT, self.dtype, is_decode, is_exact=True)
         limits = WorkLimits(300, 100, tile_rows, SEGMENT if splits else 0, SEGMENT)
         host = plan_attention(rows, LAYOUT.queries_per_key_head, limits)
-        partials = Partials.allocate(limits.max_items, LAYOUT.num_heads, LAYOUT.head_dim, self.device)
-        partials.values.fill_(torch.nan)
+        partials = allocate_partials(limits.max_items, LAYOUT.num_heads, LAYOUT.head_dim, self.device)
+        partials[0].fill_(torch.nan)
         return AttentionWork(limits, host.buffer.to(self.device)), partials
 
 

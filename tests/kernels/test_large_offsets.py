@@ -16,7 +16,7 @@ from lorabatch.kernels.layouts.pages import PageLayout
 from lorabatch.kernels.layouts.segments import Segments
 from lorabatch.kernels.lora_residual import lora_residual_
 from lorabatch.kernels.lora_shrink import lora_shrink
-from lorabatch.kernels.paged_attention import AttentionRule, Partials, attend_pages
+from lorabatch.kernels.paged_attention import AttentionRule, allocate_partials, attend_pages
 from lorabatch.kernels.paged_attention.reference import attend
 from lorabatch.kernels.paged_attention.work import Span, WorkLimits, plan_attention
 
@@ -63,7 +63,7 @@ def test_pages_behind_two_billion_numbers(pool: torch.Tensor, device: torch.devi
     stored.copy_(torch.stack((keys[:, 0], values[:, 0])))
     work = plan_attention([Span(0, 4, 0, 0)], 2, WorkLimits(4, 4, 16, 512))
     work = replace(work, buffer=work.buffer.to(device))
-    partials = Partials.allocate(4, 2, 16, device)
+    partials = allocate_partials(4, 2, 16, device)
     tables = torch.tensor([[page]], dtype=torch.int32, device=device)
     found = attend_pages(q, pool, tables, work, partials, LAYOUT, 0, AttentionRule(0.25))
     small = stored.flatten().clone()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lorabatch.kernels.layouts.pages import PageLayout
-from lorabatch.kernels.paged_attention import AttentionRule, Partials, attend_pages
+from lorabatch.kernels.paged_attention import AttentionRule, allocate_partials, attend_pages
 from lorabatch.kernels.paged_attention.reference import attend
 from lorabatch.kernels.paged_attention.work import Span, WorkLimits, plan_attention, tile_rows_for
 
@@ -51,9 +51,9 @@ def check(
         row += new
     host = plan_attention(spans, layout.num_heads // layout.num_kv_heads, limits)
     work = type(host)(limits, host.buffer.to(device))
-    partials = Partials.allocate(limits.max_items, layout.num_heads, layout.head_dim, device)
-    partials.values.fill_(torch.nan)
-    partials.stats.fill_(torch.nan)
+    partials = allocate_partials(limits.max_items, layout.num_heads, layout.head_dim, device)
+    for scratch in partials:
+        scratch.fill_(torch.nan)
     expected = torch.empty(q.shape, dtype=torch.float64, device=device)
     attend(expected, q, pool, tables.to(device), work, partials, layout, 1, rule)
     found = attend_pages(q, pool, tables.to(device), work, partials, layout, 1, rule)

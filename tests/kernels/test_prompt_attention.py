@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lorabatch.kernels.layouts.pages import PageLayout
-from lorabatch.kernels.paged_attention import attend_pages, libraries
+from lorabatch.kernels.paged_attention import attend_pages
 from lorabatch.kernels.paged_attention.libraries import (
-    FlashInferAttention,
-    PromptSpans,
-    VarlenAttention,
+    attend_by_flashinfer,
+    attend_by_varlen,
     choose_prompt_attention,
+    has_windows,
 )
 from lorabatch.kernels.paged_attention.reference import attend
-from lorabatch.kernels.paged_attention.types import AttentionRule, Partials
+from lorabatch.kernels.paged_attention.types import AttentionRule, allocate_partials
 from lorabatch.kernels.paged_attention.work import Span, WorkLimits, plan_attention
 
 LAYOUT = PageLayout(num_heads=4, num_kv_heads=2, head_dim=16, num_layers=3, page_tokens=4)
 CPU = torch.device("cpu")
+# New tokens of each sequence, all of its tokens, and the pages of all.
+Spans = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 FULL, LAYER = AttentionRule(0.3), 1
 WINDOWED = AttentionRule(0.3, window=5)
 CAPPED = AttentionRule(0.3, window=7, softcap=2.0)
@@ -93,7 +97,7 @@ class Wrapper:
 
 
 @pytest.fixture
-def step() -> tuple[Tensor, Tensor, PromptSpans]:
+def step() -> tuple[Tensor, Tensor, Spans]:
     """Queries as a view of a packed product, a pool, and four sequences: a whole prompt, the rest of one, one token of
     one, and a prompt of whole pages."""
     generator = torch.Generator().manual_seed(0)
@@ -102,41 +106,41 @@ def step() -> tuple[Tensor, Tensor, PromptSpans]:
     pages = torch.randperm(20, generator=generator)[:num_pages].numpy()
     pool = torch.randn(20 * LAYOUT.page_elements + 5, generator=generator)
     packed = torch.randn(int(num_queries.sum()), 8, LAYOUT.head_dim, generator=generator)
-    return packed[:, : LAYOUT.num_heads], pool, PromptSpans(num_queries, num_keys, pages)
+    return packed[:, : LAYOUT.num_heads], pool, (num_queries, num_keys, pages)
 
 
-def by_reference(q: Tensor, pool: Tensor, spans: PromptSpans, rule: AttentionRule) -> Tensor:
-    counts = -(-spans.num_keys // LAYOUT.page_tokens)
+def by_reference(q: Tensor, pool: Tensor, spans: Spans, rule: AttentionRule) -> Tensor:
+    num_queries, num_keys, pages = spans
+    counts = -(-num_keys // LAYOUT.page_tokens)
     tables = torch.zeros(len(counts), int(counts.max()), dtype=torch.int32)
-    for row, own in zip(tables, np.split(spans.pages, np.cumsum(counts)[:-1]), strict=True):
+    for row, own in zip(tables, np.split(pages, np.cumsum(counts)[:-1]), strict=True):
         row[: len(own)] = torch.from_numpy(own)
-    rows = np.cumsum(spans.num_queries) - spans.num_queries
-    columns = (rows, spans.num_queries, spans.num_keys - spans.num_queries, np.arange(len(rows)))
+    rows = np.cumsum(num_queries) - num_queries
+    columns = (rows, num_queries, num_keys - num_queries, np.arange(len(rows)))
     work = plan_attention([Span(*map(int, c)) for c in zip(*columns, strict=True)], 2, WorkLimits(64, 8, 16, 0))
     out = torch.empty(q.shape)
-    partials = Partials.allocate(1, LAYOUT.num_heads, LAYOUT.head_dim, CPU)
+    partials = allocate_partials(1, LAYOUT.num_heads, LAYOUT.head_dim, CPU)
     attend(out, q, pool, tables, work, partials, LAYOUT, LAYER, rule)
     return out.view(len(q), -1)
 
 
 @pytest.mark.parametrize("rule", [FULL, WINDOWED])
 def test_varlen_attends_to_the_keys_of_the_pages(
-    step: tuple[Tensor, Tensor, PromptSpans], rule: AttentionRule, assert_close: Callable[..., None]
+    step: tuple[Tensor, Tensor, Spans], rule: AttentionRule, assert_close: Callable[..., None]
 ) -> None:
     q, pool, spans = step
-    library = VarlenAttention(varlen).of_step(spans, LAYOUT, CPU)
+    library = attend_by_varlen(varlen, *spans, LAYOUT, CPU)
     no_lists: Any = None
     found = attend_pages(q, pool, no_lists, no_lists, no_lists, LAYOUT, LAYER, rule, library)
     assert_close(found, by_reference(q, pool, spans, rule))
 
 
 def test_older_versions_of_varlen_get_what_they_know(
-    step: tuple[Tensor, Tensor, PromptSpans], assert_close: Callable[..., None]
+    step: tuple[Tensor, Tensor, Spans], assert_close: Callable[..., None]
 ) -> None:
     q, pool, spans = step
-    older = VarlenAttention(older_varlen)
-    assert not older.has_windows
-    found = older.of_step(spans, LAYOUT, CPU)(q, pool, LAYER, FULL)
+    assert not has_windows(older_varlen)
+    found = attend_by_varlen(older_varlen, *spans, LAYOUT, CPU)(q, pool, LAYER, FULL)
     assert_close(found, by_reference(q, pool, spans, FULL))
 
 
@@ -152,18 +156,18 @@ def test_the_installed_torch_s_varlen_has_the_arguments_that_it_is_given() -> No
 
 
 def test_flashinfer_plans_each_rule_of_a_step_once(
-    step: tuple[Tensor, Tensor, PromptSpans], assert_close: Callable[..., None]
+    step: tuple[Tensor, Tensor, Spans], assert_close: Callable[..., None]
 ) -> None:
     q, pool, spans = step
     wrappers: list[Wrapper] = []
 
-    def make() -> Wrapper:
+    @cache
+    def wrapper_of(_rule: AttentionRule) -> Wrapper:
         wrappers.append(Wrapper())
         return wrappers[-1]
 
-    attention = FlashInferAttention(make, torch.float32)
     for _ in range(2):
-        library = attention.of_step(spans, LAYOUT, CPU)
+        library = attend_by_flashinfer(wrapper_of, torch.float32, *spans, LAYOUT, CPU)
         for rule in (FULL, CAPPED, FULL):
             assert_close(library(q, pool, LAYER, rule), by_reference(q, pool, spans, rule))
     assert len(wrappers) == 2
@@ -179,7 +183,7 @@ def test_ours_serves_unless_a_library_is_asked_for(monkeypatch: pytest.MonkeyPat
     assert choose() == (None, None)
     monkeypatch.setenv("LORABATCH_PROMPT_ATTENTION", "varlen")
     found, problem = choose()
-    assert (type(found), problem) == (VarlenAttention, None)
+    assert (found.func, problem) == (attend_by_varlen, None)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +213,7 @@ def test_where_a_library_cannot_serve_ours_does_and_the_reason_is_said(
 
 def test_windows_need_a_version_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORABATCH_PROMPT_ATTENTION", "varlen")
-    monkeypatch.setattr(libraries, "_installed", lambda *_: VarlenAttention(older_varlen))
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", older_varlen)
     assert choose(rules=frozenset([FULL]))[0] is not None
     found, problem = choose(rules=frozenset([FULL, WINDOWED]))
     assert found is None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lorabatch.kernels.native import native_build
-from lorabatch.kernels.rotary import KeyPlaces, rotary_tables, rotate_and_store_
+from lorabatch.kernels.rotary import rotary_tables, rotate_and_store_
 from lorabatch.kernels.rotary.reference import rotate
 
 TOKENS, HEADS, KV_HEADS = 5, 4, 2
@@ -16,9 +16,9 @@ TOKENS, HEADS, KV_HEADS = 5, 4, 2
 LAYER, STRIDES = 3, torch.tensor([2, 0, 5, 1, 2])[:, None]
 
 
-def places_before(kv_rows: torch.Tensor) -> KeyPlaces:
+def places_before(kv_rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Places whose rows in the layer are `kv_rows`."""
-    return KeyPlaces(kv_rows - LAYER * STRIDES, STRIDES)
+    return kv_rows - LAYER * STRIDES, STRIDES
 
 
 @pytest.mark.parametrize("form", [rotate_and_store_, rotate])

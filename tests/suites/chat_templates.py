@@ -237,9 +237,10 @@ def failed_controls(model: Path, templates: Mapping[str, str]) -> list[str]:
     for place, variables in CONTROLS:
         sources = [source for source, name in templates.items() if place in name]
         for source in sources:
-            found = template_traits(Tokenizer.from_folder(model, chat_template=source).chat_template, variables)
-            if found.missing_header:
-                failed.append(f"{place} {variables or ''}: without {found.missing_header!r}")
+            template = Tokenizer.from_folder(model, chat_template=source).chat_template
+            missing_header, _ = template_traits(template, variables)
+            if missing_header:
+                failed.append(f"{place} {variables or ''}: without {missing_header!r}")
         if not sources:
             failed.append(f"{place}: not in the folder")
     return failed

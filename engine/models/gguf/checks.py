@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ....system.untrusted import STOPS, shown_name
-from ...errors import EngineError, ModelFilesError, UnsupportedError
+from ...errors import EngineError, ModelFilesError
 from .config import ROPE_FACTORS, model_config
 from .file import GgufFile
 from .tokenizer import check_tokenizer
@@ -28,7 +28,7 @@ _QWEN2_BIASES = {f"attn_{x}.bias": f"self_attn.{x}_proj.bias" for x in ("q", "k"
 
 
 def check_convertible(gguf: GgufFile) -> None:
-    """Raises `ModelFilesError` and `UnsupportedError` as `convert_gguf` does, for what the metadata says."""
+    """Raises `ModelFilesError` and `EngineError` as `convert_gguf` does, for what the metadata says."""
     try:
         checkpoint_names(gguf)
         model_config(gguf, "float32")
@@ -62,7 +62,7 @@ def checkpoint_names(gguf: GgufFile) -> dict[str, str]:
         names |= {f"blk.{block}.{ours}": f"model.layers.{block}.{theirs}" for ours, theirs in of_block.items()}
     unknown = sorted(gguf.tensors.keys() - names.keys() - {ROPE_FACTORS})
     if unknown:
-        raise UnsupportedError(
+        raise EngineError(
             f"{gguf.path}: tensors with no place in a {gguf.architecture} model: "
             f"{', '.join(map(shown_name, unknown[:5]))}{' …' if len(unknown) > 5 else ''}. "
             "Dense models only; give a Hugging Face folder instead."

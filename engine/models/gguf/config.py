@@ -7,7 +7,7 @@ from typing import Any
 
 from ....system.untrusted import shown
 from ...config import UNREAD_KEYS
-from ...errors import ModelFilesError, UnsupportedError
+from ...errors import EngineError, ModelFilesError
 from .file import GgufFile
 from .keys import ARCHITECTURES, named_keys
 
@@ -28,7 +28,7 @@ def token_id_config(gguf: GgufFile) -> dict[str, Any]:
 def model_config(gguf: GgufFile, dtype: str) -> dict[str, Any]:
     """`config.json` of the converted model; `dtype` is what its tensors are stored as.
 
-    Raises `ModelFilesError` for missing metadata, `UnsupportedError` for rotary settings not understood.
+    Raises `ModelFilesError` for missing metadata, `EngineError` for rotary settings not understood.
     """
     num_heads = int(gguf.require("attention.head_count"))
     return {
@@ -59,9 +59,7 @@ def _head_dim(gguf: GgufFile) -> int:
     head_dim = int(gguf.optional("attention.key_length", default))
     value_dim = int(gguf.optional("attention.value_length", head_dim))
     if value_dim != head_dim:
-        raise UnsupportedError(
-            f"{gguf.path}: attention.value_length={value_dim}: must be attention.key_length {head_dim}."
-        )
+        raise EngineError(f"{gguf.path}: attention.value_length={value_dim}: must be attention.key_length {head_dim}.")
     return head_dim
 
 
@@ -87,12 +85,12 @@ def _rope_parameters(gguf: GgufFile) -> dict[str, Any]:
     head_dim = _head_dim(gguf)
     rotated = int(gguf.optional("rope.dimension_count", head_dim))
     if rotated != head_dim:
-        raise UnsupportedError(f"{gguf.path}: rope.dimension_count={rotated}: must be the head size {head_dim}.")
+        raise EngineError(f"{gguf.path}: rope.dimension_count={rotated}: must be the head size {head_dim}.")
     factor = _linear_factor(gguf)
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": _rope_theta(gguf)}
     if ROPE_FACTORS in gguf.tensors:
         if factor != 1.0:
-            raise UnsupportedError(f"{gguf.path}: {ROPE_FACTORS} and rope.scaling.factor={factor}: expected one.")
+            raise EngineError(f"{gguf.path}: {ROPE_FACTORS} and rope.scaling.factor={factor}: expected one.")
         parameters |= _llama3_rope(gguf, head_dim)
     elif factor != 1.0:
         parameters |= {"rope_type": "linear", "factor": factor}
@@ -107,12 +105,10 @@ def _linear_factor(gguf: GgufFile) -> float:
     """
     kind = str(gguf.optional("rope.scaling.type", "linear"))
     if kind not in ("none", "linear"):
-        raise UnsupportedError(
-            f"{gguf.path}: rope.scaling.type={shown(kind)} is not supported. Supported: none, linear."
-        )
+        raise EngineError(f"{gguf.path}: rope.scaling.type={shown(kind)} is not supported. Supported: none, linear.")
     factor = _shortest_float(gguf.optional("rope.scaling.factor", gguf.optional("rope.scale_linear", 1.0)))
     if not 0.0 <= factor < math.inf:
-        raise UnsupportedError(f"{gguf.path}: rope.scaling.factor={factor}: expected a number above 0.")
+        raise EngineError(f"{gguf.path}: rope.scaling.factor={factor}: expected a number above 0.")
     return 1.0 if kind == "none" or factor == 0.0 else factor
 
 
@@ -130,7 +126,7 @@ def _llama3_rope(gguf: GgufFile, head_dim: int) -> dict[str, Any]:
     smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
     expected = 1.0 / ((1.0 - smooth) / factor + smooth)
     if found.shape != expected.shape or not np.allclose(found, expected, rtol=1e-4):
-        raise UnsupportedError(
+        raise EngineError(
             f"{gguf.path}: {ROPE_FACTORS} does not follow Llama 3's rule: its settings are not known. "
             "Give the model's Hugging Face folder instead."
         )

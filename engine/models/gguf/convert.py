@@ -48,7 +48,7 @@ def convert_gguf(gguf_path: Path, folder: Path, shard_bytes: int = SHARD_BYTES, 
     The folder appears whole or not at all. Several processes may convert into the same folder at once: the
     first to finish wins and the others' work is dropped; an existing folder is left as it is.
 
-    Raises `ModelFilesError` for an unreadable or incomplete file, `UnsupportedError` for an
+    Raises `ModelFilesError` for an unreadable or incomplete file, `EngineError` for an
     architecture, tensor, rotary setting or tokenizer that would not be converted exactly.
     """
     gguf = open_gguf(gguf_path)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....system.untrusted import shown, shown_name
-from ...errors import ModelFilesError, UnsupportedError
+from ...errors import EngineError, ModelFilesError
 from .keys import ARCHITECTURES, refused_keys
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def open_binary(path: Path) -> BufferedReader:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Open a GGUF file and read its metadata. Raises `ModelFilesError` for a damaged file; `UnsupportedError` for
+    """Open a GGUF file and read its metadata. Raises `ModelFilesError` for a damaged file; `EngineError` for
     another architecture, a key that asks for what is not served, and a kind of quantisation that is not read.
     """
     with open_binary(path) as stream:
@@ -131,7 +131,7 @@ def open_gguf(path: Path) -> GgufFile:
         walk = _Walk(content)
         version, num_tensors, num_keys = walk.preamble()
         if version not in _VERSIONS:
-            raise UnsupportedError(
+            raise EngineError(
                 f"{path}: version {version} of GGUF is not supported. Convert the model again; current files have 3."
             )
         places = walk.keys(num_keys, lambda architecture: _check_architecture(path, architecture))
@@ -139,12 +139,12 @@ def open_gguf(path: Path) -> GgufFile:
         _check_architecture(path, scalars.get("general.architecture"))
         problems = refused_keys(scalars, {key for key, (is_array, _) in places.items() if is_array})
         if problems:
-            raise UnsupportedError(f"{path}: {' '.join(problems)} Give the model's Hugging Face folder instead.")
+            raise EngineError(f"{path}: {' '.join(problems)} Give the model's Hugging Face folder instead.")
         tensors = walk.tensors(num_tensors, scalars.get("general.alignment", _ALIGNMENT))
         _check_kinds(path, tensors)
         _check_sizes(tensors, len(content))
         if walk.order == ">":
-            raise UnsupportedError(f"{path}: it is of a big-endian machine. Convert it with gguf_convert_endian.")
+            raise EngineError(f"{path}: it is of a big-endian machine. Convert it with gguf_convert_endian.")
         metadata = {key: scalars[key] if key in scalars else read() for key, (_, read) in places.items()}
     except (ValueError, OverflowError) as error:
         raise ModelFilesError(
@@ -155,7 +155,7 @@ def open_gguf(path: Path) -> GgufFile:
 
 def _check_architecture(path: Path, architecture: Any) -> None:
     if architecture not in ARCHITECTURES:
-        raise UnsupportedError(
+        raise EngineError(
             f"{path}: general.architecture={shown(architecture)} is not supported. "
             f"Supported GGUF files: {', '.join(sorted(ARCHITECTURES))}."
         )
@@ -165,7 +165,7 @@ def _check_kinds(path: Path, tensors: Mapping[str, GgufTensor]) -> None:
     for name, tensor in tensors.items():
         if tensor.kind not in KINDS_READ:
             kind = KINDS_NOT_READ.get(tensor.kind, f"number {tensor.kind}, which is none of ggml's known here")
-            raise UnsupportedError(
+            raise EngineError(
                 f"{path}: {shown_name(name)} is quantised as {kind}: not read. Read are "
                 f"{', '.join(found for found, _, _ in KINDS_READ.values())}. Take a file of such a kind, or give the "
                 "model's Hugging Face folder."

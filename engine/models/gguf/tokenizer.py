@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....system.untrusted import shown
-from ...errors import UnsupportedError
+from ...errors import EngineError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -55,16 +55,16 @@ _RULES: Mapping[str, _ByteLevelRules] = {
 
 
 def check_tokenizer(metadata: Mapping[str, Any]) -> None:
-    """Raises `UnsupportedError` for a tokenizer model or a splitting rule that is not known exactly."""
+    """Raises `EngineError` for a tokenizer model or a splitting rule that is not known exactly."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
-        raise UnsupportedError(
+        raise EngineError(
             f"tokenizer.ggml.model={shown(kind)}: not supported. Supported: 'gpt2', 'llama'. "
             "Give the model's Hugging Face folder instead."
         )
     name = str(metadata.get("tokenizer.ggml.pre", "<absent>"))
     if kind == "gpt2" and name not in _RULES:
-        raise UnsupportedError(
+        raise EngineError(
             f"tokenizer.ggml.pre={shown(name)}: its splitting rules are not known here. Supported: "
             f"{', '.join(sorted(_RULES))}. Give the model's Hugging Face folder instead."
         )
@@ -136,7 +136,7 @@ def _merges_from_scores(vocabulary: Mapping[str, int], scores: list[float]) -> l
     """Every split of a piece into two pieces is a merge; the better the piece's score, the earlier."""
     longest = max(map(len, vocabulary), default=0)
     if longest > _MAX_PIECE_CHARACTERS:
-        raise UnsupportedError(
+        raise EngineError(
             f"tokenizer.ggml.tokens: a token of {longest} characters, expected at most {_MAX_PIECE_CHARACTERS}. "
             "Give the model's Hugging Face folder instead."
         )
@@ -173,7 +173,7 @@ def _prepend_bos(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
 
     token = special_token(metadata, "bos")
     if token is None:
-        raise UnsupportedError(
+        raise EngineError(
             "tokenizer.ggml.bos_token_id: missing, but the tokenizer starts every text with it. "
             "The GGUF file is damaged; fetch it again."
         )

@@ -39,7 +39,7 @@ class Recorder:
             rows = torch.arange(len(batch.token_ids))
             everywhere = forward(replace(batch, asked=None, sampled_rows=rows), pool)
             self.logits = dict(zip(batch.positions.tolist(), everywhere, strict=True)) | self.logits
-            asked = rows if batch.asked is None else batch.asked.rows
+            asked = rows if batch.asked is None else batch.asked[0]
             return everywhere[asked[batch.sampled_rows]]
 
         self.engine.backend.decoder.forward = record  # type: ignore[method-assign]

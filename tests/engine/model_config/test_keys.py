@@ -13,7 +13,7 @@ import pytest
 from transformers import CONFIG_MAPPING, PreTrainedConfig, modeling_rope_utils
 
 from lorabatch.engine.config import read_model_config, unknown_config_keys
-from lorabatch.engine.errors import UnsupportedError
+from lorabatch.engine.errors import EngineError
 from lorabatch.engine.model_config import SUPPORTED_MODEL_TYPES
 from lorabatch.engine.model_config.keys import IRRELEVANT, READ, REFUSED, ROPE_READ, unknown_keys
 
@@ -76,7 +76,7 @@ def test_what_is_refused_is_refused_by_name(tmp_path: Path, key: str) -> None:
     path.write_text(json.dumps({"model_type": "llama", **SIZES, key: None}))
     read_model_config(tmp_path)
     path.write_text(json.dumps({"model_type": "llama", **SIZES, key: "x" if key == "transformers_weights" else True}))
-    with pytest.raises(UnsupportedError, match=f"{key}=.* is not supported"):
+    with pytest.raises(EngineError, match=f"{key}=.* is not supported"):
         read_model_config(tmp_path)
 
 

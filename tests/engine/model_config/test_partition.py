@@ -63,20 +63,20 @@ def test_members_have_each_query_and_feature_once_and_the_keys_of_their_queries(
     for partition in partitions_of(model, num_members):
         part = partition.shard
         if is_fused:
-            qkv = numbers(partition.linear("model.layers.0.self_attn.qkv_proj").outputs)
-            gate_up = numbers(partition.linear("model.layers.0.mlp.gate_up_proj").outputs)
+            qkv = numbers(partition.linear("model.layers.0.self_attn.qkv_proj")[0])
+            gate_up = numbers(partition.linear("model.layers.0.mlp.gate_up_proj")[0])
         else:
             names = ("q_proj", "k_proj", "v_proj")
             starts = (0, model.q_size, model.q_size + model.kv_size)
             qkv = [
                 n if n < 0 else n + start
                 for name, start in zip(names, starts, strict=True)
-                for n in numbers(partition.linear(f"model.layers.0.self_attn.{name}").outputs)
+                for n in numbers(partition.linear(f"model.layers.0.self_attn.{name}")[0])
             ]
             gate_up = [
                 n if n < 0 else n + start
                 for name, start in (("gate_proj", 0), ("up_proj", features))
-                for n in numbers(partition.linear(f"model.layers.0.mlp.{name}").outputs)
+                for n in numbers(partition.linear(f"model.layers.0.mlp.{name}")[0])
             ]
         assert len(qkv) == sum(part.parts_of_site("qkv"))
         assert len(gate_up) == 2 * part.intermediate_size
@@ -93,8 +93,8 @@ def test_members_have_each_query_and_feature_once_and_the_keys_of_their_queries(
         assert [n - features for n in up if n >= 0] == [n for n in gate if n >= 0]
         inner.update(n for n in gate if n >= 0)
         # what comes out of these is what the next layer takes in
-        assert numbers(partition.linear("model.layers.0.self_attn.o_proj").inputs) == q
-        assert numbers(partition.linear("model.layers.0.mlp.down_proj").inputs) == gate
+        assert numbers(partition.linear("model.layers.0.self_attn.o_proj")[1]) == q
+        assert numbers(partition.linear("model.layers.0.mlp.down_proj")[1]) == gate
         tokens.update(range(*partition.tokens(vocab_size)))
         assert part.vocab_size == len(range(*partition.tokens(vocab_size)))
     assert queries == Counter(range(model.q_size))
@@ -114,8 +114,8 @@ def test_a_resized_vocabulary_leaves_tokens_where_they_are(vocab_size: int, othe
 
 def test_one_member_adds_the_bias_of_a_sum() -> None:
     members = partitions_of(make_model(attention_bias=True), 4)
-    assert [member.linear("model.layers.0.self_attn.o_proj").has_bias for member in members] == [True] + [False] * 3
-    assert all(member.linear("model.layers.0.self_attn.q_proj").has_bias for member in members)
+    assert [member.adds_bias("model.layers.0.self_attn.o_proj") for member in members] == [True] + [False] * 3
+    assert all(member.adds_bias("model.layers.0.self_attn.q_proj") for member in members)
 
 
 @pytest.mark.parametrize(("num_members", "expected"), [(1, None), (8, None), (9, "the model has 8 query heads")])

@@ -13,7 +13,7 @@ import torch
 
 from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
-from lorabatch.engine.errors import UnsupportedError
+from lorabatch.engine.errors import EngineError
 from lorabatch.engine.models.exact import check_exact_on_cpu, check_exact_on_gpu, is_arithmetic_fixed
 from lorabatch.kernels.native import native_build, native_function
 from lorabatch.kernels.packed_weight import onednn
@@ -53,7 +53,7 @@ def test_without_compiled_kernels_less_is_promised_and_without_onednn_nothing(
     assert said.levelno == logging.WARNING
     assert "give engine_threads" in said.message
     monkeypatch.setattr("lorabatch.kernels.packed_weight.has_onednn", lambda: False)
-    with pytest.raises(UnsupportedError, match="C compiler"):
+    with pytest.raises(EngineError, match="C compiler"):
         Engine(tiny_llama, config)
 
 
@@ -66,7 +66,7 @@ def test_without_compiled_kernels_less_is_promised_and_without_onednn_nothing(
 )
 def test_gpu_kernels_refuse_what_rounds_by_other_rows(settings: dict[str, Any], problem: str) -> None:
     check_exact_on_gpu(EngineConfig(mode="exact"))
-    with pytest.raises(UnsupportedError, match=f"^mode='exact', {problem}"):
+    with pytest.raises(EngineError, match=f"^mode='exact', {problem}"):
         check_exact_on_gpu(EngineConfig(mode="exact", **settings))
 
 

@@ -19,7 +19,7 @@ from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, Result, SamplingParams
 from lorabatch.engine.runner.backend import GpuBackend, MakeBackend, choose_backend
 from lorabatch.engine.runner.gpu_graphs import StepExecutor
-from lorabatch.engine.runner.gpu_runner import FirstSizes, GpuRunner
+from lorabatch.engine.runner.gpu_runner import GpuRunner
 from lorabatch.kernels.launch import is_interpreted
 
 CONFIG = EngineConfig(
@@ -55,13 +55,13 @@ def run(
     return results
 
 
-def watched(seen: list[GpuStep], first: FirstSizes | None) -> MakeBackend:
+def watched(seen: list[GpuStep], first: tuple[int, int, int] | None) -> MakeBackend:
     """A backend whose runner begins with `first` and poisoned scratch, and adds the steps it computes to `seen`."""
 
     class Runner(GpuRunner):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args, first)
-            for scratch in (self._memory.scratch, self._memory.partials.values, self._memory.partials.stats):
+            for scratch in (self._memory.scratch, *self._memory.partials):
                 scratch.fill_(torch.nan)
 
         def forward(self, step: GpuStep) -> torch.Tensor:
@@ -103,7 +103,7 @@ def compare(steps: list[GpuStep]) -> Callable[..., list[Result]]:
         folder: Path,
         adapters: list[Path],
         make_rows: Callable[..., list[Request]] = requests,
-        first: FirstSizes | None = None,
+        first: tuple[int, int, int] | None = None,
         **config: Any,
     ) -> list[Result]:
         model = read_model_config(folder)
@@ -130,7 +130,7 @@ def test_many_adapters_and_the_base_in_one_batch(
         return [replace(r, sampling=replace(r.sampling, **s)) for r, s in zip(made, settings, strict=True)]
 
     compare(tiny_llama, list(tiny_adapters.values()), rows)
-    residents = {tile.plus for step in steps for tile in step.segments.tiles_list()}
+    residents = {plus for step in steps for _, _, plus, _, _ in step.segments.tiles_list()}
     assert -1 in residents
     assert len(residents) == 5
     prompts = [step for step in steps if len(step.token_ids) > len(step.sampled_rows)]
@@ -169,9 +169,7 @@ def test_a_rank_beyond_what_buckets_and_scratch_were_made_for(
     steps: list[GpuStep],
 ) -> None:
     wide = make_adapter(tmp_path / "wide", tiny_llama, r=272, target_modules=["q_proj"])
-    compare(
-        tiny_llama, [wide], lambda ids: requests(ids)[::-1], FirstSizes(num_residents=64, num_chunks=4, scratch_rows=16)
-    )
+    compare(tiny_llama, [wide], lambda ids: requests(ids)[::-1], (64, 4, 16))
     assert max(step.segments.limits.scratch_rows for step in steps) > 16
 
 

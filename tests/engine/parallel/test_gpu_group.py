@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lorabatch.engine.config import EngineConfig, Mode
 from lorabatch.engine.engine import Engine
-from lorabatch.engine.errors import UnsupportedError
+from lorabatch.engine.errors import EngineError
 from lorabatch.engine.parallel import device_copies
 from lorabatch.engine.parallel.gpu_backend import GpuGroupBackend
 from lorabatch.engine.parallel.shard import check_served, config_of_member
@@ -299,7 +299,7 @@ def test_each_member_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     check_served(behind)
     assert config_of_member(behind, 2).device == "cuda:3"
     words = r"tensor_parallel=5, device='cuda:0': torch sees 4 GPUs from there on, expected one for each .* Lower"
-    with pytest.raises(UnsupportedError, match=words):
+    with pytest.raises(EngineError, match=words):
         check_served(replace(config, tensor_parallel=5))
-    with pytest.raises(UnsupportedError, match="tensor_parallel=3, device='cuda:2': torch sees 2 GPUs"):
+    with pytest.raises(EngineError, match="tensor_parallel=3, device='cuda:2': torch sees 2 GPUs"):
         check_served(replace(config, device="cuda:2"))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lorabatch.engine.config import EngineConfig, Mode
 from lorabatch.engine.engine import Engine
-from lorabatch.engine.errors import EngineError, UnsupportedError
+from lorabatch.engine.errors import EngineError
 from lorabatch.engine.models.step_batch import StepBatch
 from lorabatch.engine.parallel.backend import GroupBackend
 from lorabatch.engine.request import ExportedRow, Request, Result, SamplingParams
@@ -363,9 +363,9 @@ def test_merging_takes_no_more_meetings_than_dora_needs(
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
-        ({"mode": "exact"}, UnsupportedError, "tensor_parallel=2, mode='exact'"),
-        ({"base_quantization": "fp8"}, UnsupportedError, "base_quantization='fp8': served on GPUs only"),
-        ({"tensor_parallel": 5}, UnsupportedError, "the model has 4 query heads"),
+        ({"mode": "exact"}, EngineError, "tensor_parallel=2, mode='exact'"),
+        ({"base_quantization": "fp8"}, EngineError, "base_quantization='fp8': served on GPUs only"),
+        ({"tensor_parallel": 5}, EngineError, "the model has 4 query heads"),
     ],
 )
 def test_what_groups_do_not_serve_is_refused_by_name(

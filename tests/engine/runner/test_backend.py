@@ -13,7 +13,7 @@ from peft_oracle import POOL_BYTES, prompts, register_all, serve
 
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
-from lorabatch.engine.errors import UnsupportedError
+from lorabatch.engine.errors import EngineError
 from lorabatch.engine.memory.packed import PackedAdapter
 from lorabatch.engine.memory.registry import AdapterRegistry
 from lorabatch.engine.request import Request, SamplingParams
@@ -22,7 +22,8 @@ from lorabatch.engine.runner.backend import (
     GpuBackend,
     MakeBackend,
     backend_type,
-    choose_arithmetic,
+    choose_device,
+    choose_formats,
     gpu_loader_threads,
 )
 from lorabatch.kernels.packed_weight import can_multiply
@@ -59,24 +60,21 @@ def test_memory_and_batching_follow_the_traits_of_the_kernels(
 
 
 def test_a_pool_without_room_for_a_page_is_refused_with_both_sizes(tiny_llama: Path) -> None:
-    with pytest.raises(UnsupportedError, match="pool_bytes=10: one page of this model takes 8192 bytes"):
+    with pytest.raises(EngineError, match="pool_bytes=10: one page of this model takes 8192 bytes"):
         Engine(tiny_llama, EngineConfig(device="cpu", pool_bytes=10))
 
 
 def test_a_cpu_computes_in_fp32_but_for_linear_layers_if_it_is_asked_to() -> None:
     for asked, products in (("auto", "float32"), ("bfloat16", "bfloat16")):
         if can_multiply(products):
-            assert choose_arithmetic(EngineConfig(device="cpu", dtype=asked)) == (
-                CPU,
-                torch.float32,
-                products,
-                getattr(torch, products),
-            )
+            config = EngineConfig(device="cpu", dtype=asked)
+            assert choose_device(config) == CPU
+            assert choose_formats(config, CPU) == (torch.float32, products, getattr(torch, products))
     if can_multiply("int8"):
         config = EngineConfig(device="cpu", base_quantization="int8")
-        assert choose_arithmetic(config) == (CPU, torch.float32, "int8", torch.bfloat16)
+        assert choose_formats(config, CPU) == (torch.float32, "int8", torch.bfloat16)
     interpreted = EngineConfig(device="cpu", dtype="bfloat16", kernels="triton")
-    assert choose_arithmetic(interpreted) == (CPU, torch.bfloat16, None, torch.bfloat16)
+    assert choose_formats(interpreted, CPU) == (torch.bfloat16, None, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -100,8 +98,8 @@ def test_a_format_that_would_be_slow_in_silence_is_refused(
     config: EngineConfig, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lorabatch.kernels.packed_weight.has_dots", lambda products: False)
-    with pytest.raises(UnsupportedError, match=message):
-        choose_arithmetic(config)
+    with pytest.raises(EngineError, match=message):
+        choose_formats(config, CPU)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)], ids=lambda c: f"{c[0]}.{c[1]}")
@@ -116,18 +114,20 @@ def test_products_of_8_bits_need_a_gpu_that_has_them(
     ):
         monkeypatch.setattr(torch.cuda, name, answer)
     config = EngineConfig(device="cuda", base_quantization="fp8")
+    device = choose_device(config)
+    assert device == torch.device("cuda", 0)
     if capability < (8, 9):
-        with pytest.raises(UnsupportedError, match=r"'fp8': A GPU does not multiply in 8-bit .* 8\.9 and later"):
-            choose_arithmetic(config)
+        with pytest.raises(EngineError, match=r"'fp8': A GPU does not multiply in 8-bit .* 8\.9 and later"):
+            choose_formats(config, device)
         return
-    assert choose_arithmetic(config) == (torch.device("cuda", 0), torch.bfloat16, None, torch.bfloat16)
-    with pytest.raises(UnsupportedError, match="'fp8', dtype='float16': products of 8 bits give bfloat16"):
-        choose_arithmetic(replace(config, dtype="float16"))
+    assert choose_formats(config, device) == (torch.bfloat16, None, torch.bfloat16)
+    with pytest.raises(EngineError, match="'fp8', dtype='float16': products of 8 bits give bfloat16"):
+        choose_formats(replace(config, dtype="float16"), device)
 
 
 def test_an_unknown_dtype_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="dtype='int8': must be auto, float32, bfloat16, float16"):
-        choose_arithmetic(EngineConfig(device="cpu", dtype="int8"))
+    with pytest.raises(EngineError, match="dtype='int8': must be auto, float32, bfloat16, float16"):
+        choose_formats(EngineConfig(device="cpu", dtype="int8"), CPU)
 
 
 def test_kernels_on_a_cpu_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_kernels_on_a_cpu_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) 
     assert backend_type(EngineConfig(), CPU) is CpuBackend
     assert backend_type(EngineConfig(), torch.device("cuda")) is GpuBackend
     monkeypatch.setattr("lorabatch.engine.runner.backend.is_interpreted", lambda: False)
-    with pytest.raises(UnsupportedError, match="TRITON_INTERPRET=1"):
+    with pytest.raises(EngineError, match="TRITON_INTERPRET=1"):
         backend_type(EngineConfig(kernels="triton"), CPU)
 
 

@@ -18,7 +18,7 @@ import torch
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.runner import backend
 from lorabatch.engine.runner.backend import GpuBackend
-from lorabatch.engine.runner.compile_ahead import Compiled, EngineKernels, start_compiling, wait_until_compiled
+from lorabatch.engine.runner.compile_ahead import EngineKernels, result_of, start_compiling, wait_until_compiled
 
 LONG_CONTEXT = {"max_position_embeddings": 1024}
 # Each launches other code: biases; norms of heads; windows, softcaps and norms behind layers; no rotation, no gate.
@@ -78,9 +78,9 @@ def test_steps_launch_no_kernel_that_is_not_compiled_ahead(
     assert len(found["found"]) >= 12
 
 
-def compiled(process: subprocess.Popen[bytes] | None) -> Compiled:
+def compiled(process: subprocess.Popen[bytes] | None) -> tuple[int, str]:
     assert process is not None
-    return wait_until_compiled(process)
+    return result_of(process, 600.0)
 
 
 @pytest.mark.long
@@ -91,17 +91,17 @@ def test_steps_find_what_was_compiled_ahead_and_so_do_other_processes(
     kernels = EngineKernels(str(model), "bfloat16", 90)
     # of two that start at a time one compiles, and the other waits for it
     first, other = map(compiled, [start_compiling(kernels), start_compiling(kernels)])
-    assert (first.failed, first.problem, other.failed, other.problem) == ((), None, (), None)
-    assert min(first.num_kernels, other.num_kernels) == 0
+    assert (first[1], other[1]) == ("", "")
+    assert min(first[0], other[0]) == 0
     programs = {path: path.stat().st_mtime_ns for path in cache.glob("*/*.cubin")}
-    assert len(programs) == max(first.num_kernels, other.num_kernels) >= 14
+    assert len(programs) == max(first[0], other[0]) >= 14
     found = run_steps("compile", model, dtype="bfloat16")
     assert found["missing"] == []
     assert len(found["found"]) >= 12
     assert start_compiling(kernels) is None, "a process was started though all is there"
     # each is found by itself, too
     kernels.done.unlink()
-    assert compiled(start_compiling(kernels)).failed == ()
+    assert compiled(start_compiling(kernels))[1] == ""
     assert {path: path.stat().st_mtime_ns for path in cache.glob("*/*.cubin")} == programs
 
 
@@ -154,7 +154,7 @@ def test_what_goes_wrong_is_a_warning(
     with caplog.at_level(logging.WARNING):
         process = start_compiling(EngineKernels(str(model), dtype, 90))
         if process is not None:
-            assert wait_until_compiled(process).problem == problem
+            wait_until_compiled(process)
     assert len(caplog.records) == 1
     assert problem in caplog.text
 
@@ -164,7 +164,8 @@ def test_compiling_that_takes_too_long_is_given_up(
 ) -> None:
     process = start_compiling(EngineKernels(str(tiny_llama), "bfloat16", 90))
     assert process is not None
-    assert wait_until_compiled(process, longest_s=0.1) == Compiled(problem="compiling took longer than 0 s")
+    wait_until_compiled(process, longest_s=0.1)
+    assert "(compiling took longer than 0 s)" in caplog.text
     assert process.returncode == -9
 
 

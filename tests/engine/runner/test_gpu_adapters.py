@@ -13,7 +13,7 @@ from lorabatch.engine.memory.packed import AdapterLayout, PairLayout, SiteLayout
 from lorabatch.engine.memory.residency import ResidentAdapter
 from lorabatch.engine.model_config.model import PACKED_SITES, ModelConfig
 from lorabatch.engine.runner.gpu_adapters import GpuAdapters
-from lorabatch.engine.runner.gpu_runner import FirstSizes
+from lorabatch.engine.runner.gpu_runner import first_sizes
 
 
 def resident(memory: torch.Tensor, model: ModelConfig, order: int, rank: int) -> ResidentAdapter:
@@ -105,6 +105,7 @@ def test_a_step_of_more_adapters_than_the_table_holds_gets_a_larger_table(
 
 
 def test_a_table_for_a_pool_of_nothing_can_grow(model: ModelConfig, memory: torch.Tensor) -> None:
-    first = FirstSizes.of(EngineConfig(max_batch_rows=1, max_step_tokens=1), model, pool_elements=10)
-    adapters = GpuAdapters(memory, model, first.num_residents, first.num_chunks)
+    config = EngineConfig(max_batch_rows=1, max_step_tokens=1)
+    num_residents, num_chunks, _ = first_sizes(config, model, pool_elements=10)
+    adapters = GpuAdapters(memory, model, num_residents, num_chunks)
     assert len(adapters.rows_of([resident(memory, model, order, rank=20) for order in range(5)])) == 5

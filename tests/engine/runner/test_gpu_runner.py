@@ -6,6 +6,7 @@ import inspect
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from lorabatch.engine.runner.gpu_graphs import GraphKey, StepExecutor
 from lorabatch.engine.runner.gpu_runner import GpuRunner
 from lorabatch.engine.runner.runner import LaunchedStep
 from lorabatch.kernels.launch import is_interpreted
-from lorabatch.kernels.paged_attention.libraries import FlashInferAttention, PromptAttention, VarlenAttention
+from lorabatch.kernels.paged_attention.libraries import PromptAttention, attend_by_flashinfer, attend_by_varlen
 from lorabatch.scheduler.batching import Batcher, BatchView, StepPlan
 from lorabatch.tests.kernels.test_prompt_attention import Wrapper, varlen
 
@@ -356,7 +357,9 @@ def test_a_library_s_attention_over_prompts_gives_the_same_tokens(
                 return varlen(query, *rest, **options)
 
             noted.__signature__ = inspect.signature(varlen)  # type: ignore[attr-defined]
-            return VarlenAttention(noted) if library == "varlen" else FlashInferAttention(Wrapper, torch.float32)
+            if library == "varlen":
+                return partial(attend_by_varlen, noted)
+            return partial(attend_by_flashinfer, cache(lambda _rule: Wrapper()), torch.float32)
 
     tokens = []
     engines = (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from lorabatch.engine.errors import ChatTemplateError, ModelFilesError
+from lorabatch.engine.errors import ModelFilesError, TokenizerError
 from lorabatch.engine.text.chat_template import ChatTemplate
 from lorabatch.engine.text.conversation import Conversation
 
@@ -67,19 +67,19 @@ def test_the_time_is_the_jobs_own_so_that_a_resumed_job_asks_the_same() -> None:
 def test_templates_cannot_reach_python(attack: str) -> None:
     try:
         text = ChatTemplate(attack, SPECIAL).render(MESSAGES)
-    except ChatTemplateError:
+    except TokenizerError:
         return
     assert text.strip() == ""
 
 
 def test_a_refusal_of_the_template_is_reported_in_its_own_words() -> None:
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}", SPECIAL)
-    with pytest.raises(ChatTemplateError, match="roles must alternate"):
+    with pytest.raises(TokenizerError, match="roles must alternate"):
         template.render(MESSAGES)
 
 
 def test_a_template_that_fails_on_the_messages_is_a_refusal_too() -> None:
-    with pytest.raises(ChatTemplateError, match="refuses them"):
+    with pytest.raises(TokenizerError, match="refuses them"):
         ChatTemplate("{{ messages[0].content + 1 }}", SPECIAL).render(MESSAGES)
 
 
@@ -146,7 +146,7 @@ ENDLESS = "{{ 9**(9**9) }}"
     ],
 )
 def test_what_a_template_may_take_has_limits(source: str, reason: str) -> None:
-    with pytest.raises(ChatTemplateError, match=reason) as raised:
+    with pytest.raises(TokenizerError, match=reason) as raised:
         ChatTemplate(source, SPECIAL).render(MESSAGES)
     assert str(raised.value).isprintable()
     assert len(str(raised.value)) < 600
@@ -159,7 +159,7 @@ def test_a_prompt_on_which_the_template_breaks_a_limit_costs_no_other_prompt() -
         [Conversation([{"role": "user", "content": text}]) for text in texts]
     )
     assert [prompt for prompt in prompts if isinstance(prompt, str)] == [f"<{number}>" for number in range(1000)]
-    assert isinstance(prompts[700], ChatTemplateError)
+    assert isinstance(prompts[700], TokenizerError)
 
 
 def test_a_template_that_always_takes_too_long_is_given_up() -> None:
@@ -170,7 +170,7 @@ def test_a_template_that_always_takes_too_long_is_given_up() -> None:
     assert reasons[num_tried:] == ["the chat template has taken too long on others and is not tried again"] * (
         1000 - num_tried
     )
-    with pytest.raises(ChatTemplateError, match="not tried again"):
+    with pytest.raises(TokenizerError, match="not tried again"):
         template.render(MESSAGES)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers.models.llama4 import processing_llama4
 from transformers.utils.chat_template_utils import get_json_schema, render_jinja_template
 
-from lorabatch.engine.errors import ChatTemplateError
+from lorabatch.engine.errors import TokenizerError
 from lorabatch.engine.text.chat_template import ChatTemplate
 from lorabatch.engine.text.conversation import Conversation, RenderOptions, read_tools, read_variables
 
@@ -133,7 +133,7 @@ def test_variables_are_those_of_the_template(style: str, variables: dict[str, An
 
 def test_a_variable_that_the_template_does_not_have_is_refused_and_documents_are_always_there() -> None:
     template = ChatTemplate(STYLES["tools in tags"], SPECIAL)
-    with pytest.raises(ChatTemplateError, match=r"no variable 'enable_thinkin' \(chat_template_kwargs\)"):
+    with pytest.raises(TokenizerError, match=r"no variable 'enable_thinkin' \(chat_template_kwargs\)"):
         template.render(CHATS["a question"], RenderOptions(variables={"enable_thinkin": False}))
     documents = RenderOptions(variables={"documents": [{"title": "a"}]})
     source = "{{ messages[0].content }}{{ documents[0].title }}"
@@ -171,7 +171,7 @@ def test_a_last_message_that_is_continued_is_left_open_as_by_transformers(name: 
     try:
         expected = oracle(CONTINUED[name], messages, OPEN)
     except Exception:
-        assert isinstance(ours, ChatTemplateError)
+        assert isinstance(ours, TokenizerError)
         return
     if "CONTINUE_FINAL_MESSAGE_TAG" in expected:  # transformers leaves its mark in a message that is written twice
         assert "more than once" in str(ours)
@@ -187,9 +187,9 @@ def test_answers_with_tools_may_be_continued_too(style: str) -> None:
 
 
 def test_a_message_without_text_and_a_template_that_drops_it_cannot_be_continued() -> None:
-    with pytest.raises(ChatTemplateError, match="the last message has no text to continue"):
+    with pytest.raises(TokenizerError, match="the last message has no text to continue"):
         ChatTemplate(STYLES["tools in tags"], SPECIAL).render([{"role": "assistant", "tool_calls": [CALL]}], OPEN)
-    with pytest.raises(ChatTemplateError, match="leaves out text of the last message"):
+    with pytest.raises(TokenizerError, match="leaves out text of the last message"):
         ChatTemplate(CONTINUED["without it"], SPECIAL).render(CHATS["a question"], OPEN)
 
 

@@ -316,7 +316,7 @@ def test_a_message_cites_the_user_s_words(option: str, value: str, named: str) -
 
 def test_annotations_and_whole_numbers_are_read_as_the_standard_has_them() -> None:
     schema = {"type": "array", "deprecated": True, "uniqueItems": False, "maxItems": 2.0, "x-own": {"not": 1}}
-    assert enforceable(json.dumps(schema)).schema == {"type": "array", "maxItems": 2, "x-own": {"not": 1}}
+    assert enforceable(json.dumps(schema))[0] == {"type": "array", "maxItems": 2, "x-own": {"not": 1}}
     assert problem(schema) is None
 
 

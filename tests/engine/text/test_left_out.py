@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lorabatch.engine.errors import ChatTemplateError
+from lorabatch.engine.errors import TokenizerError
 from lorabatch.engine.text.chat_template import ChatTemplate
 from lorabatch.engine.text.conversation import Conversation, RenderOptions, peculiarities
 from lorabatch.engine.text.template_probe import template_traits
@@ -85,7 +85,7 @@ def test_what_no_change_of_alters_the_prompt_is_left_out(
     if problem is None:
         assert found == template.render_all(rows)[0]
     else:
-        assert isinstance(found, ChatTemplateError)
+        assert isinstance(found, TokenizerError)
         assert problem in str(found)
 
 
@@ -158,16 +158,16 @@ QWEN = (
     ],
 )
 def test_a_prompt_ends_with_what_stands_before_answers(source: str, variables: Any, missing: str) -> None:
-    assert template_traits(ChatTemplate(source, SPECIAL), variables).missing_header == missing
+    assert template_traits(ChatTemplate(source, SPECIAL), variables)[0] == missing
 
 
 def test_what_a_template_drops_by_design_is_found() -> None:
-    assert template_traits(ChatTemplate(BY_ROLE, SPECIAL)).drops == ("reasoning of earlier turns", "names of speakers")
+    assert template_traits(ChatTemplate(BY_ROLE, SPECIAL))[1] == ("reasoning of earlier turns", "names of speakers")
     trimmed = (
         CHATML.replace("m.content", "m.content | trim") + "{% for m in messages %}{{ m.reasoning_content }}{% endfor %}"
     )
     trimmed += "{% for m in messages %}{{ m.name }}{% endfor %}"
-    assert template_traits(ChatTemplate(trimmed, SPECIAL)).drops == ("blanks at the ends of messages",)
+    assert template_traits(ChatTemplate(trimmed, SPECIAL))[1] == ("blanks at the ends of messages",)
 
 
 def test_names_of_speakers_are_found_and_names_of_functions_are_not_theirs() -> None:

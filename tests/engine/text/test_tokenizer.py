@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as TokenizerFile
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from lorabatch.engine.errors import ChatTemplateError, ModelFilesError
+from lorabatch.engine.errors import ModelFilesError, TokenizerError
 from lorabatch.engine.text.conversation import AS_USUAL, Conversation, RenderOptions
 from lorabatch.engine.text.literal import RenderedMessages
 from lorabatch.engine.text.tokenizer import Detokenizer, Tokenizer
@@ -192,7 +192,7 @@ def test_a_missing_or_damaged_tokenizer_file_is_named(tmp_path: Path) -> None:
 
 
 def test_messages_without_a_template_are_refused_with_the_way_out(folder: Path) -> None:
-    with pytest.raises(ChatTemplateError, match="give a prompt instead"):
+    with pytest.raises(TokenizerError, match="give a prompt instead"):
         Tokenizer.from_folder(folder).render(MESSAGES)
 
 

@@ -14,7 +14,7 @@ from peft_oracle import completion_of
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as TokenizerFile
 
-from lorabatch.engine.request import TOOL_CALL_PARSERS, Request, SamplingParams, ToolCall
+from lorabatch.engine.request import TOOL_CALL_PARSERS, Request, SamplingParams
 from lorabatch.engine.sequence import Sequence
 from lorabatch.engine.text.tokenizer import Tokenizer
 from lorabatch.engine.text.tool_calls import parse_tool_calls
@@ -68,7 +68,7 @@ FORMS = {
 def test_calls_that_are_written_are_read_back(form: str, calls: list[tuple[str, Any]], before: str, blank: str) -> None:
     parser, write = FORMS[form]
     found = parse_tool_calls(parser, write(calls, before, blank))
-    assert [(call.name, json.loads(call.arguments)) for call in found] == calls
+    assert [(name, json.loads(arguments)) for name, arguments in found] == calls
 
 
 PIECES = (
@@ -81,10 +81,10 @@ PIECES = (
 @pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
 @given(text=st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=20).map("".join))
 def test_nothing_that_a_model_writes_raises_and_what_is_read_can_be_stored(parser: str, text: str) -> None:
-    for call in parse_tool_calls(parser, text):
-        assert call.name.encode()
-        assert isinstance(json.loads(call.arguments), dict)
-        call.arguments.encode()
+    for name, arguments in parse_tool_calls(parser, text):
+        assert name.encode()
+        assert isinstance(json.loads(arguments), dict)
+        arguments.encode()
 
 
 @pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
@@ -123,7 +123,7 @@ def test_what_is_no_whole_call_stays_text(parser: str, text: str) -> None:
 def test_a_broken_call_costs_no_other() -> None:
     good = '<tool_call>{"name": "g", "arguments": {"a": "</tool_call>"}}</tool_call>'
     assert parse_tool_calls("hermes", f'<tool_call>{{"name": "f"</tool_call>{good}<tool_call>') == (
-        ToolCall("g", '{"a": "</tool_call>"}'),
+        ("g", '{"a": "</tool_call>"}'),
     )
 
 
@@ -165,5 +165,5 @@ def test_markers_that_are_special_tokens_are_seen_and_the_completion_is_unchange
         assert result is not None
         found[name] = result
     assert found[parser].text == found[""].text == tokenizer.decode(token_ids).removesuffix(" STOP")
-    assert found[parser].tool_calls == (ToolCall("f", '{"a": "é"}'),)
+    assert found[parser].tool_calls == (("f", '{"a": "é"}'),)
     assert found[""].tool_calls is None

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from lorabatch.engine.config import EngineConfig, read_model_config
-from lorabatch.engine.errors import ModelFilesError, UnsupportedError
+from lorabatch.engine.errors import EngineError, ModelFilesError
 from lorabatch.engine.models.decoder import Decoder
 from lorabatch.engine.models.gguf.blocks import METADATA_KEY
 from lorabatch.engine.models.gguf.convert import convert_gguf
@@ -205,7 +205,7 @@ def test_llama3_rotary_factors_come_back_as_their_settings(tmp_path):
 
 def test_rotary_factors_of_an_unknown_rule_are_refused(llama, tmp_path):
     tensors = {**gguf_tensors(llama, is_llama=True), "rope_freqs.weight": np.linspace(1, 3, 8, dtype=np.float32)}
-    with pytest.raises(UnsupportedError, match=r"rope_freqs\.weight"):
+    with pytest.raises(EngineError, match=r"rope_freqs\.weight"):
         convert_gguf(write_gguf(tmp_path / "rope.gguf", tensors), tmp_path / "model")
 
 
@@ -467,7 +467,7 @@ Damage = Callable[[dict[str, np.ndarray]], object]
         (lambda t: t.pop("blk.1.attn_k.weight"), ModelFilesError, r"missing tensors: blk\.1\.attn_k\.weight"),
         (
             lambda t: t.update({"blk.0.ffn_gate_exps.weight": np.ones((2, 4), np.float32)}),
-            UnsupportedError,
+            EngineError,
             r"blk\.0\.ffn_gate_exps\.weight",
         ),
     ],
@@ -489,14 +489,14 @@ def test_missing_and_unknown_tensors_are_named(llama, tmp_path, damage: Damage, 
 )
 def test_settings_that_would_not_be_exact_are_refused(llama, tmp_path, metadata, message):
     path = write_gguf(tmp_path / "odd.gguf", gguf_tensors(llama, is_llama=True), metadata=metadata)
-    with pytest.raises(UnsupportedError, match=message):
+    with pytest.raises(EngineError, match=message):
         convert_gguf(path, tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
 
 def test_another_architecture_is_refused_by_name(llama, tmp_path):
     path = write_gguf(tmp_path / "mamba.gguf", gguf_tensors(llama, is_llama=True), "mamba")
-    with pytest.raises(UnsupportedError, match="'mamba' is not supported"):
+    with pytest.raises(EngineError, match="'mamba' is not supported"):
         convert_gguf(path, tmp_path / "model")
 
 
@@ -562,7 +562,7 @@ def test_metadata_that_does_not_fit_together_is_refused_by_name(llama, tmp_path)
         ]
     ):
         path = write_gguf(tmp_path / f"{number}.gguf", tensors, metadata={key: value})
-        with pytest.raises((ModelFilesError, UnsupportedError), match=reason) as raised:
+        with pytest.raises(EngineError, match=reason) as raised:
             convert_gguf(path, tmp_path / "out")
         assert str(raised.value).isprintable()
         assert not (tmp_path / "out").exists()

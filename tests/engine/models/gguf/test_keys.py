@@ -15,7 +15,7 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFWriter
 
 from lorabatch.engine.config import unknown_config_keys
-from lorabatch.engine.errors import UnsupportedError
+from lorabatch.engine.errors import EngineError
 from lorabatch.engine.models.gguf.checks import check_convertible
 from lorabatch.engine.models.gguf.config import model_config
 from lorabatch.engine.models.gguf.file import KINDS_NOT_READ, KINDS_READ, GgufFile, open_gguf
@@ -170,7 +170,7 @@ def test_positions_are_divided_as_by_llama_cpp(
 def test_what_a_key_asks_for_and_is_not_done_is_refused_by_name(
     keys: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UnsupportedError, match=said):
+    with pytest.raises(EngineError, match=said):
         opened(tmp_path / "m.gguf", **keys)
 
 
@@ -206,7 +206,7 @@ def test_a_kind_that_is_not_read_is_refused_by_its_name(kind: str, tmp_path: Pat
     at = content.index(b"blk.0.ffn_up.weight") + len("blk.0.ffn_up.weight") + 4 + 16
     for number, name in ((GGMLQuantizationType[kind].value, kind), (4, "Q4_2"), (99, "number 99")):
         path.write_bytes(content[:at] + number.to_bytes(4, "little") + content[at + 4 :])
-        with pytest.raises(UnsupportedError, match=rf"blk\.0\.ffn_up\.weight is quantised as {name}"):
+        with pytest.raises(EngineError, match=rf"blk\.0\.ffn_up\.weight is quantised as {name}"):
             open_gguf(path)
 
 

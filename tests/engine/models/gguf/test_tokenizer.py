@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer
 
-from lorabatch.engine.errors import UnsupportedError
+from lorabatch.engine.errors import EngineError
 from lorabatch.engine.models.gguf.tokenizer import write_tokenizer
 
 
@@ -122,6 +122,6 @@ def test_sentencepiece_falls_back_to_bytes_for_unknown_letters(tmp_path):
 
 @pytest.mark.parametrize(("changes", "value"), [({"pre": "tekken"}, "tekken"), ({"model": "t5"}, "t5")])
 def test_rules_not_known_exactly_are_refused_by_name(changes, value, tmp_path):
-    with pytest.raises(UnsupportedError, match=value):
+    with pytest.raises(EngineError, match=value):
         write_tokenizer(byte_level_metadata(**changes), tmp_path)
     assert list(tmp_path.iterdir()) == []
