@@ -168,7 +168,7 @@ def audit(
     fetched, and `EngineError` for a model that cannot be read or a machine that can start no process to read adapters.
     """
     from .engine.errors import EngineError
-    from .jobs.adapters import audit_folders
+    from .jobs.opening.adapters import audit_folders
     from .system.untrusted import NoProcessError
 
     urls = [adapters] if isinstance(adapters, str | os.PathLike) else adapters
@@ -386,7 +386,7 @@ def _spec(job: JobSource, options: Mapping[str, Any], client: Client | None) -> 
 
     Raises `JobRequestError` with every problem of the values, and of the files that the valid values name.
     """
-    from .jobs.validation import requested_job
+    from .jobs.opening.validation import requested_job
 
     spec = job if isinstance(job, JobSpec) and not options else requested_job(*_values(job, options))
     # A cluster by address, so that devices are asked of its workers, not of this machine.

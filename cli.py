@@ -68,7 +68,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 def run(job_file: Path | None, options: dict[str, Any], as_json: JsonEndOption = False) -> None:
     """Run a job in the foreground with live progress. The same command again resumes it."""
     with errors_as_exit_codes(as_json=as_json) as ending:
-        from .jobs.validation import requested_job
+        from .jobs.opening.validation import requested_job
 
         _run(requested_job(options, job_file), ending)
 
@@ -198,7 +198,7 @@ def audit(
     """
     with errors_as_exit_codes():
         from .console.tables import print_audits
-        from .jobs.adapters import audit_folders
+        from .jobs.opening.adapters import audit_folders
 
         audits = audit_folders(adapters, model, _storage_options(storage_options), check_values=not headers_only)
         print_audits(audits, as_json=as_json)
@@ -248,7 +248,7 @@ def submit(job_file: Path | None, options: dict[str, Any]) -> None:
     with errors_as_exit_codes():
         from .console.terminal import echo
         from .jobs.input.without_pandas import leave_out_pandas
-        from .jobs.validation import requested_job
+        from .jobs.opening.validation import requested_job
         from .pipeline.submit import submit as submit_job
 
         leave_out_pandas()

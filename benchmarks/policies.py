@@ -37,7 +37,7 @@ from lorabatch.benchmarks.provenance import provenance
 from lorabatch.engine.config import read_model_config
 from lorabatch.engine.models.load import dummy_weights
 from lorabatch.engine.peft.random import write_random_adapter
-from lorabatch.jobs.opening import open_job
+from lorabatch.jobs.opening.opened_job import open_job
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.pipeline.cluster.connect import embedded
 from lorabatch.pipeline.cluster.devices import find_device

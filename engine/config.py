@@ -10,7 +10,7 @@ from ..system.untrusted import MALFORMED, parse_json, read_regular, shown_name
 from .errors import ModelFilesError
 
 if TYPE_CHECKING:
-    from ..scheduler.cost import CostModel
+    from ..scheduler.costs.cost import CostModel
     from .model_config.model import ModelConfig
 
 __all__ = [
@@ -64,7 +64,7 @@ class EngineConfig:
     device: str = "auto"
     #: Mode of serving, see the product documentation; `exact` fixes the arithmetic of each row.
     mode: Mode = "auto"
-    #: Name in `scheduler.batching.BATCHERS` of what chooses the steps; None: the batcher of the mode.
+    #: Name in `scheduler.batchers.batching.BATCHERS` of what chooses the steps; None: the batcher of the mode.
     batcher: str | None = None
     #: Whether the common beginning of several prompts is computed once (in `exact` where compiled CPU kernels serve).
     uses_prefix_cache: bool = True

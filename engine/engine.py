@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ..kernels.layouts.pages import PageLayout
-from ..scheduler.batching import Batcher, BatchView, ReplicaFacts, StepPlan, all_unmerged
+from ..scheduler.batchers.batching import Batcher, BatchView, ReplicaFacts, StepPlan, all_unmerged
+from ..scheduler.costs.fitting import StepSample
 from ..scheduler.estimates.lengths import LengthEstimator
 from ..scheduler.estimates.pace import StepBudget
-from ..scheduler.fitting import StepSample
 from .batching.admission import Room
 from .batching.batch import RunningBatch
 from .batching.policy import choose_batcher
@@ -43,11 +43,11 @@ from .runner.runner import LaunchedStep, StepsInFlight
 from .runner.step_counts import StepCounts
 from .sequence import Sequence
 from .telemetry import EngineTelemetry
-from .text.choices import ChoiceScores
-from .text.completion import Completion
-from .text.confined_tokenizer import adapter_tokenizer
-from .text.token_rules import TokenRules
-from .text.tokenizer import Tokenizer, Tokenizers
+from .text.answers.choices import ChoiceScores
+from .text.answers.completion import Completion
+from .text.answers.token_rules import TokenRules
+from .text.tokenizers.confined_tokenizer import adapter_tokenizer
+from .text.tokenizers.tokenizer import Tokenizer, Tokenizers
 
 
 class Engine:

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..scheduler.cost import CostModel
-from ..scheduler.fitting import FitQuality
+from ..scheduler.costs.cost import CostModel
+from ..scheduler.costs.fitting import FitQuality
 from ..system.local_cache import default_cache_root
 from ..system.untrusted import MALFORMED, parse_json
 from .errors import JobRequestError

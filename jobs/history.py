@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..scheduler.cost import CostModel
+from ..scheduler.costs.cost import CostModel
 from ..scheduler.estimates.lengths import AnswerLengths
 from ..system.local_cache import default_cache_root, file_lock, make_private
 from ..system.untrusted import MALFORMED, parse_json

@@ -20,7 +20,7 @@ from unicodedata import normalize
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ..engine.request import FIRST_OPTIONS, SAMPLING_OPTIONS
-from ..engine.text.conversation import RENDERING_OPTIONS
+from ..engine.text.chat.conversation import RENDERING_OPTIONS
 from ..system.untrusted import parse_json, shortened
 from .errors import DamagedRecordError, naming_damage
 from .option_problems import in_our_words

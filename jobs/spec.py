@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from ..engine.config import BaseQuantization, Mode
 from ..engine.request import SAMPLING_OPTIONS, SamplingParams
 from ..engine.structured_output import CONSTRAINTS, FORMS, constraint_of
-from ..engine.text.conversation import RENDERING_OPTIONS, is_template_text, read_tools, read_variables, written
+from ..engine.text.chat.conversation import RENDERING_OPTIONS, is_template_text, read_tools, read_variables, written
 from .errors import JobRequestError
 from .option_problems import field_name, unknown_options, value_problems, with_next_step, with_suggestion
 from .option_values import TLS_FIELDS, ErrorBudget, TlsFiles, pairs_of, parse_storage_options

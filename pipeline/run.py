@@ -18,7 +18,7 @@ from distributed import Client, Future, KilledWorker, Semaphore
 from distributed.scheduler import NoValidWorkerError, NoWorkerError
 
 from ..jobs.errors import JobFailedError, JobInterruptedError, OutputConflictError, StorageError
-from ..jobs.opening import OpenedJob, open_job
+from ..jobs.opening.opened_job import OpenedJob, open_job
 from ..jobs.record import JobState
 from ..jobs.spec import JobSpec
 from ..jobs.status.notes import job_notes

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from distributed import Client
 
-from ..jobs.opening import open_job
+from ..jobs.opening.opened_job import open_job
 from ..jobs.spec import JobSpec
 from ..jobs.storage.redaction import redacted_url
 from .cluster.background import background_client

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .cost import CostModel
+from .costs.cost import CostModel
 from .planning.placement import Placement, PlacementProblem, as_placed, place_shards
 from .planning.waves import Shard, ShardMode, ShardPlan, dealt_shards, dispatch_order, plan_shards, with_merged_waves
 from .policies import RowsToDeal

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .cost import CostModel
-from .dispatch import DealtShards
+from .assignment.dispatch import DealtShards
+from .costs.cost import CostModel
 from .planning.waves import Shard, ShardMode
 from .scheduler import Scheduler
 from .settings import SchedulerSettings

@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
-from .dispatch import (
+from .assignment.dispatch import (
     AdapterSources,
     DispatchRule,
     ReplicaState,
@@ -21,6 +21,8 @@ from .dispatch import (
     ShardStatus,
     rows_behind,
 )
+from .assignment.migration import MigrationRule, TailMigration
+from .assignment.shares import Share, WorkShares
 from .estimates.run_estimates import RunEstimates
 from .estimates.time_left import TimeLeft
 from .liveness import LivenessDetector
@@ -44,10 +46,8 @@ from .messages import (
     Tick,
     WorkersSeen,
 )
-from .migration import MigrationRule, TailMigration
 from .planning.waves import Shard
 from .settings import SchedulerSettings
-from .shares import Share, WorkShares
 
 # Rows move away from a replica that has more than this many times its share.
 _RELIEVED = 2.0

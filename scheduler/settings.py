@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from .cost import CostModel
+from .assignment.lending import TailSettings
+from .assignment.migration import ReplicaMemory
+from .costs.cost import CostModel
 from .estimates.time_left import PlannedJob
-from .lending import TailSettings
-from .migration import ReplicaMemory
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from lorabatch.cli import app
-from lorabatch.jobs.opening import open_job
+from lorabatch.jobs.opening.opened_job import open_job
 from lorabatch.jobs.spec import JobSpec
 
 NAMES = ("alpha", "beta", "gamma")

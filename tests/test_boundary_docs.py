@@ -7,7 +7,7 @@ from pathlib import Path
 
 import lorabatch
 from lorabatch.engine.model_config import folder, keys
-from lorabatch.engine.text import tokenizer_settings as settings
+from lorabatch.engine.text.tokenizers import tokenizer_settings as settings
 from lorabatch.engine.tokenizer_files import OLDER_VOCABULARIES
 
 _PAGE = Path(lorabatch.__file__).parent / "docs" / "reference" / "model-folder.md"

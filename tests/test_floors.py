@@ -24,7 +24,7 @@ ROOMS = {
             "lorabatch.engine.config",
             "lorabatch.engine.request",
             "lorabatch.engine.peft",
-            "lorabatch.engine.text.tokenizer",
+            "lorabatch.engine.text.tokenizers.tokenizer",
         ),
     ),
     "jobs": (LIGHT - {"pyarrow", "pandas"}, ("lorabatch.jobs.spec", "lorabatch.jobs.store")),

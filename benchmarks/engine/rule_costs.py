@@ -36,7 +36,7 @@ from lorabatch.engine.engine import Engine
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.engine.runner import runner, sampler
 from lorabatch.engine.sequence import Sequence
-from lorabatch.engine.text.token_rules import TokenRules
+from lorabatch.engine.text.answers.token_rules import TokenRules
 
 NUM_ROWS = 128
 _CONFIG = EngineConfig(mode="unmerged", max_batch_rows=NUM_ROWS)

@@ -38,7 +38,7 @@ from lorabatch.engine.engine import Engine
 from lorabatch.engine.memory.limits import total_host_bytes
 from lorabatch.engine.request import ExportedRow, Request, SamplingParams
 from lorabatch.engine.runner.gpu_runner import GpuRunner
-from lorabatch.scheduler.batching import BatchView, ReplicaMode, StepPlan
+from lorabatch.scheduler.batchers.batching import BatchView, ReplicaMode, StepPlan
 
 
 class ExchangeableBatcher:

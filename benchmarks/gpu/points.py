@@ -15,7 +15,7 @@ from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.memory.limits import engine_limits
 from lorabatch.engine.memory.pool import page_layout
 from lorabatch.engine.model_config.model import PACKED_SITES, ModelConfig
-from lorabatch.scheduler.batching import ReplicaMode
+from lorabatch.scheduler.batchers.batching import ReplicaMode
 
 RANK = 16  # of the adapters of `Decoding`
 #: Mode of an engine: `auto` keeps memory for merged weights, the others do not.

@@ -23,8 +23,8 @@ from lorabatch.engine.engine import Engine
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.engine.runner.gpu_runner import GpuRunner
 from lorabatch.engine.runner.runner import LaunchedStep
-from lorabatch.scheduler.fitting import StepSample, fit, fit_quality
-from lorabatch.scheduler.machines import H200_LLAMA_3_8B
+from lorabatch.scheduler.costs.fitting import StepSample, fit, fit_quality
+from lorabatch.scheduler.costs.machines import H200_LLAMA_3_8B
 
 _TABLE_ROWS = 30
 _RANK = 16
@@ -91,7 +91,7 @@ def measure_steady(
     folder_of_traces: Path | None,
 ) -> dict[str, Any]:
     """One row per job; the kernels of some steps of the first with adapters; a cost model fitted to the steps of all
-    jobs, as `scheduler/fitting.py` takes it."""
+    jobs, as `scheduler/costs/fitting.py` takes it."""
     rows: list[dict[str, Any]] = []
     samples: list[StepSample] = []
     found: dict[str, Any] = {"jobs": rows}

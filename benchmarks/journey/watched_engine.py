@@ -15,7 +15,7 @@ from lorabatch.engine.models.step_batch import StepEntry
 from lorabatch.engine.request import ExportedRow, Result
 from lorabatch.engine.sequence import Sequence as RowSequence
 from lorabatch.engine.server.frames import AddRows, ExpectRows, RegisterAdapter, Results
-from lorabatch.scheduler.fitting import StepSample
+from lorabatch.scheduler.costs.fitting import StepSample
 
 #: Environment variable that names the folder for the notes of all engines.
 FOLDER = "LORABATCH_JOURNEY_FOLDER"

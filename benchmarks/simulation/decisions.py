@@ -13,8 +13,8 @@ import numpy as np
 from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.baselines.dlora_migration import AdapterRows, ReplicaLoad, plan_migration
-from lorabatch.scheduler.batching import clustered
-from lorabatch.scheduler.machines import H200_LLAMA_3_8B
+from lorabatch.scheduler.batchers.batching import clustered
+from lorabatch.scheduler.costs.machines import H200_LLAMA_3_8B
 from lorabatch.scheduler.messages import Command, Event
 from lorabatch.scheduler.planning.placement import PlacementProblem, place_shards
 from lorabatch.scheduler.planning.waves import ShardPlan

@@ -24,9 +24,9 @@ from lorabatch.benchmarks.simulation.serving_simulation import ProactiveDispatch
 from lorabatch.scheduler.baselines.batchers import MergedBatcher, unmerged
 from lorabatch.scheduler.baselines.dlora_batching import Credits, DynamicBatcher, dlora_batcher
 from lorabatch.scheduler.baselines.dlora_migration import MigrationSettings
-from lorabatch.scheduler.batching import Batcher
-from lorabatch.scheduler.cost import CostModel
-from lorabatch.scheduler.machines import DLORA_A800_LLAMA_2_7B
+from lorabatch.scheduler.batchers.batching import Batcher
+from lorabatch.scheduler.costs.cost import CostModel
+from lorabatch.scheduler.costs.machines import DLORA_A800_LLAMA_2_7B
 from lorabatch.scheduler.simulation.replica import ReplicaSettings
 from lorabatch.scheduler.simulation.synthetic import (
     draw_adapters,

@@ -3,7 +3,7 @@
 python -m lorabatch.benchmarks.simulation.gpu_changes [--rows 2000]
 
 Before: rows enter as soon as there is a place, with memory for all of `max_tokens`. After: prompts enter together (ADR
-83), and rows take memory as they grow (ADR 84). Llama-3-8B on one GPU as `scheduler/machines.py` assumes it.
+83), and rows take memory as they grow (ADR 84). Llama-3-8B on one GPU as `scheduler/costs/machines.py` assumes it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import replace
 from lorabatch.benchmarks.simulation.growing_rows import Shape, settings_of, workload
 from lorabatch.engine.batching.policy import choose_batcher
 from lorabatch.pipeline.planning import prediction
-from lorabatch.scheduler.batching import Batcher, ReplicaFacts
+from lorabatch.scheduler.batchers.batching import Batcher, ReplicaFacts
 from lorabatch.scheduler.simulation.run import run_planned
 from lorabatch.scheduler.simulation.timeline import JobMetrics
 

@@ -28,10 +28,10 @@ from lorabatch.benchmarks.simulation.lengths import Lengths, read_trace, synthet
 from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.baselines.batchers import unmerged
-from lorabatch.scheduler.batching import Batcher, ReplicaFacts
-from lorabatch.scheduler.cost import CostModel
+from lorabatch.scheduler.batchers.batching import Batcher, ReplicaFacts
+from lorabatch.scheduler.costs.cost import CostModel
+from lorabatch.scheduler.costs.machines import MACHINES
 from lorabatch.scheduler.estimates.lengths import LengthEstimator, expected_tokens
-from lorabatch.scheduler.machines import MACHINES
 from lorabatch.scheduler.planning.bound import JobBound, job_bound
 from lorabatch.scheduler.planning.waves import Shard, ShardPlan
 from lorabatch.scheduler.scheduler import Scheduler

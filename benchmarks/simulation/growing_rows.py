@@ -2,8 +2,8 @@
 
 python -m lorabatch.benchmarks.simulation.growing_rows [--rows 2000]
 
-Llama-3-8B on one GPU as `scheduler/machines.py` assumes it, with the settings of a job. Each job runs three times: rows
-hold memory for all of `max_tokens`; they grow; and they hold what they will need, which is not known.
+Llama-3-8B on one GPU as `scheduler/costs/machines.py` assumes it, with the settings of a job. Each job runs thrice:
+rows hold memory for all of `max_tokens`; they grow; and they hold what they will need, which is not known.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from lorabatch.benchmarks.simulation.serving_simulation import (
 )
 from lorabatch.scheduler.baselines.batchers import unmerged
 from lorabatch.scheduler.baselines.loraserve import assign_loraserve
-from lorabatch.scheduler.cost import CostModel
-from lorabatch.scheduler.machines import LORASERVE_A100_LLAMA_7B
+from lorabatch.scheduler.costs.cost import CostModel
+from lorabatch.scheduler.costs.machines import LORASERVE_A100_LLAMA_7B
 from lorabatch.scheduler.simulation.replica import ReplicaSettings
 from lorabatch.scheduler.simulation.synthetic import (
     draw_adapters,

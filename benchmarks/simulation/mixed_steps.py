@@ -2,8 +2,8 @@
 
 python -m lorabatch.benchmarks.simulation.mixed_steps [--rows 3000]
 
-One H200 with Llama-3-8B as `scheduler/machines.py` assumes it, with the settings of a job. Each job runs twice: rows
-enter as soon as there is a place, and held back as in real jobs.
+One H200 with Llama-3-8B as `scheduler/costs/machines.py` assumes it, with the settings of a job. Each job runs twice:
+rows enter as soon as there is a place, and held back as in real jobs.
 """
 
 from __future__ import annotations

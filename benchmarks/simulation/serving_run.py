@@ -16,8 +16,8 @@ from lorabatch.benchmarks.simulation.serving_simulation import (
     ServingSimulation,
 )
 from lorabatch.scheduler.baselines.dlora_migration import MigrationSettings
-from lorabatch.scheduler.batching import Batcher
-from lorabatch.scheduler.cost import CostModel
+from lorabatch.scheduler.batchers.batching import Batcher
+from lorabatch.scheduler.costs.cost import CostModel
 from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
 from lorabatch.scheduler.simulation.timeline import Timeline
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from lorabatch.scheduler.baselines.dealing import furthest_behind, pending_seconds
 from lorabatch.scheduler.baselines.dlora_migration import AdapterRows, MigrationSettings, ReplicaLoad, plan_migration
-from lorabatch.scheduler.cost import CostModel
+from lorabatch.scheduler.costs.cost import CostModel
 from lorabatch.scheduler.simulation.replica import SimulatedReplica
 from lorabatch.scheduler.workload import BASE_MODEL, Workload
 

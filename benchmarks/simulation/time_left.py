@@ -20,7 +20,7 @@ import numpy as np
 from lorabatch.benchmarks.simulation.lengths import kept_answers
 from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
-from lorabatch.scheduler.batching import ReplicaFacts
+from lorabatch.scheduler.batchers.batching import ReplicaFacts
 from lorabatch.scheduler.estimates.lengths import AnswerLengths, LengthEstimator
 from lorabatch.scheduler.estimates.time_left import PlannedJob, TimeLeft, Work
 from lorabatch.scheduler.estimates.work_left import WorkLeft

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...kernels.layouts.pages import PageLayout
-from ...scheduler.batching import FreeMemory, StepPlan
+from ...scheduler.batchers.batching import FreeMemory, StepPlan
 from ...scheduler.estimates.lengths import PRIOR_SHARE, tokens_to_hold
 from ..memory.pool import PagePool, PageRange
 from ..memory.registry import AdapterRegistry
@@ -410,7 +410,7 @@ class WaitingRows:
         self, running_ids: Collection[str | None], resident_ids: Collection[str], code_of: Mapping[str | None, int]
     ) -> dict[str, float]:
         """Rows that enter before the first of each adapter, by adapter, soonest first: the order of
-        `scheduler.batching.clustered_order`, as if all rows were about as long.
+        `scheduler.batchers.batching.clustered_order`, as if all rows were about as long.
         """
 
         def place(adapter_id: str) -> tuple[int, int, int]:

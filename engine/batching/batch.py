@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...scheduler.batching import MOST_SCORED_PLACES, BatchView, StepPlan, without_vain_merge
+from ...scheduler.batchers.batching import MOST_SCORED_PLACES, BatchView, StepPlan, without_vain_merge
 from ...scheduler.estimates.lengths import LengthsByPrompt
 from ..memory.packed import AdapterLayout
 from ..memory.pool import PageRange
@@ -20,7 +20,7 @@ from ..memory.residency import ResidentAdapter
 from ..models.step_batch import StepEntry
 from ..request import ExportedRow, Request
 from ..sequence import Sequence
-from ..text.sampling_check import token_problems
+from ..text.answers.sampling_check import token_problems
 from .admission import Admission, Room, WaitingRows, row_owner
 
 

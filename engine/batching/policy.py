@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...scheduler.batching import Batcher, MergeWaveBatcher, ReplicaFacts, batcher_of, clustered
-from ...scheduler.cost_batching import PromptsTogether
+from ...scheduler.batchers.batching import Batcher, MergeWaveBatcher, ReplicaFacts, batcher_of, clustered
+from ...scheduler.batchers.cost_batching import PromptsTogether
 from ..config import EngineConfig
 
 

@@ -23,7 +23,7 @@ from .members import StartProcess, start_process
 from .shard import uses_device_sums
 
 if TYPE_CHECKING:
-    from ..text.token_rules import TokenRules
+    from ..text.answers.token_rules import TokenRules
 
 
 class CpuGroupBackend(GroupBackend, CpuBackend):

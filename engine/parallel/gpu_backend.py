@@ -26,7 +26,7 @@ from .members import GroupMembers, StartProcess
 from .messages import UseDevicePool
 
 if TYPE_CHECKING:
-    from ..text.token_rules import TokenRules
+    from ..text.answers.token_rules import TokenRules
 
 
 class GpuGroupBackend(GroupBackend, GpuBackend):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
-from ...scheduler.cost import CostModel
+from ...scheduler.costs.cost import CostModel
 from ...system.codec import Codec
 from ..config import EngineConfig
 from ..memory.packed import AdapterLayout

@@ -26,8 +26,8 @@ from ...kernels.packed_weight.panels import StoredWeight, has_panels
 from ...kernels.paged_attention.compiled import can_attend_compiled
 from ...kernels.paged_attention.libraries import PromptAttention, choose_prompt_attention
 from ...kernels.paged_attention.types import AttentionRule
-from ...scheduler.cost import CostModel
-from ...scheduler.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
+from ...scheduler.costs.cost import CostModel
+from ...scheduler.costs.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
 from ..config import EngineConfig, dtype_on, pool_format
 from ..errors import EngineError
 from ..memory.allocation import host_tier_bytes, zeroed_memory
@@ -50,7 +50,7 @@ from .gpu_runner import GpuRunner
 from .runner import CpuRunner
 
 if TYPE_CHECKING:
-    from ..text.token_rules import TokenRules
+    from ..text.answers.token_rules import TokenRules
 
 logger = logging.getLogger(__name__)
 

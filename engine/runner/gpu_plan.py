@@ -24,7 +24,7 @@ from ..request import SamplingParams
 from ..sequence import Sequence
 
 if TYPE_CHECKING:
-    from ..text.token_rules import TokenRules
+    from ..text.answers.token_rules import TokenRules
 
 SPLIT_KEYS = 512  # see kernels.paged_attention.triton
 DECODE_TILE_ROWS, PREFILL_TILE_ROWS = 16, 64  # see kernels.layouts.segments

@@ -49,7 +49,7 @@ from .runner import LaunchedStep
 from .sampler import PromptLogprobs, SampledTokens
 
 if TYPE_CHECKING:
-    from ..text.token_rules import TokenRules
+    from ..text.answers.token_rules import TokenRules
 
 # per multiprocessor, as in kernels.lora_shrink.triton and kernels.paged_attention.triton
 _SHRINK_PROGRAMS, _ATTENTION_PROGRAMS = 4, 4

@@ -30,7 +30,7 @@ from .sampler import SampledTokens, sample, score_prompts
 from .step_counts import StepCounts
 
 if TYPE_CHECKING:
-    from ..text.token_rules import TokenRules
+    from ..text.answers.token_rules import TokenRules
 
 #: A sequence, its next token (None where the largest logit is no finite number), the token's log-probability, the
 #: likeliest tokens, and log-probabilities of the asked ones.

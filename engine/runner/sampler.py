@@ -26,7 +26,7 @@ from ..request import TopLogprobs
 from ..sequence import Sequence
 
 if TYPE_CHECKING:
-    from ..text.token_rules import TokenRules  # not at run time: members of a group read no texts
+    from ..text.answers.token_rules import TokenRules  # not at run time: members of a group read no texts
 
 # Tokens that are tried in the place of one that a grammar refused, before all that it allows are found.
 _NUM_TRIED = 16

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, fields
 from operator import add, attrgetter
 
-from ...scheduler.cost import StepLoad
+from ...scheduler.costs.cost import StepLoad
 from ...scheduler.messages import StepTotals
 from ..memory.residency import ResidentAdapter
 from ..models.step_batch import StepEntry

@@ -12,7 +12,7 @@ from typing import IO, Any, TypeVar
 
 import msgpack
 
-from ...scheduler.cost import CostModel
+from ...scheduler.costs.cost import CostModel
 from ...system.codec import Codec, MessageError
 from ...system.untrusted import shown_name
 from ..config import EngineConfig

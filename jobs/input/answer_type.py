@@ -16,7 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from ...engine.text.json_schema import pointed_at, resources
+from ...engine.text.answers.json_schema import pointed_at, resources
 from ...system.untrusted import MALFORMED
 
 _MOST_NESTED = 32

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from ...engine.request import SAMPLING_OPTIONS
-from ...engine.text.conversation import read_tools
+from ...engine.text.chat.conversation import read_tools
 from ...system.untrusted import shown, shown_name
 from ..spec import COLUMN_ROLES, PROMPT_ROLES
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import get_args
 
 from ...engine.peft.findings import Verdict
-from ...engine.text.conversation import FINAL_ANSWER, header_note
+from ...engine.text.chat.conversation import FINAL_ANSWER, header_note
 from ..record import JobRecord, adapter_problem
 
 _NAMES_SHOWN = 8

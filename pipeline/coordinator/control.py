@@ -10,7 +10,7 @@ from typing import Any, Self
 from distributed import Client, Status, Worker
 
 from ...jobs.errors import JobCancelledError, JobInterruptedError
-from ...jobs.opening import OpenedJob
+from ...jobs.opening.opened_job import OpenedJob
 from ...jobs.storage.redaction import redacted_url
 from ...jobs.store import JobStore
 from ..cluster.connect import scheduler_lost

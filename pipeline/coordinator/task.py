@@ -25,14 +25,14 @@ from ...jobs.errors import (
     error_of_kind,
 )
 from ...jobs.history import add_to_history
-from ...jobs.opening import OpenedJob
+from ...jobs.opening.opened_job import OpenedJob
 from ...jobs.parts import OF_NO_SHARD, in_words
 from ...jobs.record import changed_adapters
 from ...jobs.status.notes import row_notes
 from ...jobs.storage.limits import expect_away
 from ...jobs.storage.redaction import redacted_url
 from ...jobs.store import part_name
-from ...scheduler.cost import CostModel
+from ...scheduler.costs.cost import CostModel
 from ...scheduler.estimates.lengths import AnswerLengths, LengthEstimator
 from ...scheduler.estimates.step_costs import StepCosts
 from ...scheduler.estimates.time_left import PlannedJob, Work

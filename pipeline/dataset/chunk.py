@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from ...engine.request import SamplingParams
-from ...engine.text.conversation import RENDERING_OPTIONS
+from ...engine.text.chat.conversation import RENDERING_OPTIONS
 from ...jobs.errors import StorageError
 from ...jobs.input.column_types import as_carried
 from ...jobs.input.columns import expected_field, records_samples, sample_field

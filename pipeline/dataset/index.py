@@ -19,8 +19,8 @@ from typing import Any
 import pyarrow as pa
 
 from ...engine.errors import ModelFilesError, TokenizerError, curable
-from ...engine.text.confined_tokenizer import MissingTokenizer, adapter_tokenizer
-from ...engine.text.tokenizer import Tokenizer
+from ...engine.text.tokenizers.confined_tokenizer import MissingTokenizer, adapter_tokenizer
+from ...engine.text.tokenizers.tokenizer import Tokenizer
 from ...jobs.errors import DamagedRecordError, StorageError
 from ...jobs.record import JobRecord
 from ...jobs.storage.local_copy import local_folder

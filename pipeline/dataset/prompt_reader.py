@@ -16,18 +16,18 @@ import pyarrow as pa
 
 from ...engine.errors import TokenizerError
 from ...engine.request import SamplingParams
-from ...engine.text.boundary import split_at_prompt, texts_behind
-from ...engine.text.choices import steps_of_choice
-from ...engine.text.confined_tokenizer import MissingTokenizer
-from ...engine.text.conversation import (
+from ...engine.text.answers.choices import steps_of_choice
+from ...engine.text.chat.conversation import (
     RENDERING_OPTIONS,
     SPLIT_AND_CONTINUED,
     Conversation,
     RenderOptions,
     peculiarities,
 )
-from ...engine.text.literal import RenderedMessages
-from ...engine.text.tokenizer import Tokenizer
+from ...engine.text.chat.literal import RenderedMessages
+from ...engine.text.tokenizers.boundary import split_at_prompt, texts_behind
+from ...engine.text.tokenizers.confined_tokenizer import MissingTokenizer
+from ...engine.text.tokenizers.tokenizer import Tokenizer
 from ...jobs.input.columns import role_values
 from ...jobs.spec import PROMPT_ROLES, SAMPLING_COLUMNS
 from .chunk import IndexJob

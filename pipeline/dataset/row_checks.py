@@ -15,13 +15,13 @@ from typing import Any
 from ...engine.errors import TokenizerError
 from ...engine.request import SAMPLING_OPTIONS, SamplingParams
 from ...engine.structured_output import CONSTRAINTS, FORMS, constraint_of
-from ...engine.text.boundary import first_merged, texts_behind
-from ...engine.text.choices import MOST_TOKENS
-from ...engine.text.conversation import RenderOptions, content_text, read_tools, read_variables
-from ...engine.text.literal import RenderedMessages
-from ...engine.text.reasoning import is_begun_by, is_open_in
-from ...engine.text.sampling_check import problems_with_model
-from ...engine.text.tokenizer import Tokenizer
+from ...engine.text.answers.choices import MOST_TOKENS
+from ...engine.text.answers.reasoning import is_begun_by, is_open_in
+from ...engine.text.answers.sampling_check import problems_with_model
+from ...engine.text.chat.conversation import RenderOptions, content_text, read_tools, read_variables
+from ...engine.text.chat.literal import RenderedMessages
+from ...engine.text.tokenizers.boundary import first_merged, texts_behind
+from ...engine.text.tokenizers.tokenizer import Tokenizer
 from ...system.untrusted import parse_json
 
 _SHOWN_CHARS = 60

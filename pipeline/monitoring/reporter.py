@@ -24,7 +24,7 @@ from ...jobs.errors import (
     OutputConflictError,
     StorageError,
 )
-from ...jobs.opening import OpenedJob
+from ...jobs.opening.opened_job import OpenedJob
 from ...jobs.option_values import ErrorBudget
 from ...jobs.record import BEGINNING_PHASES, JobState, Phase
 from ...jobs.status.job_status import is_silent

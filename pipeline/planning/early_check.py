@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from ...jobs.errors import ErrorBudgetError, InputRowsError
 from ...jobs.input.columns import readable
-from ...jobs.opening import OpenedJob
+from ...jobs.opening.opened_job import OpenedJob
 from ..dataset.chunk import ChunkRef, IndexJob, RowGroupRef, read_column
 from ..dataset.index import IndexTotals, index_chunk, list_chunks
 from .plan import check_rows

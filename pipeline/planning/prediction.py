@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.memory.limits import ROWS_GROW, adapter_growth
-from ...scheduler.batching import Batcher, ReplicaFacts
+from ...scheduler.batchers.batching import Batcher, ReplicaFacts
 from ...scheduler.estimates.lengths import AnswerModel, spread_quantiles
 from ...scheduler.forecast import (
     CutRows,

@@ -3,7 +3,7 @@
 As many engines run at once as a job would run here: engines of one machine share its memory, caches and cores with the
 workers that host them, so that an engine measured alone looks faster than it will be. Every measured step is a step of
 the real engine with the model's own weights and random adapters. Steps cover a grid of loads, switches of the merged
-adapter and loads of adapters. `scheduler/fitting.py` fits the cost model.
+adapter and loads of adapters. `scheduler/costs/fitting.py` fits the cost model.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from ...jobs.cost_profile import CostProfile, machine, profile_path
 from ...jobs.errors import JobFailedError
 from ...jobs.spec import JobSpec
 from ...jobs.storage.local_copy import local_folder, model_sha256
-from ...scheduler.cost import StepLoad
-from ...scheduler.fitting import StepSample, fit, fit_loads, fit_quality, meeting_total
-from ...scheduler.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
+from ...scheduler.costs.cost import StepLoad
+from ...scheduler.costs.fitting import StepSample, fit, fit_loads, fit_quality, meeting_total
+from ...scheduler.costs.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
 from ...system.local_cache import make_private, temporary_folder
 from ..cluster.connect import DEFAULT_WORKERS, embedded
 from ..cluster.devices import device_kind

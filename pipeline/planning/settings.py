@@ -35,16 +35,16 @@ from ...engine.model_config.model import ModelConfig
 from ...jobs.agreement import Agreement
 from ...jobs.errors import JobRequestError
 from ...jobs.history import history_path, known_agreement, read_history
-from ...jobs.opening import OpenedJob
+from ...jobs.opening.opened_job import OpenedJob
 from ...jobs.spec import JobSpec, policy_problem
 from ...jobs.storage.local_copy import is_remote
-from ...scheduler.batching import Batcher, ReplicaFacts
-from ...scheduler.cost import CostModel
+from ...scheduler.assignment.lending import TailSettings
+from ...scheduler.assignment.migration import ReplicaMemory
+from ...scheduler.batchers.batching import Batcher, ReplicaFacts
+from ...scheduler.costs.cost import CostModel
+from ...scheduler.costs.machines import MACHINES
 from ...scheduler.estimates.lengths import PRIOR_SHARE, AnswerLengths
 from ...scheduler.forecast import WaveMode
-from ...scheduler.lending import TailSettings
-from ...scheduler.machines import MACHINES
-from ...scheduler.migration import ReplicaMemory
 from ...scheduler.policies import POLICIES, dealing
 from ...scheduler.settings import SchedulerSettings
 from ...scheduler.workload import AdapterInfo

@@ -22,7 +22,7 @@ from ...jobs.cost_profile import read_profile
 from ...jobs.errors import JobRequestError
 from ...jobs.option_values import check_speeds, parse_speeds
 from ...jobs.spec import policy_problem
-from ...scheduler.machines import MACHINES
+from ...scheduler.costs.machines import MACHINES
 from ...scheduler.policies import PLACEMENTS, POLICIES
 from ...scheduler.simulation.run import PolicyRun
 from ...scheduler.simulation.synthetic import (

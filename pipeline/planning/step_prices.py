@@ -16,8 +16,8 @@ from ...engine.model_config.model import ModelConfig
 from ...engine.model_config.partition import Partition
 from ...jobs.cost_profile import profile_path, read_profile
 from ...jobs.spec import JobSpec
-from ...scheduler.cost import CostModel
-from ...scheduler.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B, MACHINES
+from ...scheduler.costs.cost import CostModel
+from ...scheduler.costs.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B, MACHINES
 
 # Parameters and threads per engine that the presets stand for.
 _CPU_PRESET_PARAMETERS, _CPU_PRESET_THREADS = 134.5e6, 1

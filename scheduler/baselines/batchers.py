@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from ..batching import Batcher, BatchView, MergeWaveBatcher, ReplicaFacts, StepPlan, as_step_plan
+from ..batchers.batching import Batcher, BatchView, MergeWaveBatcher, ReplicaFacts, StepPlan, as_step_plan
 from ..workload import BASE_MODEL
 
 

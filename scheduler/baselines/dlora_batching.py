@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..batching import Batcher, BatchView, MergeWaveBatcher, Ranks, ReplicaFacts, StepPlan, as_step_plan
-from ..cost import CostModel, lora_load
+from ..batchers.batching import Batcher, BatchView, MergeWaveBatcher, Ranks, ReplicaFacts, StepPlan, as_step_plan
+from ..costs.cost import CostModel, lora_load
 
 # dLoRA's credits per adapter, in batches: what it may serve out of turn before it must have waited.
 _CREDIT_BATCHES = 200.0

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..dispatch import ReplicaState
+from ..assignment.dispatch import ReplicaState
+from ..assignment.migration import OpenShards, rows_here
 from ..estimates.lengths import PRIOR_SHARE, LengthEstimator
 from ..estimates.pace import planned_work
 from ..messages import MigrateRows, ReplicaReported
-from ..migration import OpenShards, rows_here
 from ..planning.waves import Shard
 from ..settings import SchedulerSettings
 from .dlora_migration import AdapterRows, MigrationSettings, ReplicaLoad, Transfer, plan_migration

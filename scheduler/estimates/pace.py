@@ -12,7 +12,7 @@ from operator import mul
 
 import numpy as np
 
-from ..cost import CostModel, StepLoad
+from ..costs.cost import CostModel, StepLoad
 from ..messages import ReplicaReported
 from ..planning.waves import Shard
 from .step_costs import prices

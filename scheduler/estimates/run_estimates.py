@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..cost import CostModel
+from ..costs.cost import CostModel
 from ..messages import ReplicaReported
 from ..planning.waves import Shard
 from .lengths import PRIOR_SHARE, LengthEstimator

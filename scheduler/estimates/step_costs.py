@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost import STEP_COEFFICIENTS, CostModel
-from ..fitting import nonnegative_least_squares
+from ..costs.cost import STEP_COEFFICIENTS, CostModel
+from ..costs.fitting import nonnegative_least_squares
 from ..messages import StepTotals
 
 # Most equations that are kept; later ones are added to the last.

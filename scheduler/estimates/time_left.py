@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ..cost import CostModel
+from ..costs.cost import CostModel
 from .lengths import AnswerLengths
 
 # Standard deviations. Costs deviate by a share of the seconds that are left: guessed for this machine, measured before

@@ -18,7 +18,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..cost import AdapterSource, CostModel, prompt_pairs
+from ..costs.cost import AdapterSource, CostModel, prompt_pairs
 from ..workload import Workload
 
 

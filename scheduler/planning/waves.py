@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost import CostModel, StepLoad
+from ..costs.cost import CostModel, StepLoad
 from ..workload import BASE_MODEL, Workload
 
 ShardMode = Literal["none", "base", "unmerged", "merged", "mixture"]

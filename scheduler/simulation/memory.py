@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost import AdapterSource, CostModel
+from ..costs.cost import AdapterSource, CostModel
 from ..workload import AdapterInfo, Workload
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost import CostModel, StepLoad, lora_load, prompt_pairs
+from ..costs.cost import CostModel, StepLoad, lora_load, prompt_pairs
 
 
 @dataclass(frozen=True, slots=True, eq=False)

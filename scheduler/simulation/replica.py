@@ -26,8 +26,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..batching import MOST_SCORED_PLACES, Batcher, BatchView, FreeMemory, StepPlan, all_unmerged, without_vain_merge
-from ..cost import AdapterSource, CostModel, StepLoad
+from ..batchers.batching import (
+    MOST_SCORED_PLACES,
+    Batcher,
+    BatchView,
+    FreeMemory,
+    StepPlan,
+    all_unmerged,
+    without_vain_merge,
+)
+from ..costs.cost import AdapterSource, CostModel, StepLoad
 from ..estimates.lengths import LengthEstimator, LengthsByPrompt, expected_tokens, tokens_to_hold
 from ..estimates.pace import StepBudget
 from ..messages import StepTotals

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..batching import Batcher, ReplicaFacts
-from ..cost import CostModel
+from ..batchers.batching import Batcher, ReplicaFacts
+from ..costs.cost import CostModel
 from ..estimates.lengths import LengthEstimator
 from ..planning.waves import ShardPlan
 from ..policies import make_scheduler

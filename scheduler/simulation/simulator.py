@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost import AdapterSource
+from ..costs.cost import AdapterSource
 from ..messages import (
     AdapterFetch,
     Command,

@@ -46,9 +46,9 @@ from lorabatch.engine.runner.gpu_plan import SPLIT_KEYS
 from lorabatch.engine.runner.gpu_runner import GpuRunner, full_rows_of
 from lorabatch.engine.runner.runner import LaunchedStep
 from lorabatch.kernels.native import native_build
-from lorabatch.scheduler.cost import CostModel
-from lorabatch.scheduler.fitting import StepSample
-from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
+from lorabatch.scheduler.costs.cost import CostModel
+from lorabatch.scheduler.costs.fitting import StepSample
+from lorabatch.scheduler.costs.machines import CPU_SMOLLM2_135M
 from lorabatch.tests.engine.stub_device import StubDevice, backend_of, tokens_and_seconds
 
 KNOWN = CPU_SMOLLM2_135M.to_json().keys()

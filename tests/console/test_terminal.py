@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from typer.testing import CliRunner
 
 from lorabatch.cli import app
-from lorabatch.jobs.opening import open_job
+from lorabatch.jobs.opening.opened_job import open_job
 from lorabatch.jobs.spec import JobSpec
 
 

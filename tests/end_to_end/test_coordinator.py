@@ -19,7 +19,7 @@ from echo_job import ECHO_FACTORY, EchoJob, Watcher, make_rows, wait_until
 from lorabatch.benchmarks.simulation.replay import replay_job
 from lorabatch.engine.config import EngineConfig
 from lorabatch.jobs.errors import InputRowsError, JobFailedError
-from lorabatch.jobs.opening import open_job
+from lorabatch.jobs.opening.opened_job import open_job
 from lorabatch.jobs.record import JobState
 from lorabatch.jobs.report.timeline import read_timelines
 from lorabatch.jobs.spec import JobSpec

@@ -17,7 +17,7 @@ import pytest
 from lorabatch.jobs.cost_profile import CostProfile
 from lorabatch.jobs.report.page import write_report
 from lorabatch.jobs.store import JobStore
-from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
+from lorabatch.scheduler.costs.machines import CPU_SMOLLM2_135M
 
 MAX_TOKENS = 12
 PROMPTS = ("the quick brown fox", "once upon a midnight dreary, while I", "name: Ada Lovelace, phone", "SELECT id FROM")

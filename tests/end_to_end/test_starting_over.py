@@ -9,7 +9,7 @@ import pytest
 from echo_job import EchoJob, Watcher, make_rows
 
 from lorabatch.jobs.errors import ErrorBudgetError, OutputConflictError
-from lorabatch.jobs.opening import open_job
+from lorabatch.jobs.opening.opened_job import open_job
 from lorabatch.jobs.record import JobRecord, JobState
 from lorabatch.jobs.spec import JobSpec
 

@@ -10,7 +10,7 @@ from lorabatch.engine.models.step_batch import StepEntry
 from lorabatch.engine.runner.backend import CpuBackend, MakeBackend
 from lorabatch.engine.runner.runner import LaunchedStep
 from lorabatch.engine.runner.sampler import SampledTokens
-from lorabatch.scheduler.fitting import StepSample
+from lorabatch.scheduler.costs.fitting import StepSample
 
 EOS, OTHER = 2, 7
 

@@ -14,9 +14,9 @@ import pytest
 from lorabatch.engine.errors import TokenizerError
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, Result, SamplingParams
-from lorabatch.engine.text import confined_tokenizer
-from lorabatch.engine.text.confined_tokenizer import adapter_tokenizer
-from lorabatch.engine.text.tokenizer import Detokenizer, Tokenizer
+from lorabatch.engine.text.tokenizers import confined_tokenizer
+from lorabatch.engine.text.tokenizers.confined_tokenizer import adapter_tokenizer
+from lorabatch.engine.text.tokenizers.tokenizer import Detokenizer, Tokenizer
 
 #: What makes a text of tokens -> steps of decoding, behind the base's own.
 DECODERS: dict[str, list[dict[str, Any]]] = {

@@ -15,9 +15,9 @@ from peft_oracle import make_engine, prompts, register_all
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.request import Request, Result, SamplingParams
-from lorabatch.scheduler.batching import Batcher, BatchView, StepPlan
-from lorabatch.scheduler.cost import CostModel
-from lorabatch.scheduler.machines import CPU_SMOLLM2_135M, DLORA_A800_LLAMA_2_7B
+from lorabatch.scheduler.batchers.batching import Batcher, BatchView, StepPlan
+from lorabatch.scheduler.costs.cost import CostModel
+from lorabatch.scheduler.costs.machines import CPU_SMOLLM2_135M, DLORA_A800_LLAMA_2_7B
 
 PAGE_BYTES = 8192  # 16 tokens of the tiny model
 

@@ -24,7 +24,7 @@ from lorabatch.engine.models.step_batch import StepEntry
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.kernels.native import native_function
 from lorabatch.kernels.native.segments import SiteSegments
-from lorabatch.scheduler.cost import StepLoad, prompt_pairs
+from lorabatch.scheduler.costs.cost import StepLoad, prompt_pairs
 
 
 @pytest.fixture(scope="module")

@@ -139,7 +139,7 @@ def test_what_is_asked_for_stays() -> None:
 
 def test_a_folder_of_shapes_can_be_read_like_any_other(tmp_path: Path) -> None:
     from lorabatch.engine.config import read_model_config
-    from lorabatch.engine.text.tokenizer import Tokenizer
+    from lorabatch.engine.text.tokenizers.tokenizer import Tokenizer
 
     folder = write_model_folder(tmp_path / "model", LLAMA_3_2_1B)
     assert read_model_config(folder) == model_of(LLAMA_3_2_1B)

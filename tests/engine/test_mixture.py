@@ -17,7 +17,7 @@ from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, SamplingParams
-from lorabatch.scheduler.batching import (
+from lorabatch.scheduler.batchers.batching import (
     BATCHERS,
     Batcher,
     BatchView,
@@ -26,9 +26,9 @@ from lorabatch.scheduler.batching import (
     clustered,
     in_clusters,
 )
-from lorabatch.scheduler.cost_batching import CostBatcher
+from lorabatch.scheduler.batchers.cost_batching import CostBatcher
+from lorabatch.scheduler.costs.machines import DLORA_A800_LLAMA_2_7B
 from lorabatch.scheduler.estimates.lengths import LengthEstimator
-from lorabatch.scheduler.machines import DLORA_A800_LLAMA_2_7B
 
 
 class Chosen:

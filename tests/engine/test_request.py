@@ -12,7 +12,7 @@ from lorabatch.engine.config import EngineConfig, Mode
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import ExportedRow, Request, Result, SamplingParams
-from lorabatch.engine.text.tokenizer import Tokenizer
+from lorabatch.engine.text.tokenizers.tokenizer import Tokenizer
 from lorabatch.system.codec import from_plain, to_plain
 
 MODES: tuple[Mode, ...] = ("unmerged", "merged", "exact")

@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 
 from lorabatch.engine.peft import patterns
-from lorabatch.engine.text import chat_template
+from lorabatch.engine.text.chat import chat_template
 
 HERE = Path(__file__).resolve()
 _STATUS, _CURRENT = "status.json", "current"

@@ -21,7 +21,7 @@ from lorabatch.engine.telemetry import EngineTelemetry
 from lorabatch.pipeline.messages import CoordinatorStarted, PublishedState, StopRun, WorkerReport
 from lorabatch.pipeline.migration import peers
 from lorabatch.pipeline.monitoring.topics import CONTROL, REPORTS, STATES
-from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
+from lorabatch.scheduler.costs.machines import CPU_SMOLLM2_135M
 from lorabatch.system.codec import MessageError, to_plain
 
 

@@ -25,7 +25,7 @@ from lorabatch.jobs.record import (
     WorkerState,
 )
 from lorabatch.jobs.spec import JobSpec
-from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
+from lorabatch.scheduler.costs.machines import CPU_SMOLLM2_135M
 from lorabatch.scheduler.messages import (
     FoundReplica,
     MigrateRows,

@@ -30,27 +30,27 @@ from lorabatch.engine.models.gguf.convert import convert_gguf
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.peft.tensor_file import TensorReader, read_header
 from lorabatch.engine.request import SamplingParams
-from lorabatch.engine.text.tokenizer import Tokenizer
-from lorabatch.jobs.confined_audit import Auditors
+from lorabatch.engine.text.tokenizers.tokenizer import Tokenizer
 from lorabatch.jobs.cost_profile import read_profile
 from lorabatch.jobs.errors import JobError
 from lorabatch.jobs.history import ModelHistory, read_history
 from lorabatch.jobs.input.columns import find_roles
 from lorabatch.jobs.input.files import pack_schema, read_footers, unified_schema
 from lorabatch.jobs.openai_batch.importing import import_batch
+from lorabatch.jobs.opening.opened_job.confined_audit import Auditors
+from lorabatch.jobs.opening.opened_job.validation import requested_job
 from lorabatch.jobs.report.page import write_report
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.status.job_status import read_status
 from lorabatch.jobs.status.logs import log_lines
 from lorabatch.jobs.store import JobStore
-from lorabatch.jobs.validation import requested_job
 from lorabatch.pipeline.dataset.answers import BegunRow, RowAnswer, decode_journal, encode_answers, encode_begun
 from lorabatch.pipeline.dataset.chunk import ChunkRef, DamagedChunkError, IndexJob, RowGroupRef, read_chunk
 from lorabatch.pipeline.dataset.chunk_rows import ChunkRows
 from lorabatch.pipeline.dataset.prompt_reader import PromptReader
 from lorabatch.pipeline.planning.plan import read_plan
+from lorabatch.scheduler.costs.machines import CPU_SMOLLM2_135M
 from lorabatch.scheduler.estimates.lengths import AnswerLengths
-from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
 
 # Adapter folders
 

@@ -10,7 +10,7 @@ from fuzz_targets import TARGETS
 from hypothesis import HealthCheck, given, settings
 
 from lorabatch.engine.peft import patterns
-from lorabatch.engine.text import chat_template
+from lorabatch.engine.text.chat import chat_template
 
 
 @pytest.mark.parametrize("share", [pytest.param(0.05, id="few"), pytest.param(1.0, id="all", marks=pytest.mark.long)])

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from lorabatch.jobs.history import ModelHistory, add_to_history, history_path, read_history
+from lorabatch.scheduler.costs.machines import CPU_SMOLLM2_135M
 from lorabatch.scheduler.estimates.lengths import AnswerLengths
-from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
 
 
 def answers(num_rows: int, output_tokens: int) -> AnswerLengths:

@@ -15,9 +15,9 @@ from lorabatch.engine.config import EngineConfig, Mode
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, Result, SamplingParams
-from lorabatch.engine.text.completion import Completion
-from lorabatch.engine.text.token_rules import TokenRules
-from lorabatch.engine.text.tokenizer import Tokenizer, Tokenizers
+from lorabatch.engine.text.answers.completion import Completion
+from lorabatch.engine.text.answers.token_rules import TokenRules
+from lorabatch.engine.text.tokenizers.tokenizer import Tokenizer, Tokenizers
 
 POOL_BYTES = 4 << 20
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from lorabatch.engine.config import EngineConfig, Mode
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.request import Request, Result, SamplingParams
-from lorabatch.scheduler.batching import BatchView, ReplicaMode, StepPlan
+from lorabatch.scheduler.batchers.batching import BatchView, ReplicaMode, StepPlan
 
 PAGE_BYTES = 8192  # 16 tokens of the tiny model
 # An adapter of rank 64 takes 58 pages, a row at most 4.

@@ -16,7 +16,7 @@ from lorabatch.engine.parallel.cpu_backend import choose_group_backend
 from lorabatch.engine.parallel.member import Inbox, serve
 from lorabatch.engine.parallel.messages import TO_MEMBER
 from lorabatch.engine.server.frames import read_frame
-from lorabatch.scheduler.batching import Batcher
+from lorabatch.scheduler.batchers.batching import Batcher
 from lorabatch.system.codec import MessageError
 
 

@@ -16,11 +16,11 @@ import pytest
 from echo_host import Host
 
 from lorabatch.engine.request import Request
-from lorabatch.jobs.opening import make_record
+from lorabatch.jobs.opening.opened_job import make_record
+from lorabatch.jobs.opening.opened_job.validation import check_job
 from lorabatch.jobs.record import AdapterRecord, JobRecord
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.store import JobStore
-from lorabatch.jobs.validation import check_job
 from lorabatch.pipeline.dataset.answers import RowAnswer
 from lorabatch.pipeline.dataset.chunk import IndexJob
 from lorabatch.pipeline.dataset.index import IndexTotals, index_chunk, list_chunks

@@ -17,7 +17,7 @@ from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, SamplingParams
-from lorabatch.engine.text.tokenizer import Tokenizer
+from lorabatch.engine.text.tokenizers.tokenizer import Tokenizer
 from lorabatch.pipeline.dataset.reader import read_shard
 from lorabatch.pipeline.dataset.writer import part_bytes
 from lorabatch.pipeline.worker.run_shard import read_kept

@@ -29,8 +29,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from small_cluster import Death, Disk, EchoPlugin, SmallCluster, TurningControl, watched, watching
 
 from lorabatch.engine.errors import RUN_AGAIN
-from lorabatch.jobs import opening
 from lorabatch.jobs.errors import JobError, OutputConflictError
+from lorabatch.jobs.opening.opened_job import opened_job as opening
 from lorabatch.jobs.record import AdapterRecord
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.status.job_status import read_status

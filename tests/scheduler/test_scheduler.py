@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lorabatch.scheduler.machines import CPU_SMOLLM2_135M as CPU
+from lorabatch.scheduler.costs.machines import CPU_SMOLLM2_135M as CPU
 from lorabatch.scheduler.messages import (
     FailJob,
     FinishedRows,

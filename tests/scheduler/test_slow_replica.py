@@ -11,10 +11,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from lorabatch.scheduler.assignment.lending import TailSettings
 from lorabatch.scheduler.baselines.batchers import unmerged
-from lorabatch.scheduler.cost import StepLoad
-from lorabatch.scheduler.lending import TailSettings
-from lorabatch.scheduler.machines import CPU_SMOLLM2_135M as CPU
+from lorabatch.scheduler.costs.cost import StepLoad
+from lorabatch.scheduler.costs.machines import CPU_SMOLLM2_135M as CPU
 from lorabatch.scheduler.planning.waves import plan_shards
 from lorabatch.scheduler.scheduler import Scheduler
 from lorabatch.scheduler.settings import SchedulerSettings

@@ -31,9 +31,9 @@ from transformers.utils import chat_template_utils
 
 from lorabatch.demo.base_model import base_model_folder
 from lorabatch.engine.errors import EngineError, ModelFilesError
-from lorabatch.engine.text.conversation import Conversation
-from lorabatch.engine.text.template_probe import template_traits
-from lorabatch.engine.text.tokenizer import Tokenizer
+from lorabatch.engine.text.chat.conversation import Conversation
+from lorabatch.engine.text.tokenizers.template_probe import template_traits
+from lorabatch.engine.text.tokenizers.tokenizer import Tokenizer
 from lorabatch.pipeline.dataset.row_checks import read_messages, read_rendering
 
 _IN_SCRIPTS = re.compile(r"""(?:chat_template|gguf):\s*(`(?:[^`\\]|\\.)*`|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')""", re.S)

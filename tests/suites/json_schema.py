@@ -24,8 +24,8 @@ from masked_rows import MaskedRows, writings
 
 from lorabatch.demo.base_model import base_model_folder
 from lorabatch.engine.request import SamplingParams
-from lorabatch.engine.text.grammar import grammar_problem
-from lorabatch.engine.text.json_schema import KEYWORDS
+from lorabatch.engine.text.answers.grammar import grammar_problem
+from lorabatch.engine.text.answers.json_schema import KEYWORDS
 
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 

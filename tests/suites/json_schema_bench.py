@@ -28,7 +28,7 @@ from masked_rows import MaskedRows
 
 from lorabatch.demo.base_model import base_model_folder
 from lorabatch.engine.request import SamplingParams
-from lorabatch.engine.text.grammar import grammar_problem
+from lorabatch.engine.text.answers.grammar import grammar_problem
 from lorabatch.jobs.input.answer_type import answer_type
 from lorabatch.system.confinement import confined
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.engine.sequence import Sequence
-from lorabatch.engine.text.grammar import Grammars
-from lorabatch.engine.text.tokenizer import Tokenizers
+from lorabatch.engine.text.answers.grammar import Grammars
+from lorabatch.engine.text.tokenizers.tokenizer import Tokenizers
 
 _MOST_WRITINGS = 48
 # Bytes that strings, lists and objects of JSON end with: a random model would seldom choose them.

@@ -31,7 +31,7 @@ from transformers.tokenization_utils_tokenizers import TokenizersBackend
 from lorabatch.engine.errors import EngineError
 from lorabatch.engine.models.gguf import file
 from lorabatch.engine.models.gguf.tokenizer import write_tokenizer
-from lorabatch.engine.text.tokenizer import Tokenizer
+from lorabatch.engine.text.tokenizers.tokenizer import Tokenizer
 
 #: Classes that are documented to be built anew by transformers, while their file is followed here.
 FOLLOW_THEIR_FILE = ("LlamaTokenizer", "GemmaTokenizer", "Qwen2Tokenizer", "GPT2Tokenizer")

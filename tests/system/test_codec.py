@@ -13,8 +13,8 @@ import pytest
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.request import ExportedRow, Request, Result, SamplingParams
 from lorabatch.engine.telemetry import EngineTelemetry
-from lorabatch.scheduler.cost import CostModel
-from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
+from lorabatch.scheduler.costs.cost import CostModel
+from lorabatch.scheduler.costs.machines import CPU_SMOLLM2_135M
 from lorabatch.system.codec import Codec, MessageError
 
 

@@ -42,19 +42,19 @@ def test_what_a_task_raises_is_said_on_one_line_and_the_process_goes_on(process:
     assert str(raised.value).isprintable()
     with pytest.raises(ConfinedError, match="it needs more than 1 GiB of memory"):
         process.run(
-            "engine.text.chat_template", ["{{ 'a' * 2**31 }}", {}, None, [[[], 0]], [AS_USUAL], False], 5, 1 << 30
+            "engine.text.chat.chat_template", ["{{ 'a' * 2**31 }}", {}, None, [[[], 0]], [AS_USUAL], False], 5, 1 << 30
         )
     assert process.run(PATTERNS, [[], PART, []], 1) == []
 
 
 def test_values_without_a_word_in_json_arrive_as_text_and_endless_nests_not_at_all(process: ConfinedProcess) -> None:
     task = ["{{ messages[0].at }}", {}, None, [[[{"at": datetime.date(2025, 1, 2)}], 0]], [AS_USUAL], False]
-    assert process.run("engine.text.chat_template", task, 5)[0] == [[False, "2025-01-02"]]
+    assert process.run("engine.text.chat.chat_template", task, 5)[0] == [[False, "2025-01-02"]]
     nest: list[Any] = []
     for _ in range(100_000):
         nest = [nest]
     with pytest.raises(ConfinedError, match="it nests too deeply"):
-        process.run("engine.text.chat_template", ["", {}, None, nest, [AS_USUAL], False], 5)
+        process.run("engine.text.chat.chat_template", ["", {}, None, nest, [AS_USUAL], False], 5)
     while nest:  # or its destruction would nest as deeply
         nest = nest.pop()
 
@@ -67,7 +67,7 @@ def test_what_a_task_has_left_in_memory_is_not_charged_to_the_next(process: Conf
     assert process.run("jobs.input.row_group", task, 60)["text"] > 500_000_000
     template = "{{ ('a' * 2**26) | length }}"
     answers, _ = process.run(
-        "engine.text.chat_template", [template, {}, None, [[[], 0]], [AS_USUAL], False], 5, 1 << 28
+        "engine.text.chat.chat_template", [template, {}, None, [[[], 0]], [AS_USUAL], False], 5, 1 << 28
     )
     assert answers == [[False, str(2**26)]]
 

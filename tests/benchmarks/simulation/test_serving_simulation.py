@@ -17,7 +17,7 @@ from lorabatch.benchmarks.simulation.serving_simulation import (
     ServingSimulation,
 )
 from lorabatch.scheduler.baselines.batchers import unmerged
-from lorabatch.scheduler.machines import DLORA_A800_LLAMA_2_7B as COST
+from lorabatch.scheduler.costs.machines import DLORA_A800_LLAMA_2_7B as COST
 from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
 from lorabatch.scheduler.simulation.synthetic import (
     draw_adapters,

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lorabatch.scheduler.batching import Batcher
-from lorabatch.scheduler.cost import CostModel, StepLoad
+from lorabatch.scheduler.batchers.batching import Batcher
+from lorabatch.scheduler.costs.cost import CostModel, StepLoad
 from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
 from lorabatch.scheduler.simulation.synthetic import make_workload
 from lorabatch.scheduler.simulation.timeline import Timeline

@@ -21,8 +21,8 @@ from lorabatch.engine.runner.backend import CpuBackend
 from lorabatch.engine.runner.runner import LaunchedStep
 from lorabatch.engine.runner.sampler import SampledTokens
 from lorabatch.engine.sequence import Sequence
-from lorabatch.scheduler.batching import BatchView, StepPlan, clustered
-from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
+from lorabatch.scheduler.batchers.batching import BatchView, StepPlan, clustered
+from lorabatch.scheduler.costs.machines import CPU_SMOLLM2_135M
 from lorabatch.scheduler.simulation.replica import ReplicaSettings
 from lorabatch.tests.engine.batching.simulated import Rows, numbers, play_replica
 

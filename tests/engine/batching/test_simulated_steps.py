@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.request import Request, SamplingParams
-from lorabatch.scheduler.batching import Batcher, clustered
-from lorabatch.scheduler.cost import CostModel
-from lorabatch.scheduler.cost_batching import PromptsTogether
-from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
+from lorabatch.scheduler.batchers.batching import Batcher, clustered
+from lorabatch.scheduler.batchers.cost_batching import PromptsTogether
+from lorabatch.scheduler.costs.cost import CostModel
+from lorabatch.scheduler.costs.machines import CPU_SMOLLM2_135M
 from lorabatch.scheduler.simulation.replica import ReplicaSettings
 from lorabatch.tests.engine.batching.simulated import Rows, numbers, play_replica
 

@@ -23,7 +23,7 @@ from lorabatch.engine.memory.pool import PagePool
 from lorabatch.engine.memory.residency import AdapterResidency
 from lorabatch.engine.request import Request, Result, SamplingParams
 from lorabatch.engine.runner.backend import CpuBackend
-from lorabatch.scheduler.batching import Batcher, BatchView, StepPlan
+from lorabatch.scheduler.batchers.batching import Batcher, BatchView, StepPlan
 
 PAGE_BYTES = 8192
 POLLS = 3

@@ -19,7 +19,7 @@ from lorabatch.engine.request import Request, Result, SamplingParams
 from lorabatch.kernels.decoder_layers import DecoderLayers
 from lorabatch.kernels.native import native_build
 from lorabatch.kernels.packed_weight import can_multiply
-from lorabatch.scheduler.batching import BatchView, StepPlan
+from lorabatch.scheduler.batchers.batching import BatchView, StepPlan
 
 pytestmark = pytest.mark.skipif(native_build() is None, reason="compiled kernels were not built on this machine")
 FAMILIES: dict[str, dict[str, Any]] = {

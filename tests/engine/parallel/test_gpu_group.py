@@ -28,7 +28,7 @@ from lorabatch.engine.parallel.shard import check_served, config_of_member
 from lorabatch.engine.request import Request, Result, SamplingParams
 from lorabatch.engine.runner.gpu_runner import GpuRunner
 from lorabatch.kernels.launch import is_interpreted
-from lorabatch.scheduler.batching import Batcher, BatchView, StepPlan
+from lorabatch.scheduler.batchers.batching import Batcher, BatchView, StepPlan
 from lorabatch.tests.engine.parallel.test_group import Mixing
 
 pytestmark = pytest.mark.skipif(not is_interpreted(), reason="takes as many GPUs as members")

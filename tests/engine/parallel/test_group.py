@@ -23,7 +23,7 @@ from lorabatch.engine.models.step_batch import StepBatch
 from lorabatch.engine.parallel.backend import GroupBackend
 from lorabatch.engine.request import ExportedRow, Request, Result, SamplingParams
 from lorabatch.kernels.packed_weight import Products, can_multiply
-from lorabatch.scheduler.batching import BatchView, StepPlan
+from lorabatch.scheduler.batchers.batching import BatchView, StepPlan
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -1,6 +1,6 @@
 """Adapter folders made to end or to hang the audit: each is refused by name, and the next one is audited.
 
-What libraries do not survive is in `tests/jobs/test_confined_audit.py`.
+What libraries do not survive is in `tests/jobs/opening/test_confined_audit.py`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from lorabatch.engine.request import Request, Result, SamplingParams
-from lorabatch.scheduler.batching import BatchView, StepPlan
+from lorabatch.scheduler.batchers.batching import BatchView, StepPlan
 from lorabatch.tests.engine.runner.test_gpu_runner import PROMPT, MergesFirst, by_id, device_engine, make_engine
 from lorabatch.tests.oracle.peft_oracle import register_all, weights_sha256
 

@@ -29,7 +29,7 @@ from lorabatch.engine.runner.gpu_runner import GpuRunner
 from lorabatch.engine.runner.runner import LaunchedStep
 from lorabatch.kernels.launch import is_interpreted
 from lorabatch.kernels.paged_attention.libraries import PromptAttention, attend_by_flashinfer, attend_by_varlen
-from lorabatch.scheduler.batching import Batcher, BatchView, StepPlan
+from lorabatch.scheduler.batchers.batching import Batcher, BatchView, StepPlan
 from lorabatch.tests.kernels.test_prompt_attention import Wrapper, varlen
 
 PROMPT = (5, 6, 7, 8, 9)

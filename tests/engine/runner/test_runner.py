@@ -22,7 +22,7 @@ from lorabatch.engine.runner.runner import LaunchedStep, StepsInFlight
 from lorabatch.engine.runner.sampler import SampledTokens
 from lorabatch.engine.runner.step_counts import StepCounts
 from lorabatch.engine.sequence import Sequence
-from lorabatch.scheduler.fitting import StepSample
+from lorabatch.scheduler.costs.fitting import StepSample
 from lorabatch.tests.engine.stub_device import StubDevice, backend_of, tokens_and_seconds
 
 

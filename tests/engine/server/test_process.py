@@ -40,7 +40,7 @@ from lorabatch.engine.server.frames import (
 )
 from lorabatch.engine.server.process import is_out_of_memory, kernel_kills
 from lorabatch.engine.telemetry import EngineTelemetry
-from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
+from lorabatch.scheduler.costs.machines import CPU_SMOLLM2_135M
 
 ENGINE_SOURCE = '''
 import os, sys, time

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from lorabatch.engine.text.tokenizer import Tokenizer
+from lorabatch.engine.text.tokenizers.tokenizer import Tokenizer
 from lorabatch.jobs.errors import DamagedRecordError, StorageError
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.dataset.chunk import IndexJob

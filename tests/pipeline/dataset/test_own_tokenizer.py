@@ -14,14 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lorabatch.engine.text.tokenizer import Tokenizer
-from lorabatch.jobs import confined_audit
+from lorabatch.engine.text.tokenizers.tokenizer import Tokenizer
 from lorabatch.jobs.errors import JobRequestError, StorageError
-from lorabatch.jobs.opening import make_record
+from lorabatch.jobs.opening.opened_job import confined_audit, make_record
+from lorabatch.jobs.opening.opened_job.validation import check_job
 from lorabatch.jobs.record import JobRecord
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.store import JobStore
-from lorabatch.jobs.validation import check_job
 from lorabatch.pipeline.dataset.chunk import IndexJob
 from lorabatch.pipeline.dataset.index import index_chunk, list_chunks
 from lorabatch.pipeline.dataset.schema import ADAPTER, ERROR, TOKENS, arrow_file

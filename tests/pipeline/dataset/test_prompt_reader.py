@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from lorabatch.engine.request import SamplingParams
-from lorabatch.engine.text.tokenizer import Tokenizer
+from lorabatch.engine.text.tokenizers.tokenizer import Tokenizer
 from lorabatch.pipeline.dataset.chunk import IndexJob
 from lorabatch.pipeline.dataset.prompt_reader import PromptReader
 from lorabatch.pipeline.dataset.row_checks import ErrorKind

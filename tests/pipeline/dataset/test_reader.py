@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lorabatch.engine.request import Request, SamplingParams
-from lorabatch.engine.text.tokenizer import Tokenizer
+from lorabatch.engine.text.tokenizers.tokenizer import Tokenizer
 from lorabatch.jobs.errors import DamagedRecordError, MissingFileError, StorageError
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.dataset.answers import RowAnswer

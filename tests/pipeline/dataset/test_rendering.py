@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from lorabatch.engine.request import SamplingParams
-from lorabatch.engine.text.tokenizer import Tokenizer
+from lorabatch.engine.text.tokenizers.tokenizer import Tokenizer
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.pipeline.dataset.row_checks import read_messages, read_rendering, row_sampling
 from lorabatch.pipeline.dataset.schema import ERROR, FINGERPRINT, SAMPLING, TOKENS, arrow_file

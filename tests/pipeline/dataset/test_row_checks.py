@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorabatch.engine.request import SamplingParams
-from lorabatch.engine.text.choices import MOST_TOKENS
-from lorabatch.engine.text.tokenizer import Tokenizer
+from lorabatch.engine.text.answers.choices import MOST_TOKENS
+from lorabatch.engine.text.tokenizers.tokenizer import Tokenizer
 from lorabatch.pipeline.dataset.row_checks import (
     RowDraft,
     check_choice_size,

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from lorabatch.jobs.errors import ErrorBudgetError, InputRowsError
-from lorabatch.jobs.opening import OpenedJob
+from lorabatch.jobs.opening.opened_job import OpenedJob
 from lorabatch.pipeline.dataset.index import list_chunks
 from lorabatch.pipeline.planning.early_check import MAX_INDEXED_ROWS, EarlyCheck
 

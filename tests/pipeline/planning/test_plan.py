@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 
 from lorabatch.engine.request import Request
-from lorabatch.engine.text.tokenizer import Tokenizer
+from lorabatch.engine.text.tokenizers.tokenizer import Tokenizer
 from lorabatch.jobs.errors import DamagedRecordError, ErrorBudgetError, JobRequestError, MissingFileError
 from lorabatch.jobs.record import AdapterRecord, JobRecord
 from lorabatch.pipeline.dataset.answers import decode_journal

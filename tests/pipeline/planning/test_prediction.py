@@ -22,9 +22,9 @@ from lorabatch.pipeline.cluster.devices import Device
 from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.prediction import some_of
 from lorabatch.pipeline.planning.settings import RunSettings
-from lorabatch.scheduler.batching import Batcher, ReplicaFacts
+from lorabatch.scheduler.batchers.batching import Batcher, ReplicaFacts
+from lorabatch.scheduler.costs.machines import CPU_SMOLLM2_135M
 from lorabatch.scheduler.estimates.lengths import AnswerLengths
-from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
 from lorabatch.scheduler.simulation import run as simulated
 from lorabatch.scheduler.simulation.replica import SimulatedReplica
 from lorabatch.scheduler.simulation.synthetic import make_adapters, make_workload

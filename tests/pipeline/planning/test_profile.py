@@ -14,9 +14,9 @@ from lorabatch.jobs.storage.local_copy import model_sha256
 from lorabatch.pipeline.planning import profile
 from lorabatch.pipeline.planning.profile import probe_grid, profile_engine, profile_model
 from lorabatch.pipeline.planning.step_prices import choose_cost
-from lorabatch.scheduler.cost import StepLoad
-from lorabatch.scheduler.fitting import fit
-from lorabatch.scheduler.machines import H200_LLAMA_3_8B
+from lorabatch.scheduler.costs.cost import StepLoad
+from lorabatch.scheduler.costs.fitting import fit
+from lorabatch.scheduler.costs.machines import H200_LLAMA_3_8B
 from lorabatch.tests.engine.stub_device import StubDevice, backend_of
 
 

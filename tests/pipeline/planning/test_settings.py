@@ -11,7 +11,7 @@ from lorabatch.engine.memory.limits import total_host_bytes
 from lorabatch.kernels import cpu_instructions
 from lorabatch.pipeline.cluster.devices import Device, find_device, least_device
 from lorabatch.pipeline.planning.settings import RunSettings
-from lorabatch.scheduler.machines import MACHINES
+from lorabatch.scheduler.costs.machines import MACHINES
 
 
 def test_a_preset_machine_has_the_limits_of_its_engine() -> None:

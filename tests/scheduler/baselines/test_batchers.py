@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorabatch.scheduler.baselines.batchers import MergedBatcher, one_at_a_time, unmerged
-from lorabatch.scheduler.batching import BatchView
+from lorabatch.scheduler.batchers.batching import BatchView
 
 
 def make_view(running, waiting, *, batch=4, merged=None):

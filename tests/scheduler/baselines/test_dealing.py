@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.baselines.dealing import by_pending_time, by_routing, in_turn, routing_of
+from lorabatch.scheduler.costs.machines import H200_LLAMA_3_8B as COST
 from lorabatch.scheduler.estimates.lengths import expected_tokens
 from lorabatch.scheduler.forecast import row_seconds
-from lorabatch.scheduler.machines import H200_LLAMA_3_8B as COST
 from lorabatch.scheduler.policies import PLACEMENTS, POLICIES, RowsToDeal
 from lorabatch.scheduler.simulation.synthetic import make_adapters, make_workload
 

@@ -18,7 +18,7 @@ from lorabatch.scheduler.baselines.dlora_batching import (
     tune_alpha,
     tune_beta,
 )
-from lorabatch.scheduler.batching import BatchView
+from lorabatch.scheduler.batchers.batching import BatchView
 
 ALL_RUNNING = np.ones(4, dtype=bool)
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from lorabatch.pipeline.planning import prediction
 from lorabatch.pipeline.planning.settings import RunSettings
+from lorabatch.scheduler.assignment.lending import TailSettings
+from lorabatch.scheduler.assignment.migration import ReplicaMemory
 from lorabatch.scheduler.baselines.dlora_reactive import CoMigration
-from lorabatch.scheduler.lending import TailSettings
-from lorabatch.scheduler.machines import H200_LLAMA_3_8B as COST
+from lorabatch.scheduler.costs.machines import H200_LLAMA_3_8B as COST
 from lorabatch.scheduler.messages import MigrateRows, ReplicaJoined, ReplicaReported
-from lorabatch.scheduler.migration import ReplicaMemory
 from lorabatch.scheduler.planning.waves import Shard
 from lorabatch.scheduler.policies import make_scheduler
 from lorabatch.scheduler.settings import SchedulerSettings

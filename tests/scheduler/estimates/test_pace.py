@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from lorabatch.scheduler.costs.machines import CPU_SMOLLM2_135M as CPU
 from lorabatch.scheduler.estimates.pace import PaceEstimator, StepBudget, planned_work
 from lorabatch.scheduler.estimates.time_left import Work
-from lorabatch.scheduler.machines import CPU_SMOLLM2_135M as CPU
 from lorabatch.scheduler.messages import ReplicaReported, StepTotals
 from lorabatch.scheduler.planning.waves import Shard
 

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 
+from lorabatch.scheduler.costs.machines import CPU_SMOLLM2_135M
 from lorabatch.scheduler.estimates.lengths import AnswerLengths, LengthEstimator
 from lorabatch.scheduler.estimates.run_estimates import RunEstimates
 from lorabatch.scheduler.estimates.time_left import PlannedJob, TimeLeft, Work
 from lorabatch.scheduler.estimates.work_left import WorkLeft
-from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
 from lorabatch.scheduler.messages import (
     Event,
     FinishedRows,

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lorabatch.scheduler.cost import CostModel
+from lorabatch.scheduler.costs.cost import CostModel
+from lorabatch.scheduler.costs.machines import CPU_SMOLLM2_135M
 from lorabatch.scheduler.estimates.step_costs import StepCosts, coefficients
-from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
 from lorabatch.scheduler.messages import StepTotals
 
 

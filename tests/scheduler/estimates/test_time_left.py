@@ -6,8 +6,8 @@ from dataclasses import astuple, replace
 
 import pytest
 
+from lorabatch.scheduler.costs.machines import CPU_SMOLLM2_135M
 from lorabatch.scheduler.estimates.time_left import PlannedJob, TimeLeft, Work
-from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
 
 WHOLE = Work(100, 1000, 5000, 5000, num_steps=200)
 JOB = PlannedJob(120.0, WHOLE, CPU_SMOLLM2_135M, num_replicas=2, is_guess=True)

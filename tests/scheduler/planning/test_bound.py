@@ -10,8 +10,8 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from lorabatch.scheduler.cost import CostModel, StepLoad, lora_load, prompt_pairs
-from lorabatch.scheduler.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
+from lorabatch.scheduler.costs.cost import CostModel, StepLoad, lora_load, prompt_pairs
+from lorabatch.scheduler.costs.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
 from lorabatch.scheduler.planning.bound import JobWork, job_bound, work_bound
 from lorabatch.scheduler.simulation.synthetic import make_adapters, make_workload
 from lorabatch.scheduler.workload import Workload

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lorabatch.scheduler.batching import BatchView, MergeWaveBatcher, StepPlan, clustered
+from lorabatch.scheduler.batchers.batching import BatchView, MergeWaveBatcher, StepPlan, clustered
 
 
 def make_view(running, waiting, *, merged=None):

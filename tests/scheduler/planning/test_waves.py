@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorabatch.scheduler.machines import H200_LLAMA_3_8B as COST
+from lorabatch.scheduler.costs.machines import H200_LLAMA_3_8B as COST
 from lorabatch.scheduler.planning.waves import (
     MAX_BATCHES,
     MIN_ROWS,

@@ -6,9 +6,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from lorabatch.scheduler.batching import clustered
-from lorabatch.scheduler.lending import TailSettings
-from lorabatch.scheduler.machines import H200_LLAMA_3_8B as COST
+from lorabatch.scheduler.assignment.lending import TailSettings
+from lorabatch.scheduler.batchers.batching import clustered
+from lorabatch.scheduler.costs.machines import H200_LLAMA_3_8B as COST
 from lorabatch.scheduler.messages import ReplicaJoined, Tick
 from lorabatch.scheduler.planning.waves import plan_shards
 from lorabatch.scheduler.scheduler import Scheduler

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorabatch.scheduler.baselines.batchers import MergedBatcher, one_at_a_time, unmerged
-from lorabatch.scheduler.batching import StepPlan
-from lorabatch.scheduler.cost import CostModel, StepLoad, lora_load, prompt_pairs
-from lorabatch.scheduler.cost_batching import AdaptiveBatcher
-from lorabatch.scheduler.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
-from lorabatch.scheduler.machines import DLORA_A800_LLAMA_2_7B as COST
+from lorabatch.scheduler.batchers.batching import StepPlan
+from lorabatch.scheduler.batchers.cost_batching import AdaptiveBatcher
+from lorabatch.scheduler.costs.cost import CostModel, StepLoad, lora_load, prompt_pairs
+from lorabatch.scheduler.costs.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
+from lorabatch.scheduler.costs.machines import DLORA_A800_LLAMA_2_7B as COST
 from lorabatch.scheduler.simulation.memory import SimulatedMemory
 from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
 from lorabatch.scheduler.simulation.synthetic import make_adapters, make_workload

@@ -3,10 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from lorabatch.scheduler.assignment.lending import TailSettings
 from lorabatch.scheduler.baselines.batchers import unmerged
-from lorabatch.scheduler.lending import TailSettings
-from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
-from lorabatch.scheduler.machines import H200_LLAMA_3_8B as COST
+from lorabatch.scheduler.costs.machines import CPU_SMOLLM2_135M
+from lorabatch.scheduler.costs.machines import H200_LLAMA_3_8B as COST
 from lorabatch.scheduler.messages import ReplicaReported, RunShard
 from lorabatch.scheduler.planning.waves import plan_shards
 from lorabatch.scheduler.scheduler import Scheduler

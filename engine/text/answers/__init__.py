@@ -1,0 +1,1 @@
+"""Rules of generated text: when it ends, which tokens may come next, what is read from it."""

@@ -1,0 +1,1 @@
+"""Conversations and the chat templates that turn them into prompts."""

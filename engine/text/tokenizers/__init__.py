@@ -1,0 +1,1 @@
+"""Tokenizers of models and adapters: text to tokens and back, as transformers does."""

@@ -1,0 +1,1 @@
+"""Opens jobs: reads and checks what a job asks for, before any work starts."""

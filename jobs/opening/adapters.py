@@ -1,0 +1,148 @@
+"""Finds the adapters of a job and audits them; names come from folders or from `NAME=URL`.
+
+`audit_all` audits for a job's record, `audit_folders` for the command `audit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from ...engine.config import read_model_config
+from ...engine.model_config.model import ModelConfig
+from ...engine.peft import find_adapter_folders
+from ...engine.peft.audit import AdapterAudit
+from ..errors import JobRequestError, StorageError
+from ..record import AdapterRecord
+from ..storage.local_copy import local_folder
+from ..storage.location import Location
+from ..storage.redaction import redacted_url
+from .confined_audit import MAX_PROCESSES, Auditors
+
+_CONFIG = "adapter_config.json"
+_MAX_NAME_CHARS = 256
+
+
+def find_adapters(adapters: str | Mapping[str, str] | None, storage_options: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> folder or URL, sorted by name.
+
+    A folder holds one PEFT folder per adapter, named as rows ask for it; names that start with `_` or `.` are
+    passed over. Raises `JobRequestError` with every problem.
+    """
+    if adapters is None:
+        return {}
+    found = _in_folder(adapters, storage_options) if isinstance(adapters, str) else dict(adapters)
+    problems = [problem for name in found if (problem := _name_problem(name)) is not None]
+    problems += [
+        f"adapters: {name}={redacted_url(url)}: carries a password or a signature, which is never recorded, and "
+        "workers fetch adapters as recorded. Put what opens it into --storage-options."
+        for name, url in found.items()
+        if redacted_url(url) != url
+    ]
+    if problems:
+        raise JobRequestError(*problems)
+    return dict(sorted(found.items()))
+
+
+def audit_all(
+    adapters: Mapping[str, str], model_folder: Path, model: ModelConfig, storage_options: Mapping[str, Any]
+) -> tuple[AdapterRecord, ...]:
+    """Audit every adapter, several at a time. One that cannot be fetched is refused, like one that is damaged.
+
+    Raises `NoProcessError` when the machine cannot start the processes in which adapters are read.
+    """
+    with ThreadPoolExecutor(MAX_PROCESSES) as threads, Auditors(model_folder, model) as auditors:
+
+        def audit(item: tuple[str, str]) -> AdapterRecord:
+            return _audit(*item, auditors, model, storage_options)
+
+        return tuple(threads.map(audit, adapters.items()))
+
+
+def audit_folders(
+    urls: Sequence[str], model: str, storage_options: Mapping[str, Any], *, check_values: bool
+) -> list[AdapterAudit]:
+    """Audit each folder that is an adapter, and each adapter right below a folder that is none. `urls`: URLs or paths.
+
+    Raises `JobRequestError` naming the folders in which no adapter was found, `StorageError` for what cannot be
+    fetched, and what `read_model_config` raises.
+    """
+    model_folder = local_folder(model, storage_options)
+    config = read_model_config(model_folder)
+    found: dict[str, Path] = {}
+    empty = []
+    for url in urls:
+        folder = local_folder(url, storage_options) if "://" in url else Path(url)
+        if not folder.is_dir():
+            empty.append(f"{folder}: not a folder. Check the path.")
+            continue
+        # a fetched folder has another name in the cache
+        name = url.rstrip("/").rsplit("/", 1)[-1] if "://" in url else folder.name
+        adapters = {name: folder} if (folder / "adapter_config.json").exists() else find_adapter_folders(folder)
+        if not adapters:
+            empty.append(
+                f"{folder}: neither an adapter (adapter_config.json) nor a folder of adapters. Check the path."
+            )
+        for name, path in adapters.items():
+            found[name if name not in found else str(path)] = path
+    if empty:
+        raise JobRequestError(*empty)
+    with ThreadPoolExecutor(MAX_PROCESSES) as threads, Auditors(model_folder, config) as auditors:
+        return list(threads.map(lambda name: auditors.audit(name, found[name], check_values=check_values), found))
+
+
+def _in_folder(url: str, storage_options: Mapping[str, Any]) -> dict[str, str]:
+    shown = redacted_url(url)
+    folder = Location(url, storage_options)
+    try:
+        entries = folder.list()
+    except StorageError as error:
+        raise JobRequestError(f"adapters={shown!r}: {error}") from None
+    if _CONFIG in entries:
+        raise JobRequestError(
+            f"adapters={shown!r}: is one adapter, not a folder of adapters. Give the folder above it, or a name "
+            f"for it: --adapters NAME={shown}."
+        )
+    names = [name for name, size in entries.items() if size is None and not name.startswith(("_", "."))]
+    if not names:
+        raise JobRequestError(
+            f"adapters={shown!r}: no adapter folders there. Expected one folder per adapter, each with "
+            f"{_CONFIG} and adapter_model.safetensors."
+        )
+    return {name: f"{folder.url}/{name}" for name in names}
+
+
+def _name_problem(name: str) -> str | None:
+    """Why a name cannot be an adapter's, or None. Names appear in rows, records and reports and are never made into
+    paths; a name that is a path is a mistake, or an attempt to read elsewhere.
+    """
+    is_path = name in (".", "..") or any(sign in name for sign in "/\\")
+    if not name or len(name) > _MAX_NAME_CHARS or not name.isprintable() or is_path:
+        return (
+            f"adapters: name {name[:_MAX_NAME_CHARS]!r}: expected 1 to {_MAX_NAME_CHARS} printable characters without "
+            "slashes. Give it another name: --adapters NAME=URL."
+        )
+    return None
+
+
+def _audit(
+    name: str, url: str, auditors: Auditors, model: ModelConfig, storage_options: Mapping[str, Any]
+) -> AdapterRecord:
+    try:
+        found = auditors.audit(name, local_folder(url, storage_options))
+    except StorageError as error:
+        return AdapterRecord(name=name, url=redacted_url(url), verdict="refused", reasons=(str(error),))
+    return AdapterRecord(
+        name=name,
+        url=redacted_url(url),
+        verdict=found.verdict,
+        reasons=found.reasons,
+        sha256=found.identity_sha256 or "",
+        rank=found.max_rank,
+        weight_bytes=found.weight_bytes,
+        tokenizer_sha256=found.tokenizer_sha256,
+        missing_header=found.missing_header,
+        vocab_size=found.vocab_size if found.vocab_size != model.vocab_size else 0,
+    )

@@ -1,0 +1,257 @@
+"""Opens a job: checks and audits it, then freezes it in its output, or resumes the same job there.
+
+All this happens before the first row is read.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import time
+import uuid
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from ...engine.text.answers.sampling_check import token_problems
+from ...engine.text.chat.conversation import read_variables
+from ...engine.text.tokenizers.template_probe import template_traits
+from ...system.untrusted import NoProcessError
+from ..errors import DamagedRecordError, JobFailedError, JobRequestError, MissingFileError, OutputConflictError
+from ..parts import PartMark, changed_parts, in_words, read_mark
+from ..record import InputRecord, JobRecord, JobState, ModelRecord, changed_adapters, differences
+from ..spec import JobSpec
+from ..storage.local_copy import model_sha256
+from ..storage.redaction import redacted_url
+from ..store import JobStore, OutputContents
+from .adapters import audit_all
+from .generation_config import generation_defaults
+from .validation import CheckedJob, check_job
+
+logger = logging.getLogger(__name__)
+# Seconds without a new state after which a job counts as not running. A running job rewrites its state about once a
+# second; a coordinator that hangs is replaced after this time.
+SILENCE_S = 20.0
+_LOOK_INTERVAL_S = 0.5
+_RECORDED_PACKAGES = ("lorabatch", "torch", "dask", "distributed", "pyarrow", "tokenizers", "numpy")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedJob:
+    """A checked job that is frozen in its output and may run."""
+
+    #: The job as asked, with absolute paths.
+    spec: JobSpec
+    #: Its output.
+    store: JobStore
+    #: The record of this run. With `changed_adapters`, it must replace the frozen one once no part in the output has
+    #: answers of the old adapters any more.
+    record: JobRecord
+    #: The base model's folder on this machine.
+    model_folder: Path
+    #: Whether the job was frozen before and all its parts are there.
+    is_finished: bool
+    #: Names of adapters whose content differs from the frozen record; their rows must be computed again.
+    changed_adapters: frozenset[str]
+
+
+def open_job(spec: JobSpec) -> OpenedJob:
+    """Freeze a new job, or resume the same one.
+
+    Raises `JobRequestError` with all problems at once, and `OutputConflictError` when the output holds another
+    job that has got as far as its plan. With `overwrite`, the output's job is removed first: after all other checks
+    have passed, and only when it is not running.
+    """
+    checked = check_job(spec)
+    holder = _holder(checked.store) if checked.output.has_job else None
+    record = make_record(checked)
+    if checked.output.is_empty or spec.overwrite or _makes_way(checked, record):
+        if checked.output.has_records:
+            check_silent(checked.store)
+            if not spec.overwrite and _holder(checked.store) != holder:
+                return _resumed(checked, record)  # another command was faster
+            # Removes the leftovers of a job that was never frozen too: its plan would be taken for this job's.
+            checked.store.overwrite()
+        if checked.store.freeze(record):
+            return OpenedJob(checked.spec, checked.store, record, checked.model.folder, False, frozenset())
+    return _resumed(checked, record)
+
+
+def check_silent(store: JobStore, silence_s: float = SILENCE_S) -> None:
+    """Raise `OutputConflictError` when the job in the output runs: its answers would mix with a new job's.
+
+    A job whose state is not final may have been killed: its state is watched for `silence_s`.
+    """
+    first = _unfinished_state(store)
+    if first is None:
+        return
+    quiet_at_s = time.monotonic() + min(silence_s, silence_s - (time.time() - first.updated_at_s))
+    if time.monotonic() < quiet_at_s:
+        logger.warning("the job in %s has not ended; looking whether it runs", redacted_url(store.url))
+    while time.monotonic() < quiet_at_s:
+        time.sleep(_LOOK_INTERVAL_S)
+        state = _unfinished_state(store)
+        if state is None:
+            return
+        if state.updated_at_s != first.updated_at_s:
+            shown = redacted_url(store.url)
+            raise OutputConflictError(
+                f"output={shown!r}: the job there is running ({state.phase}, {state.rows_done} of {state.rows} rows). "
+                f"Stop it first with `lorabatch cancel {shown}`, or choose another output."
+            )
+
+
+def _holder(store: JobStore) -> str | None:
+    """Id of the job that is frozen in the output; None when there is none, or its record is damaged."""
+    try:
+        return store.read_record().job_id
+    except (MissingFileError, DamagedRecordError):
+        return None
+
+
+def _last_state(store: JobStore) -> JobState | None:
+    """The last state that the job in the output wrote; None when it wrote none, or its state is damaged."""
+    try:
+        return store.read_state()
+    except DamagedRecordError:
+        return None
+
+
+def _unfinished_state(store: JobStore) -> JobState | None:
+    """The last state that the job in the output wrote, unless the state is final."""
+    state = _last_state(store)
+    return None if state is None or state.is_final else state
+
+
+def _makes_way(checked: CheckedJob, record: JobRecord) -> bool:
+    """Whether the job in the output is another one that was refused before it had a plan: its rows were wrong, say, and
+    have been corrected. Nothing is lost with it.
+    """
+    store = checked.store
+    if not checked.output.has_job or checked.output.parts or store.has_plan():
+        return False
+    state = _last_state(store)
+    return state is not None and state.is_final and bool(differences(store.read_record(), record))
+
+
+def _resumed(checked: CheckedJob, record: JobRecord) -> OpenedJob:
+    """The job that is frozen in the output, if it is this one."""
+    shown = redacted_url(checked.spec.output)
+    frozen = checked.store.read_record()
+    reasons = differences(frozen, record)
+    if reasons:
+        raise OutputConflictError(
+            f"output={shown!r}: holds another job, {frozen.job_id} of {frozen.created_at}: {'; '.join(reasons)}. "
+            "Choose another output, or start over with --overwrite."
+        )
+    changed = changed_adapters(frozen, record)
+    is_finished = _is_still_finished(checked)
+    # The input files may have been copied or touched meanwhile. Rows that were prepared but not planned come from the
+    # files as they were; for planned rows, each part records what it was made of.
+    is_read_again = not checked.store.has_plan() and _versions_of(frozen.input) != _versions_of(record.input)
+    if is_read_again or (checked.spec.verify and not is_finished):
+        check_silent(checked.store)
+        checked.store.remove_index()
+    resumed = frozen.model_copy(update={"adapters": record.adapters, "spec": record.spec, "input": record.input})
+    return OpenedJob(checked.spec, checked.store, resumed, checked.model.folder, is_finished, changed)
+
+
+def _versions_of(given: InputRecord) -> list[tuple[str, float] | None]:
+    return [(file.version.tag, file.version.modified_s) if file.version else None for file in given.files]
+
+
+def _is_still_finished(checked: CheckedJob) -> bool:
+    """Whether the job was done and all its parts are unchanged since. If they are not, or with `verify`, `_SUCCESS` is
+    removed: the run compares the parts with the plan and computes again what is missing.
+    """
+    store, contents = checked.store, checked.store.contents()
+    if not contents.is_finished:
+        return False
+    try:
+        reasons = in_words(changed_parts(store, contents))
+        reasons = reasons or ("" if store.read_summary() is not None else "its summary.json is gone")
+        reasons = reasons or ("its parts.json is gone" if _has_lost_its_list(store, contents) else "")
+    except DamagedRecordError as error:
+        reasons = str(error)  # written again at the end
+    if not reasons and not checked.spec.verify:
+        return True
+    logger.warning("the job in %s was done and is compared again: %s", redacted_url(store.url), reasons or "--verify")
+    store.unmark_success()
+    return False
+
+
+def _has_lost_its_list(store: JobStore, contents: OutputContents) -> bool:
+    """Whether a finished job once had `parts.json` and it is gone. Earlier versions wrote neither the list nor marks in
+    parts, so a mark in any part, or no part at all, means that the list is lost.
+    """
+    if store.read_parts() is not None:
+        return False
+    marks = (read_mark(store, shard_id) for shard_id in sorted(contents.parts))
+    return not contents.parts or any(not isinstance(mark, PartMark) or bool(mark.contents) for mark in marks)
+
+
+def make_record(checked: CheckedJob) -> JobRecord:
+    """Makes the record to freeze: the spec without secrets, and content hashes of everything it names.
+
+    Audits all adapters and reads all weights once. Raises `JobRequestError` for tokens that no vocabulary has, and
+    `JobFailedError` when the machine cannot start the processes in which adapters and templates are read.
+    """
+    spec, roles = checked.spec, checked.input.roles.keys()
+    now = datetime.now(UTC)
+    config = checked.model.config
+    try:
+        missing_header, template_drops = _template_traits(checked)
+        adapters = audit_all(checked.adapters, checked.model.folder, config, spec.storage_options)
+    except NoProcessError as error:
+        raise JobFailedError(str(error)) from None
+    largest = max([config.vocab_size, *(adapter.vocab_size for adapter in adapters)])
+    problems = token_problems(spec.sampling, largest)
+    if problems:
+        raise JobRequestError(*(f"{problem}. Correct it, or leave out what is named." for problem in problems))
+    return JobRecord(
+        job_id=f"{spec.name or 'job'}-{now:%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}",
+        created_at=now.isoformat(timespec="seconds"),
+        local_time=now.astimezone().isoformat(timespec="seconds"),
+        time_zone=now.astimezone().tzname() or "",
+        versions=_versions(),
+        spec=spec.without_secrets(),
+        storage_option_names=tuple(sorted(spec.storage_options)),
+        model=ModelRecord(
+            url=redacted_url(spec.model),
+            sha256=model_sha256(
+                checked.model.folder, with_weights=spec.load_format != "dummy", use_remembered=not spec.verify
+            ),
+            vocab_size=config.vocab_size,
+            max_context_tokens=config.max_context_tokens,
+            generation=generation_defaults(checked.model.folder),
+            tokenizer_sha256=model_sha256(checked.model.folder, with_weights=False),
+            notes=checked.model.notes,
+            missing_header=missing_header,
+            template_drops=template_drops,
+        ),
+        adapters=adapters,
+        input=checked.input,
+        with_logprobs=spec.sampling.wants_logprobs
+        or not roles.isdisjoint(("logprobs", "top_logprobs", "continuation")),
+    )
+
+
+def _template_traits(checked: CheckedJob) -> tuple[str, tuple[str, ...]]:
+    """Traits of all prompts that the chat template makes of messages; empty ones for input without messages."""
+    if "messages" not in checked.input.roles:
+        return "", ()
+    given = checked.spec.chat_template_kwargs
+    return template_traits(checked.model.tokenizer.chat_template, read_variables(given) if given else None)
+
+
+@cache
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in _RECORDED_PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

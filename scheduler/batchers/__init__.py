@@ -1,0 +1,1 @@
+"""Batchers: which rows an engine runs in its next step."""
