@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import lorabatch
 from lorabatch.engine.request import SAMPLING_OPTIONS
 from lorabatch.jobs.errors import JobRequestError
-from lorabatch.jobs.opening.opened_job.job_file import read_job_file
+from lorabatch.jobs.opening.job_file import read_job_file
 from lorabatch.jobs.option_values import TLS_FIELDS, ErrorBudget, TlsFiles
 from lorabatch.jobs.spec import COLUMN_ROLES, SAMPLING_COLUMNS, JobSpec, PolicyName
 
