@@ -18,6 +18,8 @@ from ..scheduler.planning.waves import Shard
 from .terminal import plain_console
 
 _LINES_SHOWN = 30
+# Characters of an example that are shown.
+_BEGINNING_SHOWN, _END_SHOWN = 1000, 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,7 @@ def plan_json(found: DryRun, gpu_hour_price: float | None) -> dict[str, Any]:
         "engine_memory": asdict(found.memory) if found.memory else None,
         "cost_model": {"origin": found.settings.cost_origin} | found.settings.step_prices.to_json(),
         "notes": list(found.notes),
+        "example": found.example and {"row": found.example[0], "prompt": found.example[1]},
         "audit": [adapter.model_dump(mode="json") for adapter in found.adapters],
         "adapters": [asdict(share) | {"name": share.name or ""} for share in found.shares],
         "waves": [asdict(wave) for wave in waves(found)],
@@ -159,6 +162,8 @@ def print_plan(
     console = console or plain_console()
     for line in found.notes:
         console.print(line, soft_wrap=True)
+    for line in _example(found):
+        console.print(line, soft_wrap=True)
     for kind in found.errors:
         text = f"{kind.num_rows} rows cannot be answered ({kind.kind}), first at {kind.location}: {kind.sentence}"
         console.print(text, soft_wrap=True)
@@ -171,6 +176,17 @@ def print_plan(
         _print_table(console, [_worker_cells(worker) for worker in workers(found)], columns)
     for line in totals(found, gpu_hour_price):
         console.print(line, soft_wrap=True)
+
+
+def _example(found: DryRun) -> list[str]:
+    """A line that names a row, and its prompt, of a long one the beginning and the end; none without an example."""
+    if found.example is None:
+        return []
+    place, prompt = found.example
+    if len(prompt) > _BEGINNING_SHOWN + _END_SHOWN:
+        left_out = len(prompt) - _BEGINNING_SHOWN - _END_SHOWN
+        prompt = f"{prompt[:_BEGINNING_SHOWN]}\n… {left_out} characters …\n{prompt[-_END_SHOWN:]}"
+    return [f"Prompt of row {place}, as the model gets it:", *(f"  {line}" for line in prompt.split("\n"))]
 
 
 def totals(found: DryRun, gpu_hour_price: float | None) -> list[str]:

@@ -37,7 +37,7 @@ _NAMES_SHOWN = 8
 IDENTITY_FIELDS = (
     "input", "columns", *SAMPLING_OPTIONS, "mode", "dtype", "load_format", "rows_per_shard", "system_prompt",
     "allow_special_tokens", "chat_template", *RENDERING_OPTIONS, "policy", "placement", "base_quantization", "samples",
-    "row_settings", "keep", "drop", "output_prefix", "split_answer",
+    "row_settings", "keep", "drop", "output_prefix", "split_answer", "prompt_template", "messages_template", "chat",
 )  # fmt: skip
 # Identity fields that the first version did not have. They enter an index's key only with a value that is not the
 # default, so that indexes of earlier versions stay valid.
@@ -45,6 +45,7 @@ _LATER = (
     *(name for name in SAMPLING_OPTIONS if name not in FIRST_OPTIONS),
     "system_prompt", "allow_special_tokens", "chat_template", *RENDERING_OPTIONS, "policy", "placement",
     "base_quantization", "samples", "row_settings", "keep", "drop", "output_prefix", "split_answer",
+    "prompt_template", "messages_template", "chat",
 )  # fmt: skip
 #: Options that `job.json` leaves out.
 NOT_RECORDED = {"storage_options", "overwrite"}
@@ -160,6 +161,8 @@ class InputRecord(_Frozen):
     schema_ipc: str
     #: Names of the first few files in the same folders that are not read.
     unread: tuple[str, ...] = ()
+    #: Columns that the job's prompt template reads. Dropped ones are read all the same.
+    template_columns: tuple[str, ...] = ()
     #: Number of unread files by their ending, in words.
     unread_endings: str = ""
     #: Columns that the output lacks. Dropped columns with a role are read all the same.
@@ -213,6 +216,16 @@ class JobRecord(_Frozen):
     input: InputRecord
     #: Whether parts have the columns of tokens and their log-probabilities.
     with_logprobs: bool
+
+    @property
+    def renders_messages(self) -> bool:
+        """Whether a chat template renders the job's prompts."""
+        return self.spec.renders_messages(self.input.roles)
+
+    @property
+    def makes_prompts(self) -> bool:
+        """Whether templates make the job's prompts: its own, or a chat template."""
+        return bool(self.spec.template_option) or self.renders_messages
 
     @property
     def has_lists(self) -> bool:

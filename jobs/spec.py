@@ -7,7 +7,7 @@ does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_origin
 
@@ -16,7 +16,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from ..engine.config import BaseQuantization, Mode
 from ..engine.request import SAMPLING_OPTIONS, SamplingParams
 from ..engine.structured_output import CONSTRAINTS, FORMS, constraint_of
-from ..engine.text.chat.conversation import RENDERING_OPTIONS, is_template_text, read_tools, read_variables, written
+from ..engine.text.chat.conversation import (
+    RENDERING_OPTIONS,
+    is_template_text,
+    read_line_breaks,
+    read_message_templates,
+    read_tools,
+    read_variables,
+    written,
+)
 from .errors import JobRequestError
 from .option_problems import field_name, unknown_options, value_problems, with_next_step, with_suggestion
 from .option_values import TLS_FIELDS, ErrorBudget, TlsFiles, pairs_of, parse_storage_options
@@ -24,6 +32,8 @@ from .storage.location import absolute, paths_as_text
 from .storage.redaction import redacted_url
 
 PROMPT_ROLES = ("prompt", "messages", "prompt_token_ids")
+#: Options that make prompts of columns.
+TEMPLATE_OPTIONS = ("prompt_template", "messages_template")
 SAMPLING_COLUMNS = (*SAMPLING_OPTIONS, *FORMS)
 #: Settings that a column may give for its row, only when the job asks for it; `tools` beside `messages` always may.
 SETTING_ROLES = (*RENDERING_OPTIONS, *SAMPLING_COLUMNS, "continuation")
@@ -34,6 +44,12 @@ ALL_SETTINGS = "all"
 OUR_PREFIX = "__lb_"
 # Options of sampling that may be written in several ways.
 _READ = tuple(name for name, o in SAMPLING_OPTIONS.items() if get_origin(o.kind) is tuple or name == "json_schema")
+# Options of JSON -> function that reads the value.
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "tools": read_tools,
+    "chat_template_kwargs": read_variables,
+    "messages_template": read_message_templates,
+}
 EMBEDDED_CLUSTERS = ("local", "local-cuda")
 PolicyName = Literal["planner", "dlora", "s-lora", "vllm-like", "merged-only", "peft-like"]
 PlacementName = Literal["planner", "planned", "none", "loraserve"]
@@ -115,6 +131,23 @@ class JobSpec(_SamplingFields):
     output_prefix: str = _option(
         "", "Text before the names of all columns that the output adds, such as answer_: they collide with none then."
     )
+    prompt_template: str | None = _option(
+        None,
+        "Prompts are made of columns by this jinja2 template: a file or URL, or its text, such as "
+        "'{{ context }}\\n{{ question }}', in which \\n is a line break.",
+        expected="a file, a URL, or the text of a jinja2 template",
+        min_length=1,
+    )
+    messages_template: str | None = _option(
+        None,
+        "Messages are made of columns: JSON of a list of objects with role and content (in a job file a list), each "
+        "content a jinja2 template.",
+    )
+    chat: bool | None = _option(
+        None,
+        "A prompt of prompt_template, or of the column prompt, is a user message of the chat template; by default that "
+        "of prompt_template is, where the model has a chat template.",
+    )
     system_prompt: str | None = _option(
         None,
         "System message for rows whose messages have none.",
@@ -122,7 +155,7 @@ class JobSpec(_SamplingFields):
         min_length=1,
     )
     allow_special_tokens: bool = _option(
-        False, "Special tokens inside of messages are control tokens; by default they are text."
+        False, "Special tokens inside of messages and in columns of a template are control tokens; by default text."
     )
     chat_template: str | None = _option(
         None,
@@ -271,6 +304,23 @@ class JobSpec(_SamplingFields):
         return SamplingParams(**{name: getattr(self, name) for name in SAMPLING_OPTIONS})
 
     @property
+    def templates(self) -> tuple[tuple[str, str], ...]:
+        """Role and template of each message that is made of columns; one message of the user for `prompt_template`."""
+        if self.messages_template is not None:
+            messages = read_message_templates(self.messages_template)
+            return tuple((message["role"], read_line_breaks(message["content"])) for message in messages)
+        return () if self.prompt_template is None else (("user", read_line_breaks(self.prompt_template)),)
+
+    @property
+    def template_option(self) -> str:
+        """Name of the option that gives `templates`; "" for none."""
+        return next((name for name in TEMPLATE_OPTIONS if getattr(self, name) is not None), "")
+
+    def renders_messages(self, roles: Collection[str]) -> bool:
+        """Whether a chat template renders the prompts. `roles`: those that columns of the input have."""
+        return "messages" in roles or self.messages_template is not None or bool(self.chat)
+
+    @property
     def inputs(self) -> tuple[str, ...]:
         """The files, folders and globs of the input, in the order in which they were given."""
         return (self.input,) if isinstance(self.input, str) else self.input
@@ -304,6 +354,7 @@ class JobSpec(_SamplingFields):
             problems.append(
                 "add_generation_prompt, continue_final_message: a prompt ends with one of the two. Give one of them."
             )
+        problems += self._template_problems()
         if self.keep and self.drop:
             problems.append("keep, drop: each says which columns are copied. Give one of them.")
         problem = policy_problem(self.policy, self.mode)
@@ -313,6 +364,20 @@ class JobSpec(_SamplingFields):
             problems.append(
                 f"placement={self.placement!r}, policy={self.policy!r}: this policy deals rows out to workers itself. "
                 "Leave placement out, or use policy planner."
+            )
+        return problems
+
+    def _template_problems(self) -> list[str]:
+        """Problems of options that say of which columns prompts are made, as sentences."""
+        given = [name for name in TEMPLATE_OPTIONS if getattr(self, name) is not None]
+        columns = [f"column {role}={self.columns[role]!r}" for role in PROMPT_ROLES if role in self.columns]
+        problems = []
+        if len(given) + len(columns) > 1 and given:
+            problems.append(f"{', '.join([*given, *columns])}: each says what the prompts are. Give one of them.")
+        if self.chat is False and self.messages_template is not None:
+            problems.append(
+                "chat=False, messages_template: messages are rendered by the chat template. Give prompt_template for "
+                "a prompt that is text."
             )
         return problems
 
@@ -330,7 +395,7 @@ class JobSpec(_SamplingFields):
         """The job with absolute paths, so that it does not depend on the working directory. A model or adapter that is
         no local path stays as it is: it may be a hub id.
         """
-        adapters, template = self.adapters, self.chat_template
+        adapters = self.adapters
         if isinstance(adapters, str):
             adapters = absolute(adapters)
         elif adapters is not None:
@@ -342,7 +407,7 @@ class JobSpec(_SamplingFields):
                 "input": _one_or_all([absolute(url) for url in self.inputs]),
                 "output": absolute(self.output),
                 "cost_model": self.cost_model and absolute(self.cost_model),
-                "chat_template": template if template is None or is_template_text(template) else absolute(template),
+                **{name: _template_place(getattr(self, name)) for name in ("chat_template", "prompt_template")},
                 **{name: path and absolute(path) for name in TLS_FIELDS for path in [getattr(self, name)]},
             }
         )
@@ -432,12 +497,11 @@ class JobSpec(_SamplingFields):
             )
         return value
 
-    @field_validator("tools", "chat_template_kwargs", mode="before")
+    @field_validator(*_READERS, mode="before")
     @classmethod
     def _rendering(cls, value: Any, info: ValidationInfo) -> Any:
         """Lists and mappings become JSON; text stays as it is written."""
-        read = read_tools if info.field_name == "tools" else read_variables
-        return None if value is None else written(value, read(value))
+        return None if value is None else written(value, _READERS[info.field_name or ""](value))
 
     @field_validator("reasoning_markers", mode="before")
     @classmethod
@@ -501,6 +565,11 @@ def policy_problem(policy: str, mode: Mode) -> str | None:
 
 def _one_or_all(values: list[Any] | tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
+
+
+def _template_place(template: str | None) -> str | None:
+    """A template's file as an absolute path; a template that is given as text stays as it is."""
+    return template if template is None or is_template_text(template) else absolute(template)
 
 
 def _absolute_if_there(url: str) -> str:

@@ -62,7 +62,7 @@ def compare(
             f"output={shown!r}: this job was computed in float32, which others are compared with. Name a job that was "
             "run with --dtype bfloat16 or --base-quantization int8."
         )
-    if lacking := sorted({*record.input.dropped} & {*record.input.roles.values()}):
+    if lacking := sorted({*record.input.dropped} & {*record.input.roles.values(), *record.input.template_columns}):
         raise JobRequestError(
             f"output={shown!r}: its rows lack column {lacking[0]!r}, which this job reads and does not copy, so "
             "that they cannot be answered again. Compare a job that was run without --drop and --keep."

@@ -19,6 +19,7 @@ from ..spec import ALL_SETTINGS, COLUMN_ROLES, OUR_PREFIX, PROMPT_ROLES, SAMPLIN
 from .answer_type import answer_type
 from .completions import listed
 from .files import unpack_schema
+from .known_tables import messages_hint, table_hint, template_hint
 
 # Columns that every output adds; input columns must leave these names free.
 ANSWER_FIELDS = (
@@ -191,6 +192,7 @@ def find_roles(
     *,
     copied: Collection[str] | None = None,
     prefix: str = "",
+    is_made: bool = False,
 ) -> tuple[dict[str, str], list[str]]:
     """Role -> input column, and every problem found.
 
@@ -198,7 +200,7 @@ def find_roles(
     one: the id, the adapter, the prompt, tools beside messages, fields of a struct `sampling_params`, and settings only
     where `row_settings` has their name or `all`. `asked`: the job's options that add columns to the output; see
     `asked_options`. `copied`: input columns that the output has, by default all. `prefix`: before the names of
-    lorabatch's own columns.
+    lorabatch's own columns. `is_made`: a template of the job makes the prompts, so that no column has them.
     """
     roles = dict(columns)
     problems = [
@@ -214,11 +216,11 @@ def find_roles(
     ]
     wanted = SETTING_ROLES if ALL_SETTINGS in row_settings else row_settings
     for role in COLUMN_ROLES:
-        is_other_prompt = role in PROMPT_ROLES and any(prompt in columns for prompt in PROMPT_ROLES)
+        is_other_prompt = role in PROMPT_ROLES and (is_made or any(prompt in columns for prompt in PROMPT_ROLES))
         is_asked = role not in SETTING_ROLES or role in wanted or (role == "tools" and "messages" in roles)
         if role not in roles and role in schema.names and is_asked and not is_other_prompt:
             roles[role] = role
-    problems += _prompt_problems(roles, schema)
+    problems += [] if is_made else _prompt_problems(roles, schema)
     for role, name in roles.items():
         if name in schema.names:
             problems += _type_problems(role, name, schema.field(name).type)
@@ -234,8 +236,16 @@ def settings_in(roles: Mapping[str, str]) -> dict[str, str]:
 def seeming_settings(record: JobRecord) -> list[str]:
     """Columns that are copied as data although they have a setting's name, or the name `sampling_params`."""
     taken = {name.partition(".")[0] for name in record.input.roles.values()} | {*record.input.roles.values()}
+    taken |= {*record.input.template_columns}
     names = copied_schema(record).names
     return [name for name in names if name in (*SETTING_ROLES, SAMPLING_PARAMS) and name not in taken]
+
+
+def names_beside_ours(record: JobRecord) -> list[str]:
+    """Columns of the input with a name that one of the output's own columns would have without its `output_prefix`."""
+    if not record.spec.output_prefix:
+        return []
+    return _taken_names(copied_schema(record).names, record.input.roles, asked_options(record.spec), "")
 
 
 def copied_names(
@@ -269,10 +279,9 @@ def _type_problems(role: str, name: str, kind: pa.DataType) -> list[str]:
     is_setting = (
         ", or leave it out of --row-settings: it is data then" if role in SETTING_ROLES and role != "tools" else ""
     )
-    return [
-        f"column {name!r} ({role}): type {kind}, expected {expected.expected}. Write the column with that type, or "
-        f"name another one with --column{is_setting}."
-    ]
+    hint = messages_hint(name, _plain(kind)) if role in ("prompt", "messages") else ""
+    hint = hint or f"Write the column with that type, or name another one with --column{is_setting}."
+    return [f"column {name!r} ({role}): type {kind}, expected {expected.expected}. {hint}"]
 
 
 def _add_sampling_params(roles: dict[str, str], schema: pa.Schema) -> list[str]:
@@ -307,9 +316,13 @@ def _prompt_problems(roles: Mapping[str, str], schema: pa.Schema) -> list[str]:
             f"input columns {' and '.join(prompts)}: a row must have one kind of prompt. Say which one to use, "
             f"for example --column {prompts[0]}={roles[prompts[0]]}."
         ]
+    hint = table_hint(schema) or (
+        "Rename one with --column, for example --column prompt=text, or make prompts of columns with "
+        f"--prompt-template {template_hint(schema)}."
+    )
     return [
         f"input: no prompt column. Expected one of {', '.join(PROMPT_ROLES)}; the columns are "
-        f"{_names(schema) or 'none'}. Rename one with --column, for example --column prompt=text."
+        f"{_names(schema) or 'none'}. {hint}"
     ]
 
 
@@ -322,11 +335,10 @@ def _name_clashes(
 ) -> list[str]:
     """Why columns of the input and of the output would have one name."""
     names = [name for name in schema.names if copied is None or name in copied]
-    ours = _added_names(roles, asked, prefix)
-    taken = [name for name in names if name in ours]
+    taken = _taken_names(names, roles, asked, prefix)
     problems = []
     if taken:
-        free = next((p for p in _PREFIXES if _added_names(roles, asked, p).isdisjoint(names)), "ours_")
+        free = _free_prefix(names, roles, asked)
         several = len(taken) > 1
         problems.append(
             f"input column{'s' if several else ''} {', '.join(map(repr, taken))}: the output has "
@@ -340,6 +352,23 @@ def _name_clashes(
         if name.startswith(OUR_PREFIX)
     ]
     return problems
+
+
+def default_prefix(copied: Collection[str], roles: Mapping[str, str], asked: Collection[str]) -> str:
+    """The `output_prefix` of a job that gives none: "" unless `completion`, and no other name that the output needs, is
+    a column of the input, as in tables of TRL. `copied`: input columns that the output has.
+    """
+    is_trl = _taken_names(copied, roles, asked, "") == [ANSWER_FIELDS[0].name]
+    return _free_prefix(copied, roles, asked) if is_trl else ""
+
+
+def _taken_names(copied: Collection[str], roles: Mapping[str, str], asked: Collection[str], prefix: str) -> list[str]:
+    ours = _added_names(roles, asked, prefix)
+    return [name for name in copied if name in ours]
+
+
+def _free_prefix(copied: Collection[str], roles: Mapping[str, str], asked: Collection[str]) -> str:
+    return next((p for p in _PREFIXES if _added_names(roles, asked, p).isdisjoint(copied)), "ours_")
 
 
 def _added_names(roles: Mapping[str, str], asked: Collection[str], prefix: str) -> set[str]:

@@ -155,6 +155,8 @@ class _Layout:
     has_lists: bool = False
     #: Text before the names of lorabatch's own columns.
     prefix: str = ""
+    #: Whether a chat template has rendered the prompts.
+    is_chat: bool = False
 
     @classmethod
     def of(cls, record: JobRecord) -> _Layout:
@@ -167,6 +169,7 @@ class _Layout:
             num_completions=record.spec.sampling.n,
             has_lists=record.has_lists,
             prefix=output_name(record, ""),
+            is_chat=record.renders_messages,
         )
 
     def columns_of(self, schema: pa.Schema) -> dict[str, str]:
@@ -214,7 +217,7 @@ class _Layout:
         return line | {"response": response, "error": None}
 
     def _body(self, of_row: list[_Row], name: str) -> dict[str, Any]:
-        prefix, kind, choice_of = _CHAT if "messages" in self.roles else _COMPLETION
+        prefix, kind, choice_of = _CHAT if self.is_chat else _COMPLETION
         ordered = sorted(of_row, key=lambda row: row.get("sample") or 0)
         row, num_tokens = ordered[0], sum(each["completion_tokens"] for each in ordered)
         return {

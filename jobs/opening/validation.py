@@ -5,7 +5,7 @@ Reads configuration files, Parquet footers and listings; no weights, and rows on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,42 +14,32 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from ...engine.config import has_blocks, read_model_config, unknown_config_keys
-from ...engine.errors import EngineError, TokenizerError
+from ...engine.errors import EngineError
 from ...engine.model_config.folder import look_at
 from ...engine.model_config.model import ModelConfig
 from ...engine.model_config.partition import partition_problem
 from ...engine.text.answers.sampling_check import MAX_TOKENS, problems_with_model
-from ...engine.text.chat.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
-from ...engine.text.chat.conversation import (
-    AS_USUAL,
-    RENDERING_OPTIONS,
-    SPLIT_AND_CONTINUED,
-    Conversation,
-    RenderOptions,
-    is_template_text,
-    read_tools,
-    read_variables,
-)
+from ...engine.text.chat.prompt_template import TemplateNames
 from ...engine.text.tokenizers.tokenizer import Tokenizer
-from ...system.untrusted import NoProcessError, read_regular, shown, shown_name
+from ...system.untrusted import NoProcessError, shown_name
 from ..cost_profile import read_profile
 from ..errors import JobRequestError, StorageError
 from ..input.adapter_names import columns_with_names
 from ..input.column_types import columns_of_int96, times_are_zoned, type_problems
-from ..input.columns import asked_options, copied_names, find_roles
+from ..input.columns import asked_options, copied_names, default_prefix, find_roles
 from ..input.file_metadata import kept_metadata, settings_of_files
-from ..input.files import distinct_kinds, endings, pack_schema, read_footers, unified_schema, would_read
+from ..input.files import distinct_kinds, endings, pack_schema, read_footers, unified_schema, unpack_schema, would_read
 from ..input.partitions import with_partitions
 from ..input.spark_metadata import spark_type_problems
 from ..record import InputRecord
-from ..spec import PROMPT_ROLES, SETTING_ROLES, JobSpec
-from ..storage.local_copy import is_on_this_machine, is_remote, local_folder
-from ..storage.location import Location
+from ..spec import SETTING_ROLES, JobSpec
+from ..storage.local_copy import is_on_this_machine, local_folder
 from ..storage.redaction import is_redacted, redacted_url
 from ..store import JobStore, OutputContents, part_name
 from .adapters import find_adapters
 from .generation_config import with_generation_defaults
 from .job_file import read_job_file
+from .prompts import prompt_problems, template_columns, with_chat, with_template_text, with_templates
 
 _T = TypeVar("_T")
 _COLUMNS_SHOWN = 3
@@ -75,7 +65,8 @@ class CheckedModel:
 class CheckedJob:
     """A job whose model, adapters, input and output were found and checked."""
 
-    #: The job as asked, with absolute paths and the text of its chat template.
+    #: The job as asked, with absolute paths, the texts of its templates, and the values of options that follow from
+    #: model and input.
     spec: JobSpec
     #: The job's output.
     store: JobStore
@@ -111,17 +102,22 @@ def check_job(spec: JobSpec) -> CheckedJob:
     asked = spec.with_absolute_paths()
     problems: list[str] = []
     without_template = asked.model_copy(update={"chat_template": None})
-    spec = _tried(problems, lambda: _with_template_text(asked)) or without_template
+    spec = _tried(problems, lambda: with_template_text(asked)) or without_template
+    spec, names = _tried(problems, lambda: with_templates(spec)) or (spec, ())
     store = JobStore(spec.output, spec.storage_options)
     model = _tried(problems, lambda: _check_model(spec))
     adapters = _tried(problems, lambda: find_adapters(spec.adapters, spec.storage_options))
-    given = _tried(problems, lambda: _check_input(spec))
+    given = _tried(problems, lambda: _check_input(spec, names))
     output = _tried(problems, lambda: _check_output(spec, store))
     if spec.cost_model is not None:
         _tried(problems, lambda: read_profile(Path(spec.cost_model or "")))
     if model and spec.generation_config:
         spec = _tried(problems, partial(with_generation_defaults, spec, model.folder)) or spec
+    if given:
+        spec = spec.model_copy(update={"output_prefix": _output_prefix(spec, given)})
     if model and given:
+        spec = with_chat(spec, given.roles, has_chat_template=model.tokenizer.has_chat_template)
+        problems += prompt_problems(spec, asked.chat, model.tokenizer, given)
         problems += _check_fit(spec, model, given)
     if adapters and given:
         problems += _check_names(spec, adapters, given)
@@ -154,32 +150,6 @@ def _tried(problems: list[str], check: Callable[[], _T]) -> _T | None:
     except (StorageError, EngineError, NoProcessError) as error:
         problems.append(str(error))
     return None
-
-
-def _with_template_text(spec: JobSpec) -> JobSpec:
-    """The job with the text of its chat template in place of the file, so that a changed file is another job."""
-    given = spec.chat_template
-    if given is None:
-        return spec
-    try:
-        text = given if is_template_text(given) else _read_template(given, spec.storage_options)
-        ChatTemplate(text, {})
-    except (StorageError, EngineError, NoProcessError, OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise JobRequestError(
-            f"chat_template={shown(redacted_url(given))}: {reason}. Name a file with a jinja2 template, or give its "
-            "text."
-        ) from None
-    return spec.model_copy(update={"chat_template": text})
-
-
-def _read_template(url: str, storage_options: Mapping[str, Any]) -> str:
-    most_bytes = 4 * MAX_TEMPLATE_CHARACTERS
-    if not is_remote(url):
-        return read_regular(Path(url.removeprefix("file://")), most_bytes).decode()
-    folder, _, name = url.rpartition("/")
-    with Location(folder, storage_options).open(name) as file:
-        return file.read(most_bytes + 1).decode()
 
 
 def _check_model(spec: JobSpec) -> CheckedModel:
@@ -215,7 +185,8 @@ def _check_model(spec: JobSpec) -> CheckedModel:
     return CheckedModel(folder, config, tokenizer, tuple(notes))
 
 
-def _check_input(spec: JobSpec) -> InputRecord:
+def _check_input(spec: JobSpec, names: Sequence[TemplateNames]) -> InputRecord:
+    """Finds the files and columns of the input. `names`: those that the job's templates read."""
     closed = [url for url in spec.inputs if is_redacted(url)]
     if closed:
         raise JobRequestError(
@@ -230,19 +201,22 @@ def _check_input(spec: JobSpec) -> InputRecord:
     settings, problems = settings_of_files(footers, set(schema.names) if "all" in asked else asked, SETTING_ROLES)
     settings = [name for name in settings if name not in spec.columns]
     options, row_settings = asked_options(spec), (*spec.row_settings, *settings)
-    roles, _ = find_roles(schema, spec.columns, options, row_settings)
+    find = partial(find_roles, schema, spec.columns, options, row_settings, is_made=bool(spec.template_option))
+    roles, _ = find()
     copied, of_names = copied_names(schema, roles, spec.keep, spec.drop)
-    _, of_roles = find_roles(schema, spec.columns, options, row_settings, copied=copied, prefix=spec.output_prefix)
+    _, of_roles = find(copied=copied, prefix=_prefix_for(spec, copied, roles))
+    read_by_templates, of_templates = template_columns(spec, names, schema)
     kinds = distinct_kinds(footers)
     of_spark = spark_type_problems([(footer.file.name, footer.metadata) for footer in footers], copied)
-    problems += [*of_roles, *of_names, *(of_spark | type_problems(schema, copied, kinds)).values()]
+    problems += [*of_roles, *of_templates, *of_names, *(of_spark | type_problems(schema, copied, kinds)).values()]
     if problems:
         raise JobRequestError(*problems)
-    read = {*copied, *roles.values(), *(name.partition(".")[0] for name in roles.values())}
+    read = {*copied, *read_by_templates, *roles.values(), *(name.partition(".")[0] for name in roles.values())}
     metadata, left_out = kept_metadata(footers, copied)
     return InputRecord(
         files=files,
         roles=roles,
+        template_columns=read_by_templates,
         schema_ipc=pack_schema(pa.schema([column for column in schema if column.name in read])),
         unread=unread[:_UNREAD_RECORDED],
         unread_endings=endings(unread),
@@ -254,6 +228,17 @@ def _check_input(spec: JobSpec) -> InputRecord:
         has_arrow_schema=any(footer.has_arrow_schema for footer in footers),
         has_small_files_together=True,
     )
+
+
+def _output_prefix(spec: JobSpec, given: InputRecord) -> str:
+    """The `output_prefix` that holds for a checked input."""
+    schema = unpack_schema(given.schema_ipc)
+    return _prefix_for(spec, [name for name in schema.names if name not in given.dropped], given.roles)
+
+
+def _prefix_for(spec: JobSpec, copied: Sequence[str], roles: Mapping[str, str]) -> str:
+    is_given = "output_prefix" in spec.model_fields_set
+    return spec.output_prefix if is_given else default_prefix(copied, roles, asked_options(spec))
 
 
 def _check_output(spec: JobSpec, store: JobStore) -> OutputContents:
@@ -275,72 +260,17 @@ def _check_output(spec: JobSpec, store: JobStore) -> OutputContents:
 def _check_fit(spec: JobSpec, model: CheckedModel, given: InputRecord) -> list[str]:
     """Problems of the model with this input, or with the job's sampling options, as sentences."""
     problems = []
-    if "messages" in given.roles and not model.tokenizer.has_chat_template:
-        problems.append(
-            f"input column {given.roles['messages']!r} (messages): the model at {redacted_url(spec.model)!r} has "
-            "no chat template. Take an instruction-tuned model, or give a prompt column."
-        )
     if not spec.sampling.problems():
         # Adapters may have more tokens than the base: looked at once they are audited, and row by row.
         vocab_size = MAX_TOKENS if spec.adapters else model.config.vocab_size
         found = problems_with_model(spec.sampling, vocab_size)
         problems += [f"{problem}. Correct it, or leave out what is named." for problem in found]
-    if spec.system_prompt is not None:
-        problems += _system_prompt_problems(spec.system_prompt, model, given)
-    problems += _rendering_problems(spec, model, given)
     if "max_tokens" not in given.roles and spec.sampling.max_tokens >= model.config.max_context_tokens:
         problems.append(
             f"max_tokens={spec.sampling.max_tokens}: leaves no room for a prompt in the model's context of "
             f"{model.config.max_context_tokens} tokens. Lower it."
         )
     return problems
-
-
-def _system_prompt_problems(text: str, model: CheckedModel, given: InputRecord) -> list[str]:
-    """Reasons why the job's system prompt would not reach the model, as sentences."""
-    other = next((given.roles[role] for role in PROMPT_ROLES if role != "messages" and role in given.roles), None)
-    if other is not None:
-        return [
-            f"system_prompt: the prompts of this input are in column {other!r}, where a system message has no place. "
-            "Write it into the prompts, or give a messages column."
-        ]
-    if not model.tokenizer.has_chat_template:
-        return []  # said already
-    problem = _template_problem(model, [{"role": "system", "content": text}, {"role": "user", "content": "?"}])
-    return [] if problem is None else [f"system_prompt: {problem}. Write it into the first message of each row."]
-
-
-def _rendering_problems(spec: JobSpec, model: CheckedModel, given: InputRecord) -> list[str]:
-    """Reasons why the job's rendering options would not reach the model, as sentences."""
-    if spec.split_answer and spec.continue_final_message:
-        return [SPLIT_AND_CONTINUED]
-    options = ("chat_template", "split_answer", *RENDERING_OPTIONS)
-    asked = [name for name in options if getattr(spec, name) not in (None, False)]
-    if not asked:
-        return []
-    other = next((given.roles[role] for role in PROMPT_ROLES if role != "messages" and role in given.roles), None)
-    if other is not None:
-        return [
-            f"{', '.join(asked)}: the prompts of this input are in column {other!r}, which no chat template renders. "
-            "Leave it out, or give a messages column."
-        ]
-    tools = read_tools(spec.tools) if spec.tools else None
-    variables = read_variables(spec.chat_template_kwargs) if spec.chat_template_kwargs else {}
-    if not model.tokenizer.has_chat_template or not (tools or variables):
-        return []
-    problem = _template_problem(model, [{"role": "user", "content": "?"}], RenderOptions(tools, variables))
-    if problem is None:
-        return []
-    names = [name for name in ("tools", "chat_template_kwargs") if name in asked]
-    return [f"{', '.join(names)}: {problem}. Take another template with --chat-template, or leave it out."]
-
-
-def _template_problem(
-    model: CheckedModel, messages: list[dict[str, Any]], options: RenderOptions = AS_USUAL
-) -> TokenizerError | None:
-    """Why the model's chat template makes no prompt that contains the whole conversation, or None."""
-    (prompt,) = model.tokenizer.render_all([Conversation(messages, options)], must_be_whole=True)
-    return prompt if isinstance(prompt, TokenizerError) else None
 
 
 def _check_names(spec: JobSpec, adapters: Mapping[str, str], given: InputRecord) -> list[str]:

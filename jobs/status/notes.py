@@ -43,7 +43,7 @@ def job_notes(record: JobRecord) -> list[str]:
 def _input_notes(record: JobRecord) -> list[str]:
     """Notes on what the job reads of its input and what not: files, columns of folder names, settings, metadata."""
     # Other commands import this module and read no schemas.
-    from ..input.columns import seeming_settings, settings_in
+    from ..input.columns import names_beside_ours, seeming_settings, settings_in
     from ..input.files import DELTA_LOG, unpack_schema
 
     given, notes = record.input, []
@@ -71,6 +71,14 @@ def _input_notes(record: JobRecord) -> list[str]:
             if len(seeming) == 1
             else f"input: columns {names} look like settings and are copied; {option} makes them settings"
         )
+    beside = names_beside_ours(record)
+    if beside:
+        prefix = record.spec.output_prefix
+        verb = "is a column" if len(beside) == 1 else "are columns"
+        notes.append(
+            f"input: {_shown(beside)} {verb} of the input; names of the output's own columns begin with {prefix}: "
+            f"{_shown([f'{prefix}{name}' for name in beside])}"
+        )
     if given.int96:
         notes.append(
             "input: timestamps stored as INT96 are INT64 without time zone in the output, the same instants; Spark "
@@ -84,7 +92,7 @@ def _input_notes(record: JobRecord) -> list[str]:
 def _header_notes(record: JobRecord) -> list[str]:
     """Notes on chat templates whose prompts lack the header of an answer, with the adapters that they serve."""
     spec = record.spec
-    if "messages" not in record.input.roles or spec.continue_final_message or spec.add_generation_prompt is False:
+    if not record.renders_messages or spec.continue_final_message or spec.add_generation_prompt is False:
         return []
     served: dict[str, list[str]] = {}
     if record.model.missing_header:
@@ -99,23 +107,32 @@ def _header_notes(record: JobRecord) -> list[str]:
 
 
 def messages_note(record: JobRecord) -> tuple[str, ...]:
-    """Notes on a job with messages: the chat template, if it is not the model's, and how special tokens inside of
-    messages are read. Empty for other jobs.
+    """Notes on a job whose prompts are made: of which columns, by the chat template, if it is not the model's, and how
+    special tokens inside of messages and columns are read. Empty for other jobs.
     """
-    if "messages" not in record.input.roles:
-        return ()
-    notes = []
+    notes, made = [], record.spec.template_option
+    if made:
+        how = "messages" if made == "messages_template" else "a message of the user" if record.spec.chat else "text"
+        columns = record.input.template_columns
+        column = f"column{'s' if len(columns) > 1 else ''} {_shown(columns)}"
+        notes.append(f"prompts: made by {made} of {column}, as {how}")
+    elif record.spec.chat:
+        notes.append(f"prompts: column {record.input.roles['prompt']!r} is a message of the user (chat)")
+    is_allowed = record.spec.allow_special_tokens
+    if not record.renders_messages:
+        return (*notes, _special_tokens_note("columns", is_allowed=is_allowed)) if made else ()
     if record.spec.chat_template:
         own = [adapter.name for adapter in record.adapters if adapter.tokenizer_sha256 and not adapter.is_refused]
         also = f" and of those that adapters have: {_shown(own)}" if own else ""
         notes.append(f"messages: rendered by the job's chat template, instead of the model's{also}")
-    if record.spec.allow_special_tokens:
-        notes.append("messages: special tokens inside of them are control tokens (allow_special_tokens)")
-    else:
-        notes.append(
-            "messages: special tokens inside of them are text; --allow-special-tokens makes them control tokens"
-        )
+    notes.append(_special_tokens_note("messages", is_allowed=is_allowed))
     return tuple(notes)
+
+
+def _special_tokens_note(place: str, *, is_allowed: bool) -> str:
+    if is_allowed:
+        return f"{place}: special tokens inside of them are control tokens (allow_special_tokens)"
+    return f"{place}: special tokens inside of them are text; --allow-special-tokens makes them control tokens"
 
 
 def row_notes(

@@ -122,6 +122,14 @@ class IndexJob:
     expected_field: pa.Field | None = None
     #: Text of the job's own chat template; None for the templates of base and adapters.
     chat_template: str | None = None
+    #: Role and template of each message that is made of columns; empty where a column has the prompts.
+    templates: tuple[tuple[str, str], ...] = ()
+    #: Option of the job that gives the templates; "" for none.
+    template_option: str = ""
+    #: Columns that the templates read.
+    template_columns: tuple[str, ...] = ()
+    #: Whether a chat template renders the prompts.
+    renders_messages: bool = False
     #: The job's values of `RENDERING_OPTIONS`.
     rendering: Mapping[str, Any] = field(default_factory=dict)
     #: Options of stores of input, model and adapters, with secrets.
@@ -150,6 +158,10 @@ class IndexJob:
             sample_field=_sample_field(record),
             expected_field=expected_field(record),
             chat_template=record.spec.chat_template,
+            templates=record.spec.templates,
+            template_option=record.spec.template_option,
+            template_columns=record.input.template_columns,
+            renders_messages=record.renders_messages,
             rendering={name: getattr(record.spec, name) for name in RENDERING_OPTIONS},
             storage_options=spec.storage_options,
             prepared_apart={adapter.name: adapter for adapter in record.adapters if adapter.is_prepared_apart},

@@ -22,7 +22,9 @@ from ...engine.errors import ModelFilesError, TokenizerError, curable
 from ...engine.text.tokenizers.confined_tokenizer import MissingTokenizer, adapter_tokenizer
 from ...engine.text.tokenizers.tokenizer import Tokenizer
 from ...jobs.errors import DamagedRecordError, StorageError
+from ...jobs.input.files import pack_schema, unpack_schema
 from ...jobs.record import JobRecord
+from ...jobs.spec import JobSpec
 from ...jobs.storage.local_copy import local_folder
 from ...jobs.storage.model_proof import ModelProof
 from ...jobs.storage.redaction import is_redacted, redacted_url
@@ -38,6 +40,8 @@ from .writer import Spell
 _MOST_FILES_TOGETHER = 16
 _MOST_ROWS_TOGETHER = 1024
 _MOST_BYTES_TOGETHER = 1 << 20
+# Most rows without a prompt before the one that is shown as an example.
+_MOST_PASSED = 16
 
 
 @dataclass(slots=True)
@@ -139,6 +143,29 @@ def _read_rows(chunk: ChunkRef, job: IndexJob) -> tuple[ChunkRows, PromptReader]
     for batch, places in read_chunk(chunk, job.schema_ipc, job.storage_options, is_narrow=bool(job.dropped)):
         rows.add(batch, places, reader.read(batch, places))
     return rows, reader
+
+
+def example_prompt(record: JobRecord, spec: JobSpec) -> tuple[str, str] | None:
+    """Place (`file:row`) and prompt of a job's first row as the model gets it, special tokens written out. Rows that
+    have no prompt are passed over, up to `_MOST_PASSED` of them; None if there is no other.
+
+    Reads one row group, and of it the columns that prompts are made of. Raises `StorageError`.
+    """
+    job = IndexJob.from_record(record, spec)
+    needed = {*job.template_columns, *(name.partition(".")[0] for name in job.roles.values())}
+    schema = pack_schema(pa.schema([column for column in unpack_schema(job.schema_ipc) if column.name in needed]))
+    reader = PromptReader(job, lambda adapter: _tokenizer_of(job, adapter))
+    chunks = list_chunks(record, spec.inputs)[:1]
+    with suppress(DamagedChunkError, TokenizerError):
+        for chunk in chunks:
+            first = ChunkRef(chunk.chunk_id, chunk.row_groups[:1])
+            for batch, places in read_chunk(first, schema, job.storage_options, is_narrow=True):
+                for row in range(min(batch.num_rows, _MOST_PASSED)):
+                    draft = reader.read(batch.slice(row, 1), places[row : row + 1])[0]
+                    if not draft.problems:
+                        return places[row], _tokenizer_of(job, draft.adapter).text_of(draft.tokens or ())
+                return None
+    return None
 
 
 def check_chunk(chunk: ChunkRef, job: IndexJob) -> IndexTotals:

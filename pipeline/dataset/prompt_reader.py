@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
@@ -25,17 +26,19 @@ from ...engine.text.chat.conversation import (
     peculiarities,
 )
 from ...engine.text.chat.literal import RenderedMessages
+from ...engine.text.chat.prompt_template import PromptTemplate
 from ...engine.text.tokenizers.boundary import split_at_prompt, texts_behind
 from ...engine.text.tokenizers.confined_tokenizer import MissingTokenizer
 from ...engine.text.tokenizers.tokenizer import Tokenizer
 from ...jobs.input.columns import role_values
 from ...jobs.spec import PROMPT_ROLES, SAMPLING_COLUMNS
 from .chunk import IndexJob
-from .column_values import column_values, take_undecodable, template_values
+from .column_values import column_values, row_values, take_undecodable, template_values
 from .row_checks import (
     ErrorKind,
     RowDraft,
     begin_reasoning,
+    blank_prompt,
     check_choice,
     check_choice_size,
     check_continuation,
@@ -46,6 +49,7 @@ from .row_checks import (
     check_token_ids,
     check_tokens,
     check_unrendered,
+    prompt_as_messages,
     read_messages,
     read_rendering,
     read_sampling,
@@ -53,6 +57,7 @@ from .row_checks import (
     set_continuations,
     split_answer,
     take_tokens,
+    templated_messages,
 )
 
 _TOGETHER_CHARACTERS = 4 << 20
@@ -69,7 +74,10 @@ class PromptReader:
         self._job = job
         self._tokenizer_of = tokenizer_of
         self._tokenizers: dict[str | None, Tokenizer] = {}
-        self._prompt_role = next(role for role in PROMPT_ROLES if role in job.roles)
+        #: Role of the column that has the prompts; "" where templates make them.
+        self._prompt_role = "" if job.templates else next(role for role in PROMPT_ROLES if role in job.roles)
+        self._is_text = self._prompt_role != "prompt_token_ids" and not job.renders_messages
+        self._roles = [role for role, _ in job.templates]
         self._samplings: dict[tuple[Any, ...], tuple[SamplingParams, list[str]]] = {}
         self._rendering = lru_cache(_MOST_RENDERINGS)(self._read_rendering)
         #: Rows with a peculiarity that users should know of, by peculiarity (`status.notes.row_notes` writes them up).
@@ -83,7 +91,11 @@ class PromptReader:
         for role, name in self._job.roles.items():
             values_of = template_values if role in ("messages", *RENDERING_OPTIONS) else column_values
             columns[role] = values_of(role_values(batch, name))
-        drafts = self._drafts(columns, take_undecodable(columns), places)
+        given = {name: row_values(batch.column(name)) for name in self._job.template_columns}
+        undecodable = take_undecodable(columns)
+        for row, problems in take_undecodable(given).items():
+            undecodable.setdefault(row, []).extend(problems)
+        drafts = self._drafts(columns, given, undecodable, places)
         self._tokenise(drafts)
         self._check_options(drafts)
         for draft in drafts:
@@ -101,23 +113,25 @@ class PromptReader:
     def _drafts(
         self,
         columns: Mapping[str, list[Any]],
+        given: Mapping[str, list[Any]],
         undecodable: Mapping[int, list[str]],
         places: Sequence[str],
     ) -> list[RowDraft]:
-        """One draft for each row, its text still to be tokenised. `undecodable`: problems of values that are not text,
-        by row.
+        """One draft for each row, its text still to be tokenised. `given`: values for the templates, by column.
+        `undecodable`: problems of values that cannot be read, by row.
         """
         own = [name for name in SAMPLING_COLUMNS if name in columns]
         beside = [name for name in RENDERING_OPTIONS if name in columns]
-        prompts = columns[self._prompt_role]
-        adapters = [name or None for name in columns.get("adapter", [None] * len(prompts))]
-        has_messages = self._prompt_role == "messages"
-        expected: list[str | None] = [None] * len(prompts)
-        if has_messages:
-            conversations = [read_messages(value, self._job.system_prompt) for value in prompts]
+        adapters = [name or None for name in columns.get("adapter", [None] * len(places))]
+        expected: list[str | None] = [None] * len(places)
+        prompts: list[Any]
+        if self._job.renders_messages:
+            conversations = self._conversations(columns, given)
             if self._job.expected_field is not None:
                 conversations, expected = self._without_answers(conversations)
             prompts = self._rendered(conversations, adapters, {name: columns[name] for name in beside})
+        else:
+            prompts = self._written(_rows(given), adapters) if self._job.templates else columns[self._prompt_role]
         drafts = []
         for row, adapter in enumerate(adapters):
             row_id = columns["id"][row] if "id" in columns else places[row]
@@ -133,8 +147,8 @@ class PromptReader:
             self._check_prompt(draft, prompts[row])
             if "continuation" in columns:
                 check_continuation(draft, columns["continuation"][row])
-            if not has_messages:
-                check_unrendered(draft, {n: columns[n][row] for n in beside}, self._job.roles[self._prompt_role])
+            if not self._job.renders_messages:
+                check_unrendered(draft, {n: columns[n][row] for n in beside}, self._place_of_prompts)
             for problem in problems:
                 draft.reject(ErrorKind.SAMPLING, f"{problem}. Correct the row, or leave it null for the job's value.")
         return drafts
@@ -158,13 +172,13 @@ class PromptReader:
         return self._samplings[key]
 
     def _check_prompt(self, draft: RowDraft, value: Any) -> None:
-        if self._prompt_role == "prompt":
-            check_text(draft, value)
-            begin_reasoning(draft, draft.text or "")
-        elif self._prompt_role == "messages":
-            check_rendered(draft, value)
+        if self._job.renders_messages or self._job.templates:
+            check_rendered(draft, value, self._job.template_option or self._prompt_role)
             if isinstance(value, RenderedMessages):
                 begin_reasoning(draft, value.text, value.open_text)
+        elif self._is_text:
+            check_text(draft, value)
+            begin_reasoning(draft, draft.text or "")
         else:
             check_token_ids(draft, value, self._vocab_size(draft.adapter))
             if draft.tokens and draft.sampling.reasoning is not None:
@@ -172,6 +186,55 @@ class PromptReader:
                 keep = tokenizer.special_tokens_in(draft.sampling.reasoning)
                 with rejecting(draft):
                     begin_reasoning(draft, tokenizer.decode(draft.tokens[-_END_TOKENS:], keep))
+
+    @property
+    def _place_of_prompts(self) -> str:
+        """Where prompts that no chat template renders are, in words."""
+        if self._job.templates:
+            return f"made by {self._job.template_option}"
+        return f"in column {self._job.roles[self._prompt_role]!r}"
+
+    def _conversations(
+        self, columns: Mapping[str, list[Any]], given: Mapping[str, list[Any]]
+    ) -> list[list[dict[str, Any]] | str]:
+        """Each row's messages, or a sentence that says why it has none."""
+        system_prompt = self._job.system_prompt
+        if self._job.templates:
+            found = _prompt_template(tuple(text for _, text in self._job.templates), self._job.now).render_all(
+                _rows(given)
+            )
+            return [templated_messages(self._roles, texts, self._job.template_option, system_prompt) for texts in found]
+        read = read_messages if self._prompt_role == "messages" else prompt_as_messages
+        return [read(value, system_prompt) for value in columns[self._prompt_role]]
+
+    def _written(self, rows: list[dict[str, Any]], adapters: list[str | None]) -> list[RenderedMessages | str]:
+        """The prompt that the template writes of each row, those of one tokenizer at once, or a sentence."""
+        ((_, source),) = self._job.templates
+        found: list[Any] = [None] * len(rows)
+        for tokenizer, places in self._by_tokenizer(range(len(rows)), adapters).items():
+            prompts = tokenizer.render_values(
+                [rows[place] for place in places],
+                self._texts,
+                source,
+                allow_special_tokens=self._job.allow_special_tokens,
+            )
+            for place, prompt in zip(places, prompts, strict=True):
+                is_blank = isinstance(prompt, RenderedMessages) and not prompt.text.strip()
+                found[place] = blank_prompt(self._job.template_option) if is_blank else prompt
+                if isinstance(prompt, TokenizerError):
+                    found[place] = f"{self._job.template_option}: {prompt}."
+        return found
+
+    def _texts(self, source: str, rows: Sequence[Mapping[str, Any]]) -> list[str | TokenizerError]:
+        """The text that a template of this source writes of each row, or why there is none."""
+        found = _prompt_template((source,), self._job.now).render_all(rows)
+        return [texts if isinstance(texts, TokenizerError) else texts[0] for texts in found]
+
+    def _by_tokenizer(self, rows: Iterable[int], adapters: list[str | None]) -> dict[Tokenizer, list[int]]:
+        found: dict[Tokenizer, list[int]] = {}
+        for row in rows:
+            found.setdefault(self._tokenizer(adapters[row]), []).append(row)
+        return found
 
     @staticmethod
     def _without_answers(conversations: list[Any]) -> tuple[list[Any], list[str | None]]:
@@ -200,11 +263,8 @@ class PromptReader:
             else:
                 found.append(Conversation(messages, options))
                 self.counts.update(peculiarities(messages, options))
-        waiting: dict[Tokenizer, list[int]] = {}
-        for row, conversation in enumerate(found):
-            if isinstance(conversation, Conversation):
-                waiting.setdefault(self._tokenizer(adapters[row]), []).append(row)
-        for tokenizer, rows in waiting.items():
+        waiting = [row for row, conversation in enumerate(found) if isinstance(conversation, Conversation)]
+        for tokenizer, rows in self._by_tokenizer(waiting, adapters).items():
             conversations = [found[row] for row in rows]
             prompts = tokenizer.render_messages(conversations, allow_special_tokens=self._job.allow_special_tokens)
             for row, prompt in zip(rows, prompts, strict=True):
@@ -273,17 +333,18 @@ class PromptReader:
             found = texts_behind(tokenizer, prompt, draft.continuation_texts)
             set_continuations(draft, [(prompt, tokens) for tokens in found])
             return
-        num_ends = tokenizer.num_end_tokens if self._prompt_role == "prompt" else 0
+        num_ends = tokenizer.num_end_tokens if self._is_text else 0
         together = [replace(draft, text=text + behind) for behind in draft.continuation_texts]
         whole = [tokens[: len(tokens) - num_ends] for tokens in _all(self._encoded(tokenizer, together))]
         prompt = prompt[: len(prompt) - num_ends]
         set_continuations(draft, [split_at_prompt(prompt, tokens) for tokens in whole])
 
     def _encoded(self, tokenizer: Tokenizer, drafts: list[RowDraft]) -> list[list[int] | TokenizerError]:
-        if self._prompt_role != "messages":
+        if self._is_text and not self._job.templates:
             return tokenizer.encode_each([draft.text or "" for draft in drafts], is_rendered=False)
         rendered = [RenderedMessages(draft.text or "", draft.stand_ins) for draft in drafts]
-        return tokenizer.encode_messages_each(rendered, allow_special_tokens=self._job.allow_special_tokens)
+        encode = tokenizer.encode_values_each if self._is_text else tokenizer.encode_messages_each
+        return encode(rendered, allow_special_tokens=self._job.allow_special_tokens)
 
     def _fixed_tokens(self, draft: RowDraft) -> int:
         """Tokens that will be computed behind a row's prompt; 0 when its options do not fix the number."""
@@ -314,6 +375,16 @@ def _together(drafts: list[RowDraft]) -> Iterator[list[RowDraft]]:
         characters += size
     if together:
         yield together
+
+
+@lru_cache(maxsize=8)
+def _prompt_template(sources: tuple[str, ...], now: str) -> PromptTemplate:
+    return PromptTemplate(sources, datetime.fromisoformat(now) if now else None)
+
+
+def _rows(columns: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
+    """Values of columns, by row and by column."""
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def _hashable(value: Any) -> Any:

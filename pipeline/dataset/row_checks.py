@@ -94,11 +94,39 @@ class RowDraft:
 def check_text(draft: RowDraft, value: Any) -> None:
     """Take a `prompt`, or reject the row: it must be text that is not empty."""
     if not isinstance(value, str) or not value:
-        draft.reject(
-            ErrorKind.PROMPT, f"prompt={_shown(value)}: expected text that is not empty. Fill it or drop the row."
-        )
+        draft.reject(ErrorKind.PROMPT, _no_prompt(value))
         return
     _set_text(draft, "prompt", value)
+
+
+def _no_prompt(value: Any) -> str:
+    return f"prompt={_shown(value)}: expected text that is not empty. Fill it or drop the row."
+
+
+def prompt_as_messages(value: Any, system_prompt: str | None) -> list[dict[str, Any]] | str:
+    """Convert a `prompt` to a message of the user, behind the `system_prompt`. Returns a sentence if it is no text."""
+    if not isinstance(value, str) or not value:
+        return _no_prompt(value)
+    return read_messages([{"role": "user", "content": value}], system_prompt)
+
+
+def templated_messages(
+    roles: Sequence[str], texts: Sequence[str] | TokenizerError, option: str, system_prompt: str | None
+) -> list[dict[str, Any]] | str:
+    """Convert the texts that a row's templates have made to messages of these roles. `option`: the one that has the
+    templates. Returns a sentence if the templates have failed, or all texts are blank.
+    """
+    if isinstance(texts, TokenizerError):
+        return f"{option}: {texts}."
+    if not any(text.strip() for text in texts):
+        return blank_prompt(option)
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    return read_messages(messages, system_prompt)
+
+
+def blank_prompt(option: str) -> str:
+    """The problem of a row for which a template writes nothing, as a sentence."""
+    return f"{option}: writes no text for this row, expected some. Fill in its columns, or drop the row."
 
 
 def read_messages(value: Any, system_prompt: str | None) -> list[dict[str, Any]] | str:
@@ -162,14 +190,16 @@ def read_rendering(job: Mapping[str, Any], row: Mapping[str, Any]) -> RenderOpti
     return RenderOptions(tools or None, variables, not is_continued if asks is None else bool(asks), is_continued)
 
 
-def check_unrendered(draft: RowDraft, values: Mapping[str, Any], prompt_column: str) -> None:
-    """Reject a row that has rendering options but no messages: no chat template renders its prompt."""
+def check_unrendered(draft: RowDraft, values: Mapping[str, Any], place: str) -> None:
+    """Reject a row that has rendering options but no messages: no chat template renders its prompt, which is at
+    `place`.
+    """
     for name, value in values.items():
         if value is not None:
             draft.reject(
                 ErrorKind.PROMPT,
-                f"{name}: this row's prompt is in column {prompt_column!r}, which no chat template renders. Leave it "
-                "null, or give messages.",
+                f"{name}: this row's prompt is {place}, which no chat template renders. Leave it null, or give "
+                "messages.",
             )
 
 
@@ -182,12 +212,12 @@ def begin_reasoning(draft: RowDraft, prompt: str, open_text: str = "") -> None:
         draft.sampling = replace(draft.sampling, reasoning_markers=f",{markers[1]}")
 
 
-def check_rendered(draft: RowDraft, prompt: RenderedMessages | str) -> None:
-    """Take the prompt that a chat template has made of `messages`; a sentence rejects the row."""
+def check_rendered(draft: RowDraft, prompt: RenderedMessages | str, source: str = "messages") -> None:
+    """Take the prompt that a template has made of `source`; a sentence rejects the row."""
     if isinstance(prompt, str):
         draft.reject(ErrorKind.PROMPT, prompt)
     else:
-        _set_text(draft, "messages", prompt.text)
+        _set_text(draft, source, prompt.text)
         draft.stand_ins = prompt.stand_ins
 
 

@@ -30,7 +30,7 @@ from ...system.local_cache import temporary_folder
 from ..cluster.connect import connected, count_workers, num_embedded_workers
 from ..cluster.devices import Device, find_device, find_device_of_workers
 from ..dataset.chunk import IndexJob
-from ..dataset.index import IndexTotals, index_chunk, list_chunks
+from ..dataset.index import IndexTotals, example_prompt, index_chunk, list_chunks
 from ..result import KindOfError
 from . import prediction
 from .plan import check_rows
@@ -89,6 +89,8 @@ class DryRun:
     slowness: tuple[float, ...] | None
     #: Sentences about device, adapters, files and rows.
     notes: tuple[str, ...]
+    #: Place of a row (`file:row`) and its prompt as the model gets it, where templates make prompts; else None.
+    example: tuple[str, str] | None = None
 
     @property
     def memory(self) -> CpuMemory | None:
@@ -147,6 +149,7 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None, speeds: str
                 *messages_note(job.record),
                 *row_notes(job.record, indexed.rows_per_adapter, indexed.peculiar_rows),
             ),
+            example_prompt(job.record, job.spec) if job.record.makes_prompts else None,
         )
 
 

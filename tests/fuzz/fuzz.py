@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 
 from lorabatch.engine.peft import patterns
-from lorabatch.engine.text.chat import chat_template
+from lorabatch.engine.text.chat import sandbox
 
 HERE = Path(__file__).resolve()
 _STATUS, _CURRENT = "status.json", "current"
@@ -136,7 +136,7 @@ class _Tally:
 
 def _fuzz(name: str, seconds: float, seed: int, save: Path) -> None:
     """Run cases of one target until the time is over."""
-    patterns.CPU_S = chat_template.CPU_S = 1
+    patterns.CPU_S = sandbox.CPU_S = 1
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_BYTES, most))
     target, tally = TARGETS[name], _Tally(save, name, time.monotonic())

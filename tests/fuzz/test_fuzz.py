@@ -10,7 +10,7 @@ from fuzz_targets import TARGETS
 from hypothesis import HealthCheck, given, settings
 
 from lorabatch.engine.peft import patterns
-from lorabatch.engine.text.chat import chat_template
+from lorabatch.engine.text.chat import sandbox
 
 
 @pytest.mark.parametrize("share", [pytest.param(0.05, id="few"), pytest.param(1.0, id="all", marks=pytest.mark.long)])
@@ -19,7 +19,7 @@ def test_whatever_is_read_ends_with_a_value_or_a_refusal(
     name: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(patterns, "CPU_S", 1)
-    monkeypatch.setattr(chat_template, "CPU_S", 1)
+    monkeypatch.setattr(sandbox, "CPU_S", 1)
     target = TARGETS[name]
 
     # The few are the same each time: `make test` fails for what was changed, not by luck.

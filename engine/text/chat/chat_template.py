@@ -1,10 +1,7 @@
-"""Renders chat templates: messages and tools in, one prompt out, in jinja2's sandbox.
+"""Renders chat templates: messages and tools in, one prompt out, in the sandbox of `sandbox.py`.
 
-Templates are part of model and adapter folders, hence untrusted code: they see plain JSON values only and cannot reach
-Python objects, files or the machine, and they are rendered in a confined process, within limits of computing time,
-memory and length. `run` is the task of that process. The environment offers what Hugging Face documents for templates
-(`raise_exception`, `strftime_now`, `tojson`, `{% generation %}`, loop controls), and a test compares the outcome with
-transformers.
+Templates are part of model and adapter folders, hence untrusted code. `run` is the task of the confined process in
+which they are rendered. A test compares the outcome with transformers.
 """
 
 from __future__ import annotations
@@ -19,59 +16,24 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
-from jinja2.compiler import CodeGenerator, Frame
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ....system.confinement import ConfinedError, confined
-from ....system.untrusted import STOPS, printable, shortened, shown_name
+from ....system.untrusted import STOPS, shown_name
 from ...errors import ModelFilesError, TokenizerError
 from .conversation import AS_USUAL, Conversation, RenderOptions, content_text
 from .left_out import Messages, left_out
+from .sandbox import BATCH_CHARACTERS, BATCH_S, MAX_TEMPLATE_CHARACTERS, ConfinedTemplate, Sandbox, generated
 
-MAX_TEMPLATE_CHARACTERS = 128 << 10  # the longest of real models have 30,000
-MAX_RENDERED_CHARACTERS = 32 << 20  # more than a context of a million tokens takes
-CPU_S = 3
-MEMORY_BYTES = 1 << 30
 _TASK = "engine.text.chat.chat_template"
+_NAMED = ("the chat template", "them")
 # Names under which a model's thoughts travel in a message; the first is what templates read.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-# Limits of one answer of the confined process: rows, seconds, characters.
-_BATCH_ROWS, _BATCH_S, _BATCH_CHARACTERS = 256, 1.0, 32 << 20
-# Seconds that a template may take for its first prompts together, and for each one more; real ones take 0.0001.
-_FREE_S, _S_PER_PROMPT = 12.0, 0.1
-_MAX_MESSAGE_CHARACTERS = 500
 # Marks the end of a message that is left open: a code point for private use, and a blank that templates may trim.
 _FIRST_MARK, _LAST_MARK = 0x100000, 0x10FFFD
 # Names that the renderer gives to a template, beside the template's own variables.
 _RENDERED = ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now")
 
 
-class _Unfolded(CodeGenerator):
-    """Compiles without computing constants: `{{ 9**(9**9) }}` would take the compiler for good."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.optimizer = None
-
-    def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: CodeGenerator._FinalizeInfo) -> str:
-        if not isinstance(node, nodes.TemplateData):
-            raise nodes.Impossible
-        return super()._output_child_to_const(node, frame, finalize)
-
-    def visit_EvalContextModifier(self, node: nodes.EvalContextModifier, frame: Frame) -> None:  # noqa: N802
-        """Options such as `{% autoescape … %}` are evaluated by the compiler, whatever their expression is."""
-        if not all(isinstance(option.value, nodes.Const) for option in node.options):
-            raise jinja2.TemplateSyntaxError("an option that is no constant", node.lineno)
-        super().visit_EvalContextModifier(node, frame)
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    code_generator_class = _Unfolded
-
-
-class ChatTemplate:
+class ChatTemplate(ConfinedTemplate):
     """One template. `now` is what `strftime_now` formats, so that a resumed job renders the same: a time of day, whose
     zone templates do not see.
 
@@ -79,6 +41,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], now: datetime | None = None) -> None:
+        super().__init__(_TASK, *_NAMED)
         if len(source) > MAX_TEMPLATE_CHARACTERS:
             raise ModelFilesError(
                 f"chat template: {len(source)} characters, expected at most {MAX_TEMPLATE_CHARACTERS}. Repair it."
@@ -98,8 +61,6 @@ class ChatTemplate:
             ) from None
         #: Source, special tokens and time, as tasks of confined processes get them.
         self.given = (source, dict(special_tokens), None if now is None else now.isoformat())
-        self._seconds = 0.0
-        self._num_prompts = 0
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: RenderOptions = AS_USUAL) -> str:
         """The prompt. Keys of messages whose value is None are dropped, as if they were not there.
@@ -118,34 +79,17 @@ class ChatTemplate:
         """The prompt of each conversation, or what `render` raises. `must_be_whole`: an error, too, for a conversation
         of which a text, a part, a tool or a call does not reach the prompt (see `left_out`). Raises `NoProcessError`.
         """
-        prompts: list[str | TokenizerError] = []
-        batch_rows = _BATCH_ROWS
-        while len(prompts) < len(conversations):
-            if self._seconds > _FREE_S + _S_PER_PROMPT * self._num_prompts:
-                given_up = TokenizerError("the chat template has taken too long on others and is not tried again")
-                return prompts + [given_up] * (len(conversations) - len(prompts))
-            batch = conversations[len(prompts) : len(prompts) + batch_rows]
-            try:
-                prompts += self._rendered(batch, must_be_whole)
-            except ConfinedError as error:
-                self._seconds += CPU_S
-                if len(batch) == 1:
-                    prompts.append(TokenizerError(f"the chat template fails on them: {error}"))
-                batch_rows = 1  # it is one of them
-        return prompts
+        return self._answers(conversations, partial(self._payload, must_be_whole=must_be_whole))
 
-    def _rendered(self, conversations: Sequence[Conversation], must_be_whole: bool) -> list[str | TokenizerError]:
-        """The prompts of one or more of these, from the first on. Raises `ConfinedError`, `NoProcessError`."""
+    def _payload(self, conversations: Sequence[Conversation], must_be_whole: bool) -> list[Any]:
+        """The input of the task. Options that conversations share are in it once."""
         numbers: dict[RenderOptions, int] = {}
         prepared = [
             ([_prepared(message) for message in one.messages], numbers.setdefault(one.options, len(numbers)))
             for one in conversations
         ]
         options = [(o.tools, o.variables, o.add_generation_prompt, o.continue_final_message) for o in numbers]
-        answers, seconds = confined().run(_TASK, [*self.given, prepared, options, must_be_whole], CPU_S, MEMORY_BYTES)
-        self._seconds += seconds
-        self._num_prompts += len(answers)
-        return [TokenizerError(text) if is_refusal else text for is_refusal, text in answers]
+        return [*self.given, prepared, options, must_be_whole]
 
 
 def run(payload: Any) -> tuple[list[tuple[bool, str]], float]:
@@ -170,7 +114,7 @@ def run(payload: Any) -> tuple[list[tuple[bool, str]], float]:
         except TokenizerError as error:
             answers.append((True, str(error)))
         num_characters += len(answers[-1][1])
-        if time.process_time() - start_s > _BATCH_S or num_characters > _BATCH_CHARACTERS:
+        if time.process_time() - start_s > BATCH_S or num_characters > BATCH_CHARACTERS:
             break
     return answers, time.process_time() - start_s
 
@@ -229,29 +173,10 @@ def _rendered_to_its_end(
 ) -> str:
     rendered = {"tools": options.tools, "add_generation_prompt": options.add_generation_prompt}
     if not options.continue_final_message:
-        return _generated(template, {**values, **rendered, "messages": messages})
+        return generated(template, {**values, **rendered, "messages": messages}, *_NAMED)
     mark = _mark_for(messages, options)
     opened, last = _left_open(messages, mark)
-    return _ended_at(mark, _generated(template, {**values, **rendered, "messages": opened}), last)
-
-
-def _generated(template: jinja2.Template, values: Mapping[str, Any]) -> str:
-    parts, num_characters = [], 0
-    try:
-        for part in template.generate(values):
-            parts.append(part)
-            num_characters += len(part)
-            if num_characters > MAX_RENDERED_CHARACTERS:
-                break
-    except MemoryError:
-        raise
-    except Exception as error:
-        # A template can fail in as many ways as any program; none of them is ours.
-        said = shortened(printable(str(error)), _MAX_MESSAGE_CHARACTERS)
-        raise TokenizerError(f"the chat template refuses them ({said})") from None
-    if num_characters > MAX_RENDERED_CHARACTERS:
-        raise TokenizerError(f"the chat template makes more than {MAX_RENDERED_CHARACTERS} characters of them")
-    return "".join(parts)
+    return _ended_at(mark, generated(template, {**values, **rendered, "messages": opened}, *_NAMED), last)
 
 
 def _check_variables(source: str, variables: Mapping[str, Any]) -> None:
@@ -296,51 +221,17 @@ def _ended_at(mark: str, prompt: str, last: str) -> str:
 @lru_cache(maxsize=16)
 def _names(source: str) -> frozenset[str]:
     """Names that a template reads, its own variables too."""
-    found = _environment(None).parse(source).find_all(nodes.Name)
+    found = Sandbox(None).parse(source).find_all(nodes.Name)
     return frozenset(node.name for node in found if node.ctx == "load").difference(_RENDERED)
 
 
 @lru_cache(maxsize=16)
 def _compiled(source: str, now: datetime | None) -> jinja2.Template:
     """Raises whatever jinja2 and Python's compiler raise."""
-    return _environment(now).from_string(source)
-
-
-def _environment(now: datetime | None) -> _Sandbox:
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: (now or datetime.now()).strftime(form)
-    return environment
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %}…{% endgeneration %}` marks the assistant's words for training; here it is plain text."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)
+    return Sandbox(now).from_string(source)
 
 
 def _prepared(message: Mapping[str, Any]) -> dict[str, Any]:
     given = {key: value for key, value in message.items() if value is not None}
     thoughts = next((given[key] for key in _REASONING_KEYS if key in given), None)
     return given if thoughts is None else {"thinking": thoughts, **given, "reasoning_content": thoughts}
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Plain JSON; jinja2's own filter would escape `<`, `>`, `&` and quotes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -144,6 +145,34 @@ def read_variables(value: Any) -> dict[str, Any]:
         if name.endswith("_token"):
             raise ValueError(f"chat_template_kwargs.{name}: the tokenizer says what it is. Leave it out.")
     return variables
+
+
+def read_message_templates(value: Any) -> list[dict[str, str]]:
+    """Templates of messages (`messages_template`): a list of objects with role and content, or its JSON.
+
+    Raises ValueError with what is wrong, as a sentence.
+    """
+    form = '{"role": "user", "content": "{{ question }}"}'
+    messages = _parsed("messages_template", value, f"a list of objects {form}")
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"messages_template={shown(messages)}: expected a list of objects {form}.")
+    for place, message in enumerate(messages):
+        if not isinstance(message, dict) or message.keys() != {"role", "content"}:
+            raise ValueError(f"messages_template[{place}]={shown(message)}: expected role and content, as in {form}.")
+        for key in ("role", "content"):
+            if not isinstance(message[key], str) or not message[key]:
+                raise ValueError(f"messages_template[{place}].{key}={shown(message[key])}: expected text.")
+    return messages
+
+
+def read_line_breaks(text: str) -> str:
+    r"""The template that an option's text means: `\n` is a line break in it, and `\\n` is the two characters."""
+    return re.sub(r"\\(\\n|n)", lambda found: "\n" if found[1] == "n" else found[1], text)
+
+
+def write_line_breaks(template: str) -> str:
+    """The text of which `read_line_breaks` makes this template."""
+    return template.replace("\\n", "\\\\n")
 
 
 def is_template_text(value: str) -> bool:

@@ -1,5 +1,5 @@
 """Texts of special tokens inside of messages, which are text there: only the chat template writes control tokens. The
-same holds for tools and for the values of a template's variables.
+same holds for tools, for the values of a template's variables, and for those of a prompt template.
 
 Before they are rendered, each such text is replaced by one character that occurs nowhere in them. Texts that the
 template writes differ then from texts that it was given, however the template moves, trims or repeats these.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,7 @@ from ...errors import TokenizerError
 from .conversation import Conversation, RenderOptions
 
 # Code points for private use, which no text has a reason to hold.
-_FIRST, _LAST = 0xF0000, 0xFFFFD
+_FIRST, _FIRST_OWN, _LAST = 0xF0000, 0xF8000, 0xFFFFD
 _ESCAPED = r"\udb"  # how such a code point begins in JSON of ASCII
 
 
@@ -59,7 +59,7 @@ class LiteralText:
         escape sequences.
         """
         texts_beside = {one.options: _option_texts(one.options) for one in conversations}
-        stand_ins = [self._stand_ins(one, texts_beside[one.options]) for one in conversations]
+        stand_ins = [self._stand_ins(texts_beside[one.options] + _texts(list(one.messages))) for one in conversations]
         given = [
             self._with_stand_ins(one, characters) if characters else one
             for one, characters in zip(conversations, stand_ins, strict=True)
@@ -69,16 +69,58 @@ class LiteralText:
             for rendered, one, characters in zip(template(given), given, stand_ins, strict=True)
         ]
 
-    def _stand_ins(self, conversation: Conversation, beside: list[str]) -> dict[str, str]:
-        """Text of a special token in a conversation -> a character that it lacks. `beside`: texts of its options."""
+    def render_values(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        template: Callable[[str, Sequence[Mapping[str, Any]]], list[str | TokenizerError]],
+        source: str,
+    ) -> list[RenderedMessages | TokenizerError]:
+        """The prompt that a template of the text `source` writes of each row's values, or an error. Texts of special
+        tokens are control tokens where `source` has them, and text where values bring or complete them.
+        """
+        texts = [_texts(row) for row in rows]
+        stand_ins = list(map(self._stand_ins, texts))
+        given = [
+            _replaced(row, self._put(characters)) if characters else row
+            for row, characters in zip(rows, stand_ins, strict=True)
+        ]
+        own = self._stand_ins(
+            [source], {character for part in texts for text in part for character in text}, _FIRST_OWN
+        )
+        marked = self._put(own)(source) if own else source
+        return [
+            rendered if isinstance(rendered, TokenizerError) else self._of_values(rendered, row, characters, own)
+            for rendered, row, characters in zip(template(marked, given), rows, stand_ins, strict=True)
+        ]
+
+    def _of_values(
+        self, rendered: str, row: Mapping[str, Any], characters: Mapping[str, str], own: Mapping[str, str]
+    ) -> RenderedMessages | TokenizerError:
+        """A rendered prompt whose special tokens are those that the template has. `own`: text of each of these -> its
+        mark in `rendered`.
+        """
+        if (characters or own) and _is_escaped(rendered, row):
+            return _escaped()
+        stand_ins = {character: text for text, character in characters.items()}
+        completed = self._stand_ins([rendered])
+        if completed:
+            rendered = self._put(completed)(rendered)
+            stand_ins |= {character: text for text, character in completed.items()}
+        for text, mark in own.items():
+            rendered = rendered.replace(mark, text)
+        return RenderedMessages(rendered, stand_ins)
+
+    def _stand_ins(self, texts: Sequence[str], taken: Collection[str] = (), first: int = _FIRST) -> dict[str, str]:
+        """Text of a special token in texts -> a character that they lack. `taken`: further characters that are none.
+        `first`: code point of the first that may be one.
+        """
         if self._pattern is None:
             return {}
-        texts = beside + [text for message in conversation.messages for text in _texts(message)]
         found = {text for part in texts for text in self._pattern.findall(part)}
         if not found:
             return {}
-        taken = set().union(*texts)
-        free = (chr(code) for code in range(_FIRST, _LAST) if chr(code) not in taken)
+        taken = set(taken).union(*texts)
+        free = (chr(code) for code in range(first, _LAST) if chr(code) not in taken)
         return dict(zip(sorted(found), free, strict=False))
 
     def is_as_usual(self, prompt: RenderedMessages, token_ids: Sequence[int]) -> bool:
@@ -171,12 +213,21 @@ class LiteralText:
 
 
 def _kept_apart(rendered: str, given: Conversation, characters: Mapping[str, str]) -> RenderedMessages | TokenizerError:
-    if characters and _ESCAPED in rendered.lower():
-        texts = [*_option_texts(given.options), *_texts(list(given.messages))]
-        if not any(_ESCAPED in text.lower() for text in texts):
-            return TokenizerError("the chat template writes texts of special tokens as escape sequences")
+    if characters and _is_escaped(rendered, given.options.tools, given.options.variables, given.messages):
+        return _escaped()
     stand_ins = {character: text for text, character in characters.items()}
     return RenderedMessages(rendered, stand_ins, given.open_text)
+
+
+def _is_escaped(rendered: str, *given: Any) -> bool:
+    """Whether a template has written stand-ins that are in `given` as escape sequences."""
+    if _ESCAPED not in rendered.lower():
+        return False
+    return not any(_ESCAPED in text.lower() for value in given for text in _texts(value))
+
+
+def _escaped() -> TokenizerError:
+    return TokenizerError("the template writes texts of special tokens as escape sequences")
 
 
 def _option_texts(options: RenderOptions) -> list[str]:

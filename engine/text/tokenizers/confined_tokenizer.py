@@ -198,6 +198,10 @@ class MissingTokenizer(Tokenizer):
         """The reason as an error, for each conversation."""
         return [TokenizerError(self._reason) for _ in conversations]
 
+    def render_values(self, rows: Sequence[Any], *_: Any, **options: Any) -> list[RenderedMessages | TokenizerError]:
+        """The reason as an error, for each row."""
+        return [TokenizerError(self._reason) for _ in rows]
+
     def encode_batch(self, texts: Sequence[str], *, is_rendered: bool) -> list[list[int]]:
         """Raises `TokenizerError`."""
         raise TokenizerError(self._reason)

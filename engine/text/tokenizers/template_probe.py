@@ -12,8 +12,9 @@ from ....system.confinement import ConfinedError, ConfinedProcess, confined
 from ....system.untrusted import read_regular
 from ...errors import TokenizerError
 from ...tokenizer_files import ADDED, SETTINGS, SPECIAL_MAP, TEMPLATE, TOOL_TEMPLATE, TokenizerFiles
-from ..chat.chat_template import CPU_S, MEMORY_BYTES, ChatTemplate, render_here
+from ..chat.chat_template import ChatTemplate, render_here
 from ..chat.conversation import BLANKS, NAMES, REASONING, RenderOptions
+from ..chat.sandbox import CPU_S, MEMORY_BYTES
 from .tokenizer import DEFAULT_TEMPLATE, templates_of
 from .tokenizer_settings import read_settings
 

@@ -197,6 +197,23 @@ class Tokenizer:
             ]
         return self._literals.render(conversations, render)
 
+    def render_values(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        template: Callable[[str, Sequence[Mapping[str, Any]]], list[str | TokenizerError]],
+        source: str,
+        *,
+        allow_special_tokens: bool = False,
+    ) -> list[RenderedMessages | TokenizerError]:
+        """The prompts that a template of the text `source` writes of rows' values, or why a row has none. Texts of
+        special tokens in values stay text, unless they are allowed. `template`: renders a text with rows.
+        """
+        if not allow_special_tokens:
+            return self._literals.render_values(rows, template, source)
+        return [
+            text if isinstance(text, TokenizerError) else RenderedMessages(text, {}) for text in template(source, rows)
+        ]
+
     def encode_messages(
         self, prompts: Sequence[RenderedMessages], *, allow_special_tokens: bool = False
     ) -> list[list[int]]:
@@ -229,6 +246,18 @@ class Tokenizer:
     ) -> list[list[int] | TokenizerError]:
         """`encode_messages`; a prompt without tokens gets its own error."""
         return _each(prompts, partial(self.encode_messages, allow_special_tokens=allow_special_tokens))
+
+    def encode_values_each(
+        self, prompts: Sequence[RenderedMessages], *, allow_special_tokens: bool = False
+    ) -> list[list[int] | TokenizerError]:
+        """Tokens of each prompt of `render_values`, with the special tokens that the model expects around plain
+        prompts; a prompt without tokens gets its own error.
+        """
+        encoded = self.encode_messages_each(prompts, allow_special_tokens=allow_special_tokens)
+        if all(isinstance(one, TokenizerError) for one in encoded):
+            return encoded
+        before, behind = self._around
+        return [one if isinstance(one, TokenizerError) else [*before, *one, *behind] for one in encoded]
 
     def exceeds(self, text: str, max_tokens: int) -> bool:
         """Whether a very long text certainly has more tokens than this, found out without encoding all of it.
@@ -274,9 +303,14 @@ class Tokenizer:
     @cached_property
     def num_end_tokens(self) -> int:
         """Special tokens that are put behind a plain prompt."""
+        return len(self._around[1])
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """Special tokens that are put before a plain prompt, and behind it."""
         bare, whole = (self.encode_batch(["a"], is_rendered=is_rendered)[0] for is_rendered in (True, False))
         start = next((s for s in range(len(whole)) if whole[s : s + len(bare)] == bare), 0)
-        return len(whole) - start - len(bare)
+        return whole[:start], whole[start + len(bare) :]
 
     def special_token_ids(self, texts: Sequence[str]) -> tuple[int, ...]:
         """Numbers of the texts that are special tokens: `decode` leaves them out."""

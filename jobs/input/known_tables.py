@@ -1,0 +1,72 @@
+"""Recognises tables in the layouts of other tools, and says what to write for them.
+
+Known are Alpaca's columns (instruction, input, output), ShareGPT's conversations (lists of structs with from and value)
+and lists of messages in the column `prompt`, as TRL has them.
+"""
+
+from __future__ import annotations
+
+from shlex import quote
+
+import pyarrow as pa
+import pyarrow.types as t
+
+from ...system.untrusted import shown_name
+
+_ALPACA = "{{ instruction }}{% if input %}\\n\\n{{ input }}{% endif %}"
+_ALPACA_ALONE = "{{ instruction }}"
+# ShareGPT's names of speakers -> roles.
+_SPEAKERS = {"human": "user", "gpt": "assistant"}
+
+
+def list_fields(kind: pa.DataType) -> frozenset[str]:
+    """Names of the fields of a column of lists of structs; none for other types."""
+    if not (t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind)):
+        return frozenset()
+    item = kind.value_type
+    return frozenset(item.field(i).name for i in range(item.num_fields)) if t.is_struct(item) else frozenset()
+
+
+def messages_hint(name: str, kind: pa.DataType) -> str:
+    """What to write for a prompt column that holds conversations, as a sentence; "" for other types."""
+    fields = list_fields(kind)
+    if {"role", "content"} <= fields:
+        return f"It holds lists of messages: add --column {quote(f'messages={name}')}."
+    return _share_gpt_hint(name) if {"from", "value"} <= fields else ""
+
+
+def table_hint(schema: pa.Schema) -> str:
+    """What to write for a table without a prompt column whose layout is known, as a sentence; "" for others."""
+    for column in schema:
+        fields = list_fields(column.type)
+        if {"role", "content"} <= fields:
+            return f"Column {column.name!r} holds lists of messages: add --column {quote(f'messages={column.name}')}."
+        if {"from", "value"} <= fields:
+            return _share_gpt_hint(column.name)
+    if {"instruction", "output"} <= {*schema.names} or {"instruction", "input"} <= {*schema.names}:
+        template = _ALPACA if "input" in schema.names else _ALPACA_ALONE
+        return f"The columns are Alpaca's: add --prompt-template {quote(template)}."
+    return ""
+
+
+def template_hint(schema: pa.Schema) -> str:
+    """A template of the first text column, for a message."""
+    texts = [column.name for column in schema if t.is_string(column.type) or t.is_large_string(column.type)]
+    name = next((name for name in texts if name.isidentifier()), "question")
+    return quote(f"Question: {{{{ {name} }}}}")
+
+
+def _share_gpt_hint(name: str) -> str:
+    """A command that makes messages of ShareGPT's conversations."""
+    column = name if name.isidentifier() else '"' + name.replace('"', '""') + '"'
+    cases = " ".join(f"WHEN '{speaker}' THEN '{role}'" for speaker, role in _SPEAKERS.items())
+    message = f"{{'role': CASE m['from'] {cases} ELSE m['from'] END, 'content': m['value']}}"
+    query = (
+        f"COPY (SELECT * EXCLUDE ({column}), [{message} FOR m IN {column}] AS messages FROM 'rows.parquet') "
+        "TO 'messages.parquet'"
+    )
+    shown = f'"{query}"' if name.isidentifier() else quote(query)
+    return (
+        f"Column {shown_name(name)!r} holds ShareGPT's conversations (from, value), expected messages (role, content). "
+        f"Convert it, for example: duckdb -c {shown}; --split-answer takes a last answer out of the prompt."
+    )
