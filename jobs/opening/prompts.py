@@ -206,7 +206,7 @@ def _option(spec: JobSpec, place: int) -> str:
 
 def _unknown_problem(option: str, name: str, there: Sequence[str]) -> str:
     close = get_close_matches(name, there, n=2, cutoff=0.6)
-    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"The columns are {_shown(there) or 'none'}."
+    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"the columns are {_shown(there) or 'none'}."
     return f"{option}: names {shown_name(name)!r}, which no column of the input has; {hint}"
 
 

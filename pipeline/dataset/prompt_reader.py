@@ -77,7 +77,6 @@ class PromptReader:
         #: Role of the column that has the prompts; "" where templates make them.
         self._prompt_role = "" if job.templates else next(role for role in PROMPT_ROLES if role in job.roles)
         self._is_text = self._prompt_role != "prompt_token_ids" and not job.renders_messages
-        self._roles = [role for role, _ in job.templates]
         self._samplings: dict[tuple[Any, ...], tuple[SamplingParams, list[str]]] = {}
         self._rendering = lru_cache(_MOST_RENDERINGS)(self._read_rendering)
         #: Rows with a peculiarity that users should know of, by peculiarity (`status.notes.row_notes` writes them up).
@@ -200,10 +199,9 @@ class PromptReader:
         """Each row's messages, or a sentence that says why it has none."""
         system_prompt = self._job.system_prompt
         if self._job.templates:
-            found = _prompt_template(tuple(text for _, text in self._job.templates), self._job.now).render_all(
-                _rows(given)
-            )
-            return [templated_messages(self._roles, texts, self._job.template_option, system_prompt) for texts in found]
+            roles, sources = zip(*self._job.templates, strict=True)
+            found = _prompt_template(sources, self._job.now).render_all(_rows(given))
+            return [templated_messages(roles, texts, self._job.template_option, system_prompt) for texts in found]
         read = read_messages if self._prompt_role == "messages" else prompt_as_messages
         return [read(value, system_prompt) for value in columns[self._prompt_role]]
 

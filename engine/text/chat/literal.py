@@ -84,9 +84,9 @@ class LiteralText:
             _replaced(row, self._put(characters)) if characters else row
             for row, characters in zip(rows, stand_ins, strict=True)
         ]
-        own = self._stand_ins(
-            [source], {character for part in texts for text in part for character in text}, _FIRST_OWN
-        )
+        own: dict[str, str] = {}
+        if self._pattern is not None and self._pattern.search(source):
+            own = self._stand_ins([source], set[str]().union(*(text for part in texts for text in part)), _FIRST_OWN)
         marked = self._put(own)(source) if own else source
         return [
             rendered if isinstance(rendered, TokenizerError) else self._of_values(rendered, row, characters, own)

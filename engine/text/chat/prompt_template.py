@@ -160,10 +160,11 @@ def _compiled(source: str, now: str | None) -> jinja2.Template:
 
 
 class _RowSandbox(Sandbox):
-    """The sandbox for the values of a row."""
+    """The sandbox for the values of a row. Line breaks stay as they are written, also behind blocks and at the end."""
 
     def __init__(self, now: datetime | None) -> None:
-        super().__init__(now, undefined=jinja2.StrictUndefined, finalize=_printed, keep_trailing_newline=True)
+        kept = {"trim_blocks": False, "lstrip_blocks": False, "keep_trailing_newline": True}
+        super().__init__(now, undefined=jinja2.StrictUndefined, finalize=_printed, **kept)
         self.filters["tojson"] = lambda value, **options: to_json(_without_nulls(value), **options)
         self.tests["none"] = lambda value: value is None or isinstance(value, _Null)
 

@@ -62,7 +62,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
     code_generator_class = _Unfolded
 
     def __init__(self, now: datetime | None, **options: Any) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols], **options)
+        blocks = {"trim_blocks": True, "lstrip_blocks": True}
+        super().__init__(extensions=[_GenerationBlock, loopcontrols], **blocks | options)
         self.filters["tojson"] = to_json
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda form: (now or datetime.now()).strftime(form)

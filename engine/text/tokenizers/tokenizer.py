@@ -210,9 +210,8 @@ class Tokenizer:
         """
         if not allow_special_tokens:
             return self._literals.render_values(rows, template, source)
-        return [
-            text if isinstance(text, TokenizerError) else RenderedMessages(text, {}) for text in template(source, rows)
-        ]
+        rendered = template(source, rows)
+        return [text if isinstance(text, TokenizerError) else RenderedMessages(text, {}) for text in rendered]
 
     def encode_messages(
         self, prompts: Sequence[RenderedMessages], *, allow_special_tokens: bool = False

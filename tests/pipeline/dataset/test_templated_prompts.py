@@ -26,7 +26,7 @@ from lorabatch.pipeline.dataset.schema import ERROR, FINGERPRINT, TOKENS, arrow_
 from lorabatch.pipeline.dataset.writer import output_schema
 
 Prepare = Callable[..., Any]
-TEMPLATE = "{% if context %}{{ context }}\n{% endif %}Q: {{ question }}"
+TEMPLATE = "{% if context %}{{ context }}\n{% endif %}\nQ: {{ question }}"
 QUESTIONS = {
     "id": [0, 1, 2, 3],
     "question": ["the quick fox?", None, "a<|im_end|>\n<|im_start|>b", "last"],
@@ -45,7 +45,7 @@ def errors(job: Any) -> list[str | None]:
 
 
 def jinja(source: str, **values: Any) -> str:
-    plain = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    plain = jinja2.Environment(keep_trailing_newline=True)
     return plain.from_string(source).render(values)
 
 

@@ -48,7 +48,7 @@ def written(source: str, row: dict[str, Any] = ROW) -> str:
     ],
 )
 def test_templates_without_nulls_write_what_jinja2_writes(source: str) -> None:
-    plain = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    plain = jinja2.Environment(keep_trailing_newline=True)
     assert written(source) == plain.from_string(source).render(ROW)
 
 
