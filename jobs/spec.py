@@ -133,20 +133,20 @@ class JobSpec(_SamplingFields):
     )
     prompt_template: str | None = _option(
         None,
-        "Prompts are made of columns by this jinja2 template: a file or URL, or its text, such as "
+        "Jinja2 template that makes prompts of columns: a file or URL, or its text, such as "
         "'{{ context }}\\n{{ question }}', in which \\n is a line break.",
         expected="a file, a URL, or the text of a jinja2 template",
         min_length=1,
     )
     messages_template: str | None = _option(
         None,
-        "Messages are made of columns: JSON of a list of objects with role and content (in a job file a list), each "
-        "content a jinja2 template.",
+        "Messages with jinja2 templates as contents, made of columns: JSON of a list of objects with role and content "
+        "(in a job file a list).",
     )
     chat: bool | None = _option(
         None,
-        "A prompt of prompt_template, or of the column prompt, is a user message of the chat template; by default that "
-        "of prompt_template is, where the model has a chat template.",
+        "A prompt is one user message of the chat template; by default prompts of prompt_template are, where the model "
+        "has a chat template, and those of a prompt column are text.",
     )
     system_prompt: str | None = _option(
         None,

@@ -28,7 +28,7 @@ def list_fields(kind: pa.DataType) -> frozenset[str]:
 
 
 def messages_hint(name: str, kind: pa.DataType) -> str:
-    """What to write for a prompt column that holds conversations, as a sentence; "" for other types."""
+    """A sentence that says what to write for a prompt column that holds conversations; "" for other types."""
     fields = list_fields(kind)
     if {"role", "content"} <= fields:
         return f"It holds lists of messages: add --column {quote(f'messages={name}')}."
@@ -36,7 +36,7 @@ def messages_hint(name: str, kind: pa.DataType) -> str:
 
 
 def table_hint(schema: pa.Schema) -> str:
-    """What to write for a table without a prompt column whose layout is known, as a sentence; "" for others."""
+    """A sentence that says what to write for a table without prompts whose layout is known; "" for others."""
     for column in schema:
         fields = list_fields(column.type)
         if {"role", "content"} <= fields:

@@ -134,7 +134,7 @@ def _chat_problems(asked: bool | None, roles: Mapping[str, str]) -> list[str]:
 
 
 def _without_chat(spec: JobSpec, given: InputRecord) -> tuple[str, str]:
-    """Where prompts that no chat template renders are, as a clause, and what to do; empty texts for other jobs."""
+    """The place of prompts that no chat template renders, and what to do, as clauses; empty texts for other jobs."""
     if spec.renders_messages(given.roles):
         return "", ""
     if spec.prompt_template is not None:

@@ -188,7 +188,7 @@ class PromptReader:
 
     @property
     def _place_of_prompts(self) -> str:
-        """Where prompts that no chat template renders are, in words."""
+        """The place of prompts that no chat template renders, in words."""
         if self._job.templates:
             return f"made by {self._job.template_option}"
         return f"in column {self._job.roles[self._prompt_role]!r}"

@@ -110,7 +110,7 @@ class ConfinedTemplate:
         self._num_prompts = 0
 
     def _answers(self, items: Sequence[_Item], payload: Callable[[Sequence[_Item]], Any]) -> list[Any | TokenizerError]:
-        """What the task renders of each item, or why it renders nothing. `payload`: makes the task's input of some
+        """The outcome of the task for each item, or why there is none. `payload`: makes the task's input of some
         items. Raises `NoProcessError`.
         """
         found: list[Any | TokenizerError] = []
