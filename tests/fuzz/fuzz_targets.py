@@ -30,6 +30,7 @@ from lorabatch.engine.models.gguf.convert import convert_gguf
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.peft.tensor_file import TensorReader, read_header
 from lorabatch.engine.request import SamplingParams
+from lorabatch.engine.text.chat.prompt_template import PromptTemplate, names_in
 from lorabatch.engine.text.tokenizers.tokenizer import Tokenizer
 from lorabatch.jobs.cost_profile import read_profile
 from lorabatch.jobs.errors import JobError
@@ -156,6 +157,13 @@ def _read_template(folder: Path) -> Iterator[str]:
     (folder / "tokenizer.json").write_bytes(seeds.model_files()["tokenizer.json"])
     Tokenizer.from_folder(folder).render(MESSAGES)
     yield ""
+
+
+def _read_prompt_template(folder: Path) -> Iterator[str]:
+    source = (folder / "prompt.jinja").read_bytes().decode("utf-8", "replace")
+    row = dict.fromkeys(names_in(source).names, MESSAGES) | {"messages": MESSAGES, "text": "x", "null": None}
+    (found,) = PromptTemplate([source]).render_all([row])
+    yield found[0] if isinstance(found, list) else str(found)
 
 
 # Weights
@@ -419,6 +427,9 @@ TARGETS: Mapping[str, Target] = {
         Target("adapter folders", _adapter_cases, _read_adapter, ()),
         Target("model folders", _model_cases, _read_model, (ModelFilesError,)),
         Target("chat templates", lambda: _single("chat_template.jinja", templates), _read_template, (EngineError,)),
+        Target(
+            "prompt templates", lambda: _single("prompt.jinja", templates), _read_prompt_template, (EngineError,), 100
+        ),
         Target(
             "safetensors",
             lambda: _single("x.safetensors", _safetensors_files()),

@@ -108,6 +108,33 @@ def test_a_prefix_stands_before_every_column_of_ours_and_the_output_is_an_input(
     assert second.column_names == [*again.column_names, *(f"second_{name}" for name in OURS)]
 
 
+def test_a_table_of_prompts_and_completions_runs_as_it_is_and_so_does_its_output(
+    prepare_job: Prepare, answer_by_echo: Echo, tmp_path: Path
+) -> None:
+    table = pa.table({"id": ["a", "b"], "prompt": ["x", ""], "completion": ["gold", "gold"]})
+    job = prepare_job(table)
+    found = answered(job, answer_by_echo)
+    assert found.column_names == [*table.column_names, *(f"answer_{name}" for name in OURS)]
+    assert found.select(table.column_names).to_pydict() == table.to_pydict()
+    account = account_parts(job.store.committed_parts(), job.store, job.record, "run")
+    assert sum(account.rows.values()) == 2
+    assert export_batch(job.store, str(tmp_path / "results.jsonl"), {}).endswith(": 1 response, 1 error")
+    again = answered(prepare_job(found), answer_by_echo)
+    assert again.column_names == [*found.column_names, *(f"answer2_{name}" for name in OURS)]
+
+
+def test_a_job_of_columns_is_exported_as_a_conversation(
+    prepare_job: Prepare, answer_by_echo: Echo, tmp_path: Path
+) -> None:
+    kinds = {}
+    for chat in (True, False):
+        job = prepare_job(pa.table({"id": ["a"], "q": ["x"]}), prompt_template="{{ q }}", chat=chat)
+        answered(job, answer_by_echo)
+        export_batch(job.store, str(tmp_path / "results.jsonl"), {})
+        kinds[chat] = json.loads((tmp_path / "results.jsonl").read_text())["response"]["body"]["object"]
+    assert kinds == {True: "chat.completion", False: "text_completion"}
+
+
 @pytest.mark.parametrize(
     ("options", "kept"),
     [

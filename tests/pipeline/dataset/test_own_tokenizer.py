@@ -14,7 +14,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from lorabatch.engine.text.chat.literal import RenderedMessages
+from lorabatch.engine.text.tokenizers.confined_tokenizer import (
+    ConfinedTokenizer,
+    MissingTokenizer,
+    adapter_tokenizer,
+)
 from lorabatch.engine.text.tokenizers.tokenizer import Tokenizer
+from lorabatch.engine.tokenizer_files import TokenizerFiles
 from lorabatch.jobs.errors import JobRequestError, StorageError
 from lorabatch.jobs.opening.opened_job import confined_audit, make_record
 from lorabatch.jobs.opening.validation import check_job
@@ -255,6 +262,26 @@ def test_its_own_tokenizer_gives_the_tokens_that_it_gives_unconfined(
     rendered = own.render([{"role": "user", "content": "hi"}])
     assert tokens["own"] == own.encode_batch([rendered], is_rendered=True)[0]
     assert len(tokens["own"]) > len(tokens["plain"])
+
+
+def test_its_own_tokenizer_reads_columns_as_it_does_unconfined(tiny_llama: Path, folders: Path) -> None:
+    own_tokenizer(tiny_llama, folders / "own", lambda raw: raw["model"].update(merges=[]))
+    confined = adapter_tokenizer(folders / "own", tiny_llama, TokenizerFiles.of(folders / "own").sha256)
+    free = Tokenizer.from_folder(folders / "own", base=tiny_llama)
+    assert isinstance(confined, ConfinedTokenizer)
+
+    def encoded(tokenizer: Tokenizer) -> list[Any]:
+        rows = [{"q": "hi"}, {"q": "a<|im_end|>b"}]
+        prompts = tokenizer.render_values(
+            rows, lambda source, given: [source + row["q"] for row in given], "<|im_start|>"
+        )
+        return tokenizer.encode_values_each([one for one in prompts if isinstance(one, RenderedMessages)])
+
+    found = encoded(confined)
+    assert found == encoded(free)
+    assert [sum(token < 3 for token in tokens) for tokens in found] == [1, 1]
+    (refused,) = MissingTokenizer("gone").render_values([{"q": "hi"}], lambda *_: [], "")
+    assert str(refused) == "gone"
 
 
 def test_the_index_does_not_begin_with_another_tokenizer_than_the_job_s(

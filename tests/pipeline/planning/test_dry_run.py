@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,21 @@ def test_a_plan_accounts_for_every_row_and_writes_nothing(options: dict[str, Any
     assert 0 < found["bound_s"] <= found["predicted_s"]
     assert found["price"] == pytest.approx(found["predicted_s"] * 2 / 1000)
     json.dumps(found)
+
+
+def test_a_plan_shows_the_first_prompt_that_is_made(options: dict[str, Any]) -> None:
+    made = dry_run(options | {"prompt_template": r"Say:\n{{ prompt }}", "system_prompt": "s " * 60})
+    place, prompt = made.example or ("", "")
+    assert place == "input.parquet:0"
+    assert "<|im_start|>user\nSay:\nthe quick brown fox 0<|im_end|>\n<|im_start|>assistant\n" in prompt
+    assert plan_json(made, None)["example"] == {"row": place, "prompt": prompt}
+    printed = StringIO()
+    print_plan(made, None, Console(file=printed, width=200))
+    assert "Prompt of row input.parquet:0, as the model gets it:\n  <|im_start|>system\n  s s" in printed.getvalue()
+    assert "  Say:\n  the quick brown fox 0<|im_end|>\n" in printed.getvalue()
+    print_plan(replace(made, example=(place, "a" * 1000 + "b" * 10 + "c" * 300)), None, Console(file=printed, width=80))
+    assert "a\n  … 10 characters …\n  c" in printed.getvalue()
+    assert dry_run(options).example is None
 
 
 @pytest.mark.long
