@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from multiprocessing import active_children
@@ -51,8 +53,9 @@ _THREADS_REFUSED = (
 _ALIVE_WITHIN_S = 10.0
 # A scheduler that has not answered a question within this limit is stopped, hung or cut off.
 _ANSWER_LIMIT_S = 10.0
-# Seconds between two questions to a scheduler.
-_ASK_INTERVAL_S = 5.0
+# Seconds between two questions to a scheduler, until a start counts as late, and until either is said again.
+_ASK_INTERVAL_S, _LATE_S, _REPEAT_S = 5.0, 15.0, 45.0
+_NOT_STARTED = "The workers of the local cluster have not started yet. Those that do not start are started again."
 _NO_ANSWER = (
     "The Dask scheduler at {} does not answer. This command waits for it. Where it is gone for good, stop the command "
     "and run it again on another cluster: finished rows are kept."
@@ -280,7 +283,8 @@ def start_local_cluster(cluster_type: type[SpecCluster], *arguments: Any) -> Spe
         before = _child_pids()
         cluster = cluster_type.__new__(cluster_type)
         try:
-            cluster_type.__init__(cluster, *arguments)
+            with _said_while_late(_NOT_STARTED):
+                cluster_type.__init__(cluster, *arguments)
             return cluster
         except _NANNY_ERRORS as error:
             reason = str(error) if isinstance(error, RuntimeError) else "one did not start in time"
@@ -342,7 +346,8 @@ def _environment(variable: tuple[str, str]) -> Iterator[None]:
 def existing(address: str, security: Security | None = None, timeout: str = CONNECT_TIMEOUT) -> Iterator[Client]:
     """A client of a running cluster. Raises `JobRequestError` when no scheduler answers at the address."""
     try:
-        client = open_client(address, timeout=timeout, security=security)
+        with _said_while_late(_NO_ANSWER.format(address)):
+            client = open_client(address, timeout=timeout, security=security)
     except (OSError, ValueError, TimeoutError, TypeError) as error:
         tls = " and, for tls://, that --tls-ca, --tls-cert and --tls-key are the cluster's"
         raise JobRequestError(
@@ -366,7 +371,7 @@ def _silence_said(client: Client) -> Iterator[None]:
 
 
 async def _watch(client: Client, say: Callable[[str], None]) -> None:
-    is_silent = False
+    say_at_s = 0.0  # 0 while the scheduler answers
     while True:
         await asyncio.sleep(_ASK_INTERVAL_S)
         scheduler = client.scheduler
@@ -374,16 +379,34 @@ async def _watch(client: Client, say: Callable[[str], None]) -> None:
             continue  # the client connects again, or gives up
         try:
             await asyncio.wait_for(scheduler.identity(n_workers=0), _ANSWER_LIMIT_S)
-        except TimeoutError:
-            if not is_silent:
+        except CommClosedError:
+            continue  # which the client notices soon
+        except OSError:  # no answer, or no connection to ask by
+            if time.monotonic() >= say_at_s:
                 say(_NO_ANSWER.format(scheduler.address))
-            is_silent = True
-        except OSError:
-            continue  # the connection is broken
+                say_at_s = time.monotonic() + _REPEAT_S
         else:
-            if is_silent:
+            if say_at_s:
                 say("The Dask scheduler answers again.")
-            is_silent = False
+            say_at_s = 0.0
+
+
+@contextmanager
+def _said_while_late(sentence: str) -> Iterator[None]:
+    """Say a sentence to this thread's listener when the block takes long, and now and then until its end."""
+    say, is_over = listener(), threading.Event()
+
+    def watch() -> None:
+        wait_s = _LATE_S
+        while not is_over.wait(wait_s):
+            say(sentence)
+            wait_s = _REPEAT_S
+
+    threading.Thread(target=watch, name="late start", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 def _usable_cores() -> int:

@@ -228,7 +228,7 @@ def _damaged_tail(seed: bytes) -> SearchStrategy[bytes]:
 
 
 def _read_parquet(folder: Path) -> Iterator[str]:
-    footers = read_footers([str(folder / "in.parquet")], {}).footers
+    footers, _ = read_footers([str(folder / "in.parquet")], {})
     schema = unified_schema(footers)
     roles, problems = find_roles(schema, {}, row_settings=["all"])
     yield from problems

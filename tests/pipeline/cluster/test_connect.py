@@ -13,7 +13,7 @@ import re
 import signal
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -169,26 +169,71 @@ def test_a_scheduler_that_is_gone_or_does_not_answer_has_no_known_workers(
         assert known_workers(client) is None
 
 
-def test_any_wait_for_a_scheduler_that_is_stopped_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is late is said after a second or two."""
+    for name, seconds in {"_ASK_INTERVAL_S": 1.0, "_ANSWER_LIMIT_S": 0.5, "_LATE_S": 1.0, "_REPEAT_S": 1.0}.items():
+        monkeypatch.setattr(f"lorabatch.pipeline.cluster.connect.{name}", seconds)
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("connect_timeout", ["0.4s", "30s"])
+def test_any_wait_for_a_scheduler_that_is_stopped_is_said(tmp_path: Path, connect_timeout: str) -> None:
     """A scheduler stopped between a client's connection and the job's first report: 90 s passed without a word."""
-    monkeypatch.setattr("lorabatch.pipeline.cluster.connect._ASK_INTERVAL_S", 0.1)
-    monkeypatch.setattr("lorabatch.pipeline.cluster.connect._ANSWER_LIMIT_S", 0.5)
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     with (
         existing_cluster(tmp_path, num_workers=1) as (address, _, scheduler),
         listening(lines.put),
-        existing(address) as client,
+        existing(address, timeout=connect_timeout) as client,
         ThreadPoolExecutor() as threads,
     ):
         for ask in (lambda: client.run_on_scheduler(os.getpid), lambda: STATES.subscribe(client, "run", print)):
             assert lines.empty()
             scheduler.send_signal(signal.SIGSTOP)
-            asked = threads.submit(ask)
-            assert re.match(r"The Dask scheduler at tcp://127\S+ does not answer", lines.get(timeout=60))
-            assert not asked.done()
+            asked = [threads.submit(ask) for _ in range(4)]  # all connections, so that the next question needs another
+            for _ in range(3):
+                assert re.match(r"The Dask scheduler at tcp://127\S+ does not answer", lines.get(timeout=60))
+            assert not any(future.done() for future in asked)
             scheduler.send_signal(signal.SIGCONT)
-            assert lines.get(timeout=60) == "The Dask scheduler answers again."
-            asked.result(timeout=60)
+            while lines.get(timeout=60) != "The Dask scheduler answers again.":
+                pass
+            wait(asked, timeout=60)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_scheduler_that_accepts_a_connection_and_says_nothing_is_said(tmp_path: Path) -> None:
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def connect(address: str) -> int:
+        with listening(lines.put), existing(address) as client:
+            return len(known_workers(client) or ())
+
+    with existing_cluster(tmp_path, num_workers=1) as (address, _, scheduler), ThreadPoolExecutor() as threads:
+        scheduler.send_signal(signal.SIGSTOP)
+        connected = threads.submit(connect, address)
+        for _ in range(2):
+            assert re.match(r"The Dask scheduler at tcp://127\S+ does not answer", lines.get(timeout=60))
+        scheduler.send_signal(signal.SIGCONT)
+        assert connected.result(timeout=60) == 1
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_worker_that_is_stopped_while_it_starts_is_said() -> None:
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    others = active_children()
+
+    def stop() -> None:
+        while not (workers := [child for child in active_children() if child not in others]):
+            pass
+        os.kill(workers[0].pid or 0, signal.SIGSTOP)
+        assert lines.get(timeout=60).startswith("The workers of the local cluster have not started yet")
+        os.kill(workers[0].pid or 0, signal.SIGCONT)
+
+    with ThreadPoolExecutor() as threads, listening(lines.put):
+        stopped = threads.submit(stop)
+        with embedded(1) as client:
+            assert client.submit(os.getpid).result(timeout=60) != os.getpid()
+        stopped.result()
 
 
 def test_workers_with_nothing_left_to_do_are_ended_at_once_and_leave_nothing_behind(
