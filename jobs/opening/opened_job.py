@@ -227,7 +227,7 @@ def make_record(checked: CheckedJob) -> JobRecord:
             max_context_tokens=config.max_context_tokens,
             generation=generation_defaults(checked.model.folder),
             tokenizer_sha256=model_sha256(checked.model.folder, with_weights=False),
-            notes=(*checked.model.notes, *_plain_prompts_note(checked)),
+            notes=checked.model.notes,
             missing_header=missing_header,
             template_drops=template_drops,
         ),
@@ -244,17 +244,6 @@ def _template_traits(checked: CheckedJob) -> tuple[str, tuple[str, ...]]:
         return "", ()
     given = checked.spec.chat_template_kwargs
     return template_traits(checked.model.tokenizer.chat_template, read_variables(given) if given else None)
-
-
-def _plain_prompts_note(checked: CheckedJob) -> tuple[str, ...]:
-    """A remark on prompts that are plain text beside a chat template, which tuned models expect."""
-    spec, roles = checked.spec, checked.input.roles
-    if not checked.model.tokenizer.has_chat_template or spec.renders_messages(roles) or "prompt_token_ids" in roles:
-        return ()
-    column = roles.get("prompt")
-    where = "prompts of prompt_template are" if column is None else f"prompts of column {column!r} are"
-    option = "without --no-chat each is" if column is None else "--chat makes each"
-    return (f"has a chat template, and {where} plain text, without it; {option} a message of the user",)
 
 
 @cache

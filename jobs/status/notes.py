@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import get_args
 
 from ...engine.peft.findings import Verdict
-from ...engine.text.chat.conversation import FINAL_ANSWER, header_note
+from ...engine.text.chat.conversation import FINAL_ANSWER, PLAIN, header_note
 from ..record import JobRecord, adapter_problem
 
 _NAMES_SHOWN = 8
@@ -138,8 +138,8 @@ def _special_tokens_note(place: str, *, is_allowed: bool) -> str:
 def row_notes(
     record: JobRecord, rows_per_adapter: Mapping[str | None, int], peculiar_rows: Mapping[str, int] | None = None
 ) -> tuple[str, ...]:
-    """Notes from the index: no row names an adapter, or which adapters no row names; conversations that end with an
-    answer; and parts of conversations that the chat template drops.
+    """Notes from the index: no row names an adapter, or which adapters no row names; prompts without a chat template;
+    conversations that end with an answer; and parts of conversations that the chat template drops.
 
     `rows_per_adapter`: adapter, as rows name it (None: base model) -> rows. `peculiar_rows`: peculiarity -> rows; see
     `peculiarities`.
@@ -149,6 +149,11 @@ def row_notes(
 
 def _conversation_notes(record: JobRecord, rows: Mapping[str, int]) -> list[str]:
     notes = []
+    if num_plain := rows.get(PLAIN, 0):
+        notes.append(
+            f"prompts: {num_plain:,} rows of column {record.input.roles['prompt']!r} are plain text, without the chat "
+            "template that the model has; --chat makes each a message of the user"
+        )
     if num_answers := rows.get(FINAL_ANSWER, 0):
         notes.append(
             f"messages: {num_answers:,} rows end with a message of the assistant, behind which another answer is "

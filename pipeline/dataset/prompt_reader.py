@@ -19,6 +19,7 @@ from ...engine.errors import TokenizerError
 from ...engine.request import SamplingParams
 from ...engine.text.answers.choices import steps_of_choice
 from ...engine.text.chat.conversation import (
+    PLAIN,
     RENDERING_OPTIONS,
     SPLIT_AND_CONTINUED,
     Conversation,
@@ -178,6 +179,9 @@ class PromptReader:
         elif self._is_text:
             check_text(draft, value)
             begin_reasoning(draft, draft.text or "")
+            tokenizer = self._tokenizer(draft.adapter)
+            if draft.text is not None and tokenizer.has_chat_template and not tokenizer.has_special_text(draft.text):
+                self.counts[PLAIN] += 1
         else:
             check_token_ids(draft, value, self._vocab_size(draft.adapter))
             if draft.tokens and draft.sampling.reasoning is not None:

@@ -77,6 +77,8 @@ SPLIT_AND_CONTINUED = (
 #: Peculiarities of conversations, some of which templates drop by design. The values are words of notes.
 FINAL_ANSWER, REASONING, BLANKS = "final answers", "reasoning of earlier turns", "blanks at the ends of messages"
 NAMES = "names of speakers"
+#: Peculiarity of a plain prompt on a model with a chat template: it has none of the template's special tokens.
+PLAIN = "plain prompts"
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 

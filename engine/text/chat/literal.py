@@ -85,13 +85,17 @@ class LiteralText:
             for row, characters in zip(rows, stand_ins, strict=True)
         ]
         own: dict[str, str] = {}
-        if self._pattern is not None and self._pattern.search(source):
+        if self.is_in(source):
             own = self._stand_ins([source], set[str]().union(*(text for part in texts for text in part)), _FIRST_OWN)
         marked = self._put(own)(source) if own else source
         return [
             rendered if isinstance(rendered, TokenizerError) else self._of_values(rendered, row, characters, own)
             for rendered, row, characters in zip(template(marked, given), rows, stand_ins, strict=True)
         ]
+
+    def is_in(self, text: str) -> bool:
+        """Whether a text has the text of a special token."""
+        return self._pattern is not None and self._pattern.search(text) is not None
 
     def _of_values(
         self, rendered: str, row: Mapping[str, Any], characters: Mapping[str, str], own: Mapping[str, str]

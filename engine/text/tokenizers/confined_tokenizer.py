@@ -184,6 +184,7 @@ class MissingTokenizer(Tokenizer):
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
+        self._chat_template = None
         self.special_tokens = {}
         self.eos_token_ids = ()
         self.notes = ()

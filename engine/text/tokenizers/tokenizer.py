@@ -258,6 +258,10 @@ class Tokenizer:
         before, behind = self._around
         return [one if isinstance(one, TokenizerError) else [*before, *one, *behind] for one in encoded]
 
+    def has_special_text(self, text: str) -> bool:
+        """Whether a text has the text of a special token."""
+        return self._literals.is_in(text)
+
     def exceeds(self, text: str, max_tokens: int) -> bool:
         """Whether a very long text certainly has more tokens than this, found out without encoding all of it.
 

@@ -19,9 +19,9 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from lorabatch.engine.request import Request
-from lorabatch.jobs.status.notes import job_notes, messages_note
+from lorabatch.jobs.status.notes import messages_note, row_notes
 from lorabatch.pipeline.dataset.column_values import row_values
-from lorabatch.pipeline.dataset.index import example_prompt
+from lorabatch.pipeline.dataset.index import IndexTotals, example_prompt
 from lorabatch.pipeline.dataset.schema import ERROR, FINGERPRINT, TOKENS, arrow_file
 from lorabatch.pipeline.dataset.writer import output_schema
 
@@ -173,9 +173,23 @@ def test_no_chat_gives_text_to_a_chat_model_and_chat_a_message_of_a_plain_prompt
     assert prepared(chat)[0][TOKENS] == chat_tokens(chat, user("the fox"))
     assert errors(chat)[1] == errors(plain)[1]
     assert "writes no text for this row" in (errors(text)[1] or "")
-    for job, said in ((plain, "--chat makes each a message of the user"), (text, "without --no-chat each is")):
-        assert [note for note in job_notes(job.record) if said in note]
-    assert not [note for note in job_notes(chat.record) if "has a chat template" in note]
+
+
+def test_plain_prompts_on_a_chat_model_are_counted_and_said(prepare_job: Prepare, with_ends: Path) -> None:
+    table = pa.table({"id": [0, 1, 2], "prompt": ["the fox", "<|im_start|>user\nx", ""]})
+    others = ({"chat": True}, {"prompt_template": "{{ prompt }}", "chat": False}, {"model": str(with_ends)})
+    said = [
+        [note for note in row_notes(job.record, found.rows_per_adapter, found.peculiar_rows) if "prompts" in note]
+        for job in (prepare_job(table, **options) for options in ({}, *others))
+        for found in [IndexTotals.of(job.index())]
+    ]
+    assert said == [
+        [
+            "prompts: 1 rows of column 'prompt' are plain text, without the chat template that the model has; --chat "
+            "makes each a message of the user"
+        ],
+        *[[]] * 3,
+    ]
 
 
 def test_completions_that_are_given_and_choices_follow_a_templated_prompt(prepare_job: Prepare) -> None:
