@@ -82,7 +82,7 @@ def write_rows(folder: Path) -> None:
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]}
     ]
     write("images.parquet", {"messages": [json.dumps(image), json.dumps(chats[0])]})
-    write("output.parquet", {"prompt": ["a"], "completion": ["b"]})
+    write("output.parquet", {"prompt": ["a"], "error": ["b"]})
     write("types/a.parquet", {"prompt": ["a"], "n": [1]})
     write("types/b.parquet", {"prompt": ["a"], "n": ["x"]})
     write("hive/tenant=alpha/x.parquet", {"prompt": ["a"], "tenant": ["alpha"]})
@@ -255,7 +255,7 @@ TABLE: list[tuple[str, int, list[str]]] = [
     # Columns
     (f"plan {RIGHT} --input {{rows}}/no-prompt.parquet", 2, ["no prompt column. Expected one of prompt, messages"]),
     (f"plan {RIGHT} --input {{rows}}/two-prompts.parquet", 2, ["a row must have one kind of prompt"]),
-    (f"plan {RIGHT} --input {{rows}}/output.parquet", 2, ["'completion': the output has a column of that name"]),
+    (f"plan {RIGHT} --input {{rows}}/output.parquet", 2, ["'error': the output has a column of that name"]),
     (
         f"plan {RIGHT} --input {{rows}}/numbers.parquet",
         2,

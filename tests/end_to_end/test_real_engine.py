@@ -123,3 +123,41 @@ def test_prompts_that_begin_alike_are_computed_once_and_the_report_says_how_much
     assert f"{state.prefix_hit_rate:.1%}" in write_report(store)
     assert (store.read_summary() or {})["prefix_hit_rate"] == state.prefix_hit_rate
     assert f"{state.prefix_hit_rate:.1%} of prompt tokens were reused" in done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("chat", [True, False])
+def test_prompts_of_columns_are_answered_as_transformers_answers_the_rendered_texts(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path, chat: bool
+) -> None:
+    names = [None, "rank8"]
+    rows = [
+        {"id": f"{name}-{i}", "adapter": name, "prompt": prompt, "hint": None if i % 2 else "fox", "completion": "gold"}
+        for name in names
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "input.parquet")
+    command = [sys.executable, "-m", "lorabatch", "run", "--model", str(tiny_llama), "--workers", "1"]
+    command += [
+        "--adapters",
+        str(next(iter(tiny_adapters.values())).parent),
+        "--input",
+        str(tmp_path / "input.parquet"),
+    ]
+    command += [
+        "--prompt-template",
+        r"{% if hint %}{{ hint }}\n{% endif %}{{ prompt }}",
+        *([] if chat else ["--no-chat"]),
+    ]
+    command += ["--output", str(tmp_path / "output"), "--max-tokens", str(MAX_TOKENS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "names of the output's own columns begin with answer_: answer_completion" in done.stderr + done.stdout
+    found = pq.read_table(tmp_path / "output").to_pylist()
+    texts = {row["id"]: "\n".join(filter(None, (row["hint"], row["prompt"]))) for row in rows}
+    if chat:
+        start, end = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+        texts = {row_id: f"{start}{text}{end}" for row_id, text in texts.items()}
+    expected = greedy_texts(tiny_llama, tiny_adapters, [row | {"prompt": texts[row["id"]]} for row in rows])
+    assert {row["id"]: row["answer_completion"] for row in found} == expected
+    assert {row["completion"] for row in found} == {"gold"}

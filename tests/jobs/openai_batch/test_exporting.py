@@ -239,7 +239,9 @@ def test_a_job_without_rows_is_a_file_without_lines(make_store: Callable[..., Jo
 
 @given(st.text() | st.sampled_from(["\u2028", "\x00", "\r\n", "\x85"]))
 def test_texts_survive_and_no_sign_in_them_ends_a_line(text: str) -> None:
-    line = json.dumps(_Layout("job", 0, ROLES, "base", 1, is_chat=True).line([ANSWER | {"completion": text, "id": text}]))
+    line = json.dumps(
+        _Layout("job", 0, ROLES, "base", 1, is_chat=True).line([ANSWER | {"completion": text, "id": text}])
+    )
     assert len(line.splitlines()) == 1
     found = json.loads(line)
     assert (found["custom_id"], found["response"]["body"]["choices"][0]["message"]["content"]) == (text, text)
