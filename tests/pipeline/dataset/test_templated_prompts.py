@@ -171,6 +171,8 @@ def test_no_chat_gives_text_to_a_chat_model_and_chat_a_message_of_a_plain_prompt
     text = prepare_job(table, prompt_template="{{ prompt }}", chat=False)
     assert prepared(plain)[0][TOKENS] == prepared(text)[0][TOKENS] == text_tokens(plain, "the fox")
     assert prepared(chat)[0][TOKENS] == chat_tokens(chat, user("the fox"))
+    system = prepare_job(table, chat=True, system_prompt="s", split_answer=True)
+    assert prepared(system)[0][TOKENS] == chat_tokens(chat, {"role": "system", "content": "s"}, user("the fox"))
     assert errors(chat)[1] == errors(plain)[1]
     assert "writes no text for this row" in (errors(text)[1] or "")
 
