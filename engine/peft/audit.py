@@ -20,8 +20,9 @@ from ...system.untrusted import MALFORMED, STOPS, printable, shown_name
 from ..errors import AdapterRefusedError, ModelFilesError
 from ..model_config.model import ModelConfig
 from ..tokenizer_files import has_vocabulary, tokenizer_sha256, whose_tokenizer
-from .config import AdapterConfig, judge_keys, read_adapter_config
+from .config import AdapterConfig
 from .content import check_all_values, find_changes
+from .dialects import translate
 from .findings import Ledger, Verdict
 from .folder import (
     CONFIG_NAME,
@@ -34,7 +35,7 @@ from .folder import (
 from .names import LORA_ROLES, BaseLayout, Renaming, TensorName, base_layout, choose_renaming, parse_name
 from .parameters import Changes, resized_shapes
 from .sites import Contents, LoraSite, ParameterChange, find_sites
-from .tensor_file import FLOAT_TYPES, MAX_SHARED, MAX_SHARED_BYTES, Header, TensorEntry
+from .tensor_file import FLOAT_TYPES, MAX_SHARED, MAX_SHARED_BYTES, TensorEntry
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,8 @@ class AdapterAudit:
     #: Text that stands before an answer in conversations and is missing at the end of its prompts; "" where nothing is
     #: missing.
     missing_header: str = ""
+    #: Its tensors by PEFT's names, where its files are of another form; empty for PEFT's own.
+    sources: Mapping[str, TensorEntry] = field(default_factory=dict)
 
     @property
     def has_own_tokenizer(self) -> bool:
@@ -103,9 +106,11 @@ class AdapterAudit:
         return tuple(change.parameter for change in self.changes)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready object with every field."""
+        """A JSON-ready object with every field but `sources`."""
         uses = {"key_uses": dict(sorted(self.key_uses.items())), "tensor_uses": dict(sorted(self.tensor_uses.items()))}
-        return asdict(self) | uses | {"folder": str(self.folder)}
+        found = asdict(self) | uses | {"folder": str(self.folder)}
+        del found["sources"]
+        return found
 
 
 def audit_adapter(folder: Path, model: ModelConfig, name: str, *, check_values: bool = True) -> AdapterAudit:
@@ -121,7 +126,7 @@ def audit_adapter(folder: Path, model: ModelConfig, name: str, *, check_values: 
     if check_values and read.files is not None and not ledger.is_refused:
         of_values = Ledger()
         with _refusing(of_values, folder):
-            content_sha256 = check_all_values(folder, judged.changes, read.files.entries, of_values)
+            content_sha256 = check_all_values(folder, judged.changes, judged.entries, of_values)
         ledger |= of_values
     return AdapterAudit(
         name=name,
@@ -141,6 +146,7 @@ def audit_adapter(folder: Path, model: ModelConfig, name: str, *, check_values: 
         tokenizer_sha256=read.tokenizer_sha256,
         tokenizer=whose_tokenizer(folder) if read.tokenizer_sha256 else "",
         has_own_vocabulary=bool(read.tokenizer_sha256) and has_vocabulary(folder),
+        sources={} if read.files is None or read.files.dialect == "peft" else judged.entries,
     )
 
 
@@ -191,16 +197,17 @@ class _Judged:
 
     vocab_size: int
     ledger: Ledger = field(default_factory=Ledger)
+    entries: Mapping[str, TensorEntry] = field(default_factory=dict)
     sites: tuple[LoraSite, ...] = ()
     changes: Changes = field(default_factory=Changes)
 
 
 def _judge(read: _Read, layout: BaseLayout) -> _Judged:
     if read.config is None or read.files is None:
-        return _judgement(read.config, (), (), layout)
+        return _judgement(read.config, AdapterFolder((), ()), layout)
     is_shared = read.files.is_shared and len(read.config) <= MAX_SHARED_BYTES
     judgement = _shared_judgement if is_shared else _judgement
-    return judgement(_in_order(read.config), read.files.headers, read.files.notes, layout)
+    return judgement(_in_order(read.config), read.files, layout)
 
 
 def _in_order(content: bytes) -> bytes:
@@ -213,26 +220,22 @@ def _in_order(content: bytes) -> bytes:
     return content
 
 
-def _judgement(
-    content: bytes | None, headers: tuple[Header, ...], notes: tuple[str, ...], layout: BaseLayout
-) -> _Judged:
-    """The judgement of one adapter. `content`: its configuration; None if there is none. `headers`: empty where the
-    files cannot be read.
+def _judgement(content: bytes | None, files: AdapterFolder, layout: BaseLayout) -> _Judged:
+    """The judgement of one adapter. `content`: its configuration; None if there is none. `files`: without headers where
+    they cannot be read.
     """
     judged = _Judged(layout.vocab_size)
     ledger = judged.ledger
     with _refusing(ledger):
         if content is None:
             return judged
-        raw = parse_config(content)
-        config = read_adapter_config(raw, ledger)
-        judge_keys(raw, ledger)
+        config, judged.entries = translate(files.dialect, parse_config(content), files.entries, layout, ledger)
         if layout.says_tied:
             _judge_ties(config, ledger)
-        if not headers:
+        if not files.headers:
             return judged
-        ledger.notes.extend(notes)
-        contents = _contents(config, layout, AdapterFolder(headers, notes).entries, ledger)
+        ledger.notes.extend(files.notes)
+        contents = _contents(config, layout, judged.entries, ledger)
         judged.vocab_size = contents.shapes[f"{layout.embedding}.weight"][0]
         judged.sites = find_sites(contents, ledger)
         judged.changes = find_changes(contents, judged.sites, ledger)

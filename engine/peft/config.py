@@ -104,13 +104,15 @@ def _check_layer_keys(config: AdapterConfig, ledger: Ledger) -> None:
         ledger.refuse_key("lora_bias", True, "expected false when use_dora is true; PEFT defines no such layer")
 
 
-def _positive_int(value: Any) -> int:
+def read_positive_int(value: Any) -> int:
+    """A whole number of at least 1. Raises `ValueError` with what was expected."""
     if type(value) is not int or value < 1:
         raise ValueError("a whole number of at least 1")
     return value
 
 
-def _number(value: Any) -> float:
+def read_number(value: Any) -> float:
+    """A finite number. Raises `ValueError` with what was expected."""
     if type(value) not in (int, float) or not math.isfinite(value):
         raise ValueError("a finite number")
     return float(value)
@@ -212,14 +214,14 @@ def _unique(indices: tuple[int, ...]) -> tuple[int, ...]:
 
 
 _READERS: Mapping[str, Callable[[Any], Any]] = {
-    "r": _positive_int,
-    "lora_alpha": _number,
+    "r": read_positive_int,
+    "lora_alpha": read_number,
     "use_rslora": _flag,
     "use_dora": _flag,
     "lora_bias": _flag,
     "bias": _bias,
-    "rank_pattern": _patterns(_positive_int),
-    "alpha_pattern": _patterns(_number),
+    "rank_pattern": _patterns(read_positive_int),
+    "alpha_pattern": _patterns(read_number),
     "target_modules": _names_or_pattern,
     "exclude_modules": _names_or_pattern,
     "layers_to_transform": _layers,

@@ -13,12 +13,16 @@ from typing import Any
 
 from ...system.untrusted import parse_object, read_regular, shown, shown_name
 from ..errors import AdapterRefusedError
+from .dialects import Dialect
 from .tensor_file import Header, TensorEntry, read_header
 
 CONFIG_NAME = "adapter_config.json"
 MAX_CONFIG_BYTES = 8 << 20
 WEIGHTS_NAME = "adapter_model.safetensors"
 INDEX_NAME = "adapter_model.safetensors.index.json"
+#: Weights of mlx-lm, and names of its checkpoints of training beside them.
+MLX_NAME, _MLX_CHECKPOINT = "adapters.safetensors", "[0-9]*_adapters.safetensors"
+_MLX_OLD_NAME = "adapters.npz"
 PICKLE_NAMES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
 # Endings of the files that are read.
 _READ_SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".txt")
@@ -28,10 +32,14 @@ BYSTANDERS: Mapping[str, str] = {"value_head.safetensors": "a value head for rei
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
-    """The weights as listed by the files' headers; `notes` name files that take no part."""
+    """The weights as listed by the files' headers."""
 
+    #: Headers of the files that are read.
     headers: tuple[Header, ...]
+    #: Remarks on files that take no part.
     notes: tuple[str, ...]
+    #: Program whose form the files have.
+    dialect: Dialect = "peft"
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]:
@@ -109,20 +117,17 @@ def open_folder(path: Path) -> AdapterFolder:
     Raises `AdapterRefusedError` for missing, pickled, damaged, ambiguous or escaping files.
     """
     check_links(path)
-    single, index = path / WEIGHTS_NAME, path / INDEX_NAME
-    if single.is_file() and index.is_file():
-        raise AdapterRefusedError(
-            f"{WEIGHTS_NAME} and {INDEX_NAME}: two sets of weights, unclear which one is meant. Remove one."
-        )
-    if index.is_file():
-        headers = _sharded(path, index)
-    elif single.is_file():
-        headers = {single.name: read_header(single)}
-    else:
+    sets = [name for name in (WEIGHTS_NAME, INDEX_NAME, MLX_NAME) if (path / name).is_file()]
+    if len(sets) > 1:
+        raise AdapterRefusedError(f"{' and '.join(sets)}: two sets of weights, unclear which one is meant. Remove one.")
+    if not sets:
         raise AdapterRefusedError(_why_no_weights(path))
+    name = sets[0]
+    headers = _sharded(path, path / name) if name == INDEX_NAME else {name: read_header(path / name)}
     if not any(header.tensors for header in headers.values()):
         raise AdapterRefusedError(f"{WEIGHTS_NAME}: holds no tensors. Save the adapter again.")
-    return AdapterFolder(tuple(headers.values()), _bystanders(path, headers.keys()))
+    dialect: Dialect = "mlx" if name == MLX_NAME else "peft"
+    return AdapterFolder(tuple(headers.values()), _bystanders(path, headers.keys()), dialect)
 
 
 def _why_no_weights(path: Path) -> str:
@@ -131,6 +136,11 @@ def _why_no_weights(path: Path) -> str:
         return (
             f"{pickles[0]}: pickled weights can run code when opened, so they are never read. Convert them to "
             f"{WEIGHTS_NAME}: load with PEFT where you trust the file, then save_pretrained."
+        )
+    if (path / _MLX_OLD_NAME).is_file():
+        return (
+            f"{_MLX_OLD_NAME}: weights of an early mlx-lm in NumPy's format, which is not read. Convert them where mlx "
+            f"is installed: mx.save_safetensors({MLX_NAME!r}, mx.load({_MLX_OLD_NAME!r}))."
         )
     shards = sorted(file.name for file in path.glob("adapter_model-*.safetensors"))
     if shards:
@@ -184,12 +194,15 @@ def _weight_map(index: Path) -> dict[str, str]:
 def _bystanders(path: Path, read: Collection[str]) -> tuple[str, ...]:
     """Notes on files left aside. Raises `AdapterRefusedError` for tensors that nothing accounts for."""
     notes = []
+    checkpoints = sorted(file.name for file in path.glob(_MLX_CHECKPOINT)) if MLX_NAME in read else []
+    if checkpoints:
+        notes.append(f"{checkpoints[0]} to {checkpoints[-1]}: not read, checkpoints of training")
     for file in sorted(path.glob("*.safetensors")):
-        if file.name in read:
+        if file.name in read or file.name in checkpoints:
             continue
         if file.name not in BYSTANDERS:
             raise AdapterRefusedError(
-                f"{file.name}: tensors that are not part of {WEIGHTS_NAME}; it is unknown what they are for. "
+                f"{file.name}: tensors that are not part of {min(read)}; it is unknown what they are for. "
                 "Move the file out of the adapter's folder if it does not belong to the adapter."
             )
         notes.append(f"{file.name}: not read, {BYSTANDERS[file.name]}")

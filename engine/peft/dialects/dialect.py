@@ -1,0 +1,31 @@
+"""Turns what an adapter's files say into PEFT's terms, whichever program wrote them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from ..config import AdapterConfig, judge_keys, read_adapter_config
+from ..findings import Ledger
+from ..names import BaseLayout
+from ..tensor_file import TensorEntry
+from .mlx import read_mlx
+
+#: Program whose form an adapter's files have.
+Dialect = Literal["peft", "mlx"]
+#: Configuration, and tensors by PEFT's names.
+Translated = tuple[AdapterConfig, Mapping[str, TensorEntry]]
+
+
+def translate(
+    dialect: Dialect, raw: Mapping[str, Any], tensors: Mapping[str, TensorEntry], layout: BaseLayout, ledger: Ledger
+) -> Translated:
+    """Configuration and tensors in PEFT's terms; what cannot be said in them is entered as refusals.
+
+    `raw`: the object in `adapter_config.json`. `tensors`: those of the files, by their names there.
+    """
+    if dialect == "mlx":
+        return read_mlx(raw, tensors, layout, ledger)
+    config = read_adapter_config(raw, ledger)
+    judge_keys(raw, ledger)
+    return config, tensors
