@@ -26,6 +26,7 @@ from .dialects import translate
 from .findings import Ledger, Verdict
 from .folder import (
     CONFIG_NAME,
+    ZERO3,
     AdapterFolder,
     check_links,
     open_folder,
@@ -235,6 +236,10 @@ def _judgement(content: bytes | None, files: AdapterFolder, layout: BaseLayout) 
         if not files.headers:
             return judged
         ledger.notes.extend(files.notes)
+        shells = [key for key, entry in judged.entries.items() if entry.shape == (0,)]
+        if shells:
+            ledger.refuse_tensors(shells, "ZeRO-3", f"has shape [0], {ZERO3}")
+            return judged
         contents = _contents(config, layout, judged.entries, ledger)
         judged.vocab_size = contents.shapes[f"{layout.embedding}.weight"][0]
         judged.sites = find_sites(contents, ledger)

@@ -266,6 +266,11 @@ REFUSED_WHEN_SET: Mapping[str, str] = {
 _HARMLESS_STARTS = ("gaussian", "eva", "orthogonal", "mica")
 _BASE_CHANGING_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _GENERATING_TASKS = (None, "CAUSAL_LM")
+# Methods of PEFT whose layers its `save_as_lora` converts; of all other methods it converts none.
+CONVERTIBLE = (
+    "C3A", "DELORA", "FOURIERFT", "GRALORA", "LOHA", "LOKR", "MISS", "RANDLORA", "TINYLORA", "UNILORA", "VBLORA",
+    "VERA", "WAVEFT",
+)  # fmt: skip
 
 
 def judge_keys(raw: Mapping[str, Any], ledger: Ledger) -> None:
@@ -299,14 +304,22 @@ def _judge_peft_type(raw: Mapping[str, Any], ledger: Ledger) -> None:
     if raw.get("peft_type") == "LORA":
         ledger.use_key("peft_type")
         return
-    ledger.refuse_key(
-        "peft_type", raw.get("peft_type"), "expected 'LORA'; other methods are not computed here. Train a LoRA adapter"
-    )
+    found = raw.get("peft_type")
+    what_to_do = "Train a LoRA adapter"
+    if found in CONVERTIBLE:
+        what_to_do = (
+            "Convert it where it was trained, with a recent PEFT: save_as_lora(folder, model, rank=...), the closest "
+            "LoRA adapter of that rank"
+        )
+    ledger.refuse_key("peft_type", found, f"expected 'LORA'; other methods are not computed here. {what_to_do}")
 
 
 def _judge_task(value: Any, ledger: Ledger) -> None:
     if value in _GENERATING_TASKS:
         ledger.ignore_key("task_type", "the adapter is for text generation, or does not say")
+    elif value == "SEQ_2_SEQ_LM":
+        # PEFT wraps no layer otherwise for it; an adapter of an encoder and decoder has other layers than the base.
+        ledger.ignore_key("task_type", "a name for text generation too; the tensors are those of the base's layers")
     else:
         ledger.refuse_key("task_type", value, "expected 'CAUSAL_LM'; this adapter was not trained to generate text")
 

@@ -24,6 +24,12 @@ INDEX_NAME = "adapter_model.safetensors.index.json"
 MLX_NAME, _MLX_CHECKPOINT = "adapters.safetensors", "[0-9]*_adapters.safetensors"
 _MLX_OLD_NAME = "adapters.npz"
 PICKLE_NAMES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
+#: Why a file holds no values, and what to do.
+ZERO3 = (
+    "as DeepSpeed ZeRO-3 leaves a tensor whose values are on the ranks, saved without gathering them. Gather when "
+    "saving (stage3_gather_16bit_weights_on_model_save: true), or take the values from the checkpoint beside it: "
+    "zero_to_fp32.py"
+)
 # Endings of the files that are read.
 _READ_SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".txt")
 # Safetensors files that trainers leave beside an adapter and that do not take part in generation.
@@ -125,7 +131,7 @@ def open_folder(path: Path) -> AdapterFolder:
     name = sets[0]
     headers = _sharded(path, path / name) if name == INDEX_NAME else {name: read_header(path / name)}
     if not any(header.tensors for header in headers.values()):
-        raise AdapterRefusedError(f"{WEIGHTS_NAME}: holds no tensors. Save the adapter again.")
+        raise AdapterRefusedError(f"{name}: holds no tensors, {ZERO3}.")
     dialect: Dialect = "mlx" if name == MLX_NAME else "peft"
     return AdapterFolder(tuple(headers.values()), _bystanders(path, headers.keys()), dialect)
 
