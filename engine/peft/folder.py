@@ -23,15 +23,17 @@ INDEX_NAME = "adapter_model.safetensors.index.json"
 #: Weights of mlx-lm, and names of its checkpoints of training beside them.
 MLX_NAME, _MLX_CHECKPOINT = "adapters.safetensors", "[0-9]*_adapters.safetensors"
 _MLX_OLD_NAME = "adapters.npz"
-PICKLE_NAMES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
+#: Pickled weights, which are converted before the folder is read.
+PICKLE_NAMES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 #: Why a file holds no values, and what to do.
 ZERO3 = (
     "as DeepSpeed ZeRO-3 leaves a tensor whose values are on the ranks, saved without gathering them. Gather when "
     "saving (stage3_gather_16bit_weights_on_model_save: true), or take the values from the checkpoint beside it: "
     "zero_to_fp32.py"
 )
+_OTHER_PICKLES = ("pytorch_model.bin",)
 # Endings of the files that are read.
-_READ_SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".txt")
+_READ_SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".txt", ".bin", ".pt", ".pth")
 # Safetensors files that trainers leave beside an adapter and that do not take part in generation.
 BYSTANDERS: Mapping[str, str] = {"value_head.safetensors": "a value head for reinforcement learning"}
 
@@ -117,6 +119,11 @@ def parse_config(content: bytes) -> dict[str, Any]:
         ) from None
 
 
+def holds_weights(path: Path) -> bool:
+    """Whether a folder has weights in a form that is read."""
+    return any((path / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME, MLX_NAME))
+
+
 def open_folder(path: Path) -> AdapterFolder:
     """List the adapter's tensors from the headers of its weight files.
 
@@ -137,10 +144,10 @@ def open_folder(path: Path) -> AdapterFolder:
 
 
 def _why_no_weights(path: Path) -> str:
-    pickles = [name for name in PICKLE_NAMES if (path / name).is_file()]
+    pickles = [name for name in (*PICKLE_NAMES, *_OTHER_PICKLES) if (path / name).is_file()]
     if pickles:
         return (
-            f"{pickles[0]}: pickled weights can run code when opened, so they are never read. Convert them to "
+            f"{pickles[0]}: pickled weights can run code when opened, so they are not read. Convert them to "
             f"{WEIGHTS_NAME}: load with PEFT where you trust the file, then save_pretrained."
         )
     if (path / _MLX_OLD_NAME).is_file():
@@ -212,5 +219,6 @@ def _bystanders(path: Path, read: Collection[str]) -> tuple[str, ...]:
                 "Move the file out of the adapter's folder if it does not belong to the adapter."
             )
         notes.append(f"{file.name}: not read, {BYSTANDERS[file.name]}")
-    notes.extend(f"{name}: not read, {WEIGHTS_NAME} is used" for name in PICKLE_NAMES if (path / name).is_file())
+    pickles = (*PICKLE_NAMES, *_OTHER_PICKLES)
+    notes.extend(f"{name}: not read, {min(read)} is used" for name in pickles if (path / name).is_file())
     return tuple(notes)

@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.config import read_model_config
+from ...engine.errors import AdapterRefusedError
 from ...engine.model_config.model import ModelConfig
 from ...engine.peft import find_adapter_folders
 from ...engine.peft.audit import AdapterAudit
+from ...engine.peft.findings import reason
+from ...engine.peft.folder import PICKLE_NAMES
 from ..errors import JobRequestError, StorageError
 from ..record import AdapterRecord
+from ..storage.adapter_copy import adapter_folder
 from ..storage.local_copy import local_folder
 from ..storage.location import Location
 from ..storage.redaction import redacted_url
@@ -74,7 +78,7 @@ def audit_folders(
     found: dict[str, Path] = {}
     empty = []
     for url in urls:
-        folder = local_folder(url, storage_options) if "://" in url else Path(url)
+        folder = local_folder(url, storage_options, pickles=PICKLE_NAMES) if "://" in url else Path(url)
         if not folder.is_dir():
             empty.append(f"{folder}: not a folder. Check the path.")
             continue
@@ -90,7 +94,15 @@ def audit_folders(
     if empty:
         raise JobRequestError(*empty)
     with ThreadPoolExecutor(MAX_PROCESSES) as threads, Auditors(model_folder, config) as auditors:
-        return list(threads.map(lambda name: auditors.audit(name, found[name], check_values=check_values), found))
+
+        def audit(item: tuple[str, Path]) -> AdapterAudit:
+            name, path = item
+            try:
+                return auditors.audit(name, adapter_folder(str(path), {}), check_values=check_values)
+            except AdapterRefusedError as error:
+                return AdapterAudit(name, path, "refused", (reason(name, str(error)),), (), None)
+
+        return list(threads.map(audit, found.items()))
 
 
 def _in_folder(url: str, storage_options: Mapping[str, Any]) -> dict[str, str]:
@@ -131,9 +143,11 @@ def _audit(
     name: str, url: str, auditors: Auditors, model: ModelConfig, storage_options: Mapping[str, Any]
 ) -> AdapterRecord:
     try:
-        found = auditors.audit(name, local_folder(url, storage_options))
+        found = auditors.audit(name, adapter_folder(url, storage_options))
     except StorageError as error:
         return AdapterRecord(name=name, url=redacted_url(url), verdict="refused", reasons=(str(error),))
+    except AdapterRefusedError as error:
+        return AdapterRecord(name=name, url=redacted_url(url), verdict="refused", reasons=(reason(name, str(error)),))
     return AdapterRecord(
         name=name,
         url=redacted_url(url),

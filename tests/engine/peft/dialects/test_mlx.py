@@ -13,47 +13,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from other_forms import CONFIG, MLX_CONFIG, mlx_tensors, write_mlx
 from peft_oracle import last_logits
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.peft.tensor_file import Arrangement, TensorEntry
-
-CONFIG, WEIGHTS = "adapter_config.json", "adapters.safetensors"
-# What mlx-lm writes: all its options, of which three are read when an adapter is loaded.
-WRITTEN: dict[str, Any] = {
-    "adapter_path": "adapters", "batch_size": 4, "config": None, "data": "data", "fine_tune_type": "lora",
-    "grad_checkpoint": False, "iters": 1000, "learning_rate": 1e-5, "lr_schedule": None, "mask_prompt": False,
-    "max_seq_length": 2048, "model": "mlx-community/Llama-3.2-1B-Instruct-4bit", "num_layers": 16, "optimizer": "adam",
-    "optimizer_config": {"adam": {}}, "project_name": None, "report_to": None, "resume_adapter_file": None,
-    "save_every": 100, "seed": 0, "steps_per_eval": 200, "steps_per_report": 10, "test": False, "train": True,
-}  # fmt: skip
-PARTS = {"lora_A.weight": "lora_a", "lora_B.weight": "lora_b", "lora_magnitude_vector": "m"}
-PARTS |= {"lora_embedding_A": "lora_a", "lora_embedding_B": "lora_b"}
-
-
-def mlx_tensors(folder: Path) -> dict[str, Any]:
-    """The pairs of a PEFT folder as mlx-lm names and turns them."""
-    found = {}
-    for key, value in load_file(folder / "adapter_model.safetensors").items():
-        name = key.removeprefix("base_model.model.")
-        theirs = next((part for part in PARTS if name.endswith(part)), None)
-        if theirs is None:
-            continue
-        found[name.removesuffix(theirs) + PARTS[theirs]] = value.T if value.ndim == 2 else value
-    return found
-
-
-def write_mlx(folder: Path, tensors: dict[str, Any], rank: int, scale: float, **changes: Any) -> Path:
-    folder.mkdir(exist_ok=True)
-    parameters = {"rank": rank, "dropout": 0.0, "scale": scale} | changes.pop("lora_parameters", {})
-    config = WRITTEN | {"lora_parameters": parameters} | changes
-    (folder / CONFIG).write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
-    save_file({key: np.ascontiguousarray(value) for key, value in tensors.items()}, folder / WEIGHTS)
-    return folder
-
 
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "all linear layers": ({"target_modules": "all-linear"}, {}),
@@ -200,7 +167,7 @@ def test_files_beside_the_weights_are_named(llama: Any, train: Any, tmp_path: Pa
 
 
 def test_weights_of_early_versions_are_refused_by_name(llama: Any, tmp_path: Path) -> None:
-    (tmp_path / CONFIG).write_text(json.dumps(WRITTEN))
+    (tmp_path / CONFIG).write_text(json.dumps(MLX_CONFIG))
     np.savez(tmp_path / "adapters.npz", x=np.ones(1))
     assert "adapters.npz: weights of an early mlx-lm" in audit_adapter(tmp_path, llama.config, "mlx").reasons[0]
 

@@ -1,0 +1,62 @@
+"""Writes PEFT adapters in the forms of other programs: the same numbers under other names, shapes and files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file as load_tensors
+
+CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+MLX_WEIGHTS = "adapters.safetensors"
+# What mlx-lm 0.32 writes: all its options, of which three are read when an adapter is loaded.
+MLX_CONFIG: dict[str, Any] = {
+    "adapter_path": "adapters", "batch_size": 4, "config": None, "data": "data", "fine_tune_type": "lora",
+    "grad_checkpoint": False, "iters": 1000, "learning_rate": 1e-5, "lr_schedule": None, "mask_prompt": False,
+    "max_seq_length": 2048, "model": "mlx-community/Llama-3.2-1B-Instruct-4bit", "num_layers": 16, "optimizer": "adam",
+    "optimizer_config": {"adam": {}}, "project_name": None, "report_to": None, "resume_adapter_file": None,
+    "save_every": 100, "seed": 0, "steps_per_eval": 200, "steps_per_report": 10, "test": False, "train": True,
+}  # fmt: skip
+_MLX_PARTS = {"lora_A.weight": "lora_a", "lora_B.weight": "lora_b", "lora_magnitude_vector": "m"}
+_MLX_PARTS |= {"lora_embedding_A": "lora_a", "lora_embedding_B": "lora_b"}
+
+
+def mlx_tensors(folder: Path) -> dict[str, Any]:
+    """The pairs of a PEFT folder as mlx-lm names and turns them."""
+    found = {}
+    for key, value in load_file(folder / WEIGHTS).items():
+        name = key.removeprefix("base_model.model.")
+        theirs = next((part for part in _MLX_PARTS if name.endswith(part)), None)
+        if theirs is not None:
+            found[name.removesuffix(theirs) + _MLX_PARTS[theirs]] = value.T if value.ndim == 2 else value
+    return found
+
+
+def write_mlx(folder: Path, tensors: dict[str, Any], rank: int, scale: float, **changes: Any) -> Path:
+    """A folder of mlx-lm. `changes`: keys of the configuration, those of `lora_parameters` below it; `...` removes."""
+    folder.mkdir(exist_ok=True)
+    parameters = {"rank": rank, "dropout": 0.0, "scale": scale} | changes.pop("lora_parameters", {})
+    config = MLX_CONFIG | {"lora_parameters": parameters} | changes
+    (folder / CONFIG).write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+    save_file({key: np.ascontiguousarray(value) for key, value in tensors.items()}, folder / MLX_WEIGHTS)
+    return folder
+
+
+def as_mlx(source: Path, target: Path, **changes: Any) -> Path:
+    """The same adapter as mlx-lm has it."""
+    raw = json.loads((source / CONFIG).read_text())
+    kind = "dora" if raw.get("use_dora") else "lora"
+    rank, scale = raw["r"], raw["lora_alpha"] / raw["r"]
+    return write_mlx(target, mlx_tensors(source), rank, scale, **({"fine_tune_type": kind} | changes))
+
+
+def as_pickle(source: Path, target: Path, name: str = PICKLE, **options: Any) -> Path:
+    """The same adapter with its weights as torch pickles them."""
+    target.mkdir(exist_ok=True)
+    (target / CONFIG).write_bytes((source / CONFIG).read_bytes())
+    torch.save(load_tensors(source / WEIGHTS), target / name, **options)
+    return target
