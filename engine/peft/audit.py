@@ -25,10 +25,10 @@ from .content import check_all_values, find_changes
 from .dialects import translate
 from .findings import Ledger, Verdict
 from .folder import (
-    CONFIG_NAME,
     ZERO3,
     AdapterFolder,
     check_links,
+    is_adapter,
     open_folder,
     parse_config,
     read_config,
@@ -114,10 +114,13 @@ class AdapterAudit:
         return found
 
 
-def audit_adapter(folder: Path, model: ModelConfig, name: str, *, check_values: bool = True) -> AdapterAudit:
+def audit_adapter(
+    folder: Path, model: ModelConfig, name: str, *, check_values: bool = True, base_name: str = ""
+) -> AdapterAudit:
     """Audit one adapter. Never raises for a bad adapter: that is the verdict `refused`.
 
     With `check_values` every weight is read once (NaN, infinity, no effect, content hash); without, headers only.
+    `base_name`: what the served base is called, for messages about an adapter that names another one; "": unknown.
     """
     folder, layout = Path(folder), base_layout(model)
     read = _read(folder)
@@ -129,12 +132,13 @@ def audit_adapter(folder: Path, model: ModelConfig, name: str, *, check_values: 
         with _refusing(of_values, folder):
             content_sha256 = check_all_values(folder, judged.changes, judged.entries, of_values)
         ledger |= of_values
+    other_base = _other_base(read.config, base_name)
     return AdapterAudit(
         name=name,
         folder=folder,
         verdict=ledger.verdict,
-        reasons=ledger.reasons(name),
-        notes=tuple(map(printable, ledger.notes)),
+        reasons=ledger.reasons(name, other_base) if ledger.is_refused else ledger.reasons(name),
+        notes=tuple(map(printable, [*ledger.notes, *([other_base] if other_base and not ledger.is_refused else [])])),
         content_sha256=None if ledger.is_refused else content_sha256,
         sites=judged.sites,
         changes=tuple(judged.changes.by_parameter.values()),
@@ -149,6 +153,20 @@ def audit_adapter(folder: Path, model: ModelConfig, name: str, *, check_values: 
         has_own_vocabulary=bool(read.tokenizer_sha256) and has_vocabulary(folder),
         sources={} if read.files is None or read.files.dialect == "peft" else judged.entries,
     )
+
+
+def _other_base(content: bytes | None, base_name: str) -> str:
+    """A clause that the configuration names another base than the one that is served; "" where it does not."""
+    named: Any = None
+    with suppress(AdapterRefusedError, *MALFORMED):
+        raw = parse_config(content or b"{}")
+        named = raw.get("base_model_name_or_path") or raw.get("model")
+    if not base_name or not isinstance(named, str) or not named.strip():
+        return ""
+    own, served = (name.strip().replace("\\", "/").rstrip("/").rpartition("/")[2] for name in (named, base_name))
+    if own.lower() == served.lower():
+        return ""
+    return f"its configuration names the base {shown_name(own)}, the one that is served is {shown_name(served)}"
 
 
 @contextmanager
@@ -267,11 +285,7 @@ _shared_judgement = lru_cache(maxsize=MAX_SHARED)(_judgement)
 
 def find_adapter_folders(root: Path) -> dict[str, Path]:
     """The adapter folders right below `root`, by folder name: those with a configuration or adapter weights."""
-    return {
-        folder.name: folder
-        for folder in sorted(Path(root).iterdir())
-        if folder.is_dir() and ((folder / CONFIG_NAME).exists() or any(folder.glob("adapter_model*")))
-    }
+    return {folder.name: folder for folder in sorted(Path(root).iterdir()) if folder.is_dir() and is_adapter(folder)}
 
 
 def _contents(

@@ -119,6 +119,11 @@ def parse_config(content: bytes) -> dict[str, Any]:
         ) from None
 
 
+def is_adapter(path: Path) -> bool:
+    """Whether a folder has the configuration or the weights of an adapter."""
+    return (path / CONFIG_NAME).exists() or any(path.glob("adapter_model*")) or (path / MLX_NAME).exists()
+
+
 def holds_weights(path: Path) -> bool:
     """Whether a folder has weights in a form that is read."""
     return any((path / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME, MLX_NAME))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import tempfile
 from collections.abc import Collection, Iterable, Mapping
 from io import BufferedReader
@@ -29,11 +28,10 @@ from ...system.local_cache import default_cache_root, file_lock, make_private, t
 from ...system.long_work import LongWork
 from ..errors import StorageError
 from .limits import note_moved
-from .location import options_for
+from .location import is_hub_id, options_for
 from .redaction import redacted_url, storage_reason
 from .stores import open_store
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Not fetched: pickles can run code when read, and nothing here reads those of models. Their names are kept as empty
 # files, so that messages can say what the folder holds.
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack")
@@ -45,7 +43,7 @@ _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 
 def is_on_this_machine(url: str) -> bool:
     """Whether the URL is a path that needs no fetching: an existing one, or one that cannot be a hub id."""
-    return "://" not in url and (Path(url).exists() or not _HUB_ID.fullmatch(url))
+    return "://" not in url and not is_hub_id(url)
 
 
 def is_remote(url: str) -> bool:
@@ -66,7 +64,7 @@ def local_folder(
     path = Path(url.removeprefix("file://"))
     if is_remote(url):
         path = _fetched(url, storage_options, root, pickles)
-    elif not path.exists() and _HUB_ID.fullmatch(url):
+    elif is_hub_id(url):
         path = _hub_snapshot(url, pickles)
     if path.is_file() and path.suffix == ".gguf":
         return resolve_gguf(path, root)

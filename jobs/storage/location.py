@@ -17,6 +17,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import shutil
 import stat
 import time
@@ -35,6 +36,9 @@ logger = logging.getLogger(__name__)
 #: Protocols of servers where readers see a file that is being written, and a rename replaces another file at once.
 RENAMING_PROTOCOLS = ("sftp://", "ssh://")
 _BUCKET_PROTOCOLS = ("s3://", "s3a://", "gs://", "gcs://", "az://", "abfs://", "abfss://")
+#: Last part of a URL that stands for the latest checkpoint of a training run.
+LATEST = "latest"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class Location:
@@ -381,6 +385,17 @@ def local_folder(url: str) -> str | None:
     if "::" in url or (separator and protocol not in ("file", "local")):
         return None
     return path if path.startswith("/") else absolute(path)
+
+
+def is_hub_id(url: str) -> bool:
+    """Whether this is the id of a repository on the Hugging Face hub: `owner/name`, and no path that exists."""
+    return _HUB_ID.fullmatch(url) is not None and not is_local_path(url)
+
+
+def is_local_path(url: str) -> bool:
+    """Whether this is a path that exists, or `RUN/latest` of a folder that does."""
+    path = Path(absolute(url))
+    return "://" not in url and (path.exists() or (path.name == LATEST and path.parent.is_dir()))
 
 
 def absolute(url: str) -> str:
