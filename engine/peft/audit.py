@@ -25,10 +25,13 @@ from .content import check_all_values, find_changes
 from .dialects import translate
 from .findings import Ledger, Verdict
 from .folder import (
+    CONFIG_NAME,
+    GGUF_SUFFIX,
     ZERO3,
     AdapterFolder,
     check_links,
     is_adapter,
+    is_in_gguf,
     open_folder,
     parse_config,
     read_config,
@@ -199,11 +202,14 @@ def _read(folder: Path) -> _Read:
     read = _Read()
     with _refusing(read.ledger, folder):
         check_links(folder)
-        with _refusing(read.ledger, folder):
-            read.config = read_config(folder)
+        needs_config = (folder / CONFIG_NAME).exists() or not is_in_gguf(folder)
+        if needs_config:
+            with _refusing(read.ledger, folder):
+                read.config = read_config(folder)
         if folder.is_dir():
             with _refusing(read.ledger, folder):
                 read.files = open_folder(folder)
+                read.config = read.config if needs_config else b"{}"
         read.tokenizer_sha256 = tokenizer_sha256(folder)
     return read
 
@@ -248,7 +254,7 @@ def _judgement(content: bytes | None, files: AdapterFolder, layout: BaseLayout) 
     with _refusing(ledger):
         if content is None:
             return judged
-        config, judged.entries = translate(files.dialect, parse_config(content), files.entries, layout, ledger)
+        config, judged.entries = translate(files.dialect, parse_config(content), files.headers, layout, ledger)
         if layout.says_tied:
             _judge_ties(config, ledger)
         if not files.headers:
@@ -284,8 +290,11 @@ _shared_judgement = lru_cache(maxsize=MAX_SHARED)(_judgement)
 
 
 def find_adapter_folders(root: Path) -> dict[str, Path]:
-    """The adapter folders right below `root`, by folder name: those with a configuration or adapter weights."""
-    return {folder.name: folder for folder in sorted(Path(root).iterdir()) if folder.is_dir() and is_adapter(folder)}
+    """The adapters right below `root`, by name: folders with a configuration or weights, and files in GGUF."""
+    entries = sorted(Path(root).iterdir())
+    found = {folder.name: folder for folder in entries if folder.is_dir() and is_adapter(folder)}
+    files = [file for file in entries if file.suffix == GGUF_SUFFIX and file.is_file()]
+    return {file.stem: file for file in files} | found
 
 
 def _contents(

@@ -6,6 +6,7 @@ Nothing of the folder is executed or unpickled, and neither an index file nor a 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from ...system.untrusted import parse_object, read_regular, shown, shown_name
 from ..errors import AdapterRefusedError
-from .dialects import Dialect
+from .dialects import Dialect, read_gguf_header
 from .tensor_file import Header, TensorEntry, read_header
 
 CONFIG_NAME = "adapter_config.json"
@@ -23,6 +24,8 @@ INDEX_NAME = "adapter_model.safetensors.index.json"
 #: Weights of mlx-lm, and names of its checkpoints of training beside them.
 MLX_NAME, _MLX_CHECKPOINT = "adapters.safetensors", "[0-9]*_adapters.safetensors"
 _MLX_OLD_NAME = "adapters.npz"
+#: Ending of an adapter in GGUF, which is one file with any name.
+GGUF_SUFFIX = ".gguf"
 #: Pickled weights, which are converted before the folder is read.
 PICKLE_NAMES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 #: Why a file holds no values, and what to do.
@@ -33,7 +36,7 @@ ZERO3 = (
 )
 _OTHER_PICKLES = ("pytorch_model.bin",)
 # Endings of the files that are read.
-_READ_SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".txt", ".bin", ".pt", ".pth")
+_READ_SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".txt", ".bin", ".pt", ".pth", GGUF_SUFFIX)
 # Safetensors files that trainers leave beside an adapter and that do not take part in generation.
 BYSTANDERS: Mapping[str, str] = {"value_head.safetensors": "a value head for reinforcement learning"}
 
@@ -121,12 +124,25 @@ def parse_config(content: bytes) -> dict[str, Any]:
 
 def is_adapter(path: Path) -> bool:
     """Whether a folder has the configuration or the weights of an adapter."""
-    return (path / CONFIG_NAME).exists() or any(path.glob("adapter_model*")) or (path / MLX_NAME).exists()
+    if (path / CONFIG_NAME).exists() or any(path.glob("adapter_model*")) or (path / MLX_NAME).exists():
+        return True
+    with suppress(AdapterRefusedError):
+        return any(read_gguf_header(file).metadata.get("general.type") == "adapter" for file in _in_gguf(path))
+    return False
 
 
 def holds_weights(path: Path) -> bool:
     """Whether a folder has weights in a form that is read."""
-    return any((path / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME, MLX_NAME))
+    return any((path / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME, MLX_NAME)) or bool(_in_gguf(path))
+
+
+def is_in_gguf(path: Path) -> bool:
+    """Whether a folder's weights are in GGUF, which needs no configuration beside it."""
+    return bool(_in_gguf(path)) and not any((path / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME, MLX_NAME))
+
+
+def _in_gguf(path: Path) -> list[Path]:
+    return sorted(file for file in path.glob(f"*{GGUF_SUFFIX}") if file.is_file())
 
 
 def open_folder(path: Path) -> AdapterFolder:
@@ -139,13 +155,25 @@ def open_folder(path: Path) -> AdapterFolder:
     if len(sets) > 1:
         raise AdapterRefusedError(f"{' and '.join(sets)}: two sets of weights, unclear which one is meant. Remove one.")
     if not sets:
-        raise AdapterRefusedError(_why_no_weights(path))
+        return _open_gguf(path)
     name = sets[0]
     headers = _sharded(path, path / name) if name == INDEX_NAME else {name: read_header(path / name)}
     if not any(header.tensors for header in headers.values()):
         raise AdapterRefusedError(f"{name}: holds no tensors, {ZERO3}.")
     dialect: Dialect = "mlx" if name == MLX_NAME else "peft"
     return AdapterFolder(tuple(headers.values()), _bystanders(path, headers.keys()), dialect)
+
+
+def _open_gguf(path: Path) -> AdapterFolder:
+    files = _in_gguf(path)
+    if not files:
+        raise AdapterRefusedError(_why_no_weights(path))
+    if len(files) > 1:
+        raise AdapterRefusedError(
+            f"{files[0].name}, {files[1].name}: several adapters in GGUF, unclear which one is meant. Name the file: "
+            f"NAME={path.name}/{files[0].name}."
+        )
+    return AdapterFolder((read_gguf_header(files[0]),), _bystanders(path, [files[0].name]), "gguf")
 
 
 def _why_no_weights(path: Path) -> str:
@@ -226,4 +254,5 @@ def _bystanders(path: Path, read: Collection[str]) -> tuple[str, ...]:
         notes.append(f"{file.name}: not read, {BYSTANDERS[file.name]}")
     pickles = (*PICKLE_NAMES, *_OTHER_PICKLES)
     notes.extend(f"{name}: not read, {min(read)} is used" for name in pickles if (path / name).is_file())
+    notes.extend(f"{file.name}: not read, {min(read)} is used" for file in _in_gguf(path) if file.name not in read)
     return tuple(notes)

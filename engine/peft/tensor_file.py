@@ -12,7 +12,7 @@ import math
 import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from io import FileIO
 from pathlib import Path
@@ -106,11 +106,13 @@ def _unpacked(blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
 @dataclass(frozen=True, slots=True, eq=False)
 class Header:
     """The tensors of one file, by key. `is_shared`: files of that name, size and header have this very object, so that
-    what is found for one adapter of a job holds for the others that were trained alike.
+    what is found for one adapter of a job holds for the others that were trained alike. `metadata`: keys of a file in
+    GGUF.
     """
 
     tensors: Mapping[str, TensorEntry]
     is_shared: bool
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_header(path: Path) -> Header:

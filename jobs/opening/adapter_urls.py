@@ -18,10 +18,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ...engine.peft.folder import CONFIG_NAME, PICKLE_NAMES, is_adapter
+from ...engine.peft.folder import CONFIG_NAME, GGUF_SUFFIX, PICKLE_NAMES, is_adapter
 from ..errors import JobRequestError, StorageError
 from ..storage.adapter_copy import HUB_REPOSITORY
-from ..storage.local_copy import local_folder
+from ..storage.local_copy import local_path
 from ..storage.location import LATEST, Location, absolute, is_hub_id
 from ..storage.redaction import redacted_url
 
@@ -37,7 +37,7 @@ def adapters_at(url: str, storage_options: Mapping[str, Any]) -> dict[str, str]:
         if _is_glob(url):
             return _matching(url, storage_options)
         if is_hub_id(url):
-            local_folder(url, storage_options, pickles=PICKLE_NAMES)
+            local_path(url, storage_options, pickles=PICKLE_NAMES)
             return {url.rpartition("/")[2]: url}
         run = _run_of(url, storage_options)
         if run is not None:
@@ -98,7 +98,7 @@ def _matching(url: str, storage_options: Mapping[str, Any]) -> dict[str, str]:
         target = f"{root}/{path}"
         if is_latest:
             target = latest_checkpoint(f"{target}/{LATEST}", storage_options)
-        name = "-".join(matched).removesuffix(".gguf")
+        name = "-".join(matched).removesuffix(GGUF_SUFFIX)
         if found.setdefault(name, target) != target:
             raise JobRequestError(
                 f"adapters={redacted_url(url)!r}: {redacted_url(found[name])} and {redacted_url(target)} would both be "
@@ -134,7 +134,7 @@ def _walk(place: Location, folder: str, segments: list[str]) -> Iterator[tuple[s
             continue
         path, own = f"{folder}/{name}".lstrip("/"), (name,) if is_pattern else ()
         if not rest:
-            if size is None or name.endswith(".gguf"):
+            if size is None or name.endswith(GGUF_SUFFIX):
                 yield path, own
         elif size is None:
             for below, matched in _walk(place, path, rest):
@@ -153,9 +153,9 @@ def _below(folder: Location) -> dict[str, str]:
             f"for it: --adapters NAME={shown}."
         )
     found = {
-        name.removesuffix(".gguf") if size is not None else name: f"{folder.url}/{name}"
+        name.removesuffix(GGUF_SUFFIX) if size is not None else name: f"{folder.url}/{name}"
         for name, size in entries.items()
-        if not name.startswith(_HIDDEN) and (size is None or name.endswith(".gguf"))
+        if not name.startswith(_HIDDEN) and (size is None or name.endswith(GGUF_SUFFIX))
     }
     if not found:
         raise JobRequestError(

@@ -16,11 +16,11 @@ from ...engine.model_config.model import ModelConfig
 from ...engine.peft import find_adapter_folders
 from ...engine.peft.audit import AdapterAudit
 from ...engine.peft.findings import reason
-from ...engine.peft.folder import PICKLE_NAMES, is_adapter
+from ...engine.peft.folder import GGUF_SUFFIX, PICKLE_NAMES, is_adapter
 from ..errors import JobRequestError, StorageError
 from ..record import AdapterRecord
 from ..storage.adapter_copy import adapter_folder
-from ..storage.local_copy import local_folder
+from ..storage.local_copy import local_folder, local_path
 from ..storage.redaction import redacted_url
 from .adapter_urls import adapters_at, latest_checkpoint, stands_for_adapters
 from .confined_audit import MAX_PROCESSES, Auditors
@@ -92,9 +92,12 @@ def audit_folders(
     for url in urls:
         if stands_for_adapters(url, storage_options):
             for name, at in adapters_at(url, storage_options).items():
-                found[name] = local_folder(at, storage_options, pickles=PICKLE_NAMES)
+                found[name] = local_path(at, storage_options, pickles=PICKLE_NAMES)
             continue
-        folder = local_folder(url, storage_options, pickles=PICKLE_NAMES) if "://" in url else Path(url)
+        folder = local_path(url, storage_options, pickles=PICKLE_NAMES) if "://" in url else Path(url)
+        if folder.is_file() and folder.suffix == GGUF_SUFFIX:
+            found[folder.stem if folder.stem not in found else str(folder)] = folder
+            continue
         if not folder.is_dir():
             empty.append(f"{folder}: not a folder. Check the path.")
             continue

@@ -1,4 +1,4 @@
-"""`adapter_folder`: the local folder of an adapter in safetensors, fetched and converted once per host.
+"""`adapter_folder`: the local folder of an adapter, fetched, and converted from a pickle, once per host.
 
 Pickled weights (`adapter_model.bin`) are converted in a confined process into the cache, keyed by the content of the
 adapter's files. The program reads the converted folder alone.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from ...system.confinement import MEMORY_BYTES, ConfinedError, confined
 from ...system.local_cache import default_cache_root, file_lock, make_private, temporary_folder
 from ...system.untrusted import read_regular
 from ..errors import StorageError
-from .local_copy import file_sha256, local_folder, sha256_of_files
+from .local_copy import file_sha256, local_path, sha256_of_files
 
 #: Folder of a repository in a hub's cache.
 HUB_REPOSITORY = re.compile(r"models--(?P<owner>.+?)--(?P<name>.+)")
@@ -43,7 +43,10 @@ def adapter_folder(url: str, storage_options: Mapping[str, Any], cache_root: Pat
     weights that hold more than tensors, and `NoProcessError` when the machine cannot start the process that reads them.
     """
     root = cache_root or default_cache_root()
-    folder = hub_snapshot(local_folder(url, storage_options, cache_root, pickles=PICKLE_NAMES))
+    path = local_path(url, storage_options, cache_root, pickles=PICKLE_NAMES)
+    if path.is_file():
+        return _folder_of_file(path, root)
+    folder = hub_snapshot(path)
     pickle = next((folder / name for name in PICKLE_NAMES if (folder / name).is_file()), None)
     if pickle is None or holds_weights(folder):
         return folder
@@ -78,6 +81,25 @@ def _converted(folder: Path, pickle: Path, root: Path) -> Path:
     kept += sorted(path.name for path in folder.glob("*.safetensors") if path.is_file())
     digests = [(name, file_sha256(folder / name, cache_root=root)) for name in (*kept, pickle.name)]
     target = root / "adapters" / f"{folder.name}-{sha256_of_files(digests)[:16]}-v{_VERSION}"
+
+    def write(scratch: Path) -> None:
+        for name in kept:
+            (scratch / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(folder / name, scratch / name)
+        _convert(pickle, scratch / WEIGHTS_NAME)
+
+    return _written_once(target, write)
+
+
+def _folder_of_file(path: Path, root: Path) -> Path:
+    """A folder with a copy of one file in GGUF and nothing else."""
+    sha256 = file_sha256(path, cache_root=root)
+    target = root / "adapters" / f"{path.stem}-{sha256[:16]}-v{_VERSION}"
+    return _written_once(target, lambda scratch: shutil.copyfile(path, scratch / path.name))
+
+
+def _written_once(target: Path, write: Callable[[Path], object]) -> Path:
+    """The folder `target`, which `write` fills unless it is there; it is whole or absent."""
     if target.exists():
         return target
     with file_lock(target.with_name(f".{target.name}.lock")):
@@ -85,10 +107,7 @@ def _converted(folder: Path, pickle: Path, root: Path) -> Path:
             return target
         make_private(target.parent)
         with temporary_folder(target.parent, ".convert-") as scratch:
-            for name in kept:
-                (scratch / name).parent.mkdir(exist_ok=True)
-                shutil.copyfile(folder / name, scratch / name)
-            _convert(pickle, scratch / WEIGHTS_NAME)
+            write(scratch)
             try:
                 os.replace(scratch, target)
             except OSError:

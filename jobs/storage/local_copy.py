@@ -60,15 +60,20 @@ def local_folder(
     Raises `StorageError` when there is no such folder or it cannot be fetched, and `EngineError` for a GGUF file that
     cannot be converted.
     """
-    root = cache_root or default_cache_root()
+    path = local_path(url, storage_options, cache_root, pickles=pickles)
+    return path if path.is_dir() else resolve_gguf(path, cache_root or default_cache_root())
+
+
+def local_path(
+    url: str, storage_options: Mapping[str, Any], cache_root: Path | None = None, *, pickles: Collection[str] = ()
+) -> Path:
+    """`local_folder` that leaves a GGUF file as it is: its path. Raises `StorageError` alone."""
     path = Path(url.removeprefix("file://"))
     if is_remote(url):
-        path = _fetched(url, storage_options, root, pickles)
+        path = _fetched(url, storage_options, cache_root or default_cache_root(), pickles)
     elif is_hub_id(url):
         path = _hub_snapshot(url, pickles)
-    if path.is_file() and path.suffix == ".gguf":
-        return resolve_gguf(path, root)
-    if not path.is_dir():
+    if not path.is_dir() and not (path.is_file() and path.suffix == ".gguf"):
         found = "a file" if path.exists() else "nothing"
         raise StorageError(f"{redacted_url(url)!r}: expected a folder, found {found} there. Check the path.")
     return path
@@ -169,7 +174,10 @@ def _hub_snapshot(hub_id: str, pickles: Collection[str]) -> Path:
             "path of a folder."
         ) from None
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=[*_HUB_FILES, *pickles]))
+        folder = Path(snapshot_download(hub_id, allow_patterns=list(_HUB_FILES)))
+        if pickles and not any(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(hub_id, allow_patterns=[*_HUB_FILES, *pickles, "*.gguf"]))
+        return folder
     except Exception as error:
         raise StorageError(
             f"{hub_id!r}: no such local folder, and the hub did not give it ({error}). Check the name, the "

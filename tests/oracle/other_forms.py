@@ -60,3 +60,82 @@ def as_pickle(source: Path, target: Path, name: str = PICKLE, **options: Any) ->
     (target / CONFIG).write_bytes((source / CONFIG).read_bytes())
     torch.save(load_tensors(source / WEIGHTS), target / name, **options)
     return target
+
+
+_GGUF_NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_GGUF_PARTS = {"lora_A.weight": "lora_a", "lora_B.weight": "lora_b"}
+_GGUF_PARTS |= {"lora_embedding_A": "lora_a", "lora_embedding_B": "lora_b"}
+
+
+def gguf_name(module: str) -> str:
+    """llama.cpp's name of the weight of a module of a decoder."""
+    if module in ("lm_head", "model.embed_tokens"):
+        return {"lm_head": "output", "model.embed_tokens": "token_embd"}[module] + ".weight"
+    layer, _, rest = module.removeprefix("model.layers.").partition(".")
+    return f"blk.{layer}.{_GGUF_NAMES[rest]}.weight"
+
+
+def gguf_tensors(folder: Path, heads: tuple[int, int] | None) -> dict[str, Any]:
+    """The pairs of a PEFT folder as llama.cpp's converter names them. `heads`: query and key heads whose rows it puts
+    into its own order, as for Llama; None: it does not."""
+    found = {}
+    for key, value in load_file(folder / WEIGHTS).items():
+        name = key.removeprefix("base_model.model.")
+        theirs = next((part for part in _GGUF_PARTS if name.endswith(part)), None)
+        if theirs is None:
+            continue
+        weight, half = gguf_name(name.removesuffix(theirs).rstrip(".")), _GGUF_PARTS[theirs]
+        if heads and half == "lora_b" and weight.endswith(("attn_q.weight", "attn_k.weight")):
+            count = heads[0] if "attn_q" in weight else heads[1]
+            rows, rank = value.shape
+            # The converter's `permute`: [heads, 2, half a head, rank] becomes [heads, half a head, 2, rank].
+            value = value.reshape(count, 2, rows // count // 2, rank).swapaxes(1, 2).reshape(rows, rank)
+        if weight == "token_embd.weight" and half == "lora_a":
+            value = value.T
+        found[f"{weight}.{half}"] = np.ascontiguousarray(value)
+    return found
+
+
+def write_gguf(path: Path, architecture: str, tensors: dict[str, Any], kind: str = "F32", **keys: Any) -> Path:
+    """An adapter file in GGUF. `keys`: metadata with `__` for a dot; `...` leaves a key out."""
+    from gguf import GGMLQuantizationType, GGUFWriter, quantize
+
+    metadata = {"general__type": "adapter", "adapter__type": "lora"} | keys
+    path.parent.mkdir(exist_ok=True)
+    writer = GGUFWriter(path, architecture)
+    for key, value in metadata.items():
+        name = key.replace("__", ".")
+        if isinstance(value, float):
+            writer.add_float32(name, value)
+        elif isinstance(value, list):
+            writer.add_array(name, value)
+        elif isinstance(value, str):
+            writer.add_string(name, value)
+    number = GGMLQuantizationType[kind]
+    for name, value in tensors.items():
+        if kind == "F32":
+            writer.add_tensor(name, value)
+        else:
+            writer.add_tensor(name, quantize(value, number), raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def as_gguf(source: Path, target: Path, architecture: str, heads: tuple[int, int] | None) -> Path:
+    """The same adapter in GGUF, alone in a folder."""
+    alpha = float(json.loads((source / CONFIG).read_text())["lora_alpha"])
+    write_gguf(target / "adapter.gguf", architecture, gguf_tensors(source, heads), adapter__lora__alpha=alpha)
+    return target

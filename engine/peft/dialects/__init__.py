@@ -5,5 +5,6 @@ so that verdicts and content hashes do not depend on the form.
 """
 
 from .dialect import Dialect, translate
+from .gguf import read_gguf_header
 
-__all__ = ["Dialect", "translate"]
+__all__ = ["Dialect", "read_gguf_header", "translate"]
