@@ -85,7 +85,7 @@ class AdapterAudit:
     #: Text that stands before an answer in conversations and is missing at the end of its prompts; "" where nothing is
     #: missing.
     missing_header: str = ""
-    #: Its tensors by PEFT's names, where its files are of another form; empty for PEFT's own.
+    #: Its tensors by PEFT's names, where its files have others; empty for PEFT's own.
     sources: Mapping[str, TensorEntry] = field(default_factory=dict)
 
     @property
@@ -154,7 +154,7 @@ def audit_adapter(
         tokenizer_sha256=read.tokenizer_sha256,
         tokenizer=whose_tokenizer(folder) if read.tokenizer_sha256 else "",
         has_own_vocabulary=bool(read.tokenizer_sha256) and has_vocabulary(folder),
-        sources={} if read.files is None or read.files.dialect == "peft" else judged.entries,
+        sources=judged.entries if read.files and judged.entries.keys() != read.files.entries.keys() else {},
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 import torch
-from other_forms import as_mlx, as_pickle
+from other_forms import as_gguf_of, as_mlx, as_pickle, as_tinker
 from safetensors.numpy import load_file, save_file
 
 import lorabatch
@@ -43,6 +42,7 @@ EXACT: dict[str, dict[str, Any]] = {
         "rank_pattern": {"down_proj": 3},
         "alpha_pattern": {"layers.1.*q_proj": 5},
     },
+    "several ranks": {"target_modules": ["k_proj", "up_proj"], "rank_pattern": {"up_proj": 3}},
     "patterns with rsLoRA": {
         "target_modules": ["o_proj", "up_proj"],
         "use_rslora": True,
@@ -87,12 +87,16 @@ def configure(**keys: Any) -> Callable[[Path], None]:
     return damage
 
 
-# Adapters of the above in the forms of other programs: name -> the one whose numbers it has, and what writes it.
-OTHER_FORMS: dict[str, tuple[str, Callable[[Path, Path], Any]]] = {
-    "weights pickled": ("patterns with rsLoRA", as_pickle),
-    "mlx-lm": ("all linear layers", as_mlx),
-    "mlx-lm, one layer": ("one layer", partial(as_mlx, num_layers=1)),
-    "mlx-lm, DoRA": ("DoRA", as_mlx),
+# Adapters of the above in the forms of other programs: name -> the one whose numbers it has, and what writes it, given
+# the base, that adapter's folder, and the one to write.
+OTHER_FORMS: dict[str, tuple[str, Callable[[Path, Path, Path], Any]]] = {
+    "weights pickled": ("patterns with rsLoRA", lambda _, *folders: as_pickle(*folders)),
+    "mlx-lm": ("all linear layers", lambda _, *folders: as_mlx(*folders)),
+    "mlx-lm, one layer": ("one layer", lambda _, *folders: as_mlx(*folders, num_layers=1)),
+    "mlx-lm, DoRA": ("DoRA", lambda _, *folders: as_mlx(*folders)),
+    "Tinker": ("all linear layers", lambda _, *folders: as_tinker(*folders)),
+    "GGUF": ("all linear layers", as_gguf_of),
+    "GGUF, several ranks": ("several ranks", as_gguf_of),
 }
 
 
@@ -133,7 +137,7 @@ def build_zoo(root: Path, base: Path, make_adapter: Callable[..., Path]) -> dict
         make_adapter(root / name, base, seed=seed, **settings)
         verdicts[name] = "exact" if name in EXACT else "exact-by-merge"
     for name, (source, write) in OTHER_FORMS.items():
-        write(root / source, root / name)
+        write(base, root / source, root / name)
         verdicts[name] = verdicts[source]
     for name, (damage, _) in DAMAGED.items():
         shutil.copytree(root / "rank 1", root / name)

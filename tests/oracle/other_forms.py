@@ -139,3 +139,26 @@ def as_gguf(source: Path, target: Path, architecture: str, heads: tuple[int, int
     alpha = float(json.loads((source / CONFIG).read_text())["lora_alpha"])
     write_gguf(target / "adapter.gguf", architecture, gguf_tensors(source, heads), adapter__lora__alpha=alpha)
     return target
+
+
+def as_gguf_of(base: Path, source: Path, target: Path) -> Path:
+    """The same adapter in GGUF, as the converter writes it for a base model's folder."""
+    config = json.loads((base / "config.json").read_text())
+    heads = (config["num_attention_heads"], config["num_key_value_heads"])
+    family = config["model_type"]
+    return as_gguf(source, target, family, heads if family == "llama" else None)
+
+
+def as_tinker(source: Path, target: Path) -> Path:
+    """The same adapter as Tinker saves it: another name of the head, and `all-linear` whatever was trained."""
+    target.mkdir(exist_ok=True)
+    raw = json.loads((source / CONFIG).read_text())
+    kept = {key: raw[key] for key in ("base_model_name_or_path", "peft_type", "r", "lora_alpha")}
+    (target / CONFIG).write_text(json.dumps(kept | {"target_modules": "all-linear", "use_rslora": False}))
+    tensors = {
+        key.replace("base_model.model.lm_head.", "base_model.model.model.unembed_tokens."): value
+        for key, value in load_file(source / WEIGHTS).items()
+        if ".base_layer." not in key
+    }
+    save_file(tensors, target / WEIGHTS)
+    return target

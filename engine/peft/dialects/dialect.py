@@ -11,6 +11,7 @@ from ..names import BaseLayout
 from ..tensor_file import Header, TensorEntry
 from .gguf import read_gguf
 from .mlx import read_mlx
+from .tinker import is_of_tinker, read_tinker
 
 #: Program whose form an adapter's files have.
 Dialect = Literal["peft", "mlx", "gguf"]
@@ -32,4 +33,4 @@ def translate(
         return read_mlx(raw, tensors, layout, ledger)
     config = read_adapter_config(raw, ledger)
     judge_keys(raw, ledger)
-    return config, tensors
+    return read_tinker(config, tensors, layout, ledger) if is_of_tinker(tensors) else (config, tensors)
