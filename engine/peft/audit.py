@@ -220,10 +220,15 @@ class _Judged:
     change once it is returned.
     """
 
+    #: Rows of the embedding.
     vocab_size: int
+    #: Findings.
     ledger: Ledger = field(default_factory=Ledger)
+    #: Tensors by PEFT's names.
     entries: Mapping[str, TensorEntry] = field(default_factory=dict)
+    #: Pairs.
     sites: tuple[LoraSite, ...] = ()
+    #: Changes of parameters.
     changes: Changes = field(default_factory=Changes)
 
 

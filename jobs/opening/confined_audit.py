@@ -39,10 +39,15 @@ _MAX_CONFLICTS_SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class _Question:
+    #: Name of the adapter.
     name: str
+    #: Its folder.
     folder: str
+    #: Folder of the base.
     model_folder: str
+    #: Whether every weight is read.
     check_values: bool
+    #: Name of the base, for messages.
     base_name: str
 
 
@@ -127,7 +132,7 @@ def run(payload: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _name_of_base(given: str) -> str:
-    """What a base is called: the last part of where it was found, in a hub's cache that of its repository."""
+    """Name of a base for messages: the last part of where it was found, in a hub's cache that of its repository."""
     parts = redacted_url(given).rstrip("/").split("/")
     repository = next((part for part in parts if part.startswith("models--")), "")
     return repository.rpartition("--")[2] if repository else parts[-1].removesuffix(".gguf")
