@@ -19,8 +19,8 @@ from ..engine.text.chat.conversation import RENDERING_OPTIONS, is_template_text,
 from .errors import JobRequestError
 from .option_problems import field_name, unknown_options, value_problems, with_next_step, with_suggestion
 from .option_values import TLS_FIELDS, ErrorBudget, TlsFiles, pairs_of, parse_storage_options
-from .storage.location import absolute, is_hub_id, is_local_path, paths_as_text
 from .storage.redaction import redacted_url
+from .storage.urls import absolute, is_hub_id, is_local_path, paths_as_text
 
 PROMPT_ROLES = ("prompt", "messages", "prompt_token_ids")
 SAMPLING_COLUMNS = (*SAMPLING_OPTIONS, *FORMS)

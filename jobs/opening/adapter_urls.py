@@ -22,8 +22,9 @@ from ...engine.peft.folder import CONFIG_NAME, GGUF_SUFFIX, PICKLE_NAMES, is_ada
 from ..errors import JobRequestError, StorageError
 from ..storage.adapter_copy import HUB_REPOSITORY
 from ..storage.local_copy import local_path
-from ..storage.location import LATEST, Location, absolute, is_hub_id
+from ..storage.location import Location
 from ..storage.redaction import redacted_url
+from ..storage.urls import LATEST, absolute, is_hub_id
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d{1,18})")
 _GLOB_SIGNS = "*?["

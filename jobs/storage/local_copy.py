@@ -28,9 +28,10 @@ from ...system.local_cache import default_cache_root, file_lock, make_private, t
 from ...system.long_work import LongWork
 from ..errors import StorageError
 from .limits import note_moved
-from .location import is_hub_id, options_for
+from .location import options_for
 from .redaction import redacted_url, storage_reason
 from .stores import open_store
+from .urls import is_hub_id
 
 # Not fetched: pickles can run code when read, and nothing here reads those of models. Their names are kept as empty
 # files, so that messages can say what the folder holds.

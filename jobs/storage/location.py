@@ -17,7 +17,6 @@ import contextlib
 import errno
 import logging
 import os
-import re
 import shutil
 import stat
 import time
@@ -31,14 +30,12 @@ from typing import Any, BinaryIO, cast
 from ..errors import MissingFileError, StorageError, UnansweredError
 from .limits import http_status, noted
 from .redaction import redacted_url, storage_reason
+from .urls import absolute
 
 logger = logging.getLogger(__name__)
 #: Protocols of servers where readers see a file that is being written, and a rename replaces another file at once.
 RENAMING_PROTOCOLS = ("sftp://", "ssh://")
 _BUCKET_PROTOCOLS = ("s3://", "s3a://", "gs://", "gcs://", "az://", "abfs://", "abfss://")
-#: Last part of a URL that stands for the latest checkpoint of a training run.
-LATEST = "latest"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class Location:
@@ -385,31 +382,6 @@ def local_folder(url: str) -> str | None:
     if "::" in url or (separator and protocol not in ("file", "local")):
         return None
     return path if path.startswith("/") else absolute(path)
-
-
-def is_hub_id(url: str) -> bool:
-    """Whether this is the id of a repository on the Hugging Face hub: `owner/name`, and no path that exists."""
-    return _HUB_ID.fullmatch(url) is not None and not is_local_path(url)
-
-
-def is_local_path(url: str) -> bool:
-    """Whether this is a path that exists, or `RUN/latest` of a folder that does."""
-    path = Path(absolute(url))
-    return "://" not in url and (path.exists() or (path.name == LATEST and path.parent.is_dir()))
-
-
-def absolute(url: str) -> str:
-    """A local path made independent of the working directory; URLs come back as they are."""
-    return url if "://" in url else os.path.abspath(os.path.expanduser(url))
-
-
-def paths_as_text(value: Any) -> Any:
-    """A value of an option with text in place of `os.PathLike` objects, also inside lists and mappings."""
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, list | tuple):
-        return [paths_as_text(item) for item in value]
-    return {key: paths_as_text(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def options_for(url: str, storage_options: Mapping[str, Any]) -> dict[str, Any]:
