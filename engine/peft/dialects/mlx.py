@@ -102,7 +102,7 @@ def _read_parameters(raw: Mapping[str, Any], ledger: Ledger) -> tuple[int, float
         ledger.refuse_key(
             name,
             dict(given),
-            "alpha differs from rank. Up to version 0.14 mlx-lm multiplied scale by alpha / rank, later versions did "
+            "alpha differs from rank. Up to version 0.14.1 mlx-lm multiplied scale by alpha / rank, later versions did "
             "not, and the file does not say which one wrote it. Put the factor that was trained with into scale, and "
             "remove alpha",
         )
