@@ -21,8 +21,8 @@ from .jobs.spec import JobSpec
 from .jobs.status.job_status import JobStatus, read_status, request_cancel, wait_for_end
 from .jobs.status.logs import log_lines
 from .jobs.storage.limits import waits_said
-from .jobs.storage.location import absolute
 from .jobs.storage.redaction import redacted_url
+from .jobs.storage.urls import absolute
 from .jobs.store import JobStore, part_name
 from .system.long_work import listening
 

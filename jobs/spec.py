@@ -8,7 +8,6 @@ does.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model, field_validator
@@ -28,8 +27,8 @@ from ..engine.text.chat.conversation import (
 from .errors import JobRequestError
 from .option_problems import field_name, unknown_options, value_problems, with_next_step, with_suggestion
 from .option_values import TLS_FIELDS, ErrorBudget, TlsFiles, pairs_of, parse_storage_options
-from .storage.location import absolute, paths_as_text
 from .storage.redaction import redacted_url
+from .storage.urls import absolute, is_hub_id, is_local_path, paths_as_text
 
 PROMPT_ROLES = ("prompt", "messages", "prompt_token_ids")
 #: Options that make prompts of columns.
@@ -99,7 +98,9 @@ class JobSpec(_SamplingFields):
         min_length=1,
     )
     adapters: str | dict[str, str] | None = _option(
-        None, "Folder or URL with one PEFT folder per adapter; or NAME=URL, repeated (in a job file a mapping)."
+        None,
+        "Folder or URL with one folder per adapter, a glob of such folders, or a hub id; or NAME=URL, repeated (in a "
+        "job file a mapping). RUN/latest is the checkpoint of the largest number.",
     )
     input: str | tuple[str, ...] = _option(
         ...,
@@ -397,7 +398,7 @@ class JobSpec(_SamplingFields):
         """
         adapters = self.adapters
         if isinstance(adapters, str):
-            adapters = absolute(adapters)
+            adapters = adapters if is_hub_id(adapters) else absolute(adapters)
         elif adapters is not None:
             adapters = {name: _absolute_if_there(url) for name, url in adapters.items()}
         return self.model_copy(
@@ -573,5 +574,4 @@ def _template_place(template: str | None) -> str | None:
 
 
 def _absolute_if_there(url: str) -> str:
-    path = absolute(url)
-    return path if Path(path).exists() else url
+    return absolute(url) if is_local_path(url) else url

@@ -20,13 +20,18 @@ from ...system.untrusted import MALFORMED, STOPS, printable, shown_name
 from ..errors import AdapterRefusedError, ModelFilesError
 from ..model_config.model import ModelConfig
 from ..tokenizer_files import has_vocabulary, tokenizer_sha256, whose_tokenizer
-from .config import AdapterConfig, judge_keys, read_adapter_config
+from .config import AdapterConfig
 from .content import check_all_values, find_changes
+from .dialects import translate
 from .findings import Ledger, Verdict
 from .folder import (
     CONFIG_NAME,
+    GGUF_SUFFIX,
+    ZERO3,
     AdapterFolder,
     check_links,
+    is_adapter,
+    is_in_gguf,
     open_folder,
     parse_config,
     read_config,
@@ -34,7 +39,7 @@ from .folder import (
 from .names import LORA_ROLES, BaseLayout, Renaming, TensorName, base_layout, choose_renaming, parse_name
 from .parameters import Changes, resized_shapes
 from .sites import Contents, LoraSite, ParameterChange, find_sites
-from .tensor_file import FLOAT_TYPES, MAX_SHARED, MAX_SHARED_BYTES, Header, TensorEntry
+from .tensor_file import FLOAT_TYPES, MAX_SHARED, MAX_SHARED_BYTES, TensorEntry
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +85,8 @@ class AdapterAudit:
     #: Text that stands before an answer in conversations and is missing at the end of its prompts; "" where nothing is
     #: missing.
     missing_header: str = ""
+    #: Its tensors by PEFT's names, where its files have others; empty for PEFT's own.
+    sources: Mapping[str, TensorEntry] = field(default_factory=dict)
 
     @property
     def has_own_tokenizer(self) -> bool:
@@ -103,15 +110,20 @@ class AdapterAudit:
         return tuple(change.parameter for change in self.changes)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready object with every field."""
+        """A JSON-ready object with every field but `sources`."""
         uses = {"key_uses": dict(sorted(self.key_uses.items())), "tensor_uses": dict(sorted(self.tensor_uses.items()))}
-        return asdict(self) | uses | {"folder": str(self.folder)}
+        found = asdict(self) | uses | {"folder": str(self.folder)}
+        del found["sources"]
+        return found
 
 
-def audit_adapter(folder: Path, model: ModelConfig, name: str, *, check_values: bool = True) -> AdapterAudit:
+def audit_adapter(
+    folder: Path, model: ModelConfig, name: str, *, check_values: bool = True, base_name: str = ""
+) -> AdapterAudit:
     """Audit one adapter. Never raises for a bad adapter: that is the verdict `refused`.
 
     With `check_values` every weight is read once (NaN, infinity, no effect, content hash); without, headers only.
+    `base_name`: what the served base is called, for messages about an adapter that names another one; "": unknown.
     """
     folder, layout = Path(folder), base_layout(model)
     read = _read(folder)
@@ -121,14 +133,15 @@ def audit_adapter(folder: Path, model: ModelConfig, name: str, *, check_values: 
     if check_values and read.files is not None and not ledger.is_refused:
         of_values = Ledger()
         with _refusing(of_values, folder):
-            content_sha256 = check_all_values(folder, judged.changes, read.files.entries, of_values)
+            content_sha256 = check_all_values(folder, judged.changes, judged.entries, of_values)
         ledger |= of_values
+    other_base = _other_base(read.config, base_name)
     return AdapterAudit(
         name=name,
         folder=folder,
         verdict=ledger.verdict,
-        reasons=ledger.reasons(name),
-        notes=tuple(map(printable, ledger.notes)),
+        reasons=ledger.reasons(name, other_base) if ledger.is_refused else ledger.reasons(name),
+        notes=tuple(map(printable, [*ledger.notes, *([other_base] if other_base and not ledger.is_refused else [])])),
         content_sha256=None if ledger.is_refused else content_sha256,
         sites=judged.sites,
         changes=tuple(judged.changes.by_parameter.values()),
@@ -141,7 +154,22 @@ def audit_adapter(folder: Path, model: ModelConfig, name: str, *, check_values: 
         tokenizer_sha256=read.tokenizer_sha256,
         tokenizer=whose_tokenizer(folder) if read.tokenizer_sha256 else "",
         has_own_vocabulary=bool(read.tokenizer_sha256) and has_vocabulary(folder),
+        sources=judged.entries if read.files and judged.entries.keys() != read.files.entries.keys() else {},
     )
+
+
+def _other_base(content: bytes | None, base_name: str) -> str:
+    """A clause that the configuration names another base than the one that is served; "" where it does not."""
+    named: Any = None
+    with suppress(AdapterRefusedError, *MALFORMED):
+        raw = parse_config(content or b"{}")
+        named = raw.get("base_model_name_or_path") or raw.get("model")
+    if not base_name or not isinstance(named, str) or not named.strip():
+        return ""
+    own, served = (name.strip().replace("\\", "/").rstrip("/").rpartition("/")[2] for name in (named, base_name))
+    if own.lower() == served.lower():
+        return ""
+    return f"its configuration names the base {shown_name(own)}, the one that is served is {shown_name(served)}"
 
 
 @contextmanager
@@ -174,11 +202,14 @@ def _read(folder: Path) -> _Read:
     read = _Read()
     with _refusing(read.ledger, folder):
         check_links(folder)
-        with _refusing(read.ledger, folder):
-            read.config = read_config(folder)
+        needs_config = (folder / CONFIG_NAME).exists() or not is_in_gguf(folder)
+        if needs_config:
+            with _refusing(read.ledger, folder):
+                read.config = read_config(folder)
         if folder.is_dir():
             with _refusing(read.ledger, folder):
                 read.files = open_folder(folder)
+                read.config = read.config if needs_config else b"{}"
         read.tokenizer_sha256 = tokenizer_sha256(folder)
     return read
 
@@ -189,18 +220,24 @@ class _Judged:
     change once it is returned.
     """
 
+    #: Rows of the embedding.
     vocab_size: int
+    #: Findings.
     ledger: Ledger = field(default_factory=Ledger)
+    #: Tensors by PEFT's names.
+    entries: Mapping[str, TensorEntry] = field(default_factory=dict)
+    #: Pairs.
     sites: tuple[LoraSite, ...] = ()
+    #: Changes of parameters.
     changes: Changes = field(default_factory=Changes)
 
 
 def _judge(read: _Read, layout: BaseLayout) -> _Judged:
     if read.config is None or read.files is None:
-        return _judgement(read.config, (), (), layout)
+        return _judgement(read.config, AdapterFolder((), ()), layout)
     is_shared = read.files.is_shared and len(read.config) <= MAX_SHARED_BYTES
     judgement = _shared_judgement if is_shared else _judgement
-    return judgement(_in_order(read.config), read.files.headers, read.files.notes, layout)
+    return judgement(_in_order(read.config), read.files, layout)
 
 
 def _in_order(content: bytes) -> bytes:
@@ -213,26 +250,26 @@ def _in_order(content: bytes) -> bytes:
     return content
 
 
-def _judgement(
-    content: bytes | None, headers: tuple[Header, ...], notes: tuple[str, ...], layout: BaseLayout
-) -> _Judged:
-    """The judgement of one adapter. `content`: its configuration; None if there is none. `headers`: empty where the
-    files cannot be read.
+def _judgement(content: bytes | None, files: AdapterFolder, layout: BaseLayout) -> _Judged:
+    """The judgement of one adapter. `content`: its configuration; None if there is none. `files`: without headers where
+    they cannot be read.
     """
     judged = _Judged(layout.vocab_size)
     ledger = judged.ledger
     with _refusing(ledger):
         if content is None:
             return judged
-        raw = parse_config(content)
-        config = read_adapter_config(raw, ledger)
-        judge_keys(raw, ledger)
+        config, judged.entries = translate(files.dialect, parse_config(content), files.headers, layout, ledger)
         if layout.says_tied:
             _judge_ties(config, ledger)
-        if not headers:
+        if not files.headers:
             return judged
-        ledger.notes.extend(notes)
-        contents = _contents(config, layout, AdapterFolder(headers, notes).entries, ledger)
+        ledger.notes.extend(files.notes)
+        shells = [key for key, entry in judged.entries.items() if entry.shape == (0,)]
+        if shells:
+            ledger.refuse_tensors(shells, "ZeRO-3", f"has shape [0], {ZERO3}")
+            return judged
+        contents = _contents(config, layout, judged.entries, ledger)
         judged.vocab_size = contents.shapes[f"{layout.embedding}.weight"][0]
         judged.sites = find_sites(contents, ledger)
         judged.changes = find_changes(contents, judged.sites, ledger)
@@ -258,12 +295,11 @@ _shared_judgement = lru_cache(maxsize=MAX_SHARED)(_judgement)
 
 
 def find_adapter_folders(root: Path) -> dict[str, Path]:
-    """The adapter folders right below `root`, by folder name: those with a configuration or adapter weights."""
-    return {
-        folder.name: folder
-        for folder in sorted(Path(root).iterdir())
-        if folder.is_dir() and ((folder / CONFIG_NAME).exists() or any(folder.glob("adapter_model*")))
-    }
+    """The adapters right below `root`, by name: folders with a configuration or weights, and files in GGUF."""
+    entries = sorted(Path(root).iterdir())
+    found = {folder.name: folder for folder in entries if folder.is_dir() and is_adapter(folder)}
+    files = [file for file in entries if file.suffix == GGUF_SUFFIX and file.is_file()]
+    return {file.stem: file for file in files} | found
 
 
 def _contents(

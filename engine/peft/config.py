@@ -104,13 +104,15 @@ def _check_layer_keys(config: AdapterConfig, ledger: Ledger) -> None:
         ledger.refuse_key("lora_bias", True, "expected false when use_dora is true; PEFT defines no such layer")
 
 
-def _positive_int(value: Any) -> int:
+def read_positive_int(value: Any) -> int:
+    """A whole number of at least 1. Raises `ValueError` with what was expected."""
     if type(value) is not int or value < 1:
         raise ValueError("a whole number of at least 1")
     return value
 
 
-def _number(value: Any) -> float:
+def read_number(value: Any) -> float:
+    """A finite number. Raises `ValueError` with what was expected."""
     if type(value) not in (int, float) or not math.isfinite(value):
         raise ValueError("a finite number")
     return float(value)
@@ -212,14 +214,14 @@ def _unique(indices: tuple[int, ...]) -> tuple[int, ...]:
 
 
 _READERS: Mapping[str, Callable[[Any], Any]] = {
-    "r": _positive_int,
-    "lora_alpha": _number,
+    "r": read_positive_int,
+    "lora_alpha": read_number,
     "use_rslora": _flag,
     "use_dora": _flag,
     "lora_bias": _flag,
     "bias": _bias,
-    "rank_pattern": _patterns(_positive_int),
-    "alpha_pattern": _patterns(_number),
+    "rank_pattern": _patterns(read_positive_int),
+    "alpha_pattern": _patterns(read_number),
     "target_modules": _names_or_pattern,
     "exclude_modules": _names_or_pattern,
     "layers_to_transform": _layers,
@@ -264,6 +266,11 @@ REFUSED_WHEN_SET: Mapping[str, str] = {
 _HARMLESS_STARTS = ("gaussian", "eva", "orthogonal", "mica")
 _BASE_CHANGING_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _GENERATING_TASKS = (None, "CAUSAL_LM")
+# Methods of PEFT whose layers its `save_as_lora` converts; of all other methods it converts none.
+CONVERTIBLE = (
+    "C3A", "DELORA", "FOURIERFT", "GRALORA", "LOHA", "LOKR", "MISS", "RANDLORA", "TINYLORA", "UNILORA", "VBLORA",
+    "VERA", "WAVEFT",
+)  # fmt: skip
 
 
 def judge_keys(raw: Mapping[str, Any], ledger: Ledger) -> None:
@@ -297,14 +304,22 @@ def _judge_peft_type(raw: Mapping[str, Any], ledger: Ledger) -> None:
     if raw.get("peft_type") == "LORA":
         ledger.use_key("peft_type")
         return
-    ledger.refuse_key(
-        "peft_type", raw.get("peft_type"), "expected 'LORA'; other methods are not computed here. Train a LoRA adapter"
-    )
+    found = raw.get("peft_type")
+    what_to_do = "Train a LoRA adapter"
+    if found in CONVERTIBLE:
+        what_to_do = (
+            "Convert it where it was trained, with a recent PEFT: save_as_lora(folder, model, rank=...), the closest "
+            "LoRA adapter of that rank"
+        )
+    ledger.refuse_key("peft_type", found, f"expected 'LORA'; other methods are not computed here. {what_to_do}")
 
 
 def _judge_task(value: Any, ledger: Ledger) -> None:
     if value in _GENERATING_TASKS:
         ledger.ignore_key("task_type", "the adapter is for text generation, or does not say")
+    elif value == "SEQ_2_SEQ_LM":
+        # PEFT wraps no layer otherwise for it; an adapter of an encoder and decoder has other layers than the base.
+        ledger.ignore_key("task_type", "a name for text generation too; the tensors are those of the base's layers")
     else:
         ledger.refuse_key("task_type", value, "expected 'CAUSAL_LM'; this adapter was not trained to generate text")
 

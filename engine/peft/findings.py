@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -11,6 +12,8 @@ Verdict = Literal["exact", "exact-by-merge", "refused"]
 USED = "used"
 #: Why shapes do not fit, and what to do.
 OTHER_BASE = "The adapter belongs to another base; use the one it was trained on"
+# Reasons that the adapter's own base would not give.
+_IS_OF_BASE = re.compile(r"another base|the base this adapter was trained on|the base it was trained on")
 
 
 class Ledger:
@@ -92,10 +95,17 @@ class Ledger:
         """Note a tensor that does not matter at inference."""
         self.tensor_uses[key] = f"irrelevant: {why}"
 
-    def reasons(self, adapter: str) -> tuple[str, ...]:
-        """Why the verdict is not `exact`: all refusals, or what asks for merging. Each names the adapter."""
+    def reasons(self, adapter: str, other_base: str = "") -> tuple[str, ...]:
+        """Why the verdict is not `exact`: all refusals, or what asks for merging. Each names the adapter.
+
+        `other_base`: a clause for the first reason that the adapter may be of another base; "" for none.
+        """
         groups = self._refusals or self._merges
-        return tuple(reason(adapter, _joined(messages)) for messages in groups.values())
+        found = [_joined(messages) for messages in groups.values()]
+        position = next((i for i, what in enumerate(found) if _IS_OF_BASE.search(what)), None)
+        if other_base and position is not None:
+            found[position] = f"{found[position]}; {other_base}"
+        return tuple(reason(adapter, what) for what in found)
 
 
 def reason(adapter: str, what: str) -> str:

@@ -6,6 +6,7 @@ Nothing of the folder is executed or unpickled, and neither an index file nor a 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -13,25 +14,43 @@ from typing import Any
 
 from ...system.untrusted import parse_object, read_regular, shown, shown_name
 from ..errors import AdapterRefusedError
+from .dialects import Dialect, read_gguf_header
 from .tensor_file import Header, TensorEntry, read_header
 
 CONFIG_NAME = "adapter_config.json"
 MAX_CONFIG_BYTES = 8 << 20
 WEIGHTS_NAME = "adapter_model.safetensors"
 INDEX_NAME = "adapter_model.safetensors.index.json"
-PICKLE_NAMES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
+#: Weights of mlx-lm, and names of its checkpoints of training beside them.
+MLX_NAME, _MLX_CHECKPOINT = "adapters.safetensors", "[0-9]*_adapters.safetensors"
+_MLX_OLD_NAME = "adapters.npz"
+#: Ending of an adapter in GGUF, which is one file with any name.
+GGUF_SUFFIX = ".gguf"
+#: Pickled weights, which are converted before the folder is read.
+PICKLE_NAMES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
+#: Why a file holds no values, and what to do.
+ZERO3 = (
+    "as DeepSpeed ZeRO-3 leaves a tensor whose values are on the ranks, saved without gathering them. Gather when "
+    "saving (stage3_gather_16bit_weights_on_model_save: true), or take the values from the checkpoint beside it: "
+    "zero_to_fp32.py"
+)
+_OTHER_PICKLES = ("pytorch_model.bin",)
 # Endings of the files that are read.
-_READ_SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".txt")
+_READ_SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".txt", ".bin", ".pt", ".pth", GGUF_SUFFIX)
 # Safetensors files that trainers leave beside an adapter and that do not take part in generation.
 BYSTANDERS: Mapping[str, str] = {"value_head.safetensors": "a value head for reinforcement learning"}
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
-    """The weights as listed by the files' headers; `notes` name files that take no part."""
+    """The weights as listed by the files' headers."""
 
+    #: Headers of the files that are read.
     headers: tuple[Header, ...]
+    #: Remarks on files that take no part.
     notes: tuple[str, ...]
+    #: Program whose form the files have.
+    dialect: Dialect = "peft"
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]:
@@ -103,34 +122,71 @@ def parse_config(content: bytes) -> dict[str, Any]:
         ) from None
 
 
+def is_adapter(path: Path) -> bool:
+    """Whether a folder has the configuration or the weights of an adapter."""
+    if (path / CONFIG_NAME).exists() or any(path.glob("adapter_model*")) or (path / MLX_NAME).exists():
+        return True
+    with suppress(AdapterRefusedError):
+        return any(read_gguf_header(file).metadata.get("general.type") == "adapter" for file in _in_gguf(path))
+    return False
+
+
+def holds_weights(path: Path) -> bool:
+    """Whether a folder has weights in a form that is read."""
+    return any((path / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME, MLX_NAME)) or bool(_in_gguf(path))
+
+
+def is_in_gguf(path: Path) -> bool:
+    """Whether a folder's weights are in GGUF, which needs no configuration beside it."""
+    return bool(_in_gguf(path)) and not any((path / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME, MLX_NAME))
+
+
+def _in_gguf(path: Path) -> list[Path]:
+    return sorted(file for file in path.glob(f"*{GGUF_SUFFIX}") if file.is_file())
+
+
 def open_folder(path: Path) -> AdapterFolder:
     """List the adapter's tensors from the headers of its weight files.
 
     Raises `AdapterRefusedError` for missing, pickled, damaged, ambiguous or escaping files.
     """
     check_links(path)
-    single, index = path / WEIGHTS_NAME, path / INDEX_NAME
-    if single.is_file() and index.is_file():
-        raise AdapterRefusedError(
-            f"{WEIGHTS_NAME} and {INDEX_NAME}: two sets of weights, unclear which one is meant. Remove one."
-        )
-    if index.is_file():
-        headers = _sharded(path, index)
-    elif single.is_file():
-        headers = {single.name: read_header(single)}
-    else:
-        raise AdapterRefusedError(_why_no_weights(path))
+    sets = [name for name in (WEIGHTS_NAME, INDEX_NAME, MLX_NAME) if (path / name).is_file()]
+    if len(sets) > 1:
+        raise AdapterRefusedError(f"{' and '.join(sets)}: two sets of weights, unclear which one is meant. Remove one.")
+    if not sets:
+        return _open_gguf(path)
+    name = sets[0]
+    headers = _sharded(path, path / name) if name == INDEX_NAME else {name: read_header(path / name)}
     if not any(header.tensors for header in headers.values()):
-        raise AdapterRefusedError(f"{WEIGHTS_NAME}: holds no tensors. Save the adapter again.")
-    return AdapterFolder(tuple(headers.values()), _bystanders(path, headers.keys()))
+        raise AdapterRefusedError(f"{name}: holds no tensors, {ZERO3}.")
+    dialect: Dialect = "mlx" if name == MLX_NAME else "peft"
+    return AdapterFolder(tuple(headers.values()), _bystanders(path, headers.keys()), dialect)
+
+
+def _open_gguf(path: Path) -> AdapterFolder:
+    files = _in_gguf(path)
+    if not files:
+        raise AdapterRefusedError(_why_no_weights(path))
+    if len(files) > 1:
+        raise AdapterRefusedError(
+            f"{files[0].name}, {files[1].name}: several adapters in GGUF, unclear which one is meant. Name the file: "
+            f"NAME={path.name}/{files[0].name}."
+        )
+    return AdapterFolder((read_gguf_header(files[0]),), _bystanders(path, [files[0].name]), "gguf")
 
 
 def _why_no_weights(path: Path) -> str:
-    pickles = [name for name in PICKLE_NAMES if (path / name).is_file()]
+    pickles = [name for name in (*PICKLE_NAMES, *_OTHER_PICKLES) if (path / name).is_file()]
     if pickles:
         return (
-            f"{pickles[0]}: pickled weights can run code when opened, so they are never read. Convert them to "
+            f"{pickles[0]}: pickled weights can run code when opened, so they are not read. Convert them to "
             f"{WEIGHTS_NAME}: load with PEFT where you trust the file, then save_pretrained."
+        )
+    if (path / _MLX_OLD_NAME).is_file():
+        return (
+            f"{_MLX_OLD_NAME}: weights of an early mlx-lm in NumPy's format, which is not read. Convert them where mlx "
+            f"is installed: mx.save_safetensors({MLX_NAME!r}, mx.load({_MLX_OLD_NAME!r}))."
         )
     shards = sorted(file.name for file in path.glob("adapter_model-*.safetensors"))
     if shards:
@@ -184,14 +240,19 @@ def _weight_map(index: Path) -> dict[str, str]:
 def _bystanders(path: Path, read: Collection[str]) -> tuple[str, ...]:
     """Notes on files left aside. Raises `AdapterRefusedError` for tensors that nothing accounts for."""
     notes = []
+    checkpoints = sorted(file.name for file in path.glob(_MLX_CHECKPOINT)) if MLX_NAME in read else []
+    if checkpoints:
+        notes.append(f"{checkpoints[0]} to {checkpoints[-1]}: not read, checkpoints of training")
     for file in sorted(path.glob("*.safetensors")):
-        if file.name in read:
+        if file.name in read or file.name in checkpoints:
             continue
         if file.name not in BYSTANDERS:
             raise AdapterRefusedError(
-                f"{file.name}: tensors that are not part of {WEIGHTS_NAME}; it is unknown what they are for. "
+                f"{file.name}: tensors that are not part of {min(read)}; it is unknown what they are for. "
                 "Move the file out of the adapter's folder if it does not belong to the adapter."
             )
         notes.append(f"{file.name}: not read, {BYSTANDERS[file.name]}")
-    notes.extend(f"{name}: not read, {WEIGHTS_NAME} is used" for name in PICKLE_NAMES if (path / name).is_file())
+    pickles = (*PICKLE_NAMES, *_OTHER_PICKLES)
+    notes.extend(f"{name}: not read, {min(read)} is used" for name in pickles if (path / name).is_file())
+    notes.extend(f"{file.name}: not read, {min(read)} is used" for file in _in_gguf(path) if file.name not in read)
     return tuple(notes)

@@ -140,6 +140,14 @@ class BaseLayout:
     parameters: Mapping[str, tuple[int, ...]]
     #: Whether `config.json` ties a head that the checkpoint stores apart, see `ModelConfig`.
     says_tied: bool = False
+    #: Name of the decoder layers, which are numbered below it.
+    layers: str = "model.layers"
+    #: Number of decoder layers.
+    num_layers: int = 0
+    #: Query heads.
+    num_heads: int = 0
+    #: Key heads.
+    num_kv_heads: int = 0
 
     @property
     def vocab_size(self) -> int:
@@ -168,4 +176,8 @@ def base_layout(model: ModelConfig) -> BaseLayout:
         batched=frozenset(model.batched_modules()),
         parameters=model.parameter_shapes(),
         says_tied=model.says_tied,
+        layers=model.names.layers,
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
     )

@@ -12,7 +12,7 @@ import math
 import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from io import FileIO
 from pathlib import Path
@@ -46,8 +46,20 @@ FLOAT_TYPES = ("F16", "BF16", "F32")
 
 
 @dataclass(frozen=True, slots=True)
+class Arrangement:
+    """How a tensor lies in its file, where that is not as PEFT stores it."""
+
+    #: Whether rows and columns are exchanged.
+    is_transposed: bool = False
+    #: Heads whose rows are in llama.cpp's order, which alternates between a head's halves; 0: in PEFT's order.
+    num_heads: int = 0
+    #: Bytes of its blocks of kind Q8_0 (32 numbers: a factor in fp16, then 8 bits each); 0: plain numbers.
+    q8_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Place of one tensor in a safetensors file."""
+    """One tensor, and its place in a file."""
 
     #: Name of the tensor.
     key: str
@@ -59,18 +71,48 @@ class TensorEntry:
     file_name: str
     #: Position of the first byte in the file.
     start: int
-    #: Bytes of the tensor.
+    #: Bytes of the tensor, as it is read.
     num_bytes: int
+    #: How it lies in the file; None: as it is read.
+    arrangement: Arrangement | None = None
+
+    @property
+    def end(self) -> int:
+        """Position in the file behind the last byte."""
+        packed = self.arrangement.q8_bytes if self.arrangement else 0
+        return self.start + (packed or self.num_bytes)
+
+    def arranged(self, stored: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        """The tensor's bytes, uint8 [num_bytes], from those in the file: a copy where it is arranged otherwise."""
+        how = self.arrangement
+        if how is None:
+            return stored
+        numbers = _unpacked(stored) if how.q8_bytes else stored.view(f"<u{ELEMENT_BYTES[self.dtype]}")
+        if how.is_transposed:
+            numbers = numbers.reshape(self.shape[::-1]).T
+        if how.num_heads:
+            rows, width = self.shape
+            numbers = numbers.reshape(how.num_heads, rows // how.num_heads // 2, 2, width).swapaxes(1, 2)
+        return np.ascontiguousarray(numbers).reshape(-1).view(np.uint8)
+
+
+def _unpacked(blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """Numbers of blocks of kind Q8_0, float32 [num_blocks, 32]."""
+    by_block = blocks.reshape(-1, 34)
+    factors = np.ascontiguousarray(by_block[:, :2]).view("<f2").astype(np.float32)  # [num_blocks, 1]
+    return factors * by_block[:, 2:].view(np.int8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Header:
     """The tensors of one file, by key. `is_shared`: files of that name, size and header have this very object, so that
-    what is found for one adapter of a job holds for the others that were trained alike.
+    what is found for one adapter of a job holds for the others that were trained alike. `metadata`: keys of a file in
+    GGUF.
     """
 
     tensors: Mapping[str, TensorEntry]
     is_shared: bool
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_header(path: Path) -> Header:
@@ -166,9 +208,9 @@ class TensorReader:
         """The bytes of one tensor, uint8 [num_bytes], in memory of their own. Raises `AdapterRefusedError` when the
         file has become shorter.
         """
-        data = np.empty(entry.num_bytes, np.uint8)
+        data = np.empty(entry.end - entry.start, np.uint8)
         self._fill(data, entry.file_name, entry.start, [entry])
-        return data
+        return entry.arranged(data)
 
     def read_all(self, entries: Iterable[TensorEntry]) -> dict[str, npt.NDArray[np.uint8]]:
         """The bytes of tensors by key. Tensors side by side in a file are read at once and share their memory, where
@@ -177,11 +219,10 @@ class TensorReader:
         found: dict[str, npt.NDArray[np.uint8]] = {}
         for run in _runs(entries):
             first, last = run[0], run[-1]
-            data = np.empty(last.start + last.num_bytes - first.start, np.uint8)
+            data = np.empty(last.end - first.start, np.uint8)
             self._fill(data, first.file_name, first.start, run)
             for entry in run:
-                begin = entry.start - first.start
-                found[entry.key] = data[begin : begin + entry.num_bytes]
+                found[entry.key] = entry.arranged(data[entry.start - first.start : entry.end - first.start])
         return found
 
     def _fill(self, data: npt.NDArray[np.uint8], file_name: str, start: int, entries: Sequence[TensorEntry]) -> None:
@@ -193,9 +234,9 @@ class TensorReader:
         while found_bytes < len(data):
             found = os.preadv(file.fileno(), [data.data[found_bytes:]], start + found_bytes)
             if not found:
-                cut = next(e for e in entries if e.start + e.num_bytes > start + found_bytes)
+                cut = next(e for e in entries if e.end > start + found_bytes)
                 read_bytes = start + found_bytes - cut.start
-                raise _damaged(file_name, f"{shown(cut.key)} has {read_bytes} of its {cut.num_bytes} bytes")
+                raise _damaged(file_name, f"{shown(cut.key)} has {read_bytes} of its {cut.end - cut.start} bytes")
             found_bytes += found
 
     def __enter__(self) -> TensorReader:
@@ -220,5 +261,5 @@ def _runs(entries: Iterable[TensorEntry]) -> list[list[TensorEntry]]:
 
 def _goes_on(run: Sequence[TensorEntry], entry: TensorEntry) -> bool:
     first, last = run[0], run[-1]
-    is_next = (last.file_name, last.start + last.num_bytes) == (entry.file_name, entry.start)
+    is_next = (last.file_name, last.end) == (entry.file_name, entry.start)
     return is_next and (entry.start - first.start) % ELEMENT_BYTES[entry.dtype] == 0

@@ -171,7 +171,7 @@ def read_adapter(
     expected = identity_sha256 or audit.identity_sha256
     if expected is None:
         raise AdapterRefusedError(f"adapter {audit.name!r}: its values were not audited. Use check_values=True.")
-    entries = open_folder(audit.folder).entries
+    entries = audit.sources or open_folder(audit.folder).entries
     used = dict.fromkeys(key for change in audit.changes for key in change.keys)
     missing = sorted(used.keys() - entries.keys())
     if missing:

@@ -32,9 +32,9 @@ from ..input.columns import (
 from ..input.completions import OF_ROWS, completions, listed
 from ..record import JobRecord
 from ..status.job_status import read_status
-from ..storage.location import absolute
 from ..storage.redaction import redacted_url, storage_reason
 from ..storage.single_file import replaced_file
+from ..storage.urls import absolute
 from ..store import JobStore, part_name
 from .importing import ERROR_COLUMN, MODEL_COLUMN, counted
 

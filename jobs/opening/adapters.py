@@ -11,30 +11,41 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.config import read_model_config
+from ...engine.errors import AdapterRefusedError
 from ...engine.model_config.model import ModelConfig
 from ...engine.peft import find_adapter_folders
 from ...engine.peft.audit import AdapterAudit
+from ...engine.peft.findings import reason
+from ...engine.peft.folder import GGUF_SUFFIX, PICKLE_NAMES, is_adapter
 from ..errors import JobRequestError, StorageError
 from ..record import AdapterRecord
-from ..storage.local_copy import local_folder
-from ..storage.location import Location
+from ..storage.adapter_copy import adapter_folder
+from ..storage.local_copy import local_folder, local_path
 from ..storage.redaction import redacted_url
+from .adapter_urls import adapters_at, latest_checkpoint, stands_for_adapters
 from .confined_audit import MAX_PROCESSES, Auditors
 
-_CONFIG = "adapter_config.json"
 _MAX_NAME_CHARS = 256
 
 
 def find_adapters(adapters: str | Mapping[str, str] | None, storage_options: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> folder or URL, sorted by name.
+    """Name -> folder or URL, sorted by name. `adapters`: what `adapters_at` describes, or URLs by name.
 
-    A folder holds one PEFT folder per adapter, named as rows ask for it; names that start with `_` or `.` are
-    passed over. Raises `JobRequestError` with every problem.
+    Raises `JobRequestError` with every problem.
     """
     if adapters is None:
         return {}
-    found = _in_folder(adapters, storage_options) if isinstance(adapters, str) else dict(adapters)
-    problems = [problem for name in found if (problem := _name_problem(name)) is not None]
+    problems: list[str] = []
+    if isinstance(adapters, str):
+        found = adapters_at(adapters, storage_options)
+    else:
+        found = {}
+        for name, url in adapters.items():
+            try:
+                found[name] = latest_checkpoint(url, storage_options)
+            except JobRequestError as error:
+                problems += error.problems
+    problems += [problem for name in found if (problem := _name_problem(name)) is not None]
     problems += [
         f"adapters: {name}={redacted_url(url)}: carries a password or a signature, which is never recorded, and "
         "workers fetch adapters as recorded. Put what opens it into --storage-options."
@@ -47,13 +58,18 @@ def find_adapters(adapters: str | Mapping[str, str] | None, storage_options: Map
 
 
 def audit_all(
-    adapters: Mapping[str, str], model_folder: Path, model: ModelConfig, storage_options: Mapping[str, Any]
+    adapters: Mapping[str, str],
+    model_folder: Path,
+    model: ModelConfig,
+    storage_options: Mapping[str, Any],
+    base_name: str = "",
 ) -> tuple[AdapterRecord, ...]:
     """Audit every adapter, several at a time. One that cannot be fetched is refused, like one that is damaged.
+    `base_name`: see `Auditors`.
 
     Raises `NoProcessError` when the machine cannot start the processes in which adapters are read.
     """
-    with ThreadPoolExecutor(MAX_PROCESSES) as threads, Auditors(model_folder, model) as auditors:
+    with ThreadPoolExecutor(MAX_PROCESSES) as threads, Auditors(model_folder, model, base_name) as auditors:
 
         def audit(item: tuple[str, str]) -> AdapterRecord:
             return _audit(*item, auditors, model, storage_options)
@@ -74,13 +90,20 @@ def audit_folders(
     found: dict[str, Path] = {}
     empty = []
     for url in urls:
-        folder = local_folder(url, storage_options) if "://" in url else Path(url)
+        if stands_for_adapters(url, storage_options):
+            for name, at in adapters_at(url, storage_options).items():
+                found[name] = local_path(at, storage_options, pickles=PICKLE_NAMES)
+            continue
+        folder = local_path(url, storage_options, pickles=PICKLE_NAMES) if "://" in url else Path(url)
+        if folder.is_file() and folder.suffix == GGUF_SUFFIX:
+            found[folder.stem if folder.stem not in found else str(folder)] = folder
+            continue
         if not folder.is_dir():
             empty.append(f"{folder}: not a folder. Check the path.")
             continue
         # a fetched folder has another name in the cache
         name = url.rstrip("/").rsplit("/", 1)[-1] if "://" in url else folder.name
-        adapters = {name: folder} if (folder / "adapter_config.json").exists() else find_adapter_folders(folder)
+        adapters = {name: folder} if is_adapter(folder) else find_adapter_folders(folder)
         if not adapters:
             empty.append(
                 f"{folder}: neither an adapter (adapter_config.json) nor a folder of adapters. Check the path."
@@ -89,29 +112,16 @@ def audit_folders(
             found[name if name not in found else str(path)] = path
     if empty:
         raise JobRequestError(*empty)
-    with ThreadPoolExecutor(MAX_PROCESSES) as threads, Auditors(model_folder, config) as auditors:
-        return list(threads.map(lambda name: auditors.audit(name, found[name], check_values=check_values), found))
+    with ThreadPoolExecutor(MAX_PROCESSES) as threads, Auditors(model_folder, config, model) as auditors:
 
+        def audit(item: tuple[str, Path]) -> AdapterAudit:
+            name, path = item
+            try:
+                return auditors.audit(name, adapter_folder(str(path), {}), check_values=check_values)
+            except (StorageError, AdapterRefusedError) as error:
+                return AdapterAudit(name, path, "refused", (reason(name, str(error)),), (), None)
 
-def _in_folder(url: str, storage_options: Mapping[str, Any]) -> dict[str, str]:
-    shown = redacted_url(url)
-    folder = Location(url, storage_options)
-    try:
-        entries = folder.list()
-    except StorageError as error:
-        raise JobRequestError(f"adapters={shown!r}: {error}") from None
-    if _CONFIG in entries:
-        raise JobRequestError(
-            f"adapters={shown!r}: is one adapter, not a folder of adapters. Give the folder above it, or a name "
-            f"for it: --adapters NAME={shown}."
-        )
-    names = [name for name, size in entries.items() if size is None and not name.startswith(("_", "."))]
-    if not names:
-        raise JobRequestError(
-            f"adapters={shown!r}: no adapter folders there. Expected one folder per adapter, each with "
-            f"{_CONFIG} and adapter_model.safetensors."
-        )
-    return {name: f"{folder.url}/{name}" for name in names}
+        return list(threads.map(audit, found.items()))
 
 
 def _name_problem(name: str) -> str | None:
@@ -131,9 +141,11 @@ def _audit(
     name: str, url: str, auditors: Auditors, model: ModelConfig, storage_options: Mapping[str, Any]
 ) -> AdapterRecord:
     try:
-        found = auditors.audit(name, local_folder(url, storage_options))
+        found = auditors.audit(name, adapter_folder(url, storage_options))
     except StorageError as error:
         return AdapterRecord(name=name, url=redacted_url(url), verdict="refused", reasons=(str(error),))
+    except AdapterRefusedError as error:
+        return AdapterRecord(name=name, url=redacted_url(url), verdict="refused", reasons=(reason(name, str(error)),))
     return AdapterRecord(
         name=name,
         url=redacted_url(url),

@@ -26,6 +26,7 @@ from ...engine.text.tokenizers.template_probe import missing_header_of
 from ...engine.text.tokenizers.tokenizer import Tokenizer
 from ...system.codec import MessageError, from_plain, to_plain
 from ...system.confinement import MEMORY_BYTES, ConfinedError, ConfinedProcess
+from ..storage.redaction import redacted_url
 
 MAX_PROCESSES = 4
 _TASK = "jobs.opening.confined_audit"
@@ -38,17 +39,27 @@ _MAX_CONFLICTS_SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class _Question:
+    #: Name of the adapter.
     name: str
+    #: Its folder.
     folder: str
+    #: Folder of the base.
     model_folder: str
+    #: Whether every weight is read.
     check_values: bool
+    #: Name of the base, for messages.
+    base_name: str
 
 
 class Auditors:
-    """Child processes that audit adapters against one base. Safe to share between threads; a context manager."""
+    """Child processes that audit adapters against one base. Safe to share between threads; a context manager.
 
-    def __init__(self, model_folder: Path, model: ModelConfig) -> None:
+    `base_name`: path, URL or hub id that the base was given by, for messages; "": the folder's.
+    """
+
+    def __init__(self, model_folder: Path, model: ModelConfig, base_name: str = "") -> None:
         self._model_folder = model_folder
+        self._base_name = _name_of_base(base_name or str(model_folder))
         # Folder of a chat template -> header that its prompts lack; most adapters use the base's template.
         self._missing_headers: dict[Path, str] = {}
         # Bytes of the base's tensors, all and the largest: an adapter replaces only these, so the time and memory of
@@ -73,7 +84,9 @@ class Auditors:
 
         A bad adapter is refused and raises nothing. Raises `NoProcessError` when the machine cannot start a child.
         """
-        question = _Question(name, str(folder.absolute()), str(self._model_folder.absolute()), check_values)
+        question = _Question(
+            name, str(folder.absolute()), str(self._model_folder.absolute()), check_values, self._base_name
+        )
         num_bytes = _bytes_of(folder)
         cpu_s = _CPU_S + min(num_bytes, self._model_bytes) // _CHECKED_BYTES_PER_CPU_S
         # Tensors are read one by one, tensors of tied layers two by two.
@@ -104,12 +117,25 @@ def run(payload: Mapping[str, Any]) -> dict[str, Any]:
     """Audits one adapter and its tokenizer; the task of a child process."""
     question: _Question = from_plain(_Question, payload)
     folder, model_folder = Path(question.folder), Path(question.model_folder)
-    audit = audit_adapter(folder, _model_config(model_folder), question.name, check_values=question.check_values)
+    audit = audit_adapter(
+        folder,
+        _model_config(model_folder),
+        question.name,
+        check_values=question.check_values,
+        base_name=question.base_name,
+    )
     problem = _tokenizer_problem(folder, model_folder, audit)
     if problem is not None:
         reasons = (reason(question.name, problem),)
         audit = replace(audit, verdict="refused", reasons=reasons, content_sha256=None)
     return to_plain(audit)
+
+
+def _name_of_base(given: str) -> str:
+    """Name of a base for messages: the last part of where it was found, in a hub's cache that of its repository."""
+    parts = redacted_url(given).rstrip("/").split("/")
+    repository = next((part for part in parts if part.startswith("models--")), "")
+    return repository.rpartition("--")[2] if repository else parts[-1].removesuffix(".gguf")
 
 
 def _tokenizer_problem(folder: Path, model_folder: Path, audit: AdapterAudit) -> str | None:

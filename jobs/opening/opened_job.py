@@ -203,7 +203,7 @@ def make_record(checked: CheckedJob) -> JobRecord:
     config = checked.model.config
     try:
         missing_header, template_drops = _template_traits(checked)
-        adapters = audit_all(checked.adapters, checked.model.folder, config, spec.storage_options)
+        adapters = audit_all(checked.adapters, checked.model.folder, config, spec.storage_options, spec.model)
     except NoProcessError as error:
         raise JobFailedError(str(error)) from None
     largest = max([config.vocab_size, *(adapter.vocab_size for adapter in adapters)])

@@ -13,9 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,10 @@ from .limits import note_moved
 from .location import options_for
 from .redaction import redacted_url, storage_reason
 from .stores import open_store
+from .urls import is_hub_id
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# Never fetched: pickles can run code when read, and nothing here reads them. Their names are kept as empty files,
-# so that messages can say what the folder holds.
+# Not fetched: pickles can run code when read, and nothing here reads those of models. Their names are kept as empty
+# files, so that messages can say what the folder holds.
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack")
 _VERSION_KEYS = ("ETag", "etag", "LastModified", "mtime", "created", "md5Hash", "content_md5")
 # Seconds before a copy reports its progress; most adapters take less and report nothing.
@@ -45,7 +44,7 @@ _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 
 def is_on_this_machine(url: str) -> bool:
     """Whether the URL is a path that needs no fetching: an existing one, or one that cannot be a hub id."""
-    return "://" not in url and (Path(url).exists() or not _HUB_ID.fullmatch(url))
+    return "://" not in url and not is_hub_id(url)
 
 
 def is_remote(url: str) -> bool:
@@ -53,27 +52,35 @@ def is_remote(url: str) -> bool:
     return "://" in url and not url.startswith("file://")
 
 
-def local_folder(url: str, storage_options: Mapping[str, Any], cache_root: Path | None = None) -> Path:
-    """A local folder with the content behind `url`.
+def local_folder(
+    url: str, storage_options: Mapping[str, Any], cache_root: Path | None = None, *, pickles: Collection[str] = ()
+) -> Path:
+    """A local folder with the content behind `url`. `pickles`: names of pickled files that are fetched from folders
+    without safetensors.
 
     Raises `StorageError` when there is no such folder or it cannot be fetched, and `EngineError` for a GGUF file that
     cannot be converted.
     """
-    root = cache_root or default_cache_root()
+    path = local_path(url, storage_options, cache_root, pickles=pickles)
+    return path if path.is_dir() else resolve_gguf(path, cache_root or default_cache_root())
+
+
+def local_path(
+    url: str, storage_options: Mapping[str, Any], cache_root: Path | None = None, *, pickles: Collection[str] = ()
+) -> Path:
+    """`local_folder` that leaves a GGUF file as it is: its path. Raises `StorageError` alone."""
     path = Path(url.removeprefix("file://"))
     if is_remote(url):
-        path = _fetched(url, storage_options, root)
-    elif not path.exists() and _HUB_ID.fullmatch(url):
-        path = _hub_snapshot(url)
-    if path.is_file() and path.suffix == ".gguf":
-        return resolve_gguf(path, root)
-    if not path.is_dir():
+        path = _fetched(url, storage_options, cache_root or default_cache_root(), pickles)
+    elif is_hub_id(url):
+        path = _hub_snapshot(url, pickles)
+    if not path.is_dir() and not (path.is_file() and path.suffix == ".gguf"):
         found = "a file" if path.exists() else "nothing"
         raise StorageError(f"{redacted_url(url)!r}: expected a folder, found {found} there. Check the path.")
     return path
 
 
-def _fetched(url: str, storage_options: Mapping[str, Any], root: Path) -> Path:
+def _fetched(url: str, storage_options: Mapping[str, Any], root: Path, pickles: Collection[str]) -> Path:
     options = options_for(url, storage_options)
     try:
         fs, remote = open_store(url, options)
@@ -83,24 +90,34 @@ def _fetched(url: str, storage_options: Mapping[str, Any], root: Path) -> Path:
         if not listing:
             raise FileNotFoundError(remote)
         name = remote.rstrip("/").rsplit("/", 1)[-1]
-        folder = root / "fetched" / f"{name}-{_listing_key(fs.unstrip_protocol(remote), listing)}"
+        wanted = _wanted_pickles(listing, pickles)
+        folder = root / "fetched" / f"{name}-{_listing_key(fs.unstrip_protocol(remote), listing, wanted)}"
         if not folder.exists():
             # Workers of this host that start together need one copy.
             with file_lock(folder.with_name(f".{folder.name}.lock")):
                 if not folder.exists():
                     sizes = {path: int(info.get("size") or 0) for path, info in listing.items()}
-                    _fetch(fs, remote.rsplit("/", 1)[0] if is_file else remote, sizes, folder, redacted_url(url))
+                    left = {path for path in sizes if path.endswith(_PICKLES)} - set(wanted)
+                    _fetch(fs, remote.rsplit("/", 1)[0] if is_file else remote, sizes, left, folder, redacted_url(url))
     except Exception as error:
         raise StorageError(f"{redacted_url(url)!r}: {storage_reason(error, options, url)}") from None
     return folder / name if is_file else folder
 
 
-def _listing_key(url: str, listing: Mapping[str, Mapping[str, Any]]) -> str:
+def _wanted_pickles(paths: Collection[str], names: Collection[str]) -> list[str]:
+    """Paths of pickles of these names in folders that have no safetensors file."""
+    safe = {path.rpartition("/")[0] for path in paths if path.endswith(".safetensors")}
+    places = {path: path.rpartition("/") for path in paths}
+    return sorted(path for path, (folder, _, name) in places.items() if name in names and folder not in safe)
+
+
+def _listing_key(url: str, listing: Mapping[str, Mapping[str, Any]], pickles: list[str]) -> str:
     versions = [
         [path, info.get("size"), *(str(info[key]) for key in _VERSION_KEYS if key in info)]
         for path, info in sorted(listing.items())
     ]
-    return hashlib.sha256(json.dumps([redacted_url(url), versions]).encode()).hexdigest()[:16]
+    facts: list[Any] = [redacted_url(url), versions]
+    return hashlib.sha256(json.dumps([*facts, pickles] if pickles else facts).encode()).hexdigest()[:16]
 
 
 class _Copied(Callback):  # type: ignore[misc]
@@ -122,12 +139,12 @@ class _Copied(Callback):  # type: ignore[misc]
         self.absolute_update(max(num_bytes, self.value))
 
 
-def _fetch(fs: Any, remote: str, files: Mapping[str, int], folder: Path, shown: str) -> None:
+def _fetch(fs: Any, remote: str, files: Mapping[str, int], left: Collection[str], folder: Path, shown: str) -> None:
     """Copy into a temporary folder, then rename: the folder is whole or absent. `files`: path -> size in bytes.
-    `shown`: the URL for messages.
+    `left`: paths that are made empty files. `shown`: the URL for messages.
     """
     make_private(folder.parent)
-    wanted = {file: size for file, size in files.items() if not file.endswith(_PICKLES)}
+    wanted = {file: size for file, size in files.items() if file not in left}
     work = LongWork(f"copying {shown}", sum(wanted.values()), quiet_s=_QUIET_S)
     with temporary_folder(folder.parent, ".fetch-") as scratch:
         for file in files:
@@ -149,7 +166,7 @@ def _fetch(fs: Any, remote: str, files: Mapping[str, int], folder: Path, shown: 
                 raise
 
 
-def _hub_snapshot(hub_id: str) -> Path:
+def _hub_snapshot(hub_id: str, pickles: Collection[str]) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
@@ -158,7 +175,10 @@ def _hub_snapshot(hub_id: str) -> Path:
             "path of a folder."
         ) from None
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(_HUB_FILES)))
+        folder = Path(snapshot_download(hub_id, allow_patterns=list(_HUB_FILES)))
+        if pickles and not any(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(hub_id, allow_patterns=[*_HUB_FILES, *pickles, "*.gguf"]))
+        return folder
     except Exception as error:
         raise StorageError(
             f"{hub_id!r}: no such local folder, and the hub did not give it ({error}). Check the name, the "

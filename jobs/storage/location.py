@@ -30,6 +30,7 @@ from typing import Any, BinaryIO, cast
 from ..errors import MissingFileError, StorageError, UnansweredError
 from .limits import http_status, noted
 from .redaction import redacted_url, storage_reason
+from .urls import absolute
 
 logger = logging.getLogger(__name__)
 #: Protocols of servers where readers see a file that is being written, and a rename replaces another file at once.
@@ -381,20 +382,6 @@ def local_folder(url: str) -> str | None:
     if "::" in url or (separator and protocol not in ("file", "local")):
         return None
     return path if path.startswith("/") else absolute(path)
-
-
-def absolute(url: str) -> str:
-    """A local path made independent of the working directory; URLs come back as they are."""
-    return url if "://" in url else os.path.abspath(os.path.expanduser(url))
-
-
-def paths_as_text(value: Any) -> Any:
-    """A value of an option with text in place of `os.PathLike` objects, also inside lists and mappings."""
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, list | tuple):
-        return [paths_as_text(item) for item in value]
-    return {key: paths_as_text(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def options_for(url: str, storage_options: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,13 +18,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from ...engine.errors import ModelFilesError, TokenizerError, curable
+from ...engine.errors import AdapterRefusedError, ModelFilesError, TokenizerError, curable
 from ...engine.text.tokenizers.confined_tokenizer import MissingTokenizer, adapter_tokenizer
 from ...engine.text.tokenizers.tokenizer import Tokenizer
 from ...jobs.errors import DamagedRecordError, StorageError
 from ...jobs.input.files import pack_schema, unpack_schema
 from ...jobs.record import JobRecord
 from ...jobs.spec import JobSpec
+from ...jobs.storage.adapter_copy import adapter_folder
 from ...jobs.storage.local_copy import local_folder
 from ...jobs.storage.model_proof import ModelProof
 from ...jobs.storage.redaction import is_redacted, redacted_url
@@ -214,9 +215,9 @@ def _tokenizer_of(job: IndexJob, adapter: str | None) -> Tokenizer:
     if apart is None or not apart.tokenizer_sha256:
         return _tokenizer(base, job.tokenizer_sha256, job.now, job.chat_template)
     try:
-        folder = local_folder(apart.url, job.storage_options)
+        folder = adapter_folder(apart.url, job.storage_options)
         return _own_tokenizer(folder, apart.tokenizer_sha256, base, job.tokenizer_sha256, job.now, job.chat_template)
-    except ModelFilesError as error:
+    except (ModelFilesError, AdapterRefusedError) as error:
         return MissingTokenizer(curable(error).rstrip("."))
 
 

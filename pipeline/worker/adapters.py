@@ -15,10 +15,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ...engine.errors import AdapterRefusedError
 from ...engine.server.frames import RegisterAdapter
 from ...jobs.errors import StorageError
 from ...jobs.record import AdapterRecord
-from ...jobs.storage.local_copy import is_remote, local_folder
+from ...jobs.storage.adapter_copy import adapter_folder
+from ...jobs.storage.local_copy import is_remote
 from ..migration.peers import FetchAdapter, PeerLostError, Peers
 
 logger = logging.getLogger(__name__)
@@ -85,8 +87,15 @@ class AdapterCache:
         name, url = served[adapter_id].name, served[adapter_id].url
         folder = await self._copy_from(peer, adapter_id) if peer and is_remote(url) else None
         if folder is None:
-            folder = await asyncio.to_thread(local_folder, url, self._storage_options)
+            folder = await asyncio.to_thread(self._from_storage, url)
         return RegisterAdapter(adapter_id, str(folder), name)
+
+    def _from_storage(self, url: str) -> Path:
+        try:
+            return adapter_folder(url, self._storage_options)
+        except AdapterRefusedError as error:
+            # It was read when the job began: its files have changed.
+            raise StorageError(str(error)) from None
 
     async def _copy_from(self, peer: str, adapter_id: str) -> Path | None:
         """Folder with a copy of the adapter from another worker; None when the worker does not give it."""

@@ -18,6 +18,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 import torch
+from other_forms import as_gguf_of, as_mlx, as_pickle, as_tinker
 from safetensors.numpy import load_file, save_file
 
 import lorabatch
@@ -41,6 +42,7 @@ EXACT: dict[str, dict[str, Any]] = {
         "rank_pattern": {"down_proj": 3},
         "alpha_pattern": {"layers.1.*q_proj": 5},
     },
+    "several ranks": {"target_modules": ["k_proj", "up_proj"], "rank_pattern": {"up_proj": 3}},
     "patterns with rsLoRA": {
         "target_modules": ["o_proj", "up_proj"],
         "use_rslora": True,
@@ -85,8 +87,29 @@ def configure(**keys: Any) -> Callable[[Path], None]:
     return damage
 
 
-def _pickled(folder: Path) -> None:
-    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+# Adapters of the above in the forms of other programs: name -> the one whose numbers it has, and what writes it, given
+# the base, that adapter's folder, and the one to write.
+OTHER_FORMS: dict[str, tuple[str, Callable[[Path, Path, Path], Any]]] = {
+    "weights pickled": ("patterns with rsLoRA", lambda _, *folders: as_pickle(*folders)),
+    "mlx-lm": ("all linear layers", lambda _, *folders: as_mlx(*folders)),
+    "mlx-lm, one layer": ("one layer", lambda _, *folders: as_mlx(*folders, num_layers=1)),
+    "mlx-lm, DoRA": ("DoRA", lambda _, *folders: as_mlx(*folders)),
+    "Tinker": ("all linear layers", lambda _, *folders: as_tinker(*folders)),
+    "GGUF": ("all linear layers", as_gguf_of),
+    "GGUF, several ranks": ("several ranks", as_gguf_of),
+}
+
+
+class Touching:
+    """Creates a file when unpickled."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("unpickled"),)
+
+
+def _code_in_a_pickle(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").unlink()
+    torch.save({"x": Touching()}, folder / "adapter_model.bin")
 
 
 # What is done to a good adapter, and a word that the refusal must hold.
@@ -101,7 +124,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
     "unconverted PiSSA": (configure(init_lora_weights="pissa"), "pissa"),
     "activated LoRA": (configure(alora_invocation_tokens=[1, 2]), "alora_invocation_tokens"),
     "another method": (configure(peft_type="IA3"), "IA3"),
-    "pickled weights": (_pickled, "adapter_model.bin"),
+    "code in a pickle": (_code_in_a_pickle, "adapter_model.bin"),
     "damaged file": (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"no tensors"), "safetensors"),
     "no configuration": (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json"),
 }
@@ -113,6 +136,9 @@ def build_zoo(root: Path, base: Path, make_adapter: Callable[..., Path]) -> dict
     for seed, (name, settings) in enumerate((EXACT | BY_MERGE).items()):
         make_adapter(root / name, base, seed=seed, **settings)
         verdicts[name] = "exact" if name in EXACT else "exact-by-merge"
+    for name, (source, write) in OTHER_FORMS.items():
+        write(base, root / source, root / name)
+        verdicts[name] = verdicts[source]
     for name, (damage, _) in DAMAGED.items():
         shutil.copytree(root / "rank 1", root / name)
         damage(root / name)
@@ -207,7 +233,7 @@ def test_every_adapter_is_applied_exactly_or_refused_by_name(
             continue
         assert {row["mode"] for row in own} == {"unmerged" if verdict == "exact" else "merged"}
         assert len({row["adapter_sha256"] for row in own}) == 1
-        oracle.check(zoo / kind, own)
+        oracle.check(zoo / (OTHER_FORMS[kind][0] if kind in OTHER_FORMS else kind), own)
 
 
 def check_refusal(kind: str, rows: list[dict[str, Any]]) -> None:
@@ -225,3 +251,6 @@ def test_the_verdicts_are_those_of_the_document() -> None:
     for kinds, verdict in ((EXACT, "exact"), (BY_MERGE, "exact-by-merge"), (DAMAGED, "refused")):
         for kind in kinds:
             assert f"| {kind} | {verdict} |" in text, f"docs/reference/adapters.md lacks the verdict of {kind!r}"
+    for kind, (source, _) in OTHER_FORMS.items():
+        verdict = "exact" if source in EXACT else "exact-by-merge"
+        assert f"| {kind} | {verdict} |" in text, f"docs/reference/adapters.md lacks the verdict of {kind!r}"

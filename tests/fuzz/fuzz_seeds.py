@@ -181,6 +181,76 @@ def adapter_files() -> dict[str, bytes]:
     }
 
 
+MLX_CONFIG: dict[str, Any] = {
+    "fine_tune_type": "lora",
+    "num_layers": 2,
+    "lora_parameters": {"rank": 2, "scale": 2.0, "dropout": 0.0, "keys": ["self_attn.q_proj", "model.embed_tokens"]},
+    "model": "mlx-community/x-4bit",
+    "use_dora": False,
+    "lora_layers": 2,
+}
+
+
+@cache
+def mlx_header() -> tuple[Any, bytes]:
+    """Header and data of the weights that fit `MLX_CONFIG`."""
+    model = model_config()
+    shapes: dict[str, list[int]] = {}
+    for module, (outputs, inputs) in model.linear_shapes().items():
+        if module.endswith("q_proj"):
+            shapes |= {f"{module}.lora_a": [inputs, 2], f"{module}.lora_b": [2, outputs]}
+    embedding = model.names.embedding
+    shapes |= {f"{embedding}.lora_a": [model.vocab_size, 2], f"{embedding}.lora_b": [2, model.hidden_size]}
+    header: dict[str, Any] = {}
+    data = b""
+    for name, shape in shapes.items():
+        size = int(np.prod(shape))
+        values = np.linspace(-1, 1, size, dtype=np.float32).tobytes()
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [len(data), len(data) + len(values)]}
+        data += values
+    return header, data
+
+
+@cache
+def mlx_files() -> dict[str, bytes]:
+    header, data = mlx_header()
+    weights = safetensors_file(json.dumps(header), data)
+    return {"adapter_config.json": as_json(MLX_CONFIG), "adapters.safetensors": weights}
+
+
+@cache
+def gguf_adapter() -> bytes:
+    """An adapter in GGUF on queries and values of the first layer."""
+    from gguf import GGUFWriter
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.gguf"
+        writer = GGUFWriter(path, "llama")
+        writer.add_string("general.type", "adapter")
+        writer.add_string("adapter.type", "lora")
+        writer.add_float32("adapter.lora.alpha", 4.0)
+        for name, outputs in {"attn_q": 16, "attn_v": 8}.items():
+            for half, shape in {"a": (2, 16), "b": (outputs, 2)}.items():
+                values = np.linspace(-1, 1, shape[0] * shape[1], dtype=np.float32).reshape(shape)
+                writer.add_tensor(f"blk.0.{name}.weight.lora_{half}", values)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path.read_bytes()
+
+
+@cache
+def pickled_weights() -> bytes:
+    """The weights that fit `ADAPTER_CONFIG` as torch pickles them."""
+    import torch
+    from safetensors.torch import load
+
+    sink = io.BytesIO()
+    torch.save(load(adapter_files()["adapter_model.safetensors"]), sink)
+    return sink.getvalue()
+
+
 @cache
 def gguf_file() -> bytes:
     """A one-layer Llama as llama.cpp writes it."""

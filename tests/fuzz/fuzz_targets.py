@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from lorabatch.engine.config import read_model_config
-from lorabatch.engine.errors import EngineError, ModelFilesError, TokenizerError
+from lorabatch.engine.errors import AdapterRefusedError, EngineError, ModelFilesError, TokenizerError
 from lorabatch.engine.models.gguf.convert import convert_gguf
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.peft.tensor_file import TensorReader, read_header
@@ -44,6 +44,7 @@ from lorabatch.jobs.report.page import write_report
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.status.job_status import read_status
 from lorabatch.jobs.status.logs import log_lines
+from lorabatch.jobs.storage.adapter_copy import adapter_folder
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.dataset.answers import BegunRow, RowAnswer, decode_journal, encode_answers, encode_begun
 from lorabatch.pipeline.dataset.chunk import ChunkRef, DamagedChunkError, IndexJob, RowGroupRef, read_chunk
@@ -101,6 +102,32 @@ def _read_adapter(folder: Path) -> Iterator[str]:
     whole = _auditors().audit("fuzzed", folder)
     yield from whole.reasons
     assert whole.verdict == "refused" or audit.verdict == whole.verdict
+
+
+def _mlx_cases() -> SearchStrategy[Case]:
+    header, data = seeds.mlx_header()
+    weights = json_files(header).map(lambda text: len(text).to_bytes(8, "little") + text + data)
+    strategies = {
+        "adapter_config.json": json_files(seeds.MLX_CONFIG),
+        "adapters.safetensors": weights | damaged(seeds.mlx_files()["adapters.safetensors"]),
+    }
+    return one_of_files(seeds.mlx_files(), strategies)
+
+
+def _gguf_adapter_cases() -> SearchStrategy[Case]:
+    return damaged(seeds.gguf_adapter(), head=600).map(lambda data: {"x.gguf": data})
+
+
+def _pickle_cases() -> SearchStrategy[Case]:
+    seed = seeds.pickled_weights()
+    config = seeds.adapter_files()["adapter_config.json"]
+    whole = damaged(seed) | damaged(seed, head=1200) | st.binary(max_size=300).map(lambda data: b"\x80\x02" + data)
+    return whole.map(lambda data: {"adapter_config.json": config, "adapter_model.bin": data})
+
+
+def _read_pickle(folder: Path) -> Iterator[str]:
+    converted = adapter_folder(str(folder), {}, folder.parent / "cache")
+    yield from audit_adapter(converted, seeds.model_config(), "fuzzed").reasons
 
 
 @cache
@@ -425,6 +452,9 @@ TARGETS: Mapping[str, Target] = {
     target.name: target
     for target in (
         Target("adapter folders", _adapter_cases, _read_adapter, ()),
+        Target("adapters of mlx-lm", _mlx_cases, _read_adapter, (), 300),
+        Target("adapters in gguf", _gguf_adapter_cases, _read_adapter, (), 300),
+        Target("pickled adapters", _pickle_cases, _read_pickle, (AdapterRefusedError,), 300),
         Target("model folders", _model_cases, _read_model, (ModelFilesError,)),
         Target("chat templates", lambda: _single("chat_template.jinja", templates), _read_template, (EngineError,)),
         Target(

@@ -320,6 +320,29 @@ def test_several_problems_are_joined(plain: Any) -> None:
         assert what in text
 
 
+@pytest.mark.parametrize("which", ["all", "the last"])
+def test_shells_of_zero_3_are_refused_by_that_name(plain: Any, which: str) -> None:
+    tensors = plain.tensors()
+    shells = list(tensors) if which == "all" else list(tensors)[-1:]
+    plain.write({key: np.zeros(0, np.float32) if key in shells else value for key, value in tensors.items()})
+    reason = only_reason(plain)
+    assert "has shape [0], as DeepSpeed ZeRO-3 leaves a tensor" in reason
+    assert "zero_to_fp32.py" in reason
+    assert (" more like it" in reason) == (which == "all")
+
+
+def test_a_file_without_tensors_is_refused_as_a_shell_of_zero_3(plain: Any) -> None:
+    plain.write({})
+    assert (plain.folder / "adapter_model.safetensors").stat().st_size < 40
+    assert "holds no tensors, as DeepSpeed ZeRO-3 leaves" in only_reason(plain)
+
+
+def test_a_decoder_s_adapter_that_calls_itself_seq_2_seq_is_served(plain: Any) -> None:
+    before = plain.audit().content_sha256
+    plain.configure(task_type="SEQ_2_SEQ_LM")
+    assert plain.audit().content_sha256 == before
+
+
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 def test_a_missing_file_is_refused(plain: Any, name: str) -> None:
     (plain.folder / name).unlink()

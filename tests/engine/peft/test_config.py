@@ -6,6 +6,7 @@ Keys outside the computation: each is irrelevant by name or refused by name.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from types import SimpleNamespace
@@ -14,9 +15,17 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from peft import LoraConfig, PeftType
+from peft import LoraConfig, PeftType, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
-from lorabatch.engine.peft.config import IRRELEVANT, REFUSED_WHEN_SET, AdapterConfig, judge_keys, read_adapter_config
+from lorabatch.engine.peft.config import (
+    CONVERTIBLE,
+    IRRELEVANT,
+    REFUSED_WHEN_SET,
+    AdapterConfig,
+    judge_keys,
+    read_adapter_config,
+)
 from lorabatch.engine.peft.findings import Ledger
 
 MODULES = [
@@ -198,19 +207,45 @@ def test_every_other_method_is_refused_by_name(peft_type: Any) -> None:
     assert reason.startswith(f"adapter 'zoo': peft_type={peft_type!r}: expected 'LORA'")
 
 
+METHOD_SETTINGS: dict[str, dict[str, Any]] = {
+    "C3A": {"block_size": 4},
+    "VBLORA": {"vector_length": 4, "num_vectors": 8},
+    "FOURIERFT": {"n_frequency": 4},
+    "WAVEFT": {"n_frequency": 4},
+    "GRALORA": {"r": 4},
+    "RANDLORA": {"r": 4},
+    "MISS": {"r": 4},
+    "ADALORA": {"total_step": 10},
+    "OFT": {"oft_block_size": 4},
+}
+
+
+@pytest.mark.parametrize("peft_type", [*CONVERTIBLE, "ADALORA", "HIRA", "IA3", "OFT", "BOFT", "HRA", "LN_TUNING"])
+def test_messages_name_peft_own_conversion_where_it_has_one(peft_type: str, llama: Any) -> None:
+    config = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(peft_type)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(
+            llama.fresh(),
+            config(target_modules=["q_proj"], task_type="CAUSAL_LM", **METHOD_SETTINGS.get(peft_type, {})),
+        )
+    (reason,) = judge(peft_type=peft_type).reasons("zoo")
+    assert ("save_as_lora" in reason) == model.supports_lora_conversion()
+
+
 def test_a_missing_method_is_refused() -> None:
     ledger = Ledger()
     judge_keys({}, ledger)
     assert ledger.is_refused
 
 
-@pytest.mark.parametrize("task", ["SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"])
+@pytest.mark.parametrize("task", ["SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"])
 def test_an_adapter_for_another_task_is_refused(task: str) -> None:
     (reason,) = judge(task_type=task).reasons("zoo")
     assert f"task_type={task!r}: expected 'CAUSAL_LM'" in reason
 
 
-@pytest.mark.parametrize("task", ["CAUSAL_LM", None])
+@pytest.mark.parametrize("task", ["CAUSAL_LM", "SEQ_2_SEQ_LM", None])
 def test_an_adapter_for_generation_is_accepted(task: Any) -> None:
     assert not judge(task_type=task).is_refused
 

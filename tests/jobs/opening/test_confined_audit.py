@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -222,3 +223,23 @@ def test_a_template_that_ends_prompts_without_the_header_of_answers_is_noted(
     assert {record.name: record.missing_header for record in records} == {
         n: missing for n, (_, missing) in expected.items()
     }
+
+
+def test_an_adapter_that_names_another_base_says_so_once(
+    make_model: Callable[..., Path], make_adapter: Callable[..., Path], tmp_path: Path
+) -> None:
+    small, large = make_model(tmp_path / "Small-1B"), make_model(tmp_path / "Large-8B", hidden_size=32)
+    folder = make_adapter(tmp_path / "one", small, target_modules="all-linear")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    for named, says_so in {"org/Large-8B-bnb-4bit": True, "C:\\models\\small-1b": False, "": False}.items():
+        config["base_model_name_or_path"] = named
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        clause = f"its configuration names the base {named.rpartition('/')[2]}, the one that is served is "
+        with Auditors(small, read_model_config(small), "hub/Small-1B") as auditors:
+            notes = auditors.audit("one", folder).notes
+        assert [clause + "Small-1B"] * says_so == [note for note in notes if "names the base" in note]
+    config["base_model_name_or_path"] = "org/Small-1B"
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    with Auditors(large, read_model_config(large)) as auditors:
+        reasons = auditors.audit("one", folder).reasons
+    assert " ".join(reasons).count("names the base Small-1B, the one that is served is Large-8B") == 1, reasons

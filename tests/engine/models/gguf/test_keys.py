@@ -18,8 +18,9 @@ from lorabatch.engine.config import unknown_config_keys
 from lorabatch.engine.errors import EngineError
 from lorabatch.engine.models.gguf.checks import check_convertible
 from lorabatch.engine.models.gguf.config import model_config
-from lorabatch.engine.models.gguf.file import KINDS_NOT_READ, KINDS_READ, GgufFile, open_gguf
+from lorabatch.engine.models.gguf.file import GgufFile, open_gguf
 from lorabatch.engine.models.gguf.keys import ARCHITECTURES, KEYS, key_of
+from lorabatch.system.gguf import KINDS_NOT_READ, KINDS_READ
 from lorabatch.system.long_work import LongWork, listening
 
 ROOT = Path(__file__).parents[4]

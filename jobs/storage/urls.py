@@ -1,0 +1,37 @@
+"""Tells local paths, hub ids and URLs from each other."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+#: Last part of a URL that stands for the latest checkpoint of a training run.
+LATEST = "latest"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def is_hub_id(url: str) -> bool:
+    """Whether this is the id of a repository on the Hugging Face hub: `owner/name`, and no path that exists."""
+    return _HUB_ID.fullmatch(url) is not None and not is_local_path(url)
+
+
+def is_local_path(url: str) -> bool:
+    """Whether this is a path that exists, or `RUN/latest` of a folder that does."""
+    path = Path(absolute(url))
+    return "://" not in url and (path.exists() or (path.name == LATEST and path.parent.is_dir()))
+
+
+def absolute(url: str) -> str:
+    """A local path made independent of the working directory; URLs come back as they are."""
+    return url if "://" in url else os.path.abspath(os.path.expanduser(url))
+
+
+def paths_as_text(value: Any) -> Any:
+    """A value of an option with text in place of `os.PathLike` objects, also inside lists and mappings."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, list | tuple):
+        return [paths_as_text(item) for item in value]
+    return {key: paths_as_text(item) for key, item in value.items()} if isinstance(value, dict) else value
