@@ -391,7 +391,15 @@ def _spec(job: JobSource, options: Mapping[str, Any], client: Client | None) -> 
     spec = job if isinstance(job, JobSpec) and not options else requested_job(*_values(job, options))
     # A cluster by address, so that devices are asked of its workers, not of this machine.
     return (
-        spec if client is None else spec.model_copy(update={"cluster": client.scheduler_info(n_workers=0)["address"]})
+        spec
+        if client is None
+        else spec.model_copy(
+            update={
+                "cluster": client.scheduler_info(n_workers=0)["address"],
+                "scheduler_file": None,
+                "cluster_options": {},
+            }
+        )
     )
 
 

@@ -24,6 +24,7 @@ from ..jobs.spec import JobSpec
 from ..jobs.status.notes import job_notes
 from ..jobs.storage.limits import expect_away
 from ..jobs.storage.redaction import redacted_url
+from .cluster.class_cluster import planned_workers
 from .cluster.connect import (
     cluster_errors_named,
     connected,
@@ -166,8 +167,9 @@ def _launch(
     show_jobs(client)
     keep_leases(client)
     count_losses(client)
-    num_workers = count_workers(client)
     spec = job.spec
+    # A cluster of a class may still grow to what was asked for.
+    num_workers = max(count_workers(client), planned_workers(spec) if spec.is_cluster_class else 1)
     device = (
         find_device(spec.device, spec.tensor_parallel)
         if spec.is_embedded

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from distributed import Client
 
+from ..jobs.errors import JobRequestError
 from ..jobs.opening.opened_job import open_job
 from ..jobs.spec import JobSpec
 from ..jobs.storage.redaction import redacted_url
@@ -55,8 +56,14 @@ def submit(
     """Check and open a job, hand it to its cluster and return; `local` is the background cluster. `client`: client of
     the cluster to use instead of `spec.cluster`.
 
-    Raises the errors that `run.run` raises before work starts. Later errors are in the job's state.
+    Raises the errors that `run.run` raises before work starts, and `JobRequestError` for a cluster class, whose cluster
+    ends with this process. Later errors are in the job's state.
     """
+    if client is None and spec.is_cluster_class:
+        raise JobRequestError(
+            f"cluster={spec.cluster!r}: a cluster that is started from its class ends with this command. Use "
+            "`lorabatch run`, or start the cluster yourself and give its address, or its --scheduler-file."
+        )
     job = open_job(spec)
     shown = redacted_url(job.spec.output)
     if job.is_finished and not job.changed_adapters:
@@ -88,4 +95,4 @@ def _cluster_of(spec: JobSpec, cluster_file: Path, client: Client | None) -> Ite
             yield own, found.address, found.dashboard
         return
     with connected(spec, client) as own:
-        yield own, spec.cluster if client is None else own.scheduler_info(n_workers=0)["address"], ""
+        yield own, own.scheduler_info(n_workers=0)["address"], ""

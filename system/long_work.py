@@ -27,6 +27,11 @@ def listening(listener: Callable[[str], None]) -> Iterator[None]:
         _listener.reset(token)
 
 
+def say(text: str) -> None:
+    """Give a line to the listener of this thread."""
+    (_listener.get() or _logger.info)(text)
+
+
 class LongWork:
     """One piece of work on a known number of bytes. `what`: the beginning of its lines, such as "converting base.gguf".
     `quiet_s`: seconds within which work that is done says nothing.

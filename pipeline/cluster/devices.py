@@ -117,10 +117,12 @@ def find_device_of_workers(client: Client, asked: str, num_gpus: int = 1) -> Dev
     return least_device((reply for reply in replies.values() if isinstance(reply, Device)), asked)
 
 
-def least_device(found: Iterable[Device], asked: str) -> Device:
+def least_device(
+    found: Iterable[Device], asked: str, reason: str = "no worker of the cluster has named its device"
+) -> Device:
     """The weakest of the devices that workers have named: fewest GPUs, then least memory, then without compiled
     kernels. Its `shared_uuid` and `num_sharing` describe the GPU that the most workers have named. A device is assumed
-    when `found` is empty.
+    when `found` is empty; `reason` says why it is.
     """
     devices = sorted(
         found, key=lambda d: (bool(d.assumption), len(d.uuids), d.memory_bytes, not d.lacks_compiled_kernels)
@@ -128,7 +130,6 @@ def least_device(found: Iterable[Device], asked: str) -> Device:
     if devices:
         times = Counter(uuid for device in devices for uuid in device.uuids).most_common(1)
         return replace(devices[0], shared_uuid=times[0][0], num_sharing=times[0][1]) if times else devices[0]
-    reason = "no worker of the cluster has named its device"
     if device_kind(asked) == "cuda":
         return _assumed_gpu(reason)
     here = find_device(asked)

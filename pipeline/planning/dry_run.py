@@ -27,8 +27,9 @@ from ...jobs.status.notes import job_notes, messages_note, row_notes
 from ...scheduler.forecast import Forecast
 from ...scheduler.workload import BASE_MODEL, Workload
 from ...system.local_cache import temporary_folder
+from ..cluster.class_cluster import check_class_options, planned_workers
 from ..cluster.connect import connected, count_workers, num_embedded_workers
-from ..cluster.devices import Device, find_device, find_device_of_workers
+from ..cluster.devices import Device, find_device, find_device_of_workers, least_device
 from ..dataset.chunk import IndexJob
 from ..dataset.index import IndexTotals, index_chunk, list_chunks
 from ..result import KindOfError
@@ -154,6 +155,10 @@ def _workers(spec: JobSpec) -> tuple[int, Device]:
     """Number of workers that a run would have, and the device of their engines."""
     if spec.is_embedded:
         return num_embedded_workers(spec), find_device(spec.device, spec.tensor_parallel)
+    if spec.is_cluster_class:
+        reason = f"cluster={spec.cluster!r} is not started for a plan"
+        check_class_options(spec)
+        return planned_workers(spec), least_device((), spec.device, reason)
     with connected(spec) as client:
         return spec.workers or count_workers(client), find_device_of_workers(client, spec.device, spec.tensor_parallel)
 

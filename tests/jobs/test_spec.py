@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import lorabatch
 from lorabatch.engine.request import SAMPLING_OPTIONS
 from lorabatch.jobs.errors import JobRequestError
-from lorabatch.jobs.opening.opened_job.job_file import read_job_file
+from lorabatch.jobs.opening.job_file import read_job_file
 from lorabatch.jobs.option_values import TLS_FIELDS, ErrorBudget, TlsFiles
 from lorabatch.jobs.spec import COLUMN_ROLES, SAMPLING_COLUMNS, JobSpec, PolicyName
 
@@ -245,7 +245,9 @@ def test_a_cluster_is_one_of_our_own_or_an_address(cluster: str) -> None:
 
 @pytest.mark.parametrize("cluster", ["", "loacl", "10.0.0.5", "scheduler.json"])
 def test_what_is_no_address_is_not_waited_for(cluster: str) -> None:
-    with pytest.raises(JobRequestError, match=r"cluster='.*': expected local, local-cuda, or an address such as"):
+    with pytest.raises(
+        JobRequestError, match=r"cluster='.*': expected local, local-cuda, an address such as .*, or a class"
+    ):
         JobSpec(model="m", input="i", output="o", cluster=cluster)
 
 
