@@ -435,11 +435,10 @@ def _run(spec: JobSpec, ending: Ending) -> None:
     from .console.terminal import echo
     from .jobs.input.without_pandas import leave_out_pandas
     from .pipeline.run import run as run_job
-    from .system.long_work import listening
 
     ending.spec = spec
     leave_out_pandas()
-    with ConsoleProgress() as progress, listening(progress.note):
+    with ConsoleProgress() as progress:
         ending.say = progress.note
         result = run_job(spec, progress=progress)
     echo(result.to_text(), err=ending.as_json)

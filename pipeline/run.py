@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import time
 from concurrent.futures import CancelledError
+from contextlib import nullcontext
 from math import inf
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from ..jobs.spec import JobSpec
 from ..jobs.status.notes import job_notes
 from ..jobs.storage.limits import expect_away
 from ..jobs.storage.redaction import redacted_url
+from ..system.long_work import listening
 from .cluster.class_cluster import planned_workers
 from .cluster.connect import (
     cluster_errors_named,
@@ -84,8 +86,12 @@ def run(
     many rows are wrong; `JobFailedError` or `StorageError` when the job cannot go on; `JobInterruptedError` on Ctrl-C
     or a request to cancel. Finished rows are kept: running the job again goes on with the others.
     """
+    with listening(progress.note) if progress else nullcontext():
+        return _run(spec, client, progress or SilentProgress(), engine_factory)
+
+
+def _run(spec: JobSpec, client: Client | None, watcher: Progress, engine_factory: str) -> JobResult:
     job = open_job(spec)
-    watcher = progress or SilentProgress()
     if job.is_finished and not job.changed_adapters:
         watcher.note("This job is done already. Nothing was run.")
         return finished_before(job)
@@ -135,10 +141,6 @@ _POLL_S = 0.5
 _SILENCE_S = 10.0
 _NO_WORKERS = "The cluster has no workers. The job waits for one."
 _NOT_BEGUN = "No worker has begun the job yet. It waits for a worker with a free thread: other tasks may have them."
-_NO_SCHEDULER = (
-    "The Dask scheduler at {} does not answer. The job waits for it. Where it is gone for good, stop this command and "
-    "run the same command again on another cluster: finished rows are kept."
-)
 _ENDING_S, _ENDING_POLL_S = 15.0, 0.1
 _ARRIVAL_POLL_S = 0.01
 # Key in Dask's configuration of the process that starts the job: time for which a coordinator may be silent.
@@ -238,12 +240,11 @@ def _report_until_done(
                 return
             if client.status == "closed":
                 raise scheduler_lost(reporter.output) from None
-            if not has_said and time.monotonic() - silent_since_s > _SILENCE_S:
-                workers = known_workers(client)
+            is_due = not has_said and time.monotonic() - silent_since_s > _SILENCE_S
+            # A scheduler that does not answer is said already.
+            if is_due and (workers := known_workers(client)) is not None:
                 has_said = not workers or reporter.is_starting
-                if workers is None:
-                    watcher.note(_NO_SCHEDULER.format(client.scheduler.address if client.scheduler else "?"))
-                elif not workers:
+                if not workers:
                     watcher.note(_NO_WORKERS)
                 elif reporter.is_starting:
                     watcher.note(_NOT_BEGUN)

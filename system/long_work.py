@@ -1,7 +1,7 @@
 """Reports the progress of long work before a job begins, such as the conversion of a model: what, its size, and how far
 it is.
 
-A listener, such as a progress bar, gets the lines; without one they go into the log.
+A listener, such as a progress bar, gets the lines, also those of other waits; without one they go into the log.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def listening(listener: Callable[[str], None]) -> Iterator[None]:
         _listener.reset(token)
 
 
-def say(text: str) -> None:
-    """Give a line to the listener of this thread."""
-    (_listener.get() or _logger.info)(text)
+def listener() -> Callable[[str], None]:
+    """The listener of this thread; the log where there is none."""
+    return _listener.get() or _logger.info
 
 
 class LongWork:
@@ -43,7 +43,7 @@ class LongWork:
         self, what: str, num_bytes: int, clock: Callable[[], float] = time.monotonic, *, quiet_s: float = 0.0
     ) -> None:
         self._what, self._num_bytes, self._clock = what, num_bytes, clock
-        self._say = _listener.get() or _logger.info
+        self._say = listener()
         self._num_done, self._is_begun, self._next_s = 0, False, clock() + quiet_s
         if quiet_s == 0:
             self._begin()

@@ -20,7 +20,7 @@ from distributed.deploy.cluster import Cluster
 from ...jobs.errors import JobRequestError
 from ...jobs.spec import JobSpec
 from ...jobs.storage.redaction import scrubbed
-from ...system.long_work import say
+from ...system.long_work import listener
 from ...system.untrusted import MALFORMED, parse_json, printable, read_regular
 
 #: Workers of a cluster class where neither `workers` nor the class's options give a number.
@@ -116,6 +116,7 @@ def _made(made: type[Cluster], spec: JobSpec) -> Cluster:
 
 def _wait_for_worker(client: Client, spec: JobSpec) -> None:
     """Wait for the first worker, since the plan follows from its device. A queue may take hours: Ctrl-C ends it."""
+    say = listener()
     begun_s, has_said = time.monotonic(), False
     while not client.scheduler_info(n_workers=-1)["workers"]:
         if not has_said and time.monotonic() - begun_s > _NOTE_AFTER_S:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from multiprocessing import active_children
 from typing import Any
 
@@ -19,6 +20,7 @@ from distributed.security import Security
 from ...jobs.errors import JobError, JobFailedError, JobRequestError
 from ...jobs.spec import JobSpec
 from ...system.local_cache import scratch_folder, temporary_folder
+from ...system.long_work import listener
 from .background_state import background_security
 from .class_cluster import class_cluster, scheduler_address
 from .devices import device_kind
@@ -50,6 +52,12 @@ _THREADS_REFUSED = (
 _ALIVE_WITHIN_S = 10.0
 # A scheduler that has not answered a question within this limit is stopped, hung or cut off.
 _ANSWER_LIMIT_S = 10.0
+# Seconds between two questions to a scheduler.
+_ASK_INTERVAL_S = 5.0
+_NO_ANSWER = (
+    "The Dask scheduler at {} does not answer. This command waits for it. Where it is gone for good, stop the command "
+    "and run it again on another cluster: finished rows are kept."
+)
 # Dask's configuration of embedded clusters. Stealing would move shards behind the scheduler's back; a shard whose
 # workers died is not to blame; a job without workers must end some day.
 _SETTINGS: dict[str, Any] = {
@@ -172,7 +180,6 @@ def connected(spec: JobSpec, client: Client | None = None, *, has_spares: bool =
     Raises `JobRequestError` when no scheduler answers, or a GPU is asked for and the machine has none; `JobFailedError`
     when the cluster's scheduler or workers do not have this version of lorabatch.
     """
-    connection: AbstractContextManager[Client]
     if client is None and spec.is_embedded:
         num_workers = num_embedded_workers(spec)
         spare_threads = threads_per_engine(spec, num_workers) if has_spares else None
@@ -185,7 +192,7 @@ def connected(spec: JobSpec, client: Client | None = None, *, has_spares: bool =
         address = scheduler_address(spec)
         connection = existing(address, security_of(spec.tls_files) or background_security(address))
     else:
-        connection = open_client(client.scheduler_info(n_workers=0)["address"], security=client.security)
+        connection = existing(client.scheduler_info(n_workers=0)["address"], client.security)
     with _without_tracebacks(), connection as own:
         check_versions(own)
         yield own
@@ -347,8 +354,40 @@ def existing(address: str, security: Security | None = None, timeout: str = CONN
             "local or an address such as tcp://10.0.0.5:8786; check that the scheduler runs and can be reached"
             f"{tls if address.startswith('tls') else ''}, or name another one with --cluster."
         ) from None
-    with client:
+    with client, _silence_said(client):
         yield client
+
+
+@contextmanager
+def _silence_said(client: Client) -> Iterator[None]:
+    """Say to this thread's listener when the scheduler stops answering within the block, and when it answers again."""
+    loop = client.loop.asyncio_loop  # type: ignore[union-attr]
+    watch = asyncio.run_coroutine_threadsafe(_watch(client, listener()), loop)
+    try:
+        yield
+    finally:
+        watch.cancel()
+
+
+async def _watch(client: Client, say: Callable[[str], None]) -> None:
+    is_silent = False
+    while True:
+        await asyncio.sleep(_ASK_INTERVAL_S)
+        scheduler = client.scheduler
+        if client.status != "running" or scheduler is None:
+            continue  # the client connects again, or gives up
+        try:
+            await asyncio.wait_for(scheduler.identity(n_workers=0), _ANSWER_LIMIT_S)
+        except TimeoutError:
+            if not is_silent:
+                say(_NO_ANSWER.format(scheduler.address))
+            is_silent = True
+        except OSError:
+            continue  # the connection is broken
+        else:
+            if is_silent:
+                say("The Dask scheduler answers again.")
+            is_silent = False
 
 
 def _usable_cores() -> int:

@@ -329,7 +329,7 @@ class ReplicaFacts:
 #: Batchers of an engine: name -> `module:function` below `scheduler`, which makes it. Those of papers are imported only
 #: when they are asked for.
 BATCHERS: Mapping[str, str] = {
-    "cost": "cost_batching:choosing_by_cost",
+    "cost": "batchers.cost_batching:choosing_by_cost",
     "dlora": "baselines.dlora_batching:with_credits",
     "s-lora": "baselines.batchers:s_lora",
     "vllm-like": "baselines.batchers:vllm_like",
@@ -343,5 +343,5 @@ def batcher_of(name: str, facts: ReplicaFacts) -> Batcher:
     if name not in BATCHERS:
         raise ValueError(f"batcher={name!r}: expected one of {', '.join(BATCHERS)}.")
     module, _, function = BATCHERS[name].partition(":")
-    make: Callable[[ReplicaFacts], Batcher] = getattr(import_module(f".{module}", __package__), function)
+    make: Callable[[ReplicaFacts], Batcher] = getattr(import_module(f"..{module}", __package__), function)
     return make(facts)

@@ -37,8 +37,8 @@ from lorabatch.jobs.history import ModelHistory, read_history
 from lorabatch.jobs.input.columns import find_roles
 from lorabatch.jobs.input.files import pack_schema, read_footers, unified_schema
 from lorabatch.jobs.openai_batch.importing import import_batch
-from lorabatch.jobs.opening.opened_job.confined_audit import Auditors
-from lorabatch.jobs.opening.opened_job.validation import requested_job
+from lorabatch.jobs.opening.confined_audit import Auditors
+from lorabatch.jobs.opening.validation import requested_job
 from lorabatch.jobs.report.page import write_report
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.status.job_status import read_status
@@ -220,7 +220,7 @@ def _damaged_tail(seed: bytes) -> SearchStrategy[bytes]:
 
 
 def _read_parquet(folder: Path) -> Iterator[str]:
-    footers = read_footers([str(folder / "in.parquet")], {}).footers
+    footers, _ = read_footers([str(folder / "in.parquet")], {})
     schema = unified_schema(footers)
     roles, problems = find_roles(schema, {}, row_settings=["all"])
     yield from problems

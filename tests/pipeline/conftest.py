@@ -17,7 +17,7 @@ from echo_host import Host
 
 from lorabatch.engine.request import Request
 from lorabatch.jobs.opening.opened_job import make_record
-from lorabatch.jobs.opening.opened_job.validation import check_job
+from lorabatch.jobs.opening.validation import check_job
 from lorabatch.jobs.record import AdapterRecord, JobRecord
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.store import JobStore

@@ -30,7 +30,7 @@ from small_cluster import Death, Disk, EchoPlugin, SmallCluster, TurningControl,
 
 from lorabatch.engine.errors import RUN_AGAIN
 from lorabatch.jobs.errors import JobError, OutputConflictError
-from lorabatch.jobs.opening.opened_job import opened_job as opening
+from lorabatch.jobs.opening import opened_job as opening
 from lorabatch.jobs.record import AdapterRecord
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.status.job_status import read_status

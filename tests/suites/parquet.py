@@ -39,7 +39,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from lorabatch.engine.request import Request
 from lorabatch.jobs.errors import JobError
 from lorabatch.jobs.opening.opened_job import make_record
-from lorabatch.jobs.opening.opened_job.validation import check_job
+from lorabatch.jobs.opening.validation import check_job
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.pipeline.dataset.answers import RowAnswer
 from lorabatch.pipeline.dataset.chunk import IndexJob

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lorabatch.jobs.errors import JobRequestError
-from lorabatch.jobs.opening.opened_job.adapters import find_adapters
+from lorabatch.jobs.opening.adapters import find_adapters
 from lorabatch.jobs.storage.location import Location
 
 

@@ -22,9 +22,9 @@ import pytest
 import lorabatch
 from lorabatch.engine.config import read_model_config
 from lorabatch.engine.peft import audit_adapter
-from lorabatch.jobs.opening.opened_job import confined_audit
-from lorabatch.jobs.opening.opened_job.adapters import audit_all
-from lorabatch.jobs.opening.opened_job.confined_audit import Auditors
+from lorabatch.jobs.opening import confined_audit
+from lorabatch.jobs.opening.adapters import audit_all
+from lorabatch.jobs.opening.confined_audit import Auditors
 from lorabatch.jobs.record import AdapterRecord
 
 NESTED = "[" * 100_000 + "]" * 100_000

@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from lorabatch.jobs.errors import JobRequestError
+from lorabatch.jobs.opening.generation_config import generation_defaults
 from lorabatch.jobs.opening.opened_job import make_record
-from lorabatch.jobs.opening.opened_job.generation_config import generation_defaults
-from lorabatch.jobs.opening.opened_job.validation import check_job
+from lorabatch.jobs.opening.validation import check_job
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.status.notes import job_notes
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from lorabatch.jobs.errors import JobRequestError
-from lorabatch.jobs.opening.opened_job.job_file import read_job_file
+from lorabatch.jobs.opening.job_file import read_job_file
 from lorabatch.jobs.spec import JobSpec
 
 BASICS = {"model": "m", "input": "i", "output": "o"}

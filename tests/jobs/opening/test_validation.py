@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lorabatch.jobs.errors import JobRequestError
-from lorabatch.jobs.opening.opened_job.validation import check_job, requested_job
+from lorabatch.jobs.opening.validation import check_job, requested_job
 from lorabatch.jobs.spec import JobSpec
 
 

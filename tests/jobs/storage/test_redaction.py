@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lorabatch.jobs.errors import JobRequestError, StorageError
 from lorabatch.jobs.input.files import read_footers
-from lorabatch.jobs.opening.opened_job.adapters import find_adapters
+from lorabatch.jobs.opening.adapters import find_adapters
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.storage.local_copy import local_folder
 from lorabatch.jobs.storage.location import Location

@@ -8,9 +8,12 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import queue
+import re
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,8 @@ from lorabatch.pipeline.cluster.connect import (
     start_local_cluster,
     threads_per_engine,
 )
+from lorabatch.pipeline.monitoring.topics import STATES
+from lorabatch.system.long_work import listening
 
 
 def make_spec(**options: Any) -> JobSpec:
@@ -162,6 +167,28 @@ def test_a_scheduler_that_is_gone_or_does_not_answer_has_no_known_workers(
         scheduler.kill()
         scheduler.wait()
         assert known_workers(client) is None
+
+
+def test_any_wait_for_a_scheduler_that_is_stopped_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler stopped between a client's connection and the job's first report: 90 s passed without a word."""
+    monkeypatch.setattr("lorabatch.pipeline.cluster.connect._ASK_INTERVAL_S", 0.1)
+    monkeypatch.setattr("lorabatch.pipeline.cluster.connect._ANSWER_LIMIT_S", 0.5)
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with (
+        existing_cluster(tmp_path, num_workers=1) as (address, _, scheduler),
+        listening(lines.put),
+        existing(address) as client,
+        ThreadPoolExecutor() as threads,
+    ):
+        for ask in (lambda: client.run_on_scheduler(os.getpid), lambda: STATES.subscribe(client, "run", print)):
+            assert lines.empty()
+            scheduler.send_signal(signal.SIGSTOP)
+            asked = threads.submit(ask)
+            assert re.match(r"The Dask scheduler at tcp://127\S+ does not answer", lines.get(timeout=60))
+            assert not asked.done()
+            scheduler.send_signal(signal.SIGCONT)
+            assert lines.get(timeout=60) == "The Dask scheduler answers again."
+            asked.result(timeout=60)
 
 
 def test_workers_with_nothing_left_to_do_are_ended_at_once_and_leave_nothing_behind(

@@ -16,8 +16,9 @@ import pytest
 
 from lorabatch.engine.text.tokenizers.tokenizer import Tokenizer
 from lorabatch.jobs.errors import JobRequestError, StorageError
-from lorabatch.jobs.opening.opened_job import confined_audit, make_record
-from lorabatch.jobs.opening.opened_job.validation import check_job
+from lorabatch.jobs.opening import confined_audit
+from lorabatch.jobs.opening.opened_job import make_record
+from lorabatch.jobs.opening.validation import check_job
 from lorabatch.jobs.record import JobRecord
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.store import JobStore

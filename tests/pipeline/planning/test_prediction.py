@@ -37,12 +37,16 @@ def settings_for(model: Path, **options: Any) -> RunSettings:
 
 
 def described(batcher: Any) -> Any:
-    """Types and parameters of a batcher, without the functions that tell it about its replica."""
+    """Types and parameters of a batcher, without its state and the functions that tell it about its replica."""
     if isinstance(batcher, partial):
         return batcher.func, *map(described, batcher.args), batcher.keywords
+    if isinstance(batcher, FunctionType):
+        held = zip(batcher.__code__.co_freevars, batcher.__closure__ or (), strict=True)
+        return batcher.__qualname__, {name: described(cell.cell_contents) for name, cell in held if name not in FACTS}
     if not is_dataclass(batcher):
-        return batcher if isinstance(batcher, int | float | str | FunctionType | None) else type(batcher)
-    parts = {f.name: described(getattr(batcher, f.name)) for f in fields(batcher) if f.name not in FACTS}
+        return batcher if isinstance(batcher, int | float | str | None) else type(batcher)
+    names = [f.name for f in fields(batcher) if f.name not in FACTS and not f.name.startswith("_")]
+    parts = {name: described(getattr(batcher, name)) for name in names}
     return type(batcher), parts
 
 

@@ -20,7 +20,7 @@ from lorabatch.engine.text.answers.grammar import Grammars, grammar_problem
 from lorabatch.engine.text.answers.json_schema import FORMATS, KEYWORDS, NUMBER_FORMATS, enforceable
 from lorabatch.engine.text.tokenizers.tokenizer import Tokenizers
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 TEXT, INT = {"type": "string"}, {"type": "integer"}
 END = 2
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
