@@ -167,18 +167,16 @@ def profile(
         from .jobs.spec import JobSpec
         from .pipeline.planning.profile import profile_model
 
-        spec = JobSpec(
-            model=model,
-            input="-",
-            output="-",
-            workers=workers,
-            engine_threads=engine_threads,
-            batch_rows=batch_rows,
-            step_tokens=step_tokens,
-            dtype=dtype,
-            base_quantization=base_quantization,
-            tensor_parallel=tensor_parallel,
-        )
+        given: dict[str, Any] = {
+            "workers": workers,
+            "engine_threads": engine_threads,
+            "batch_rows": batch_rows,
+            "step_tokens": step_tokens,
+            "dtype": dtype,
+            "base_quantization": base_quantization,
+            "tensor_parallel": tensor_parallel,
+        }
+        spec = JobSpec(model=model, input="-", output="-", **given)
         print_profile(*profile_model(spec, max_seconds, save))
 
 

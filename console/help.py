@@ -68,7 +68,7 @@ def _row(parameter: Any, ctx: Any) -> tuple[Text, Text]:
     """The name of a parameter with the kind of its value, and its text."""
     name, said = parameter.get_help_record(ctx)
     help = parameter.help or ""
-    # What is added to the help (default, range) is no markup.
+    # The help is markup; the default and range behind it are not.
     text = Text.from_markup(help)
     text.append(said[len(help) :] if said.startswith(help) else "")
     if parameter.param_type_name == "argument":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_origin
+from typing import TYPE_CHECKING, Any, Literal, Unpack, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model, field_validator
 
@@ -19,6 +19,7 @@ from ..engine.request import SAMPLING_OPTIONS, SamplingParams
 from ..engine.structured_output import FORMS
 from ..engine.text.chat.conversation import RENDERING_OPTIONS, is_template_text, read_tools, read_variables, written
 from .errors import JobRequestError
+from .job_options import JobOptions
 from .option_problems import conflicts, field_name, unknown_options, value_problems, with_next_step, with_suggestion
 from .option_values import (
     TLS_FIELDS,
@@ -89,7 +90,9 @@ class JobSpec(_SamplingFields):
     """
 
     # built when the first job is read: help is shown without
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, defer_build=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", hide_input_in_errors=True, defer_build=True, coerce_numbers_to_str=True
+    )
 
     model: str = _option(
         ...,
@@ -310,14 +313,18 @@ class JobSpec(_SamplingFields):
     )
     pool_bytes: int | None = _option(None, "Memory of an engine's page pool; chosen by default.", ge=1, panel="engine")
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, **values: Unpack[JobOptions]) -> None:
         problems, _ = self._set_fields(values)
         if problems:
             raise JobRequestError(*problems)
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """The fields for `repr`, without passwords and signatures in URLs: Dask logs the arguments of failed tasks."""
+        """The fields for `repr` that are not the defaults, without passwords and signatures in URLs: Dask logs the
+        arguments of failed tasks.
+        """
         for name, value in super().__repr_args__():
+            if name in JobSpec.model_fields and value == JobSpec.model_fields[name].default:
+                continue
             if isinstance(value, str):
                 value = redacted_url(value)
             elif name == "input":
@@ -517,7 +524,7 @@ class JobSpec(_SamplingFields):
     @field_validator("max_errors", mode="before")
     @classmethod
     def _max_errors(cls, value: Any) -> Any:
-        text = str(value) if isinstance(value, int | str) else value
+        text = str(value) if isinstance(value, int | float | str) else value
         if isinstance(text, str):
             ErrorBudget.parse(text)
         return text

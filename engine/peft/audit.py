@@ -16,7 +16,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ...system.untrusted import MALFORMED, STOPS, printable, shown_name
+from ...system.html import facts_table
+from ...system.untrusted import MALFORMED, STOPS, printable, shortened, shown_name
 from ..errors import AdapterRefusedError, ModelFilesError
 from ..model_config.model import ModelConfig
 from ..tokenizer_files import has_vocabulary, tokenizer_sha256, whose_tokenizer
@@ -80,6 +81,22 @@ class AdapterAudit:
     #: Text that stands before an answer in conversations and is missing at the end of its prompts; "" where nothing is
     #: missing.
     missing_header: str = ""
+
+    def __repr__(self) -> str:
+        why = f": {shortened(self.reasons[0])}" if self.reasons else f", rank {self.max_rank}"
+        return f"<AdapterAudit: {self.name!r} {self.verdict}{why}>"
+
+    def _repr_html_(self) -> str:
+        facts = {
+            "verdict": self.verdict,
+            "reasons": "\n".join(self.reasons),
+            "notes": "\n".join(self.notes),
+            "rank": self.max_rank or None,
+            "bytes": self.weight_bytes,
+            "pairs": len(self.sites),
+            "content": self.content_sha256,
+        }
+        return facts_table(f"Adapter {self.name}", facts)
 
     @property
     def has_own_tokenizer(self) -> bool:

@@ -21,7 +21,7 @@ LOCAL = "dask.distributed.LocalCluster"
 def test_a_job_runs_on_a_cluster_of_a_class_and_records_none_of_its_options(echo_job: EchoJob, tmp_path: Path) -> None:
     rows = make_rows(40)
     echo_job.write_input(rows)
-    options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": None, "env": {"TOKEN": "hush"}}
+    options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0", "env": {"TOKEN": "hush"}}
     echo_job.run(cluster=LOCAL, workers=None, cluster_options=options)
     echo_job.assert_answered(rows)
     assert echo_job.record.spec.cluster == LOCAL
