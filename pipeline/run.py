@@ -36,6 +36,7 @@ from .cluster.connect import (
     scheduler_lost,
 )
 from .cluster.devices import find_device, find_device_of_workers
+from .cluster.suitability import check_suitability
 from .coordinator.lease import keep_leases
 from .coordinator.losses import count_losses
 from .coordinator.task import finished_before, has_finished, run_job
@@ -91,6 +92,7 @@ def run(
 
 
 def _run(spec: JobSpec, client: Client | None, watcher: Progress, engine_factory: str) -> JobResult:
+    check_suitability(spec, connected, client)
     job = open_job(spec)
     if job.is_finished and not job.changed_adapters:
         watcher.note("This job is done already. Nothing was run.")

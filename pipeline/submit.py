@@ -16,6 +16,7 @@ from ..jobs.storage.redaction import redacted_url
 from .cluster.background import background_client
 from .cluster.background_state import state_file
 from .cluster.connect import cluster_errors_named, connected, gpus_each, num_embedded_workers
+from .cluster.suitability import check_suitability
 from .cluster.versions import check_versions
 from .coordinator.task import finished_before, has_finished
 from .messages import ENGINE_FACTORY
@@ -64,6 +65,7 @@ def submit(
             f"cluster={spec.cluster!r}: a cluster that is started from its class ends with this command. Use "
             "`lorabatch run`, or start the cluster yourself and give its address, or its --scheduler-file."
         )
+    check_suitability(spec, connected, client)
     job = open_job(spec)
     shown = redacted_url(job.spec.output)
     if job.is_finished and not job.changed_adapters:

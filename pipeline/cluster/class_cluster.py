@@ -47,7 +47,9 @@ def class_cluster(spec: JobSpec, open_client: Callable[[Any], Client]) -> Iterat
     `open_client`: makes a client of a cluster. Raises `JobRequestError` for a name that is no class of clusters, and
     with what the class says about its arguments.
     """
-    check_class_options(spec)
+    problems = class_problems(spec)
+    if problems:
+        raise JobRequestError(*problems)
     made = cluster_class(spec.cluster)
     with dask.config.set(_SETTINGS):
         cluster = _made(made, spec)
@@ -64,8 +66,10 @@ def planned_workers(spec: JobSpec) -> int:
     return spec.workers or (count if isinstance(count, int) and count > 0 else DEFAULT_CLASS_WORKERS)
 
 
-def check_class_options(spec: JobSpec) -> None:
-    """Raise `JobRequestError` for options of a cluster class that cannot be served."""
+def class_problems(spec: JobSpec, *, is_installed: bool = True) -> list[str]:
+    """Problems of the job's cluster class and of the options for it, as sentences. `is_installed`: whether the class
+    has to be there.
+    """
     problems = [
         f"workers={spec.workers}, cluster_options {name}={spec.cluster_options[name]!r}: each is the number of "
         "workers. Give one of them."
@@ -74,8 +78,12 @@ def check_class_options(spec: JobSpec) -> None:
     ]
     if spec.cluster_options.get("asynchronous"):
         problems.append("cluster_options asynchronous: a job waits for its cluster. Leave it out.")
-    if problems:
-        raise JobRequestError(*problems)
+    if is_installed:
+        try:
+            cluster_class(spec.cluster)
+        except JobRequestError as error:
+            problems += error.problems
+    return problems
 
 
 def cluster_class(name: str) -> type[Cluster]:

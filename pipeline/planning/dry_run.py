@@ -27,9 +27,10 @@ from ...jobs.status.notes import job_notes, messages_note, row_notes
 from ...scheduler.forecast import Forecast
 from ...scheduler.workload import BASE_MODEL, Workload
 from ...system.local_cache import temporary_folder
-from ..cluster.class_cluster import check_class_options, planned_workers
+from ..cluster.class_cluster import planned_workers
 from ..cluster.connect import connected, count_workers, num_embedded_workers
 from ..cluster.devices import Device, find_device, find_device_of_workers, least_device
+from ..cluster.suitability import check_suitability, unknown_note
 from ..dataset.chunk import IndexJob
 from ..dataset.index import IndexTotals, index_chunk, list_chunks
 from ..result import KindOfError
@@ -112,6 +113,7 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None, speeds: str
         # `output` in a job file is overridden too: a plan must not read or change the job's output.
         given = dict(values) | {"output": str(folder), "overwrite": True}
         spec = requested_job(given, job_file)
+        check_suitability(spec, connected, is_plan=True)
         job = open_job(spec)
         num_workers, device = _workers(spec)
         check_speeds(slowness, num_workers)
@@ -144,6 +146,7 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None, speeds: str
             slowness,
             (
                 *device.notes,
+                *unknown_note(spec, device),
                 *job_notes(job.record),
                 *messages_note(job.record),
                 *row_notes(job.record, indexed.rows_per_adapter, indexed.peculiar_rows),
@@ -157,7 +160,6 @@ def _workers(spec: JobSpec) -> tuple[int, Device]:
         return num_embedded_workers(spec), find_device(spec.device, spec.tensor_parallel)
     if spec.is_cluster_class:
         reason = f"cluster={spec.cluster!r} is not started for a plan"
-        check_class_options(spec)
         return planned_workers(spec), least_device((), spec.device, reason)
     with connected(spec) as client:
         return spec.workers or count_workers(client), find_device_of_workers(client, spec.device, spec.tensor_parallel)
