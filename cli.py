@@ -57,6 +57,20 @@ def main() -> None:
     app()
 
 
+def audit_main() -> None:
+    """Entry point of `lorabatch-audit`, which is installed without torch: the command `audit` alone."""
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    alone = Commands(add_completion=False, pretty_exceptions_enable=False)
+    alone.command("audit")(audit)
+    try:
+        alone()
+    except ModuleNotFoundError as error:
+        typer.echo(
+            f"lorabatch-audit: {error}. What was asked needs the whole of lorabatch: `lorabatch audit`.", err=True
+        )
+        raise SystemExit(2) from None
+
+
 @app.callback(invoke_without_command=True)
 def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     if version:

@@ -33,11 +33,16 @@ from .folder import (
     read_config,
 )
 from .names import LORA_ROLES, BaseLayout, Renaming, TensorName, base_layout, choose_renaming, parse_name
+from .other_engines import EngineFindings, in_words, other_engines
 from .parameters import Changes, resized_shapes
-from .sites import Contents, LoraSite, ParameterChange, find_sites
+from .sites import Contents, LoraSite, ParameterChange, find_sites, targeted_modules
 from .tensor_file import FLOAT_TYPES, MAX_SHARED, MAX_SHARED_BYTES, Header, TensorEntry
 
 logger = logging.getLogger(__name__)
+
+
+#: Version of the JSON of an audit: fields may be added within one, and keep their name and meaning.
+JSON_FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,9 @@ class AdapterAudit:
     key_uses: Mapping[str, str] = field(default_factory=dict)
     #: Tensor -> `used`, `irrelevant: why` or `refused: why`.
     tensor_uses: Mapping[str, str] = field(default_factory=dict)
+    #: Other engine (`peft`, `vllm`) -> kind of finding (`leaves_out`: tensors; `refuses`, `differs`: clauses) -> what
+    #: is known of how it reads the adapter.
+    other_engines: Mapping[str, EngineFindings] = field(default_factory=dict)
     #: Largest rank of a pair; 0 without pairs.
     max_rank: int = 0
     #: Stored bytes of all tensors.
@@ -120,9 +128,9 @@ class AdapterAudit:
         return tuple(change.parameter for change in self.changes)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready object with every field."""
+        """A JSON-ready object with every field, in the form that `docs/reference/adapters.md` describes."""
         uses = {"key_uses": dict(sorted(self.key_uses.items())), "tensor_uses": dict(sorted(self.tensor_uses.items()))}
-        return asdict(self) | uses | {"folder": str(self.folder)}
+        return {"format": JSON_FORMAT} | asdict(self) | uses | {"folder": str(self.folder)}
 
 
 def audit_adapter(folder: Path, model: ModelConfig, name: str, *, check_values: bool = True) -> AdapterAudit:
@@ -151,6 +159,7 @@ def audit_adapter(folder: Path, model: ModelConfig, name: str, *, check_values: 
         changes=tuple(judged.changes.by_parameter.values()),
         key_uses=ledger.key_uses,
         tensor_uses=ledger.tensor_uses,
+        other_engines=judged.other_engines,
         max_rank=max((site.rank for site in judged.sites), default=0),
         weight_bytes=read.files.weight_bytes if read.files else 0,
         vocab_size=judged.vocab_size,
@@ -206,10 +215,16 @@ class _Judged:
     change once it is returned.
     """
 
+    #: Tokens of the vocabulary, with the adapter's resizing.
     vocab_size: int
+    #: Uses of keys and tensors, and refusals.
     ledger: Ledger = field(default_factory=Ledger)
+    #: Its LoRA pairs.
     sites: tuple[LoraSite, ...] = ()
+    #: Changes of base parameters.
     changes: Changes = field(default_factory=Changes)
+    #: Findings about other engines.
+    other_engines: Mapping[str, EngineFindings] = field(default_factory=dict)
 
 
 def _judge(read: _Read, layout: BaseLayout) -> _Judged:
@@ -252,6 +267,7 @@ def _judgement(
         contents = _contents(config, layout, AdapterFolder(headers, notes).entries, ledger)
         judged.vocab_size = contents.shapes[f"{layout.embedding}.weight"][0]
         judged.sites = find_sites(contents, ledger)
+        judged.other_engines = other_engines(contents, judged.sites, targeted_modules(contents))
         judged.changes = find_changes(contents, judged.sites, ledger)
         _check_all_used(contents, judged.changes, ledger)
     return judged
@@ -354,7 +370,14 @@ def audit_rows(audits: Iterable[AdapterAudit]) -> list[tuple[str, ...]]:
             str(audit.max_rank),
             str(len(audit.sites)),
             f"{audit.weight_bytes / 1e6:.1f}",
-            "\n".join((*audit.reasons, *audit.notes, *([audit.tokenizer] if audit.tokenizer else []))),
+            "\n".join(
+                (
+                    *audit.reasons,
+                    *audit.notes,
+                    *([audit.tokenizer] if audit.tokenizer else []),
+                    *in_words(audit.other_engines),
+                )
+            ),
         )
         for audit in audits
     ]

@@ -57,8 +57,8 @@ def _is_done(spec: JobSpec) -> bool:
 
 
 def device_problems(spec: JobSpec, devices: Iterable[Device]) -> list[str]:
-    """What the job asks of its engines' devices and they cannot do, as sentences with the number of workers that
-    cannot. Assumed devices have no problems.
+    """Options of the job that its engines' devices cannot serve, as sentences with the number of workers that cannot.
+    Assumed devices have no problems.
     """
     counted = Counter(_problem(spec, device) for device in devices)
     num_workers = counted.total()
