@@ -38,12 +38,15 @@ imports: $(VENV)/.test
 docs: $(VENV)/tools/docs/.installed
 	$(VENV)/tools/docs/bin/sphinx-build -W --keep-going -q -b html docs build/docs
 
-# In dist/: a wheel with kernels for this Python and system, the sources, and a bill of materials of the locked versions
+# In dist/: a wheel with kernels for this Python and system, the sources, a bill of materials of the locked versions, and
+# a wheel of the command `audit` alone, which needs no torch, with the versions that it needs
 release: $(VENV)/tools/release/.installed
 	rm -rf dist
 	$(VENV)/tools/release/bin/python -m build
 	(cat install/requirements.lock; grep '^torch==' constraints.txt) | $(VENV)/tools/release/bin/cyclonedx-py \
 		requirements - --pyproject pyproject.toml --output-reproducible -o dist/sbom.cdx.json
+	$(BIN)/python install/audit_package.py build/audit dist
+	$(VENV)/tools/release/bin/python -m build --wheel --outdir dist build/audit
 
 # torch first: which build of it depends on the machine
 $(VENV)/.torch: constraints.txt

@@ -10,20 +10,24 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
+from .jobs.job_options import JobOptions
 from .jobs.spec import JobSpec
-from .jobs.status.job_status import JobStatus, read_status, request_cancel, wait_for_end
+from .jobs.status.job_status import JobStatus, read_status, request_cancel, wait_for_end, wait_interval_s
 from .jobs.status.logs import log_lines
+from .jobs.status.rows import follow_rows
 from .jobs.storage.limits import waits_said
 from .jobs.storage.redaction import redacted_url
 from .jobs.storage.urls import absolute
 from .jobs.store import JobStore, part_name
+from .system.html import facts_table
 from .system.long_work import listening
 
 if TYPE_CHECKING:
@@ -64,7 +68,11 @@ def _with_job_options(function: _Function) -> _Function:
 
 @_with_job_options
 def run(
-    job: JobSource = None, *, client: Client | None = None, progress: bool | Progress = True, **options: Any
+    job: JobSource = None,
+    *,
+    client: Client | None = None,
+    progress: bool | Progress = True,
+    **options: Unpack[JobOptions],
 ) -> JobResult:
     """Run a job to its end, or go on with it where it stopped.
 
@@ -90,7 +98,7 @@ def run(
 
 
 @_with_job_options
-def submit(job: JobSource = None, *, client: Client | None = None, **options: Any) -> Job:
+def submit(job: JobSource = None, *, client: Client | None = None, **options: Unpack[JobOptions]) -> Job:
     """Start a job that goes on without this process: on a cluster, or on one in the background of this machine.
 
     >>> job = lorabatch.submit(
@@ -117,7 +125,7 @@ def plan(
     *,
     speeds: str | Sequence[float] | None = None,
     gpu_hour_price: float | None = None,
-    **options: Any,
+    **options: Unpack[JobOptions],
 ) -> JobPlan:
     """Plan a job without running it: adapters, rows and tokens, waves, placement, memory, seconds and money.
 
@@ -208,6 +216,14 @@ class Job:
     def __repr__(self) -> str:
         return f"<Job: {self.output}>"
 
+    def _repr_html_(self) -> str:
+        # what the output says is not read: a store may be slow or away
+        return facts_table("Job", {"output": self.output, "cluster": self.cluster, "dashboard": self.dashboard})
+
+    def __await__(self) -> Generator[Any, None, JobResult]:
+        """Wait for the job without blocking the event loop: `await job` is `job.result()`."""
+        return self._awaited().__await__()
+
     @property
     def output(self) -> str:
         """The output folder or URL, without passwords and signatures."""
@@ -238,13 +254,15 @@ class Job:
 
     def result(self, timeout_s: float | None = None, *, progress: bool | Progress = False) -> JobResult:
         """Wait for the job; returns its result. Raises the error that ended the job, and what `wait` raises."""
-        from .pipeline.result import JobResult
+        return _result_of(self.wait(timeout_s, progress=progress))
 
-        found = self.wait(timeout_s, progress=progress)
-        if (error := found.error) is not None:
-            raise error
-        assert found.summary is not None, "_SUCCESS is there, summary.json is not"
-        return JobResult.from_json(found.summary)
+    async def _awaited(self) -> JobResult:
+        import asyncio
+
+        began_s = time.monotonic()
+        while not (found := await asyncio.to_thread(read_status, self._store)).has_ended:
+            await asyncio.sleep(wait_interval_s(self._store, time.monotonic() - began_s))
+        return _result_of(found)
 
     def cancel(self) -> bool:
         """Ask the job to stop; False when it has ended already. Finished rows are kept. Raises what `status` raises."""
@@ -267,6 +285,19 @@ class Job:
     def logs(self, *, follow: bool = False) -> Iterator[str]:
         """Events and log lines in order of time, as `lorabatch logs` prints them; with `follow`, until the job ends."""
         return log_lines(self._store, follow=follow)
+
+    def iter_rows(self, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+        """Each row of the output once, as a dictionary, part by part as the job writes them; ends when the job does.
+
+        >>> len(list(lorabatch.Job("answers").iter_rows(["id", "completion"])))
+        12
+
+        columns: names of the columns to read; by default all.
+
+        Raises the error that ended the job, after the rows of its parts; `JobRequestError` for a column that the output
+        does not have; `JobFailedError` when another run computes a part again that was read; and what `status` raises.
+        """
+        return follow_rows(self._store, columns)
 
     def to_arrow(self) -> pa.Table:
         """All rows of the output as an Arrow table, in the order of the parts. Waits and raises as `result` does."""
@@ -373,6 +404,27 @@ class JobPlan:
     def __repr__(self) -> str:
         return f"<JobPlan: {self.num_rows} rows, {self.num_workers} workers, {self.predicted_s:.1f} s predicted>"
 
+    def _repr_html_(self) -> str:
+        facts = {
+            "rows": self.num_rows,
+            "rows known to be wrong": self.num_errors,
+            "workers": self.num_workers,
+            "predicted seconds": f"{self.predicted_s:,.1f}",
+            "price": None if self.price is None else f"{self.price:,.2f}",
+            "notes": "\n".join(self.notes),
+        }
+        return facts_table("Plan", facts)
+
+
+def _result_of(status: JobStatus) -> JobResult:
+    """The result of a job that has ended. Raises the error that ended it."""
+    from .pipeline.result import JobResult
+
+    if (error := status.error) is not None:
+        raise error
+    assert status.summary is not None, "_SUCCESS is there, summary.json is not"
+    return JobResult.from_json(status.summary)
+
 
 def _values(job: JobSource, options: Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
     """The given options of a job, and its job file."""
@@ -391,7 +443,15 @@ def _spec(job: JobSource, options: Mapping[str, Any], client: Client | None) -> 
     spec = job if isinstance(job, JobSpec) and not options else requested_job(*_values(job, options))
     # A cluster by address, so that devices are asked of its workers, not of this machine.
     return (
-        spec if client is None else spec.model_copy(update={"cluster": client.scheduler_info(n_workers=0)["address"]})
+        spec
+        if client is None
+        else spec.model_copy(
+            update={
+                "cluster": client.scheduler_info(n_workers=0)["address"],
+                "scheduler_file": None,
+                "cluster_options": {},
+            }
+        )
     )
 
 

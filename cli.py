@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .console.ending import Ending, errors_as_exit_codes
 from .console.options import Commands, shared_option
 from .version import __version__
 
@@ -27,7 +24,6 @@ if TYPE_CHECKING:
 
 app = Commands(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Offline batch inference for many LoRA adapters over one base model, on Dask.",
 )
@@ -38,6 +34,8 @@ OutputArgument = Annotated[str, typer.Argument(help="The job's output folder or 
 ModelOption = Annotated[str, shared_option("model")]
 StorageOption = Annotated[str | None, shared_option("storage_options")]
 ClusterOption = Annotated[str | None, shared_option("cluster")]
+ClusterOptionsOption = Annotated[str | None, shared_option("cluster_options")]
+SchedulerFileOption = Annotated[str | None, shared_option("scheduler_file")]
 TlsCaOption = Annotated[str | None, shared_option("tls_ca")]
 TlsCertOption = Annotated[str | None, shared_option("tls_cert")]
 TlsKeyOption = Annotated[str | None, shared_option("tls_key")]
@@ -54,7 +52,23 @@ def main() -> None:
     """Entry point of the console script. SIGTERM, as batch systems and Kubernetes send it, acts as Ctrl-C."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # looking for them reads every installed package
+    if "_LORABATCH_COMPLETE" in os.environ:
+        os.environ["COLUMNS"] = "10000"  # typer would wrap the texts of options, and shells complete words by line
     app()
+
+
+def audit_main() -> None:
+    """Entry point of `lorabatch-audit`, which is installed without torch: the command `audit` alone."""
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    alone = Commands(add_completion=False, pretty_exceptions_enable=False)
+    alone.command("audit")(audit)
+    try:
+        alone()
+    except ModuleNotFoundError as error:
+        typer.echo(
+            f"lorabatch-audit: {error}. What was asked needs the whole of lorabatch: `lorabatch audit`.", err=True
+        )
+        raise SystemExit(2) from None
 
 
 @app.callback(invoke_without_command=True)
@@ -108,7 +122,7 @@ def plan(
 
 @app.command()
 def simulate(
-    job_file: Annotated[Path | None, typer.Argument(metavar="[JOB.yaml]", help="A job; its rows are indexed.")] = None,
+    job_file: Annotated[Path | None, typer.Argument(metavar="JOB.yaml", help="A job; its rows are indexed.")] = None,
     trace: Annotated[Path | None, typer.Option(help="CSV with ContextTokens and GeneratedTokens per row.")] = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows to draw, without a job file.")] = 2000,
     adapters: Annotated[int, typer.Option(min=0, help="Adapters to draw, without a job file.")] = 32,
@@ -167,18 +181,16 @@ def profile(
         from .jobs.spec import JobSpec
         from .pipeline.planning.profile import profile_model
 
-        spec = JobSpec(
-            model=model,
-            input="-",
-            output="-",
-            workers=workers,
-            engine_threads=engine_threads,
-            batch_rows=batch_rows,
-            step_tokens=step_tokens,
-            dtype=dtype,
-            base_quantization=base_quantization,
-            tensor_parallel=tensor_parallel,
-        )
+        given: dict[str, Any] = {
+            "workers": workers,
+            "engine_threads": engine_threads,
+            "batch_rows": batch_rows,
+            "step_tokens": step_tokens,
+            "dtype": dtype,
+            "base_quantization": base_quantization,
+            "tensor_parallel": tensor_parallel,
+        }
+        spec = JobSpec(model=model, input="-", output="-", **given)
         print_profile(*profile_model(spec, max_seconds, save))
 
 
@@ -259,6 +271,8 @@ def submit(job_file: Path | None, options: dict[str, Any]) -> None:
 def resume(
     output: OutputArgument,
     cluster: ClusterOption = None,
+    cluster_options: ClusterOptionsOption = None,
+    scheduler_file: SchedulerFileOption = None,
     workers: Annotated[str | None, shared_option("workers", "<int>")] = None,
     tls_ca: TlsCaOption = None,
     tls_cert: TlsCertOption = None,
@@ -268,7 +282,8 @@ def resume(
     as_json: JsonEndOption = False,
 ) -> None:
     """Go on with a job from its output alone, as it last ran but for what is given. Changed adapters answer anew."""
-    where = {"output": output, "cluster": cluster, "workers": workers}
+    where = {"output": output, "cluster": cluster, "scheduler_file": scheduler_file, "workers": workers}
+    where["cluster_options"] = cluster_options
     given = where | {"tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key, "max_errors": max_errors}
     with errors_as_exit_codes(as_json=as_json) as ending:
         from .jobs.status.job_status import read_status
@@ -332,6 +347,7 @@ def list_jobs(
     cluster: Annotated[
         str | None, typer.Option(help="Address of a Dask scheduler; by default the background's.")
     ] = None,
+    scheduler_file: SchedulerFileOption = None,
     tls_ca: TlsCaOption = None,
     tls_cert: TlsCertOption = None,
     tls_key: TlsKeyOption = None,
@@ -342,7 +358,7 @@ def list_jobs(
         from .jobs.option_values import TlsFiles
         from .pipeline.listing import list_jobs as jobs_of
 
-        found = jobs_of(cluster, tls_files=TlsFiles(tls_ca, tls_cert, tls_key))
+        found = jobs_of(cluster, tls_files=TlsFiles(tls_ca, tls_cert, tls_key), scheduler_file=scheduler_file)
         echo("\n".join(found) if found else "No jobs.")
 
 
@@ -425,7 +441,7 @@ def bench_engine(
             raise typer.BadParameter(str(error)) from None
 
 
-def _run(spec: JobSpec, ending: _Ending) -> None:
+def _run(spec: JobSpec, ending: Ending) -> None:
     """Run a job in the foreground and print its summary, beside the line for machines to standard error."""
     from .console.progress import ConsoleProgress
     from .console.terminal import echo
@@ -456,48 +472,3 @@ def _storage_options(text: str | None) -> dict[str, Any]:
         return parse_storage_options(text)
     except ValueError as error:
         raise JobRequestError(f'storage_options: {error}. Write for example \'{{"profile": "batch"}}\'.') from None
-
-
-@dataclass(slots=True)
-class _Ending:
-    """How a command that runs a job ends. `spec`: of the job, once known."""
-
-    as_json: bool
-    spec: JobSpec | None = None
-    #: Says on standard error what the command waits for.
-    say: Callable[[str], None] = lambda text: None
-
-    def print(self, message: str = "", exit_code: int = 0) -> None:
-        """Print the line for machines, if it is asked for."""
-        from .console.progress import print_end
-
-        if self.as_json:
-            print_end(self.spec, message, exit_code)
-
-
-@contextmanager
-def errors_as_exit_codes(*, as_json: bool = False) -> Iterator[_Ending]:
-    """Turns an error of ours into its message and its exit code; anything else is a defect and shows its trace. What
-    takes long before work begins is said on standard error.
-    """
-    from .console.terminal import echo
-    from .engine.errors import EngineError
-    from .jobs.errors import JobError
-    from .jobs.storage.limits import waits_said
-    from .system.long_work import listening
-    from .system.untrusted import NoProcessError
-
-    ending = _Ending(as_json, say=partial(echo, err=True))
-    try:
-        with listening(partial(echo, err=True)), waits_said(lambda text: ending.say(text)):
-            yield ending
-        return
-    except JobError as error:
-        message, exit_code = str(error), error.exit_code
-    except (EngineError, NoProcessError) as error:
-        message, exit_code = str(error), 2
-    except KeyboardInterrupt:
-        message, exit_code = "interrupted. Run the same command again to go on.", 130
-    echo(f"lorabatch: {message}", err=True)
-    ending.print(message, exit_code)
-    raise typer.Exit(exit_code)

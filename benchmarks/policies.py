@@ -156,13 +156,13 @@ class Rig:
         adapters = self._adapters(mix)
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         pq.write_table(rows_of(mix, seed), folder / "input.parquet")
+        chosen: dict[str, Any] = {"policy": policy, "placement": placement}
         return JobSpec(
             model=str(self.model),
             adapters=str(adapters),
             input=str(folder / "input.parquet"),
             output=str(folder / "output"),
-            policy=policy,
-            placement=placement,
+            **chosen,
             workers=workers,
             batch_rows=BATCH_ROWS,
             engine_threads=1,

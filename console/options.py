@@ -21,6 +21,8 @@ import typer
 from typer.core import TyperCommand
 
 from ..jobs.storage.redaction import scrubbed
+from .help import print_help
+from .patterns import PatternError, with_expanded_patterns
 from .terminal import echo
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -28,6 +30,8 @@ _JobCall = TypeVar("_JobCall", bound=Callable[..., None])
 # Field of `JobSpec` -> name on the command line, where the two differ: repeatable options are named in the singular.
 _NAMES = {"columns": "column"}
 _NUMBERS = (int, float)
+# Letters of options that commands without a job share, which are listed without `JobSpec`; a test compares them.
+_SHORT = {"model": "m", "cluster": "c", "workers": "w", "max_errors": "e"}
 # Placeholder for the help of a shared option; `StrictCommand.format_help` puts the option's own help in its place.
 _SHARED = "As for `lorabatch run`."
 
@@ -47,20 +51,43 @@ class JobOption:
     default: str
     #: Text of the help.
     help: str
+    #: Whether it is a switch that is off by default.
+    is_off: bool
     #: Whether a job must have the option.
     is_required: bool
+    #: Part of the help that shows it.
+    panel: str
+    #: Its letter, for the commonest options; "" for none.
+    short: str
+    #: Whether short help shows it.
+    is_common: bool
+    #: Its values, if it has a fixed set of them.
+    choices: tuple[str, ...]
 
     def parameter(self) -> Any:
         """The option as an annotation that typer reads."""
         text = f"{self.help}  [default: {self.default}]" if self.default else self.help
+        if self.kind is bool and not self.is_off:
+            text += f"  --no{_flag(self.name)[1:]} turns it off."
         return Annotated[(str if self.kind in _NUMBERS else self.kind) | None, self.declaration(text)]
 
     def declaration(self, text: str) -> Any:
         """The option for typer. `text`: its help."""
         flag = _flag(self.name)
-        flags = f"{flag}/--no{flag[1:]}" if self.kind is bool else flag
-        metavar = f"<{self.kind.__name__}>" if self.kind in _NUMBERS else None
-        return typer.Option(flags, help=_unmarked(text), metavar=metavar, show_default=False)
+        flags = [f"{flag}/--no{flag[1:]}" if self.kind is bool else flag, *([f"-{self.short}"] if self.short else [])]
+        metavar = None if self.kind is bool else f"<{self.kind.__name__ if self.kind in _NUMBERS else 'str'}>"
+        return typer.Option(
+            *flags,
+            help=_unmarked(text),
+            metavar=metavar,
+            show_default=False,
+            rich_help_panel=self.panel.capitalize(),
+            autocompletion=self.completions if self.choices else None,
+        )
+
+    def completions(self, incomplete: str) -> list[str]:
+        """Values that begin as what is typed, for the shell."""
+        return [choice for choice in self.choices if choice.startswith(incomplete)]
 
 
 class StrictCommand(TyperCommand):
@@ -71,6 +98,8 @@ class StrictCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments. Ends the command with exit code 2 when an option is given twice or cannot be read."""
+        if ctx.resilient_parsing:  # the shell asks for completions of an unfinished command
+            return super().parse_args(ctx, args)
         given = self._given(ctx, args)
         repeated = {flag: values for flag, values in given.items() if len(values) > 1}
         for flag, values in repeated.items():
@@ -95,7 +124,15 @@ class StrictCommand(TyperCommand):
         for option in self.params:
             if getattr(option, "help", None) == _SHARED and option.name:
                 option.help = _unmarked(job_options()[option.name].help)  # type: ignore[attr-defined]
-        super().format_help(ctx, formatter)
+        print_help(self, ctx, self.is_shown, self.closing(ctx))
+
+    def is_shown(self, parameter: Any) -> bool:
+        """Whether the help shows a parameter."""
+        return True
+
+    def closing(self, ctx: Any) -> str:
+        """The last line of the help; "" for none."""
+        return ""
 
     def _given(self, ctx: Any, args: list[str]) -> dict[str, list[str]]:
         """Option -> its values, for given options that are not repeatable."""
@@ -151,8 +188,49 @@ class _JobCommand(StrictCommand):
     def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Make the job options, and a context whose command has them."""
         app = Commands(add_completion=False)
-        app.command(self.name)(_with_job_options(self._call))
+        app.command(self.name, cls=_CommandOfJob)(_with_job_options(self._call))
         return typer.main.get_command(app).make_context(info_name, args, parent, **extra)
+
+
+class _CommandOfJob(StrictCommand):
+    """A command with every option of a job. Its help shows the commonest ones, unless it is asked for all."""
+
+    #: Whether the help shows every option.
+    shows_all = False
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments. Files that a shell has put in place of a pattern behind `--input` are all inputs."""
+        try:
+            return super().parse_args(ctx, args if ctx.resilient_parsing else with_expanded_patterns(args))
+        except PatternError as error:
+            echo(f"lorabatch: {error}", err=True)
+            raise typer.Exit(2) from None
+
+    def is_shown(self, parameter: Any) -> bool:
+        """Whether the help shows a parameter: the commonest options of a job, and what is of this command alone."""
+        option = job_options().get(parameter.name)
+        return self.shows_all or option is None or option.is_common
+
+    def closing(self, ctx: Any) -> str:
+        """The last line of the help."""
+        if self.shows_all:
+            return ""
+        return f"The commonest options of {len(job_options())}: `lorabatch {_name(ctx)} {_HELP_ALL}` shows all."
+
+
+def _show_all(ctx: typer.Context, is_asked: bool) -> None:
+    """Print the whole help, and end the command."""
+    if is_asked and not ctx.resilient_parsing:
+        assert isinstance(ctx.command, _CommandOfJob)
+        ctx.command.shows_all = True
+        ctx.get_help()
+        raise typer.Exit
+
+
+_HELP_ALL = "--help-all"
+_HELP_ALL_OPTION = Annotated[
+    bool, typer.Option(_HELP_ALL, is_eager=True, callback=_show_all, help="Show every option and exit.")
+]
 
 
 def _name(ctx: Any) -> str:
@@ -175,14 +253,16 @@ def _with_job_options(call: _JobCall) -> Callable[..., None]:
 
     def command(job_file: Path | None = None, **values: Any) -> None:
         extra = {parameter.name: values.pop(parameter.name) for parameter in own}
+        values.pop("help_all")
         call(job_file, {name: value for name, value in values.items() if value not in (None, [])}, **extra)
 
     keyword = inspect.Parameter.KEYWORD_ONLY
-    argument = Annotated[Path | None, typer.Argument(metavar="[JOB.yaml]", help="Job file; options take precedence.")]
+    argument = Annotated[Path | None, typer.Argument(metavar="JOB.yaml", help="Job file; options take precedence.")]
     parameters = [
         inspect.Parameter("job_file", keyword, default=None, annotation=argument),
         *(inspect.Parameter(o.key, keyword, default=None, annotation=o.parameter()) for o in job_options().values()),
         *(parameter.replace(kind=keyword) for parameter in own),
+        inspect.Parameter("help_all", keyword, default=False, annotation=_HELP_ALL_OPTION),
     ]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -192,15 +272,16 @@ def _with_job_options(call: _JobCall) -> Callable[..., None]:
 
 def shared_option(key: str, metavar: str | None = None) -> Any:
     """An option of a job for a command that takes no job. Its help shows no default, since the job's does not apply."""
-    return typer.Option(_flag(key), help=_SHARED, metavar=metavar, show_default=False)
+    letters = [f"-{_SHORT[key]}"] if key in _SHORT else []
+    return typer.Option(_flag(key), *letters, help=_SHARED, metavar=metavar, show_default=False)
 
 
 @cache
 def job_options() -> Mapping[str, JobOption]:
-    """Field of `JobSpec` -> its option, in the order of the fields, options of sampling last."""
-    from ..engine.request import SAMPLING_OPTIONS
-    from ..jobs.spec import JobSpec
+    """Field of `JobSpec` -> its option, in the order of the help's panels and of the fields."""
+    from ..jobs.spec import JobSpec, Panel
 
+    order = get_args(Panel)
     return {
         key: JobOption(
             name=_NAMES.get(key, key),
@@ -208,10 +289,20 @@ def job_options() -> Mapping[str, JobOption]:
             kind=_kind(field.annotation),
             default=_shown_default(field.default),
             help=" ".join(filter(None, (field.description, _choices(field.annotation)))),
+            is_off=field.default is False,
             is_required=field.is_required(),
+            choices=get_args(field.annotation) if get_origin(field.annotation) is Literal else (),
+            **_shown_with(field),
         )
-        for key, field in sorted(JobSpec.model_fields.items(), key=lambda item: item[0] in SAMPLING_OPTIONS)
+        for key, field in sorted(
+            JobSpec.model_fields.items(), key=lambda item: order.index(_shown_with(item[1])["panel"])
+        )
     }
+
+
+def _shown_with(field: Any) -> dict[str, Any]:
+    """Panel, letter and commonness of an option, as its field declares them."""
+    return {name: field.json_schema_extra[name] for name in ("panel", "short", "is_common")}
 
 
 def _kind(annotation: Any) -> Any:

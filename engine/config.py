@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,6 +31,8 @@ __all__ = [
 ]
 Mode = Literal["auto", "unmerged", "merged", "exact"]
 BaseQuantization = Literal["none", "int8", "fp8"]
+#: Least compute capability of GPUs that multiply in 8-bit floating point.
+FP8_CAPABILITY = (8, 9)
 DeviceKind = Literal["cpu", "cuda"]
 DEFAULT_BATCH_ROWS, DEFAULT_STEP_TOKENS = 64, 512
 #: Key of `config.json` in folders that were converted from GGUF: linear layers are in blocks of few bits.
@@ -112,6 +115,48 @@ def pool_format(kind: DeviceKind, dtype: str, base_quantization: BaseQuantizatio
 def products_format(kind: DeviceKind, dtype: str, base_quantization: BaseQuantization) -> str:
     """Number format in which an engine multiplies. Step costs are kept apart by it."""
     return dtype_on(kind, dtype) if base_quantization == "none" else base_quantization
+
+
+def format_problem(
+    kind: DeviceKind, dtype: str, base_quantization: BaseQuantization, products: Collection[str], name: str
+) -> str:
+    """Why a device cannot serve a number format, as a sentence with what to do; "" if it can.
+
+    `products`: formats in which the device multiplies, besides float32 on a CPU, and float32, bfloat16 and float16 on a
+    GPU. `name`: the device for people.
+    """
+    asked = f"base_quantization={base_quantization!r}"
+    if kind == "cpu" and base_quantization == "fp8":
+        return f"{asked}: served on GPUs only. Use int8 or none on a CPU."
+    if kind == "cpu" and base_quantization == "int8" and dtype != "float16":
+        if "int8" in products:
+            return ""
+        return (
+            f"{asked}: this processor has neither AVX512_VNNI nor AVX_VNNI, or the compiled CPU kernels are missing. "
+            "Use base_quantization none."
+        )
+    if kind == "cpu" and dtype not in ("auto", "float32", *products):
+        return (
+            f"dtype={dtype!r}: this processor multiplies {' and '.join(['float32', *_of_16_bits(products)])} only "
+            "(bfloat16 needs AVX512_BF16 and the compiled CPU kernels). Use dtype auto: a checkpoint of 16 bits stays "
+            "so in memory."
+        )
+    if kind == "cpu" or base_quantization == "none":
+        return ""
+    if base_quantization == "int8":
+        return f"{asked}: served on CPUs only. Use fp8 or none on a GPU."
+    if dtype_on(kind, dtype) != "bfloat16":
+        return f"{asked}, dtype={dtype!r}: products of 8 bits give bfloat16. Use dtype auto."
+    if "fp8" not in products:
+        return (
+            f"{asked}: {name} does not multiply in 8-bit floating point (compute capability 8.9 and later do: L4, "
+            "H100, B200). Use none."
+        )
+    return ""
+
+
+def _of_16_bits(products: Collection[str]) -> list[str]:
+    return [name for name in products if name == "bfloat16"]
 
 
 def read_json(path: Path) -> dict[str, Any]:

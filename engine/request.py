@@ -48,6 +48,10 @@ class SamplingOption:
     expected: str
     #: Whether a value of the right type is in range.
     is_valid: Callable[[Any], bool]
+    #: Part of the command line's help that shows it.
+    panel: Literal["answers", "form"]
+    #: Its letter on the command line; "" for none.
+    short: str
 
     def read(self, value: Any) -> Any:
         """A value as users give it, in the type of the option: one item stands for a list of it, a logit bias is a
@@ -76,9 +80,13 @@ def _option(
     help: str,
     expected: str = "",
     is_valid: Callable[[Any], bool] = lambda value: True,
+    *,
+    panel: Literal["answers", "form"] = "answers",
+    short: str = "",
 ) -> Any:
     """The declaration of one sampling option; its name and type are those of the field it is assigned to."""
-    return field(default=default, metadata={"help": help, "expected": expected, "is_valid": is_valid})
+    shown = {"help": help, "expected": expected, "panel": panel, "short": short}
+    return field(default=default, metadata=shown | {"is_valid": is_valid})
 
 
 def _are_texts(texts: Any) -> bool:
@@ -97,7 +105,7 @@ class SamplingParams:
     """
 
     #: Tokens, a final stop token included.
-    max_tokens: int = _option(128, "Most tokens of a completion.", "at least 1", lambda n: n >= 1)
+    max_tokens: int = _option(128, "Most tokens of a completion.", "at least 1", lambda n: n >= 1, short="t")
     #: Tokens; at most `max_tokens`.
     min_tokens: int = _option(0, "Tokens before which a completion does not end.", "at least 0", lambda n: n >= 0)
     #: Divisor of the logits; 0 takes the likeliest token.
@@ -106,6 +114,7 @@ class SamplingParams:
         "Randomness of the draw; 0 is greedy.",
         "0 (greedy) or a positive finite number",
         lambda t: 0.0 <= t < float("inf"),
+        short="T",
     )
     #: Probability; 1 for all tokens.
     top_p: float = _option(
@@ -210,26 +219,32 @@ class SamplingParams:
         (), "A token of the completion, which is given and scored. Repeatable.", "tokens, 0 or more", _are_tokens
     )
     #: JSON; "" for none. At most one constraint (`json_schema`, `regex`, `choice`, `grammar`) is given.
-    json_schema: str = _option("", "JSON Schema of which the completion is an instance.")
+    json_schema: str = _option("", "JSON Schema of which the completion is an instance.", panel="form")
     #: "" for none.
-    regex: str = _option("", "Regular expression that the completion matches from its beginning to its end.")
+    regex: str = _option(
+        "", "Regular expression that the completion matches from its beginning to its end.", panel="form"
+    )
     #: Texts; empty for none.
     choice: tuple[str, ...] = _option(
         (),
         "One of the texts of which the completion is one. Repeatable.",
         "strings that are not empty",
         _are_texts,
+        panel="form",
     )
     #: Has an effect only where `choice` is given.
-    score_choices: bool = _option(True, "Add the log-probability of each text of choice to the output.")
+    score_choices: bool = _option(True, "Add the log-probability of each text of choice to the output.", panel="form")
     #: "" for none.
-    grammar: str = _option("", "Context-free grammar of the completion, in the form of Lark that llguidance reads.")
+    grammar: str = _option(
+        "", "Context-free grammar of the completion, in the form of Lark that llguidance reads.", panel="form"
+    )
     #: "" where reasoning is not split from the completion; parsed by `reasoning`.
     reasoning_markers: str = _option(
         "",
         "START,END: texts around a model's reasoning, which goes to a column of its own.",
         "START,END such as <think>,</think>; with an empty START every answer begins with reasoning",
         lambda text: not text or bool(text.partition(",")[2]),
+        panel="form",
     )
     #: One of `TOOL_CALL_PARSERS`; "" where calls are not read.
     tool_call_parser: str = _option(
@@ -237,6 +252,7 @@ class SamplingParams:
         f"Form of the tool calls that are read from completions: {', '.join(TOOL_CALL_PARSERS)}.",
         f"one of {', '.join(TOOL_CALL_PARSERS)}",
         lambda name: name in ("", *TOOL_CALL_PARSERS),
+        panel="form",
     )
 
     @classmethod

@@ -8,6 +8,8 @@ from itertools import takewhile
 from statistics import fmean
 from typing import Any
 
+from ..system.html import facts_table
+
 #: Tokens of an answer, and the log-probability of each.
 Answer = tuple[Sequence[int], Sequence[float]]
 
@@ -56,6 +58,19 @@ class Agreement:
         if self.logprob_distance is not None:
             text += f", and their log-probabilities differ by {self.logprob_distance:.4f}"
         return f"{text} ({self.job_id})"
+
+    def __repr__(self) -> str:
+        return f"<Agreement: {self.products}, {self.num_equal} of {self.num_rows} answers equal, {self.job_id}>"
+
+    def _repr_html_(self) -> str:
+        distance = None if self.logprob_distance is None else f"{self.logprob_distance:.4f}"
+        facts = {
+            "rows": self.num_rows,
+            "answers as in float32": self.num_equal,
+            "tokens before a first difference": f"{self.leading_share:.1%}",
+            "difference of their log-probabilities": distance,
+        }
+        return facts_table(f"Job {self.job_id}: {self.products} beside float32", facts)
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a JSON object, the form in which they are stored."""

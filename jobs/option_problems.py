@@ -12,8 +12,10 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from ..engine.config import Mode
 from ..system.untrusted import shortened
-from .storage.redaction import scrubbed
+from .option_values import PROMPT_ROLES, TEMPLATE_OPTIONS
+from .storage.redaction import redacted_url, scrubbed
 
 # Spellings of an option that are accepted beside the field's name.
 _SPELLINGS = {"column": "columns", "adapter": "adapters"}
@@ -30,6 +32,16 @@ _NOT_SERVED = {
     "echo": "see prompt_logprobs and continuation",
 }  # fmt: skip
 _SHOWN_CHARACTERS = 300
+# Options whose values may be secrets.
+_NEVER_SHOWN = ("storage_options", "cluster_options")
+# Policies that decide by themselves whether adapters are merged -> the modes that leave them to it.
+_MODES_OF_POLICY: dict[str, tuple[Mode, ...]] = {
+    "dlora": ("auto",),
+    "s-lora": ("auto", "unmerged", "exact"),
+    "vllm-like": ("auto", "unmerged", "exact"),
+    "merged-only": ("auto", "merged"),
+    "peft-like": ("auto", "merged"),
+}
 
 
 def field_name(key: str) -> str:
@@ -70,7 +82,7 @@ def value_problems(error: ValidationError, values: Mapping[str, Any], fields: Ma
         if found["type"] == "missing":
             option = f"--{name.replace('_', '-')}"
             sentences.append(f"{name}: required and not given. Add {option}, or the key {name} in the job file.")
-        elif name == "storage_options":
+        elif name in _NEVER_SHOWN:
             sentences.append(f"{name}: {expectation}")
         elif expectation.startswith(name):
             sentences.append(expectation)  # it says where in the value
@@ -91,3 +103,75 @@ def _expectation(field: FieldInfo) -> str:
     extra = field.json_schema_extra
     expected = extra.get("expected") if isinstance(extra, dict) else None
     return f"expected {expected}" if expected else ""
+
+
+def conflicts(spec: Any) -> list[str]:
+    """Problems of valid options that exclude each other or are not served together. `spec`: a `JobSpec`."""
+    problems = []
+    if spec.tensor_parallel != 1 and spec.mode == "exact":
+        problems.append(
+            f"tensor_parallel={spec.tensor_parallel}, mode={spec.mode!r}: what parts add up rounds otherwise than "
+            "the whole. Use mode auto, unmerged or merged, or tensor_parallel 1."
+        )
+    if spec.base_quantization == "fp8" and spec.mode == "exact":
+        problems.append(
+            f"base_quantization={spec.base_quantization!r}, mode={spec.mode!r}: on GPUs a library multiplies in 8 "
+            "bits and rounds a row by the rows beside it. Use mode auto or unmerged, or base_quantization none."
+        )
+    if spec.device == "cpu" and spec.dtype == "float16":
+        problems.append(f"dtype={spec.dtype!r}: CPUs multiply in float32 or bfloat16. Use dtype auto.")
+    if spec.base_quantization != "none" and spec.mode == "merged":
+        problems.append(
+            f"mode={spec.mode!r}, base_quantization={spec.base_quantization!r}: adapters are not merged into a "
+            "quantised base, whose rounding is larger than what they change. Use mode auto or unmerged."
+        )
+    if spec.add_generation_prompt and spec.continue_final_message:
+        problems.append(
+            "add_generation_prompt, continue_final_message: a prompt ends with one of the two. Give one of them."
+        )
+    problems += _template_problems(spec)
+    if spec.keep and spec.drop:
+        problems.append("keep, drop: each says which columns are copied. Give one of them.")
+    if spec.scheduler_file is not None and spec.cluster != "local":
+        problems.append(
+            f"cluster={redacted_url(spec.cluster)!r}, scheduler_file={spec.scheduler_file!r}: each names a cluster. "
+            "Give one of them."
+        )
+    if spec.cluster_options and not spec.is_cluster_class:
+        problems.append(
+            f"cluster_options, cluster={redacted_url(spec.cluster)!r}: these are arguments of a cluster class. Name "
+            "one, for example --cluster dask_jobqueue.SLURMCluster, or leave cluster_options out."
+        )
+    problem = policy_problem(spec.policy, spec.mode)
+    if problem is not None:
+        problems.append(problem)
+    if spec.policy != "planner" and spec.placement in ("planned", "none"):
+        problems.append(
+            f"placement={spec.placement!r}, policy={spec.policy!r}: this policy deals rows out to workers itself. "
+            "Leave placement out, or use policy planner."
+        )
+    return problems
+
+
+def _template_problems(spec: Any) -> list[str]:
+    """Problems of options that say of which columns prompts are made, as sentences."""
+    given = [name for name in TEMPLATE_OPTIONS if getattr(spec, name) is not None]
+    columns = [f"column {role}={spec.columns[role]!r}" for role in PROMPT_ROLES if role in spec.columns]
+    problems = []
+    if len(given) + len(columns) > 1 and given:
+        problems.append(f"{', '.join([*given, *columns])}: each says what the prompts are. Give one of them.")
+    if spec.chat is False and spec.messages_template is not None:
+        problems.append(
+            "chat=False, messages_template: messages are rendered by the chat template. Give prompt_template for "
+            "a prompt that is text."
+        )
+    return problems
+
+
+def policy_problem(policy: str, mode: Mode) -> str | None:
+    """Why a policy and a mode exclude each other, as a plain sentence; None when they do not."""
+    modes = _MODES_OF_POLICY.get(policy)
+    if modes is None or mode in modes:
+        return None
+    merging = "merges adapters by itself" if "merged" in modes or modes == ("auto",) else "never merges an adapter"
+    return f"policy={policy!r}, mode={mode!r}: {policy} {merging}. Use mode {' or '.join(modes)}, or policy planner."

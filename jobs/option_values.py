@@ -11,8 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..engine.structured_output import CONSTRAINTS, FORMS, constraint_of
 from .errors import JobRequestError
 
+#: Prefix of the names of lorabatch's internal columns.
+OUR_PREFIX = "__lb_"
+_MOST_PREFIX_CHARACTERS = 64
+#: Roles of columns that hold prompts.
+PROMPT_ROLES = ("prompt", "messages", "prompt_token_ids")
+#: Options that make prompts of columns.
+TEMPLATE_OPTIONS = ("prompt_template", "messages_template")
 TLS_FIELDS = ("tls_ca", "tls_cert", "tls_key")
 
 
@@ -41,6 +49,46 @@ def parse_storage_options(text: str | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, found {type(value).__name__}")
     return value
+
+
+def replace_forms(values: dict[str, Any]) -> list[str]:
+    """Replaces each form of structured output in `values` by its sampling option. Returns problems, as sentences."""
+    problems = []
+    for form in FORMS:
+        value = values.pop(form, None)
+        if value is None:
+            continue
+        try:
+            options = constraint_of(form, value)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        given = [name for name in CONSTRAINTS if values.get(name)]
+        if given:
+            problems.append(f"{form}, {given[0]}: expected at most one of them")
+        values.update(options)
+    return problems
+
+
+def markers_of(value: Any) -> Any:
+    """`START,END` from a mapping of start and end, or from a list of the two; other values as they are. Raises
+    ValueError for a start marker with a comma.
+    """
+    if isinstance(value, dict) and value.keys() <= {"start", "end"}:
+        value = [value.get("start", ""), value.get("end")]
+    if isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(text, str) for text in value):
+        if "," in value[0]:
+            raise ValueError("expected a start marker without a comma")
+        return ",".join(value)
+    return value
+
+
+def check_prefix(text: str) -> None:
+    """Raise ValueError for a text that cannot begin the names of output columns."""
+    if text.startswith(OUR_PREFIX) or not text.isprintable() or len(text) > _MOST_PREFIX_CHARACTERS:
+        raise ValueError(
+            f"expected at most {_MOST_PREFIX_CHARACTERS} printable characters that do not begin with {OUR_PREFIX}"
+        )
 
 
 def parse_speeds(text: str) -> tuple[float, ...]:

@@ -48,7 +48,7 @@ _LATER = (
     "prompt_template", "messages_template", "chat",
 )  # fmt: skip
 #: Options that `job.json` leaves out.
-NOT_RECORDED = {"storage_options", "overwrite"}
+NOT_RECORDED = {"storage_options", "cluster_options", "overwrite"}
 _SHOWN_CHARACTERS = 300
 AdapterVerdict = Literal["exact", "exact-by-merge", "refused"]
 
@@ -262,7 +262,11 @@ class JobRecord(_Frozen):
         """
         given = {name: value for name, value in overrides.items() if value is not None}
         recorded = self.spec.model_dump() | self.unknown_options
-        if not (recorded | given)["cluster"].startswith("tls://"):
+        if "cluster" in given:
+            recorded["scheduler_file"] = None
+        if "scheduler_file" in given:
+            recorded["cluster"] = "local"
+        if not (recorded["scheduler_file"] or (recorded | given)["cluster"].startswith("tls://")):
             # The recorded TLS files are for the cluster of an earlier run.
             recorded |= dict.fromkeys(TLS_FIELDS)
         return JobSpec(**recorded | {"storage_options": storage_options or {}} | given)

@@ -7,14 +7,15 @@ does.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, get_origin
+from typing import TYPE_CHECKING, Any, Literal, Unpack, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model, field_validator
 
 from ..engine.config import BaseQuantization, Mode
 from ..engine.request import SAMPLING_OPTIONS, SamplingParams
-from ..engine.structured_output import CONSTRAINTS, FORMS, constraint_of
+from ..engine.structured_output import FORMS
 from ..engine.text.chat.conversation import (
     RENDERING_OPTIONS,
     is_template_text,
@@ -25,22 +26,29 @@ from ..engine.text.chat.conversation import (
     written,
 )
 from .errors import JobRequestError
-from .option_problems import field_name, unknown_options, value_problems, with_next_step, with_suggestion
-from .option_values import TLS_FIELDS, ErrorBudget, TlsFiles, pairs_of, parse_storage_options
+from .job_options import JobOptions
+from .option_problems import conflicts, field_name, unknown_options, value_problems, with_next_step, with_suggestion
+from .option_values import (
+    PROMPT_ROLES,
+    TEMPLATE_OPTIONS,
+    TLS_FIELDS,
+    ErrorBudget,
+    TlsFiles,
+    check_prefix,
+    markers_of,
+    pairs_of,
+    parse_storage_options,
+    replace_forms,
+)
 from .storage.redaction import redacted_url
 from .storage.urls import absolute, is_hub_id, is_local_path, paths_as_text
 
-PROMPT_ROLES = ("prompt", "messages", "prompt_token_ids")
-#: Options that make prompts of columns.
-TEMPLATE_OPTIONS = ("prompt_template", "messages_template")
 SAMPLING_COLUMNS = (*SAMPLING_OPTIONS, *FORMS)
 #: Settings that a column may give for its row, only when the job asks for it; `tools` beside `messages` always may.
 SETTING_ROLES = (*RENDERING_OPTIONS, *SAMPLING_COLUMNS, "continuation")
 COLUMN_ROLES = ("id", "adapter", *PROMPT_ROLES, *SETTING_ROLES)
 #: Value of `row_settings` that stands for every column with a setting's name.
 ALL_SETTINGS = "all"
-#: Prefix of the names of lorabatch's internal columns.
-OUR_PREFIX = "__lb_"
 # Options of sampling that may be written in several ways.
 _READ = tuple(name for name, o in SAMPLING_OPTIONS.items() if get_origin(o.kind) is tuple or name == "json_schema")
 # Options of JSON -> function that reads the value.
@@ -50,26 +58,30 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "messages_template": read_message_templates,
 }
 EMBEDDED_CLUSTERS = ("local", "local-cuda")
+# Name of a Python class with its module; a class's own name begins with a capital letter.
+_CLASS = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\.[A-Z]\w*"
+#: Parts of the help, in the order in which it shows them.
+Panel = Literal["data", "prompts", "answers", "form", "adapters", "engine", "cluster", "storage"]
 PolicyName = Literal["planner", "dlora", "s-lora", "vllm-like", "merged-only", "peft-like"]
 PlacementName = Literal["planner", "planned", "none", "loraserve"]
-# Policies that decide by themselves whether adapters are merged -> the modes that leave them to it.
-_MODES_OF_POLICY: dict[str, tuple[Mode, ...]] = {
-    "dlora": ("auto",),
-    "s-lora": ("auto", "unmerged", "exact"),
-    "vllm-like": ("auto", "unmerged", "exact"),
-    "merged-only": ("auto", "merged"),
-    "peft-like": ("auto", "merged"),
-}
-_MOST_PREFIX_CHARACTERS = 64
 # Values for the required fields while the other fields are checked.
 _PLACEHOLDERS = {"model": "-", "input": "-", "output": "-"}
 
 
-def _option(default: Any, help: str, *, expected: str = "", **rules: Any) -> Any:
-    """The declaration of one option. `expected`: expectation for messages about wrong values, "" for pydantic's own
-    words. `rules`: constraints of pydantic's `Field`.
+def _option(
+    default: Any, help: str, *, panel: Panel, short: str = "", is_common: bool = False, expected: str = "", **rules: Any
+) -> Any:
+    """The declaration of one option. `panel`: part of the help that shows it. `short`: its letter on the command line,
+    "" for none. `is_common`: whether short help shows it; it shows every option with a letter. `expected`: expectation
+    for messages about wrong values, "" for pydantic's own words. `rules`: constraints of pydantic's `Field`.
     """
-    return Field(default, description=help, json_schema_extra={"expected": expected}, **rules)
+    shown: dict[str, Any] = {
+        "expected": expected,
+        "panel": panel,
+        "short": short,
+        "is_common": is_common or bool(short),
+    }
+    return Field(default, description=help, json_schema_extra=shown, **rules)
 
 
 if TYPE_CHECKING:
@@ -78,7 +90,10 @@ else:
     _SamplingFields = create_model(
         "_SamplingFields",
         __config__=ConfigDict(defer_build=True),
-        **{name: (o.kind, _option(o.default, o.help)) for name, o in SAMPLING_OPTIONS.items()},
+        **{
+            name: (o.kind, _option(o.default, o.help, panel=o.panel, short=o.short))
+            for name, o in SAMPLING_OPTIONS.items()
+        },
     )
 
 
@@ -89,48 +104,67 @@ class JobSpec(_SamplingFields):
     """
 
     # built when the first job is read: help is shown without
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, defer_build=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", hide_input_in_errors=True, defer_build=True, coerce_numbers_to_str=True
+    )
 
     model: str = _option(
         ...,
         "Base model: local folder, GGUF file, Hugging Face hub id or fsspec URL.",
         expected="a folder, GGUF file, hub id or URL",
         min_length=1,
+        panel="engine",
+        short="m",
     )
     adapters: str | dict[str, str] | None = _option(
         None,
         "Folder or URL with one folder per adapter, a glob of such folders, or a hub id; or NAME=URL, repeated (in a "
         "job file a mapping). RUN/latest is the checkpoint of the largest number.",
+        panel="adapters",
+        short="a",
     )
     input: str | tuple[str, ...] = _option(
         ...,
         "Parquet file, folder or glob; any fsspec URL. Repeatable (in a job file a list).",
         expected="a Parquet file, folder, glob or URL, or several of them",
         min_length=1,
+        panel="data",
+        short="i",
     )
-    output: str = _option(..., "Folder or fsspec URL for the answers.", expected="a folder or URL", min_length=1)
+    output: str = _option(
+        ..., "Folder or fsspec URL for the answers.", expected="a folder or URL", min_length=1, panel="data", short="o"
+    )
     name: str | None = _option(
         None,
         "A name for the job, the first part of its id.",
         expected="1 to 64 letters, digits, dots, hyphens or underscores, a letter or digit first",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        panel="data",
     )
     columns: dict[str, str] = _option(
-        {}, "role=name: an input column under another name. Repeatable (in a job file a mapping)."
+        {},
+        "role=name: an input column under another name. Repeatable (in a job file a mapping).",
+        panel="data",
+        short="C",
     )
     row_settings: tuple[str, ...] = _option(
         (),
         "Columns that are settings of their rows, such as max_tokens,seed; or all: every column with a setting's name. "
         "Without, columns of such names are data.",
+        panel="data",
     )
     keep: tuple[str, ...] = _option(
-        (), "A column of the input that is copied to the output; by default all are. Repeatable (in a job file a list)."
+        (),
+        "A column of the input that is copied to the output; by default all are. Repeatable (in a job file a list).",
+        panel="data",
     )
     drop: tuple[str, ...] = _option(
-        (), "A column of the input that is not copied to the output. Repeatable (in a job file a list)."
+        (), "A column of the input that is not copied to the output. Repeatable (in a job file a list).", panel="data"
     )
     output_prefix: str = _option(
-        "", "Text before the names of all columns that the output adds, such as answer_: they collide with none then."
+        "",
+        "Text before the names of all columns that the output adds, such as answer_: they collide with none then.",
+        panel="data",
     )
     prompt_template: str | None = _option(
         None,
@@ -138,128 +172,196 @@ class JobSpec(_SamplingFields):
         "'{{ context }}\\n{{ question }}', in which \\n is a line break.",
         expected="a file, a URL, or the text of a jinja2 template",
         min_length=1,
+        panel="prompts",
     )
     messages_template: str | None = _option(
         None,
         "Messages with jinja2 templates as contents, made of columns: JSON of a list of objects with role and content "
         "(in a job file a list).",
+        panel="prompts",
     )
     chat: bool | None = _option(
         None,
         "A prompt is one user message of the chat template; by default prompts of prompt_template are, where the model "
         "has a chat template, and those of a prompt column are text.",
+        panel="prompts",
     )
     system_prompt: str | None = _option(
         None,
         "System message for rows whose messages have none.",
         expected="text that is not empty",
         min_length=1,
+        panel="prompts",
     )
     allow_special_tokens: bool = _option(
-        False, "Special tokens inside of messages and in columns of a template are control tokens; by default text."
+        False,
+        "Special tokens inside of messages and in columns of a template are control tokens; by default text.",
+        panel="prompts",
     )
     chat_template: str | None = _option(
         None,
         "Chat template to use instead of the model's and the adapters': a file or URL, or its text.",
         expected="a file, a URL, or the text of a jinja2 template",
         min_length=1,
+        panel="prompts",
     )
     tools: str | None = _option(
-        None, "Tools for the chat template, in OpenAI form: JSON of a list (in a job file a list)."
+        None, "Tools for the chat template, in OpenAI form: JSON of a list (in a job file a list).", panel="prompts"
     )
     chat_template_kwargs: str | None = _option(
-        None, "Variables for the chat template, such as enable_thinking: a JSON object (in a job file a mapping)."
+        None,
+        "Variables for the chat template, such as enable_thinking: a JSON object (in a job file a mapping).",
+        panel="prompts",
     )
     add_generation_prompt: bool | None = _option(
-        None, "Prompts end where an answer begins; by default they do, unless continue_final_message."
+        None, "Prompts end where an answer begins; by default they do, unless continue_final_message.", panel="prompts"
     )
     continue_final_message: bool = _option(
-        False, "Prompts end where the text of the last message does, and answers continue it."
+        False, "Prompts end where the text of the last message does, and answers continue it.", panel="prompts"
     )
     split_answer: bool = _option(
-        False, "Take a last message of the assistant out of the prompt, into the column answer_expected."
+        False,
+        "Take a last message of the assistant out of the prompt, into the column answer_expected.",
+        panel="prompts",
     )
 
     samples: Literal["rows", "lists"] = _option(
-        "rows", "Completions of a row: rows of the output, or lists in one row of it."
+        "rows", "Completions of a row: rows of the output, or lists in one row of it.", panel="data"
     )
     generation_config: bool = _option(
-        False, "Take temperature, top_p, top_k, min_p and repetition_penalty, where not given, from the model's file."
+        False,
+        "Take temperature, top_p, top_k, min_p and repetition_penalty, where not given, from the model's file.",
+        panel="answers",
     )
     response_format: str | dict[str, Any] | None = _option(
-        None, "Form of completions as OpenAI writes it: a JSON object of type text, json_object or json_schema."
+        None,
+        "Form of completions as OpenAI writes it: a JSON object of type text, json_object or json_schema.",
+        panel="form",
     )
     structured_outputs: str | dict[str, Any] | None = _option(
-        None, "Form of completions as vLLM writes it: a JSON object of json, regex, choice, grammar or json_object."
+        None,
+        "Form of completions as vLLM writes it: a JSON object of json, regex, choice, grammar or json_object.",
+        panel="form",
     )
 
     cluster: str = _option(
         "local",
-        "local, local-cuda (fails without a GPU), or the address of a Dask scheduler.",
-        expected="local, local-cuda, or an address such as tcp://10.0.0.5:8786",
-        pattern=rf"^({'|'.join(EMBEDDED_CLUSTERS)}|\w+://.+|[^\s/]+:\d+)$",
+        "local, local-cuda (fails without a GPU), the address of a Dask scheduler, or the name of a cluster class such "
+        "as dask_jobqueue.SLURMCluster, which is started for the job.",
+        expected="local, local-cuda, an address such as tcp://10.0.0.5:8786, or a class such as "
+        "dask_jobqueue.SLURMCluster",
+        pattern=rf"^({'|'.join(EMBEDDED_CLUSTERS)}|\w+://.+|[^\s/]+:\d+|{_CLASS})$",
+        panel="cluster",
+        short="c",
     )
-    workers: int | None = _option(None, "Workers of a local cluster; by default one per GPU, or two.", ge=1)
+    cluster_options: dict[str, Any] = _option(
+        {},
+        "JSON object of arguments for the cluster class (in a job file a mapping); never recorded, so given again to "
+        "resume.",
+        panel="cluster",
+        repr=False,
+    )
+    scheduler_file: str | None = _option(
+        None,
+        "File that `dask scheduler --scheduler-file` wrote, instead of an address.",
+        expected="a file that `dask scheduler --scheduler-file` wrote",
+        min_length=1,
+        panel="cluster",
+    )
+    workers: int | None = _option(
+        None,
+        "Workers of a cluster that is started for the job; by default one per GPU, or two.",
+        ge=1,
+        panel="cluster",
+        short="w",
+    )
     tls_ca: str | None = _option(
-        None, "PEM file of the authority that signed the cluster's certificates, for a tls:// address."
+        None, "PEM file of the authority that signed the cluster's certificates, for a tls:// address.", panel="cluster"
     )
-    tls_cert: str | None = _option(None, "PEM file of this client's certificate.")
-    tls_key: str | None = _option(None, "PEM file of this client's key.")
-    mode: Mode = _option("auto", "How adapters are applied; exact fixes the arithmetic of every row.")
-    max_errors: str = _option("10%", "Error rows that are allowed, as a count or a percentage.")
+    tls_cert: str | None = _option(None, "PEM file of this client's certificate.", panel="cluster")
+    tls_key: str | None = _option(None, "PEM file of this client's key.", panel="cluster")
+    mode: Mode = _option(
+        "auto", "How adapters are applied; exact fixes the arithmetic of every row.", panel="adapters", is_common=True
+    )
+    max_errors: str = _option(
+        "10%", "Error rows that are allowed, as a count or a percentage.", panel="data", short="e"
+    )
     storage_options: dict[str, Any] = _option(
-        {}, "JSON object for fsspec (keys, endpoint); never recorded, so given again to resume.", repr=False
+        {},
+        "JSON object for fsspec (keys, endpoint); never recorded, so given again to resume.",
+        repr=False,
+        panel="storage",
+        is_common=True,
     )
     verify: bool = _option(
         False,
         "Hash the base model's weights and read the input again, also where their files look unchanged. Parts that "
         "were made of other rows are computed again.",
+        panel="data",
     )
-    overwrite: bool = _option(False, "Remove the job that is in the output and start over.")
-    migration: bool = _option(True, "Move rows from slow or busy workers to others.")
-    policy: PolicyName = _option("planner", "How rows are batched, dispatched and moved: planner is this project's.")
+    overwrite: bool = _option(
+        False, "Remove the job that is in the output and start over.", panel="data", is_common=True
+    )
+    migration: bool = _option(True, "Move rows from slow or busy workers to others.", panel="cluster")
+    policy: PolicyName = _option(
+        "planner", "How rows are batched, dispatched and moved: planner is this project's.", panel="cluster"
+    )
     placement: PlacementName = _option(
         "planner",
         "Which shards a worker opens first: those that the plan places on it (planned), any (none), LoRAServe's, or "
         "planned on 8 workers or more and any on fewer (planner).",
+        panel="cluster",
     )
-    rows_per_shard: int | None = _option(None, "Rows per part file; chosen by default.", ge=1)
+    rows_per_shard: int | None = _option(None, "Rows per part file; chosen by default.", ge=1, panel="data")
     cost_model: str | None = _option(
         None,
         "File that `lorabatch profile` wrote, to plan with; by default this machine's, else a guess.",
+        panel="cluster",
     )
 
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option("auto", "Number format of the base model.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option(
+        "auto", "Number format of the base model.", panel="engine", is_common=True
+    )
     base_quantization: BaseQuantization = _option(
         "none",
         "Multiply the base model's linear layers in 8 bits: int8 on CPUs with AVX512_VNNI or AVX_VNNI, fp8 on GPUs of "
         "compute capability 8.9 and later. Faster, and less exact.",
+        panel="engine",
     )
-    device: str = _option("auto", "Device of the engines: auto, cpu or cuda.", min_length=1)
+    device: str = _option("auto", "Device of the engines: auto, cpu or cuda.", min_length=1, panel="engine")
     tensor_parallel: int = _option(
         1,
         "Processes of an engine, each with its part of the model, for models that do not fit into one. On GPUs each "
         "takes one.",
         ge=1,
+        panel="engine",
     )
-    load_format: Literal["auto", "dummy"] = _option("auto", "How weights are read; dummy makes random ones.")
+    load_format: Literal["auto", "dummy"] = _option(
+        "auto", "How weights are read; dummy makes random ones.", panel="engine"
+    )
     batch_rows: int | None = _option(
-        None, "Rows that an engine decodes together; by default 64, on a GPU by its memory.", ge=1
+        None, "Rows that an engine decodes together; by default 64, on a GPU by its memory.", ge=1, panel="engine"
     )
     step_tokens: int | None = _option(
-        None, "Most tokens of one forward pass; by default 512, on a GPU by its memory.", ge=16
+        None, "Most tokens of one forward pass; by default 512, on a GPU by its memory.", ge=16, panel="engine"
     )
-    engine_threads: int | None = _option(None, "CPU threads of an engine; by default its share of all.", ge=1)
-    pool_bytes: int | None = _option(None, "Memory of an engine's page pool; chosen by default.", ge=1)
+    engine_threads: int | None = _option(
+        None, "CPU threads of an engine; by default its share of all.", ge=1, panel="engine"
+    )
+    pool_bytes: int | None = _option(None, "Memory of an engine's page pool; chosen by default.", ge=1, panel="engine")
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, **values: Unpack[JobOptions]) -> None:
         problems, _ = self._set_fields(values)
         if problems:
             raise JobRequestError(*problems)
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """The fields for `repr`, without passwords and signatures in URLs: Dask logs the arguments of failed tasks."""
+        """The fields for `repr` that are not the defaults, without passwords and signatures in URLs: Dask logs the
+        arguments of failed tasks.
+        """
         for name, value in super().__repr_args__():
+            if name in JobSpec.model_fields and value == JobSpec.model_fields[name].default:
+                continue
             if isinstance(value, str):
                 value = redacted_url(value)
             elif name == "input":
@@ -288,7 +390,7 @@ class JobSpec(_SamplingFields):
         values = {field_name(name): paths_as_text(value) for name, value in values.items()}
         known = {name: value for name, value in values.items() if name in JobSpec.model_fields}
         problems, wrong = unknown_options(values, JobSpec.model_fields), frozenset[str]()
-        problems += _replace_forms(known)
+        problems += replace_forms(known)
         try:
             super().__init__(**known)
         except ValidationError as error:
@@ -296,7 +398,11 @@ class JobSpec(_SamplingFields):
             # the other fields are checked too, beside any value for those that are wrong
             wrong = frozenset(str(found["loc"][0]) for found in error.errors() if found["loc"])
             super().__init__(**_PLACEHOLDERS | {name: value for name, value in known.items() if name not in wrong})
-        problems += [*self.sampling.problems(), *self.tls_files.problems(self.cluster), *self._unserved_problems()]
+        problems += [
+            *self.sampling.problems(),
+            *self.tls_files.problems("tls://" if self.scheduler_file else self.cluster),
+            *conflicts(self),
+        ]
         return list(map(with_next_step, problems)), wrong
 
     @property
@@ -331,61 +437,15 @@ class JobSpec(_SamplingFields):
         """The files that open a `tls://` cluster."""
         return TlsFiles(self.tls_ca, self.tls_cert, self.tls_key)
 
-    def _unserved_problems(self) -> list[str]:
-        """Problems of valid options that exclude each other or are not served together, as sentences."""
-        problems = []
-        if self.tensor_parallel != 1 and self.mode == "exact":
-            problems.append(
-                f"tensor_parallel={self.tensor_parallel}, mode={self.mode!r}: what parts add up rounds otherwise than "
-                "the whole. Use mode auto, unmerged or merged, or tensor_parallel 1."
-            )
-        if self.base_quantization == "fp8" and self.mode == "exact":
-            problems.append(
-                f"base_quantization={self.base_quantization!r}, mode={self.mode!r}: on GPUs a library multiplies in 8 "
-                "bits and rounds a row by the rows beside it. Use mode auto or unmerged, or base_quantization none."
-            )
-        if self.device == "cpu" and self.dtype == "float16":
-            problems.append(f"dtype={self.dtype!r}: CPUs multiply in float32 or bfloat16. Use dtype auto.")
-        if self.base_quantization != "none" and self.mode == "merged":
-            problems.append(
-                f"mode={self.mode!r}, base_quantization={self.base_quantization!r}: adapters are not merged into a "
-                "quantised base, whose rounding is larger than what they change. Use mode auto or unmerged."
-            )
-        if self.add_generation_prompt and self.continue_final_message:
-            problems.append(
-                "add_generation_prompt, continue_final_message: a prompt ends with one of the two. Give one of them."
-            )
-        problems += self._template_problems()
-        if self.keep and self.drop:
-            problems.append("keep, drop: each says which columns are copied. Give one of them.")
-        problem = policy_problem(self.policy, self.mode)
-        if problem is not None:
-            problems.append(problem)
-        if self.policy != "planner" and self.placement in ("planned", "none"):
-            problems.append(
-                f"placement={self.placement!r}, policy={self.policy!r}: this policy deals rows out to workers itself. "
-                "Leave placement out, or use policy planner."
-            )
-        return problems
-
-    def _template_problems(self) -> list[str]:
-        """Problems of options that say of which columns prompts are made, as sentences."""
-        given = [name for name in TEMPLATE_OPTIONS if getattr(self, name) is not None]
-        columns = [f"column {role}={self.columns[role]!r}" for role in PROMPT_ROLES if role in self.columns]
-        problems = []
-        if len(given) + len(columns) > 1 and given:
-            problems.append(f"{', '.join([*given, *columns])}: each says what the prompts are. Give one of them.")
-        if self.chat is False and self.messages_template is not None:
-            problems.append(
-                "chat=False, messages_template: messages are rendered by the chat template. Give prompt_template for "
-                "a prompt that is text."
-            )
-        return problems
-
     @property
     def is_embedded(self) -> bool:
         """Whether the job runs on a cluster of its own on this machine."""
-        return self.cluster in EMBEDDED_CLUSTERS
+        return self.cluster in EMBEDDED_CLUSTERS and self.scheduler_file is None
+
+    @property
+    def is_cluster_class(self) -> bool:
+        """Whether `cluster` names a class, of which the job starts a cluster."""
+        return re.fullmatch(_CLASS, self.cluster) is not None
 
     @property
     def error_budget(self) -> ErrorBudget:
@@ -408,6 +468,7 @@ class JobSpec(_SamplingFields):
                 "input": _one_or_all([absolute(url) for url in self.inputs]),
                 "output": absolute(self.output),
                 "cost_model": self.cost_model and absolute(self.cost_model),
+                "scheduler_file": self.scheduler_file and absolute(self.scheduler_file),
                 **{name: _template_place(getattr(self, name)) for name in ("chat_template", "prompt_template")},
                 **{name: path and absolute(path) for name in TLS_FIELDS for path in [getattr(self, name)]},
             }
@@ -427,6 +488,7 @@ class JobSpec(_SamplingFields):
                 "input": _one_or_all([redacted_url(url) for url in self.inputs]),
                 "output": redacted_url(self.output),
                 "storage_options": {},
+                "cluster_options": {},
                 "overwrite": False,
             }
         )
@@ -492,10 +554,7 @@ class JobSpec(_SamplingFields):
     @field_validator("output_prefix")
     @classmethod
     def _prefix(cls, value: str) -> str:
-        if value.startswith(OUR_PREFIX) or not value.isprintable() or len(value) > _MOST_PREFIX_CHARACTERS:
-            raise ValueError(
-                f"expected at most {_MOST_PREFIX_CHARACTERS} printable characters that do not begin with {OUR_PREFIX}"
-            )
+        check_prefix(value)
         return value
 
     @field_validator(*_READERS, mode="before")
@@ -507,14 +566,7 @@ class JobSpec(_SamplingFields):
     @field_validator("reasoning_markers", mode="before")
     @classmethod
     def _markers(cls, value: Any) -> Any:
-        """A mapping of start and end, or a list of the two, becomes `START,END`."""
-        if isinstance(value, dict) and value.keys() <= {"start", "end"}:
-            value = [value.get("start", ""), value.get("end")]
-        if isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(text, str) for text in value):
-            if "," in value[0]:
-                raise ValueError("expected a start marker without a comma")
-            return ",".join(value)
-        return value
+        return markers_of(value)
 
     @field_validator(*_READ, mode="before")
     @classmethod
@@ -525,43 +577,15 @@ class JobSpec(_SamplingFields):
     @field_validator("max_errors", mode="before")
     @classmethod
     def _max_errors(cls, value: Any) -> Any:
-        text = str(value) if isinstance(value, int | str) else value
+        text = str(value) if isinstance(value, int | float | str) else value
         if isinstance(text, str):
             ErrorBudget.parse(text)
         return text
 
-    @field_validator("storage_options", mode="before")
+    @field_validator("storage_options", "cluster_options", mode="before")
     @classmethod
-    def _storage_options(cls, value: Any) -> Any:
+    def _json_objects(cls, value: Any) -> Any:
         return parse_storage_options(value) if value is None or isinstance(value, str) else value
-
-
-def _replace_forms(values: dict[str, Any]) -> list[str]:
-    """Replaces each form of structured output in `values` by its sampling option. Returns problems, as sentences."""
-    problems = []
-    for form in FORMS:
-        value = values.pop(form, None)
-        if value is None:
-            continue
-        try:
-            options = constraint_of(form, value)
-        except ValueError as error:
-            problems.append(str(error))
-            continue
-        given = [name for name in CONSTRAINTS if values.get(name)]
-        if given:
-            problems.append(f"{form}, {given[0]}: expected at most one of them")
-        values.update(options)
-    return problems
-
-
-def policy_problem(policy: str, mode: Mode) -> str | None:
-    """Why a policy and a mode exclude each other, as a plain sentence; None when they do not."""
-    modes = _MODES_OF_POLICY.get(policy)
-    if modes is None or mode in modes:
-        return None
-    merging = "merges adapters by itself" if "merged" in modes or modes == ("auto",) else "never merges an adapter"
-    return f"policy={policy!r}, mode={mode!r}: {policy} {merging}. Use mode {' or '.join(modes)}, or policy planner."
 
 
 def _one_or_all(values: list[Any] | tuple[Any, ...]) -> Any:

@@ -11,6 +11,7 @@ from ..jobs.errors import JobRequestError
 from ..jobs.option_values import TlsFiles
 from .cluster.background import find_cluster
 from .cluster.background_state import background_security, state_file
+from .cluster.class_cluster import address_in_file
 from .cluster.connect import existing
 from .cluster.security import security_of
 from .cluster.versions import check_scheduler
@@ -18,14 +19,23 @@ from .messages import JOB_PREFIX, job_of_run
 from .monitoring.topics import STATES
 
 
-def list_jobs(address: str | None, cluster_file: Path | None = None, tls_files: TlsFiles | None = None) -> list[str]:
+def list_jobs(
+    address: str | None,
+    cluster_file: Path | None = None,
+    tls_files: TlsFiles | None = None,
+    scheduler_file: str | None = None,
+) -> list[str]:
     """A line for each job of a cluster, running ones and those that it keeps; by default of the background cluster. A
-    line begins with the id of the job.
+    line begins with the id of the job. `scheduler_file`: file with the address, in place of `address`.
 
     Raises `JobRequestError` when no scheduler answers, or it refuses these files; `JobFailedError` when it has another
     version of lorabatch or none.
     """
     files = tls_files or TlsFiles()
+    if address is not None and scheduler_file is not None:
+        raise JobRequestError("cluster, scheduler_file: each names a cluster. Give one of them.")
+    if scheduler_file is not None:
+        address = address_in_file(scheduler_file)
     problems = files.problems(address or "local")
     if problems:
         raise JobRequestError(*problems)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 from ..jobs.progress import RowTotals
+from ..system.html import facts_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,8 @@ class KindOfError:
 
 
 _SENTENCE_CHARS = 200
+# Adapters in the table that a notebook shows.
+_ADAPTERS_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,26 @@ class JobResult:
 
     def __str__(self) -> str:
         return self.to_text()
+
+    def __repr__(self) -> str:
+        rows = f"{self.num_rows:,} rows, {self.num_errors:,} errors"
+        return f"<JobResult: {rows}, {self.num_parts:,} parts, {self.seconds:,.1f} s, {self.output}>"
+
+    def _repr_html_(self) -> str:
+        errors = (f"{kind.num_rows:,} x {kind.kind}, first at {kind.location}: {_short(kind)}" for kind in self.errors)
+        adapters = (f"{count.adapter or 'base model'}: {count.num_rows:,}" for count in self.adapters)
+        facts = {
+            "output": self.output,
+            "rows": self.num_rows,
+            "error rows": self.num_errors,
+            "errors": "\n".join(errors),
+            "rows by adapter": "\n".join([*islice(adapters, _ADAPTERS_SHOWN), *(["…"] * any(adapters))]),
+            "parts": self.num_parts,
+            "prompt tokens": self.prompt_tokens,
+            "generated tokens": self.completion_tokens,
+            "seconds": f"{self.seconds:,.1f}",
+        }
+        return facts_table(f"Job {self.job_id}", facts)
 
     def to_text(self) -> str:
         """A few lines for people: counts and output of the job, its times, and its errors by kind."""

@@ -26,6 +26,7 @@ from ..jobs.status.notes import job_notes
 from ..jobs.storage.limits import expect_away
 from ..jobs.storage.redaction import redacted_url
 from ..system.long_work import listening
+from .cluster.class_cluster import planned_workers
 from .cluster.connect import (
     cluster_errors_named,
     connected,
@@ -35,6 +36,7 @@ from .cluster.connect import (
     scheduler_lost,
 )
 from .cluster.devices import find_device, find_device_of_workers
+from .cluster.suitability import check_suitability
 from .coordinator.lease import keep_leases
 from .coordinator.losses import count_losses
 from .coordinator.task import finished_before, has_finished, run_job
@@ -90,6 +92,7 @@ def run(
 
 
 def _run(spec: JobSpec, client: Client | None, watcher: Progress, engine_factory: str) -> JobResult:
+    check_suitability(spec, connected, client)
     job = open_job(spec)
     if job.is_finished and not job.changed_adapters:
         watcher.note("This job is done already. Nothing was run.")
@@ -168,8 +171,9 @@ def _launch(
     show_jobs(client)
     keep_leases(client)
     count_losses(client)
-    num_workers = count_workers(client)
     spec = job.spec
+    # A cluster of a class may still grow to what was asked for.
+    num_workers = max(count_workers(client), planned_workers(spec) if spec.is_cluster_class else 1)
     device = (
         find_device(spec.device, spec.tensor_parallel)
         if spec.is_embedded

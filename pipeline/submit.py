@@ -9,12 +9,14 @@ from pathlib import Path
 
 from distributed import Client
 
+from ..jobs.errors import JobRequestError
 from ..jobs.opening.opened_job import open_job
 from ..jobs.spec import JobSpec
 from ..jobs.storage.redaction import redacted_url
 from .cluster.background import background_client
 from .cluster.background_state import state_file
 from .cluster.connect import cluster_errors_named, connected, gpus_each, num_embedded_workers
+from .cluster.suitability import check_suitability
 from .cluster.versions import check_versions
 from .coordinator.task import finished_before, has_finished
 from .messages import ENGINE_FACTORY
@@ -55,8 +57,15 @@ def submit(
     """Check and open a job, hand it to its cluster and return; `local` is the background cluster. `client`: client of
     the cluster to use instead of `spec.cluster`.
 
-    Raises the errors that `run.run` raises before work starts. Later errors are in the job's state.
+    Raises the errors that `run.run` raises before work starts, and `JobRequestError` for a cluster class, whose cluster
+    ends with this process. Later errors are in the job's state.
     """
+    if client is None and spec.is_cluster_class:
+        raise JobRequestError(
+            f"cluster={spec.cluster!r}: a cluster that is started from its class ends with this command. Use "
+            "`lorabatch run`, or start the cluster yourself and give its address, or its --scheduler-file."
+        )
+    check_suitability(spec, connected, client)
     job = open_job(spec)
     shown = redacted_url(job.spec.output)
     if job.is_finished and not job.changed_adapters:
@@ -88,4 +97,4 @@ def _cluster_of(spec: JobSpec, cluster_file: Path, client: Client | None) -> Ite
             yield own, found.address, found.dashboard
         return
     with connected(spec, client) as own:
-        yield own, spec.cluster if client is None else own.scheduler_info(n_workers=0)["address"], ""
+        yield own, own.scheduler_info(n_workers=0)["address"], ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,12 +17,16 @@ from typer.testing import CliRunner
 
 import lorabatch
 from lorabatch.cli import app
+from lorabatch.console import option_types
 from lorabatch.console.options import job_options
 from lorabatch.engine.errors import EngineError
+from lorabatch.engine.peft.audit import AdapterAudit
+from lorabatch.jobs.agreement import Agreement
 from lorabatch.jobs.errors import JobError
+from lorabatch.jobs.job_options import JobOptions
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.status.job_status import JobStatus
-from lorabatch.pipeline.result import JobResult
+from lorabatch.pipeline.result import JobResult, KindOfError
 
 HEAVY = {"torch", "triton", "dask", "distributed", "pyarrow", "transformers", "pandas", "typer", "rich", "bokeh"}
 
@@ -136,6 +141,82 @@ def test_a_plan_is_what_the_command_prints(given: dict[str, Any], tmp_path: Path
 def test_options_beside_a_job_take_precedence(given: dict[str, Any]) -> None:
     found = lorabatch.plan(JobSpec(**given, seed=3), max_tokens=5, workers=1).details.spec
     assert (found.max_tokens, found.seed, found.workers) == (5, 3, 1)
+
+
+def test_numbers_are_taken_where_text_is_expected(given: dict[str, Any]) -> None:
+    spec = JobSpec(**given, max_errors=5, choice=[1, 2.5, "three"], name=2024, columns={"prompt": 7})
+    assert (spec.max_errors, spec.choice, spec.name) == ("5", ("1", "2.5", "three"), "2024")
+    assert spec.columns == {"prompt": "7"}
+    assert JobSpec(**given, stop=0).stop == ("0",)
+    wrong = [{"max_errors": 0.5}, {"choice": [True]}, {"max_errors": True}, {"name": None, "stop": [None]}]
+    for values in wrong:
+        with pytest.raises(lorabatch.JobRequestError, match=rf"{list(values)[-1]}="):
+            JobSpec(**given, **values)
+
+
+def test_the_type_of_the_options_is_made_from_the_spec() -> None:
+    # after a change of an option: python -m lorabatch.console.option_types
+    file = Path(lorabatch.__file__).parent / "jobs" / "job_options.py"
+    assert file.read_text("utf-8") == option_types.source()
+    assert JobOptions.__annotations__.keys() == JobSpec.model_fields.keys()
+
+
+def test_a_type_checker_refuses_wrong_names_and_values_of_options(tmp_path: Path) -> None:
+    right = """
+import lorabatch
+from pathlib import Path
+
+paths = {"alpha": Path("a")}
+lorabatch.run(model=Path("m"), adapters=paths, input=["a", Path("b")], output="o", max_errors=5, choice=[1, "x"])
+lorabatch.plan("job.yaml", speeds=[1, 0.5], stop="x", logit_bias={5: 1.0}, json_schema={"type": "object"})
+lorabatch.JobSpec(model="m", input="i", output="o", cluster_options={"queue": "gpu"}, n=2)
+"""
+    wrong = {
+        "lorabatch.run(max_token=3)": 'Unexpected keyword argument "max_token" for "run"; did you mean "max_tokens"?',
+        "lorabatch.submit(mode='fast')": 'Argument "mode" to "submit" has incompatible type',
+        "lorabatch.plan(workers='two')": 'Argument "workers" to "plan" has incompatible type "str"',
+        "lorabatch.JobSpec(modle='m')": 'Unexpected keyword argument "modle" for "JobSpec"',
+    }
+    file = tmp_path / "program.py"
+    file.write_text(right + "\n".join(wrong) + "\n")
+    # in the repository, whose cache `make types` has filled
+    root = Path(lorabatch.__file__).parent
+    command = [sys.executable, "-m", "mypy", "--no-error-summary", "--hide-error-context", file]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    errors = [line for line in done.stdout.splitlines() if ": error: " in line]
+    assert len(errors) == len(wrong), done
+    for line, said in zip(errors, wrong.values(), strict=True):
+        assert said in line
+
+
+def test_results_are_short_as_text_and_tables_as_html(given: dict[str, Any], tmp_path: Path) -> None:
+    result = JobResult(
+        "out<put>", "job-1", 12, 1, 3, 100, 50, (KindOfError("<b>bad</b>", 1, "a:1", "no\x1b[2J"),), (), 2.0, 0
+    )
+    audited = AdapterAudit("<i>x</i>", tmp_path, "refused", ("r is 0, expected at least 1. " * 30,), (), None)
+    agreement = Agreement("job-1", "int8", 32, 30, 0.98, None)
+    shown = [result, audited, agreement, lorabatch.plan(**given), lorabatch.Job("<u>out</u>", cluster="tcp://h:1")]
+    assert repr(result) == "<JobResult: 12 rows, 1 errors, 3 parts, 2.0 s, out<put>>"
+    for found in shown:
+        assert len(repr(found)) < 200, found
+        assert repr(found).startswith(f"<{type(found).__name__}: ")
+        html = found._repr_html_()
+        assert html.startswith("<table>")
+        assert not re.search(r"<(?!/?(table|caption|b|tbody|tr|th|td|br)\b)", html), html
+        assert "\x1b" not in html
+    assert "&lt;b&gt;bad&lt;/b&gt;" in result._repr_html_()
+    assert "policy" not in repr(JobSpec(**given))
+    assert "hush" not in repr(JobSpec(**given, storage_options={"key": "hush"}, cost_model="s3://u:hush@b/x"))
+
+
+def test_names_of_the_package_are_its_functions_and_types() -> None:
+    lorabatch.run  # noqa: B018 (loads its module)
+    assert dir(lorabatch) == sorted(lorabatch.__all__)
+    public = {name for name in dir(lorabatch.Job) if not name.startswith("_")}
+    assert public == {
+        *("cancel", "compare", "iter_rows", "job_id", "logs", "output", "result", "status", "wait"),
+        *("to_arrow", "to_dask_dataframe", "to_pandas"),
+    }
 
 
 def test_paths_are_options_too(given: dict[str, Any], tmp_path: Path) -> None:

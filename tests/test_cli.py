@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import fsspec
 import pytest
@@ -15,8 +18,9 @@ from typer.testing import CliRunner
 from lorabatch import __version__
 from lorabatch.cli import app
 from lorabatch.console.options import job_options
+from lorabatch.console.patterns import with_expanded_patterns
 from lorabatch.engine.request import SAMPLING_OPTIONS
-from lorabatch.jobs.spec import JobSpec
+from lorabatch.jobs.spec import JobSpec, Panel
 
 HEAVY = {"torch", "triton", "dask", "distributed", "pyarrow", "transformers", "pandas", "scipy"}
 
@@ -30,8 +34,143 @@ def test_help_lists_the_commands_and_run_lists_its_options() -> None:
     code, text = invoke("--help")
     assert code == 0
     assert all(command in text for command in ("demo", "run", "audit", "status", "bench"))
-    _, text = invoke("run", "--help")
+    _, text = invoke("run", "--help-all")
     assert all(f"--{option.name.replace('_', '-')}" in text for option in job_options().values())
+
+
+@pytest.mark.parametrize("columns", [200, 80, 60, 40])
+@pytest.mark.parametrize("command", ["run", "plan", "submit"])
+def test_help_shows_every_option_whole_in_its_panel_at_any_width(command: str, columns: int) -> None:
+    done = CliRunner().invoke(app, [command, "--help-all"], env={"COLUMNS": str(columns)})
+    assert done.exit_code == 0
+    assert max(map(len, done.output.splitlines())) <= columns
+    # Panel -> the names in it
+    found: dict[str, list[str]] = {}
+    for line in done.output.splitlines():
+        if title := re.match(r"╭─ (\w+) ─", line):
+            names = found.setdefault(title[1], [])
+        elif name := re.match(r"│ (?:-\w, |    )--([\w-]+)", line):
+            names.append(name[1])
+    expected = {panel.capitalize(): list[str]() for panel in get_args(Panel)}
+    for option in job_options().values():
+        expected[option.panel.capitalize()].append(option.name.replace("_", "-"))
+    assert {title: names for title, names in found.items() if title in expected} == expected
+    assert {"help", "help-all"} <= set(found["Options"])
+    assert "help-all" not in invoke("status", "--help")[1]
+
+
+def test_short_help_shows_the_commonest_options_and_says_how_to_see_all() -> None:
+    common = {option.name for option in job_options().values() if option.is_common}
+    assert len(common) < 20
+    _, text = invoke("run", "--help")
+    for option in job_options().values():
+        assert (f" --{option.name.replace('_', '-')} " in text) == (option.name in common), option.name
+    assert f"of {len(job_options())}: `lorabatch run --help-all` shows all" in text
+
+
+def test_ten_options_have_a_letter_of_their_own_also_where_commands_share_them() -> None:
+    letters = {option.key: option.short for option in job_options().values() if option.short}
+    assert len(letters) == len(set(letters.values())) == 10
+    shared = {"audit": ["model"], "profile": ["model"], "resume": ["cluster", "workers", "max_errors"]}
+    for command, keys in shared.items():
+        _, text = invoke(command, "--help")
+        for key in keys:
+            assert f"-{letters[key]}, --{key.replace('_', '-')}" in text
+
+
+def test_letters_are_the_long_names(tmp_path: Path) -> None:
+    short = ["-m", "/no/m", "-i", "/no/i", "-o", "x", "-t", "0", "-T", "-1", "-e", "lots", "-C", "prompt", "-w", "0"]
+    long = [
+        *("--model", "/no/m", "--input", "/no/i", "--output", "x", "--max-tokens", "0", "--temperature", "-1"),
+        *("--max-errors", "lots", "--column", "prompt", "--workers", "0"),
+    ]
+    assert invoke("plan", *short) == invoke("plan", *long)
+    code, text = invoke("plan", *short)
+    assert code == 2
+    assert all(f"{name}=" in text for name in ("max_tokens", "temperature", "max_errors", "columns", "workers"))
+    assert invoke("plan", "-t", "1", "--max-tokens", "2")[1].startswith("lorabatch: --max-tokens: given 2 times")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("lorabatch st", {"status"}),
+        ("lorabatch run --mo", {"--model", "--mode"}),
+        ("lorabatch plan --max-tokens 3 --max-tokens 4 --dt", {"--dtype"}),
+        ("lorabatch run --mode m", {"merged"}),
+    ],
+)
+def test_shells_complete_commands_options_and_values(shell: str, typed: str, expected: set[str]) -> None:
+    env = {
+        "_LORABATCH_COMPLETE": f"complete_{shell}",
+        "COMP_WORDS": typed,
+        "COMP_CWORD": str(len(typed.split()) - 1),
+        "_TYPER_COMPLETE_ARGS": typed,
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }
+    code = "import sys; from lorabatch.cli import main; sys.argv = ['lorabatch']; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True, check=False
+    )
+    if shell == "zsh":
+        found = re.findall(r'^(?:_arguments .*?\()?"([\w-]+)"', done.stdout, re.MULTILINE)
+    else:
+        found = [line.split("\t")[0] for line in done.stdout.splitlines()]
+    assert set(found) == expected, done
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with inputs `data/a.parquet` and `b.parquet`, a job file, and two adapters."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("data", "adapters/x", "adapters/y", "days/day=1", "days/day=2"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("data/a.parquet", "data/b.parquet", "job.yaml"):
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--input", "data/a.parquet", "data/b.parquet"],
+        ["-i", "data/a.parquet", "data/b.parquet", "--seed", "1"],
+        ["--seed", "1", "--input", "data/a.parquet", "data/b.parquet", "job.yaml"],
+        ["job.yaml", "--input", "days/day=1", "days/day=2"],
+    ],
+)
+def test_a_pattern_that_the_shell_has_expanded_is_all_of_its_files(folder: Path, words: list[str]) -> None:
+    made = with_expanded_patterns(words)
+    quoted = [words[i - 1] for i in range(1, len(words)) if words[i - 1].startswith(("data/", "days/"))]
+    quoted += [words[-1]] if words[-1].startswith(("data/", "days/")) else []
+    flag = next(word for word in words if word in ("-i", "--input"))
+    assert [made[i + 1] for i, word in enumerate(made) if word == flag] == quoted
+    assert [word for word in made if word not in (flag, *quoted)] == [w for w in words if w not in (flag, *quoted)]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--input", "data/a.parquet", "data/b.parquet", "data/notes.txt"], "--input 'data/*.parquet'"),
+        (["--input", "data/README.md", "data/a.parquet", "data/b.parquet"], "--input 'data/*.parquet'"),
+        (["-i", "data/a.parquet", "data/b.parquet", "data/job.yaml"], "-i 'data/*.parquet'"),
+        (["--adapters", "adapters/x", "adapters/y"], "or NAME=URL for each: --adapters adapters."),
+    ],
+)
+def test_a_pattern_of_which_not_all_can_be_meant_is_to_be_quoted(folder: Path, words: list[str], said: str) -> None:
+    for name in ("data/notes.txt", "data/README.md", "data/job.yaml"):
+        (folder / name).touch()
+    code, text = invoke("plan", *words)
+    assert code == 2
+    assert text.startswith(f"lorabatch: {words[0]} {words[1]}")
+    assert said in text
+
+
+def test_a_job_file_behind_one_input_stays_a_job_file(folder: Path) -> None:
+    for words in (["--input", "data/a.parquet", "job.yaml"], ["--input", "data/none.parquet", "other.parquet"]):
+        assert with_expanded_patterns(words) == words
+    assert with_expanded_patterns(["--", "--input", "a", "b", "c"]) == ["--", "--input", "a", "b", "c"]
 
 
 def test_options_of_run_are_the_keys_of_the_job_file_and_every_sampling_option_is_one() -> None:
@@ -42,7 +181,7 @@ def test_options_of_run_are_the_keys_of_the_job_file_and_every_sampling_option_i
 
 
 def test_the_defaults_that_help_shows_are_those_of_a_job() -> None:
-    _, text = invoke("run", "--help")
+    _, text = invoke("run", "--help-all")
     shown = [option for option in job_options().values() if option.default]
     assert len(shown) > 10
     for option in shown:

@@ -16,7 +16,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ...system.untrusted import MALFORMED, STOPS, printable, shown_name
+from ...system.html import facts_table
+from ...system.untrusted import MALFORMED, STOPS, printable, shortened, shown_name
 from ..errors import AdapterRefusedError, ModelFilesError
 from ..model_config.model import ModelConfig
 from ..tokenizer_files import has_vocabulary, tokenizer_sha256, whose_tokenizer
@@ -37,11 +38,16 @@ from .folder import (
     read_config,
 )
 from .names import LORA_ROLES, BaseLayout, Renaming, TensorName, base_layout, choose_renaming, parse_name
+from .other_engines import EngineFindings, in_words, other_engines
 from .parameters import Changes, resized_shapes
-from .sites import Contents, LoraSite, ParameterChange, find_sites
+from .sites import Contents, LoraSite, ParameterChange, find_sites, targeted_modules
 from .tensor_file import FLOAT_TYPES, MAX_SHARED, MAX_SHARED_BYTES, TensorEntry
 
 logger = logging.getLogger(__name__)
+
+
+#: Version of the JSON of an audit: fields may be added within one, and keep their name and meaning.
+JSON_FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,9 @@ class AdapterAudit:
     key_uses: Mapping[str, str] = field(default_factory=dict)
     #: Tensor -> `used`, `irrelevant: why` or `refused: why`.
     tensor_uses: Mapping[str, str] = field(default_factory=dict)
+    #: Other engine (`peft`, `vllm`) -> kind of finding (`leaves_out`: tensors; `refuses`, `differs`: clauses) -> what
+    #: is known of how it reads the adapter.
+    other_engines: Mapping[str, EngineFindings] = field(default_factory=dict)
     #: Largest rank of a pair; 0 without pairs.
     max_rank: int = 0
     #: Stored bytes of all tensors.
@@ -87,6 +96,22 @@ class AdapterAudit:
     missing_header: str = ""
     #: Its tensors by PEFT's names, where its files have others; empty for PEFT's own.
     sources: Mapping[str, TensorEntry] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        why = f": {shortened(self.reasons[0])}" if self.reasons else f", rank {self.max_rank}"
+        return f"<AdapterAudit: {self.name!r} {self.verdict}{why}>"
+
+    def _repr_html_(self) -> str:
+        facts = {
+            "verdict": self.verdict,
+            "reasons": "\n".join(self.reasons),
+            "notes": "\n".join(self.notes),
+            "rank": self.max_rank or None,
+            "bytes": self.weight_bytes,
+            "pairs": len(self.sites),
+            "content": self.content_sha256,
+        }
+        return facts_table(f"Adapter {self.name}", facts)
 
     @property
     def has_own_tokenizer(self) -> bool:
@@ -110,9 +135,9 @@ class AdapterAudit:
         return tuple(change.parameter for change in self.changes)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready object with every field but `sources`."""
+        """A JSON-ready object with every field but `sources`; `docs/reference/adapters.md` describes its form."""
         uses = {"key_uses": dict(sorted(self.key_uses.items())), "tensor_uses": dict(sorted(self.tensor_uses.items()))}
-        found = asdict(self) | uses | {"folder": str(self.folder)}
+        found = {"format": JSON_FORMAT} | asdict(self) | uses | {"folder": str(self.folder)}
         del found["sources"]
         return found
 
@@ -147,6 +172,7 @@ def audit_adapter(
         changes=tuple(judged.changes.by_parameter.values()),
         key_uses=ledger.key_uses,
         tensor_uses=ledger.tensor_uses,
+        other_engines=judged.other_engines,
         max_rank=max((site.rank for site in judged.sites), default=0),
         weight_bytes=read.files.weight_bytes if read.files else 0,
         vocab_size=judged.vocab_size,
@@ -220,16 +246,18 @@ class _Judged:
     change once it is returned.
     """
 
-    #: Rows of the embedding.
+    #: Tokens of the vocabulary, with the adapter's resizing.
     vocab_size: int
-    #: Findings.
+    #: Uses of keys and tensors, and refusals.
     ledger: Ledger = field(default_factory=Ledger)
-    #: Tensors by PEFT's names.
+    #: Its tensors by PEFT's names.
     entries: Mapping[str, TensorEntry] = field(default_factory=dict)
-    #: Pairs.
+    #: Its LoRA pairs.
     sites: tuple[LoraSite, ...] = ()
-    #: Changes of parameters.
+    #: Changes of base parameters.
     changes: Changes = field(default_factory=Changes)
+    #: Findings about other engines.
+    other_engines: Mapping[str, EngineFindings] = field(default_factory=dict)
 
 
 def _judge(read: _Read, layout: BaseLayout) -> _Judged:
@@ -272,6 +300,7 @@ def _judgement(content: bytes | None, files: AdapterFolder, layout: BaseLayout) 
         contents = _contents(config, layout, judged.entries, ledger)
         judged.vocab_size = contents.shapes[f"{layout.embedding}.weight"][0]
         judged.sites = find_sites(contents, ledger)
+        judged.other_engines = other_engines(contents, judged.sites, targeted_modules(contents))
         judged.changes = find_changes(contents, judged.sites, ledger)
         _check_all_used(contents, judged.changes, ledger)
     return judged
@@ -373,7 +402,14 @@ def audit_rows(audits: Iterable[AdapterAudit]) -> list[tuple[str, ...]]:
             str(audit.max_rank),
             str(len(audit.sites)),
             f"{audit.weight_bytes / 1e6:.1f}",
-            "\n".join((*audit.reasons, *audit.notes, *([audit.tokenizer] if audit.tokenizer else []))),
+            "\n".join(
+                (
+                    *audit.reasons,
+                    *audit.notes,
+                    *([audit.tokenizer] if audit.tokenizer else []),
+                    *in_words(audit.other_engines),
+                )
+            ),
         )
         for audit in audits
     ]

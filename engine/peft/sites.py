@@ -212,13 +212,20 @@ def _extras(
     return (magnitude.key if magnitude else None, bias.key if bias else None)
 
 
-def _compare_with_targets(contents: Contents, found: set[str], ledger: Ledger) -> None:
-    """Compare the modules with tensors to the modules that the configuration targets: they must be the same."""
+def targeted_modules(contents: Contents) -> set[str]:
+    """The modules of the trained model that the configuration gives a pair."""
     layout, config, renaming = contents.layout, contents.config, contents.renaming
     modules = [renaming.to_trained(module) for module in layout.adaptable]
-    expected = targeted(config, modules, renaming.to_trained(HEAD), layout.family)
+    found = targeted(config, modules, renaming.to_trained(HEAD), layout.family)
     if layout.is_tied and ties_targets(config):
-        expected |= {renaming.to_trained(layout.embedding), renaming.to_trained(HEAD)}
+        found |= {renaming.to_trained(layout.embedding), renaming.to_trained(HEAD)}
+    return found
+
+
+def _compare_with_targets(contents: Contents, found: set[str], ledger: Ledger) -> None:
+    """Compare the modules with tensors to the modules that the configuration targets: they must be the same."""
+    modules = [contents.renaming.to_trained(module) for module in contents.layout.adaptable]
+    expected = targeted_modules(contents)
     for module in sorted(expected - found):
         ledger.refuse(
             f"{module}: the configuration targets it but the file has no tensors for it. "
@@ -232,7 +239,7 @@ def _compare_with_targets(contents: Contents, found: set[str], ledger: Ledger) -
         "not among the modules the configuration targets (target_modules, exclude_modules, layers_to_transform, "
         "modules_to_save). Put configuration and weights of the same training run together",
     )
-    unmatched = unmatched_targets(config, modules)
+    unmatched = unmatched_targets(contents.config, modules)
     if unmatched:
         names = ", ".join(unmatched[:MAX_NAMES_IN_NOTE])
         ledger.notes.append(f"target_modules names {names}, which this base does not have; PEFT ignores them too")

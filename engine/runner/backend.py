@@ -10,7 +10,7 @@ import logging
 import os
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ from ...kernels.paged_attention.libraries import PromptAttention, choose_prompt_
 from ...kernels.paged_attention.types import AttentionRule
 from ...scheduler.costs.cost import CostModel
 from ...scheduler.costs.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
-from ..config import EngineConfig, dtype_on, pool_format
+from ..config import FP8_CAPABILITY, DeviceKind, EngineConfig, dtype_on, format_problem, pool_format
 from ..errors import EngineError
 from ..memory.allocation import host_tier_bytes, zeroed_memory
 from ..memory.copies import AdapterCopies, CopyStream
@@ -411,50 +411,35 @@ def choose_formats(config: EngineConfig, device: torch.device) -> tuple[torch.dt
     if asked not in dtypes:
         raise EngineError(f"dtype={config.dtype!r}: must be auto, {', '.join(dtypes)}")
     if backend_type(config, device) is GpuBackend:
-        check_fp8(config, device, asked)
+        # Triton's interpreter multiplies in every format but int8.
+        if device.type == "cuda" or config.base_quantization == "int8":
+            _check(config, "cuda", _gpu_products(device), _name(device))
         return dtypes[asked], None, dtypes[asked]
+    candidates: tuple[Products, ...] = ("float32", "bfloat16", "int8")
+    products = [name for name in candidates if can_multiply(name)]
+    _check(config, "cpu", products, "this processor")
+    multiplied = config.base_quantization if config.base_quantization == "int8" else asked
     pool = pool_format("cpu", config.dtype, config.base_quantization)
-    return torch.float32, _cpu_products(config, asked), dtypes[pool]
+    return torch.float32, next((name for name in products if name == multiplied), None), dtypes[pool]
+
+
+def _check(config: EngineConfig, kind: DeviceKind, products: Sequence[str], name: str) -> None:
+    problem = format_problem(kind, config.dtype, config.base_quantization, products, name)
+    if problem:
+        raise EngineError(problem)
+
+
+def _gpu_products(device: torch.device) -> list[str]:
+    """Formats of 8 bits in which a GPU multiplies."""
+    is_recent = device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+    return ["fp8"] if is_recent else []
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "this device"
 
 
 def _tensor_bytes(weights: Mapping[str, Weight], packed: Packed) -> int:
     tensors = [weight for weight in weights.values() if isinstance(weight, Tensor)]
     tensors += [weight.numbers for weight in packed.values() if isinstance(weight, StoredWeight)]
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def check_fp8(config: EngineConfig, device: torch.device, dtype: str) -> None:
-    """Raises EngineError where a GPU does not multiply in the 8 bits that are asked for."""
-    asked = f"base_quantization={config.base_quantization!r}"
-    if config.base_quantization == "int8":
-        raise EngineError(f"{asked}: served on CPUs only. Use fp8 or none on a GPU.")
-    if config.base_quantization == "none" or device.type != "cuda":
-        return
-    if dtype != "bfloat16":
-        raise EngineError(f"{asked}, dtype={dtype!r}: products of 8 bits give bfloat16. Use dtype auto.")
-    if torch.cuda.get_device_capability(device) < (8, 9):
-        raise EngineError(
-            f"{asked}: {torch.cuda.get_device_name(device)} does not multiply in 8-bit floating point (compute "
-            "capability 8.9 and later do: L4, H100, B200). Use none."
-        )
-
-
-def _cpu_products(config: EngineConfig, dtype: str) -> Products | None:
-    """How linear layers are multiplied on this CPU. Raises EngineError for what would be slow in silence."""
-    if config.base_quantization == "fp8":
-        raise EngineError("base_quantization='fp8': served on GPUs only. Use int8 or none on a CPU.")
-    if config.base_quantization == "int8" and dtype != "float16":
-        if not can_multiply("int8"):
-            raise EngineError(
-                "base_quantization='int8': this processor has neither AVX512_VNNI nor AVX_VNNI, or the compiled CPU "
-                "kernels are missing. Use base_quantization none."
-            )
-        return "int8"
-    if dtype == "bfloat16" and can_multiply("bfloat16"):
-        return "bfloat16"
-    if dtype != "float32":
-        raise EngineError(
-            f"dtype={dtype!r}: this processor multiplies float32 only (bfloat16 needs AVX512_BF16 and the compiled CPU "
-            "kernels). Use dtype auto: a checkpoint of 16 bits stays so in memory."
-        )
-    return "float32" if can_multiply("float32") else None

@@ -29,8 +29,9 @@ from ...engine.text.chat.sandbox import MAX_TEMPLATE_CHARACTERS
 from ...engine.text.tokenizers.tokenizer import Tokenizer
 from ...system.untrusted import NoProcessError, read_regular, shown, shown_name
 from ..errors import JobRequestError, StorageError
+from ..option_values import PROMPT_ROLES
 from ..record import InputRecord
-from ..spec import PROMPT_ROLES, JobSpec
+from ..spec import JobSpec
 from ..storage.local_copy import is_remote
 from ..storage.location import Location
 from ..storage.redaction import redacted_url

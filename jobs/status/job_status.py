@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from ...system.html import facts_table
 from ..errors import JobError, JobFailedError, JobRequestError, MissingFileError, error_of_kind, naming_damage
 from ..parts import in_words, missing_parts
 from ..progress import RowTotals
@@ -57,6 +58,21 @@ class JobStatus:
     silent_s: float = 0.0
     #: Shard id -> why its part is not as it was when the job was done, as a clause.
     changed_parts: Mapping[int, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        rows = "" if self.totals is None else f", {self.totals.to_text()}"
+        return f"<JobStatus: {self.headline}{rows}, {self.output}>"
+
+    def _repr_html_(self) -> str:
+        facts = {
+            "output": self.output,
+            "rows": None if self.totals is None else self.totals.to_text(),
+            "time left": self.time_left,
+            "parts": self.num_parts,
+            "message": self.message,
+            "next step": self.next_step,
+        }
+        return facts_table(f"Job {self.record.job_id}: {self.headline}", facts)
 
     @property
     def headline(self) -> str:
@@ -233,10 +249,13 @@ def wait_for_end(
         if status.has_ended or time.monotonic() >= give_up_s:
             return status
         now_s = time.monotonic()
-        # A job that has just begun may be a short one.
-        most_s = _FOLLOW_INTERVAL_S if store.location.is_local else _REMOTE_WAIT_INTERVAL_S
-        interval_s = min(most_s, max(_FOLLOW_INTERVAL_S, (now_s - began_s) / 4))
-        time.sleep(max(0.0, min(interval_s, give_up_s - now_s)))
+        time.sleep(max(0.0, min(wait_interval_s(store, now_s - began_s), give_up_s - now_s)))
+
+
+def wait_interval_s(store: JobStore, waited_s: float) -> float:
+    """Seconds until the next look at a job that has been waited for during `waited_s`: a short job is seen soon."""
+    most_s = _FOLLOW_INTERVAL_S if store.location.is_local else _REMOTE_WAIT_INTERVAL_S
+    return min(most_s, max(_FOLLOW_INTERVAL_S, waited_s / 4))
 
 
 def request_cancel(store: JobStore) -> bool:

@@ -24,6 +24,7 @@ from ...jobs.spec import JobSpec
 from ...system.local_cache import scratch_folder, temporary_folder
 from ...system.long_work import listener
 from .background_state import background_security
+from .class_cluster import class_cluster, scheduler_address
 from .devices import device_kind
 from .embedded_cluster import EmbeddedCluster
 from .security import security_of
@@ -176,8 +177,8 @@ def placement_of_tasks(client: Client, busy: Collection[str] = ()) -> dict[str, 
 @contextmanager
 def connected(spec: JobSpec, client: Client | None = None, *, has_spares: bool = False) -> Iterator[Client]:
     """A client of its own for one job, connected to the cluster of `client`, else to the one that `spec.cluster` names:
-    `local` starts one and ends it afterwards. `has_spares`: workers of a local cluster start a spare engine process as
-    they start.
+    `local` and the name of a class start one and end it afterwards. `has_spares`: workers of a local cluster start a
+    spare engine process as they start.
 
     Raises `JobRequestError` when no scheduler answers, or a GPU is asked for and the machine has none; `JobFailedError`
     when the cluster's scheduler or workers do not have this version of lorabatch.
@@ -188,8 +189,11 @@ def connected(spec: JobSpec, client: Client | None = None, *, has_spares: bool =
         with embedded(num_workers, spare_threads=spare_threads, gpus_each=gpus_each(spec)) as own:
             yield own
         return
-    if client is None:
-        connection = existing(spec.cluster, security_of(spec.tls_files) or background_security(spec.cluster))
+    if client is None and spec.is_cluster_class:
+        connection = class_cluster(spec, open_client)
+    elif client is None:
+        address = scheduler_address(spec)
+        connection = existing(address, security_of(spec.tls_files) or background_security(address))
     else:
         connection = existing(client.scheduler_info(n_workers=0)["address"], client.security)
     with _without_tracebacks(), connection as own:

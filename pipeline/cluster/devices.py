@@ -17,7 +17,7 @@ from typing import Any
 
 from distributed import Client
 
-from ...engine.config import DeviceKind
+from ...engine.config import FP8_CAPABILITY, DeviceKind
 from ...engine.memory.limits import total_host_bytes
 from ...kernels import cpu_instructions, lacks_compiled_kernels
 from .worker_process import visible_gpus
@@ -27,6 +27,8 @@ _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 _ANSWER_LIMIT_S = 10.0
 # The GPU that the preset cost model stands for.
 _ASSUMED_GPU, _ASSUMED_GPU_BYTES = "H200", 141 * 10**9
+# Number format -> instruction sets of CPUs, one of which multiplies in it.
+_PRODUCTS = {"bfloat16": {"AVX512_BF16"}, "int8": {"AVX512_VNNI", "AVX_VNNI"}}
 # Measured on the demo and on `bench engine`, AVX-512 and two cores: 1.3 to 1.4.
 _SLOW_KERNELS = (
     "compiled CPU kernels are missing: about 1.3 times slower. A C compiler, such as gcc, builds them when lorabatch "
@@ -50,6 +52,10 @@ class Device:
     lacks_compiled_kernels: bool = False
     #: The CPU's instruction sets that kernels use (`kernels.cpu_instructions`).
     instructions: tuple[str, ...] = ()
+    #: Number formats in which it multiplies, besides those in which every device of its kind does.
+    products: tuple[str, ...] = ()
+    #: Whether the machine was looked at and has no such device.
+    is_missing: bool = False
     #: NVML ids of the engine's GPUs; empty for a CPU and for an assumed GPU.
     uuids: tuple[str, ...] = ()
     #: Number of workers whose engines use the GPU `shared_uuid`.
@@ -93,12 +99,14 @@ def find_device(asked: str, num_gpus: int = 1) -> Device:
     machine has fewer. Runs on workers too.
     """
     if device_kind(asked) == "cpu":
-        return Device("cpu", "CPU", total_host_bytes(), "", lacks_compiled_kernels(), cpu_instructions())
+        has_none, instructions = lacks_compiled_kernels(), cpu_instructions()
+        products = () if has_none else tuple(name for name, sets in _PRODUCTS.items() if sets & set(instructions))
+        return Device("cpu", "CPU", total_host_bytes(), "", has_none, instructions, products)
     _, _, number = asked.partition(":")
     first = int(number) if number.isdecimal() else 0
     found = [gpu for place in range(first, first + num_gpus) if (gpu := _gpu(place)) is not None]
     if not found:
-        return _assumed_gpu("no NVIDIA driver answers here")
+        return _assumed_gpu("no NVIDIA driver answers here", is_missing=first >= len(visible_gpus(os.environ)))
     least = min(found, key=lambda gpu: gpu.memory_bytes)
     return replace(least, uuids=tuple(uuid for gpu in found for uuid in gpu.uuids))
 
@@ -107,6 +115,11 @@ def find_device_of_workers(client: Client, asked: str, num_gpus: int = 1) -> Dev
     """The device of a cluster's workers; the one that `least_device` chooses when they differ. `num_gpus`: GPUs of an
     engine.
     """
+    return least_device(devices_of_workers(client, asked, num_gpus).values(), asked)
+
+
+def devices_of_workers(client: Client, asked: str, num_gpus: int = 1) -> dict[str, Device]:
+    """Worker -> the device of its engine, for the workers of a cluster that answer in time."""
     try:
         replies: dict[str, Any] = client.sync(
             client._run, find_device, asked, num_gpus, on_error="return", callback_timeout=_ANSWER_LIMIT_S
@@ -114,13 +127,15 @@ def find_device_of_workers(client: Client, asked: str, num_gpus: int = 1) -> Dev
     except TimeoutError:
         logger.warning("some workers did not reply with their device within %.0f s", _ANSWER_LIMIT_S)
         replies = {}
-    return least_device((reply for reply in replies.values() if isinstance(reply, Device)), asked)
+    return {worker: reply for worker, reply in replies.items() if isinstance(reply, Device)}
 
 
-def least_device(found: Iterable[Device], asked: str) -> Device:
+def least_device(
+    found: Iterable[Device], asked: str, reason: str = "no worker of the cluster has named its device"
+) -> Device:
     """The weakest of the devices that workers have named: fewest GPUs, then least memory, then without compiled
     kernels. Its `shared_uuid` and `num_sharing` describe the GPU that the most workers have named. A device is assumed
-    when `found` is empty.
+    when `found` is empty; `reason` says why it is.
     """
     devices = sorted(
         found, key=lambda d: (bool(d.assumption), len(d.uuids), d.memory_bytes, not d.lacks_compiled_kernels)
@@ -128,17 +143,16 @@ def least_device(found: Iterable[Device], asked: str) -> Device:
     if devices:
         times = Counter(uuid for device in devices for uuid in device.uuids).most_common(1)
         return replace(devices[0], shared_uuid=times[0][0], num_sharing=times[0][1]) if times else devices[0]
-    reason = "no worker of the cluster has named its device"
     if device_kind(asked) == "cuda":
         return _assumed_gpu(reason)
     here = find_device(asked)
     return Device("cpu", here.name, here.memory_bytes, f"{reason}: a CPU with this machine's memory is assumed")
 
 
-def _assumed_gpu(reason: str) -> Device:
+def _assumed_gpu(reason: str, *, is_missing: bool = False) -> Device:
     gigabytes = _ASSUMED_GPU_BYTES // 10**9
     assumption = f"{reason}: a GPU with the {gigabytes} GB of an {_ASSUMED_GPU} is assumed"
-    return Device("cuda", _ASSUMED_GPU, _ASSUMED_GPU_BYTES, assumption)
+    return Device("cuda", _ASSUMED_GPU, _ASSUMED_GPU_BYTES, assumption, is_missing=is_missing)
 
 
 class _Memory(ctypes.Structure):
@@ -155,6 +169,7 @@ def _gpu(place: int) -> Device | None:
     except OSError:
         return None
     handle, memory = ctypes.c_void_p(), _Memory()
+    major, minor = ctypes.c_int(), ctypes.c_int()
     name, uuid = ctypes.create_string_buffer(96), ctypes.create_string_buffer(96)
     if library.nvmlInit_v2() != 0:
         return None
@@ -166,9 +181,13 @@ def _gpu(place: int) -> Device | None:
         problem = problem or library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
         problem = problem or library.nvmlDeviceGetName(handle, name, ctypes.c_uint(len(name)))
         problem = problem or library.nvmlDeviceGetUUID(handle, uuid, ctypes.c_uint(len(uuid)))
+        problem = problem or library.nvmlDeviceGetCudaComputeCapability(
+            handle, ctypes.byref(major), ctypes.byref(minor)
+        )
     finally:
         library.nvmlShutdown()
     if problem:
         return None
     shown = name.value.decode(errors="replace")
-    return Device("cuda", shown, int(memory.total), uuids=(uuid.value.decode(errors="replace"),))
+    products = ("fp8",) if (major.value, minor.value) >= FP8_CAPABILITY else ()
+    return Device("cuda", shown, int(memory.total), products=products, uuids=(uuid.value.decode(errors="replace"),))

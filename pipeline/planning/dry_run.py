@@ -27,8 +27,10 @@ from ...jobs.status.notes import job_notes, messages_note, row_notes
 from ...scheduler.forecast import Forecast
 from ...scheduler.workload import BASE_MODEL, Workload
 from ...system.local_cache import temporary_folder
+from ..cluster.class_cluster import planned_workers
 from ..cluster.connect import connected, count_workers, num_embedded_workers
-from ..cluster.devices import Device, find_device, find_device_of_workers
+from ..cluster.devices import Device, find_device, find_device_of_workers, least_device
+from ..cluster.suitability import check_suitability, unknown_note
 from ..dataset.chunk import IndexJob
 from ..dataset.index import IndexTotals, example_prompt, index_chunk, list_chunks
 from ..result import KindOfError
@@ -113,6 +115,7 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None, speeds: str
         # `output` in a job file is overridden too: a plan must not read or change the job's output.
         given = dict(values) | {"output": str(folder), "overwrite": True}
         spec = requested_job(given, job_file)
+        check_suitability(spec, connected, is_plan=True)
         job = open_job(spec)
         num_workers, device = _workers(spec)
         check_speeds(slowness, num_workers)
@@ -145,6 +148,7 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None, speeds: str
             slowness,
             (
                 *device.notes,
+                *unknown_note(spec, device),
                 *job_notes(job.record),
                 *messages_note(job.record),
                 *row_notes(job.record, indexed.rows_per_adapter, indexed.peculiar_rows),
@@ -157,6 +161,9 @@ def _workers(spec: JobSpec) -> tuple[int, Device]:
     """Number of workers that a run would have, and the device of their engines."""
     if spec.is_embedded:
         return num_embedded_workers(spec), find_device(spec.device, spec.tensor_parallel)
+    if spec.is_cluster_class:
+        reason = f"cluster={spec.cluster!r} is not started for a plan"
+        return planned_workers(spec), least_device((), spec.device, reason)
     with connected(spec) as client:
         return spec.workers or count_workers(client), find_device_of_workers(client, spec.device, spec.tensor_parallel)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import doctest
 import inspect
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -102,6 +106,87 @@ def test_a_submitted_job_is_followed_and_read_by_its_handle(
     assert list(job.logs()) == list(log_lines(echo_job.store))
     assert job.cancel() is False
     assert lorabatch.submit(**echo_job.options(), client=shared_client).cluster == ""
+
+
+def test_rows_are_read_and_a_job_is_awaited_while_it_runs(
+    echo_job: EchoJob, shared_client: Client, echoes: None
+) -> None:
+    rows = make_rows(64)
+    echo_job.write_input(rows)
+    gate = echo_job.folder / "gate"
+    echo_job.set_engine(step_s=0.05, gate=str(gate))
+    job = lorabatch.submit(**echo_job.options(rows_per_shard=8), client=shared_client)
+    # Ids by whether the job was running when they were read.
+    read: dict[bool, list[int]] = {True: [], False: []}
+
+    def collect() -> None:
+        for row in job.iter_rows(["id", "completion"]):
+            assert row.keys() == {"id", "completion"}
+            read[not echo_job.store.is_finished()].append(row["id"])
+
+    async def awaited() -> tuple[lorabatch.JobResult, int]:
+        beats = 0
+
+        async def beat() -> None:
+            nonlocal beats
+            while True:
+                await asyncio.sleep(0.05)
+                beats += 1
+
+        beating = asyncio.create_task(beat())
+        collecting = asyncio.create_task(asyncio.to_thread(collect))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(job, 0.2)
+        gate.touch()
+        result = await job
+        await collecting
+        beating.cancel()
+        return result, beats
+
+    result, beats = asyncio.run(awaited())
+    assert result == job.result()
+    assert beats > 5
+    assert read[True]
+    assert sorted(read[True] + read[False]) == [row["id"] for row in rows]
+    assert sorted(row["completion"] for row in job.iter_rows()) == sorted(row["completion"] for row in echo_job.rows())
+    with pytest.raises(lorabatch.JobRequestError, match=r"columns=\['compleation'\]: not in the output"):
+        next(job.iter_rows(["id", "compleation"]))
+
+
+def test_rows_of_parts_that_are_made_again_and_of_another_job_are_not_passed_off(
+    echo_job: EchoJob, shared_client: Client, echoes: None
+) -> None:
+    echo_job.write_input(make_rows(16))
+    lorabatch.run(**echo_job.options(rows_per_shard=8), client=shared_client, progress=False)
+    job = lorabatch.Job(echo_job.output)
+    reading = job.iter_rows()
+    next(reading)
+    part = min(echo_job.output.glob("part-*.parquet"))
+    whole = part.read_bytes()
+    state = echo_job.store.read_state()
+    assert state is not None
+    # The job is taken up again, and the part that was read is another one.
+    echo_job.store.unmark_success()
+    echo_job.store.write_state(replace(state, phase="running", updated_at_s=time.time()))
+    pq.write_table(pq.read_table(part).slice(1), part)
+    with pytest.raises(lorabatch.JobFailedError, match="1 parts that were read are computed again"):
+        list(reading)
+    part.write_bytes(whole)
+    # Before a run has planned its rows, it may take parts away.
+    echo_job.store.write_state(replace(state, phase="planning", updated_at_s=time.time()))
+    early = threading.Thread(target=lambda: next(job.iter_rows()), daemon=True)
+    early.start()
+    early.join(1.5)
+    assert early.is_alive()
+    echo_job.store.write_state(replace(state, phase="running", updated_at_s=time.time()))
+    early.join(30)
+    assert not early.is_alive()
+    reading = job.iter_rows()
+    next(reading)
+    options = echo_job.options(rows_per_shard=8, overwrite=True, seed=5)
+    lorabatch.run(**options, client=shared_client, progress=False)
+    with pytest.raises(lorabatch.JobRequestError, match="another job has taken the place"):
+        list(reading)
 
 
 @pytest.mark.long

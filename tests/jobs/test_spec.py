@@ -245,7 +245,9 @@ def test_a_cluster_is_one_of_our_own_or_an_address(cluster: str) -> None:
 
 @pytest.mark.parametrize("cluster", ["", "loacl", "10.0.0.5", "scheduler.json"])
 def test_what_is_no_address_is_not_waited_for(cluster: str) -> None:
-    with pytest.raises(JobRequestError, match=r"cluster='.*': expected local, local-cuda, or an address such as"):
+    with pytest.raises(
+        JobRequestError, match=r"cluster='.*': expected local, local-cuda, an address such as .*, or a class"
+    ):
         JobSpec(model="m", input="i", output="o", cluster=cluster)
 
 

@@ -26,6 +26,8 @@ from lorabatch.scheduler.estimates.lengths import AnswerLengths
 from lorabatch.scheduler.simulation.synthetic import make_workload
 from lorabatch.scheduler.workload import AdapterInfo
 
+# A cluster that a plan does not start, so that its devices are not known.
+ELSEWHERE = "hpc.GpuCluster"
 NAMES = (None, "rank1", "rank8", "rank20")
 
 
@@ -87,7 +89,7 @@ def test_nothing_is_merged_into_a_base_in_blocks_unless_it_is_asked_for(
     assert dry_run(in_blocks).settings.engine.mode == "unmerged"
     assert dry_run(in_blocks | {"mode": "merged"}).settings.engine.mode == "merged"
     assert dry_run(in_blocks | {"policy": "dlora"}).settings.engine.mode == "auto"
-    assert dry_run(in_blocks | {"device": "cuda"}).settings.engine.mode == "auto"
+    assert dry_run(in_blocks | {"cluster": ELSEWHERE, "device": "cuda"}).settings.engine.mode == "auto"
 
 
 @pytest.mark.long
@@ -99,7 +101,7 @@ def test_nothing_is_merged_on_a_gpu_that_would_lose_its_pool_to_merged_weights(
         left = copies * live_weight_bytes(model, 2)
         of_gpu = (1 << 30) + weight_bytes(model, 2) + left
         monkeypatch.setattr("lorabatch.pipeline.cluster.devices._ASSUMED_GPU_BYTES", of_gpu)
-        on_gpu = options | {"device": "cuda:77", "pool_bytes": 1 << 20}
+        on_gpu = options | {"cluster": ELSEWHERE, "device": "cuda", "pool_bytes": 1 << 20}
         modes = {mode: dry_run(on_gpu | {"mode": mode}).settings.engine.mode for mode in ("auto", "merged", "unmerged")}
         assert modes == {"auto": expected, "merged": "merged", "unmerged": "unmerged"}
 
@@ -248,8 +250,8 @@ def test_a_plan_names_the_engines_limits_and_says_when_their_device_is_assumed(o
     assert "once adapters are merged" not in printed(device="cpu", mode="unmerged")
     assert "The device is not known" not in found
     assert "Engines of 2 processes each: 8 rows and 512 tokens a step" in printed(device="cpu", tensor_parallel=2)
-    # a GPU that no machine has
-    assumed = printed(device="cuda:77", batch_rows=None)
+    # a cluster that a plan does not start
+    assumed = printed(cluster=ELSEWHERE, device="cuda", batch_rows=None)
     assert re.search(r"Engines: 512 rows and 16384 tokens a step, \d+\.\d GB for keys, values and adapters", assumed)
     assert "Each engine takes" not in assumed
     assert "a GPU with the 141 GB of an H200 is assumed. Seconds and price depend on it" in assumed
@@ -257,7 +259,7 @@ def test_a_plan_names_the_engines_limits_and_says_when_their_device_is_assumed(o
 
 @pytest.mark.long
 def test_a_plan_in_8_bits_on_a_gpu_says_so_and_takes_less_time(options: dict[str, Any]) -> None:
-    on_gpu = options | {"device": "cuda:77", "mode": "unmerged"}
+    on_gpu = options | {"cluster": ELSEWHERE, "device": "cuda", "mode": "unmerged"}
     plain, found = dry_run(on_gpu), dry_run(on_gpu | {"base_quantization": "fp8"})
     said = "fp8 was not compared with float32 yet: `lorabatch compare OUTPUT` does after a job"
     multiply, weights, compared = found.settings.notes
@@ -283,7 +285,7 @@ def test_a_plan_says_first_that_compiled_kernels_are_missing(
     found = dry_run(options | {"device": "cpu"})
     assert found.notes[0].startswith("compiled CPU kernels are missing: about ")
     assert "C compiler" in found.notes[0]
-    assert dry_run(options | {"device": "cuda:77"}).notes == found.notes[1:]
+    assert dry_run(options | {"cluster": ELSEWHERE, "device": "cuda"}).notes == found.notes[1:]
 
 
 def test_what_run_would_refuse_plan_refuses(options: dict[str, Any], tmp_path: Path) -> None:

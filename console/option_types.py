@@ -1,0 +1,83 @@
+"""Writes the type of a job's options for type checkers, `jobs/job_options.py`, from the fields of `JobSpec`.
+
+    python -m lorabatch.console.option_types
+
+writes the file anew after a change of an option; a test compares the two.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import wrap
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin
+
+from ..jobs.option_values import TLS_FIELDS
+from ..jobs.spec import JobSpec
+
+_FILE = Path(__file__).parents[1] / "jobs" / "job_options.py"
+# Values that a program may give beside those of the field's own type: what the validators of `JobSpec` read.
+_COLUMNS, _COMMENT = 120, "    #: "
+_PATH = "str | PathLike[str]"
+_OBJECT = "str | Mapping[str, Any]"
+_ACCEPTED = {
+    **dict.fromkeys(("model", "output"), _PATH),
+    **dict.fromkeys(("chat_template", "scheduler_file", "cost_model"), f"{_PATH} | None"),
+    **dict.fromkeys(TLS_FIELDS, f"{_PATH} | None"),
+    "input": f"{_PATH} | Sequence[{_PATH}]",
+    "adapters": f"{_PATH} | Mapping[str, {_PATH}] | Sequence[str] | None",
+    "columns": "Mapping[str, str] | Sequence[str]",
+    "max_errors": "str | int",
+    **dict.fromkeys(("storage_options", "cluster_options"), f"{_OBJECT} | None"),
+    **dict.fromkeys(("response_format", "structured_outputs"), f"{_OBJECT} | None"),
+    "tools": "str | Sequence[Mapping[str, Any]] | None",
+    "chat_template_kwargs": f"{_OBJECT} | None",
+    "logit_bias": "str | Mapping[int, float] | Mapping[str, float] | Sequence[tuple[int, float]]",
+    # a class of pydantic has a schema too
+    "json_schema": f"{_OBJECT} | type[Any]",
+    "reasoning_markers": "str | Sequence[str] | Mapping[str, str]",
+    "choice": "str | float | Sequence[str | float]",
+}
+_HEAD = '''"""`JobOptions`: the options of a job as keyword arguments, for type checkers and editors.
+
+Made from the fields of `JobSpec` by `python -m lorabatch.console.option_types`; not to be edited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import Any, Literal, TypedDict
+
+
+class JobOptions(TypedDict, total=False):
+    """The options of a job by name. `JobSpec` says which are required, and their limits."""
+
+'''
+
+
+def source() -> str:
+    """The content of `jobs/job_options.py` that fits the fields of `JobSpec`."""
+    lines = []
+    for name, field in JobSpec.model_fields.items():
+        lines += wrap(field.description or "", _COLUMNS, initial_indent=_COMMENT, subsequent_indent=_COMMENT)
+        lines.append(f"    {name}: {_ACCEPTED.get(name) or _accepted(field.annotation)}")
+    return _HEAD + "\n".join(lines) + "\n"
+
+
+def _accepted(annotation: Any) -> str:
+    """The type of values for a field: its own, and for a list one item or any sequence."""
+    if isinstance(annotation, UnionType):
+        return " | ".join(_accepted(kind) for kind in get_args(annotation))
+    if get_origin(annotation) is Literal:
+        return f"Literal[{', '.join(repr(value).replace(chr(39), chr(34)) for value in get_args(annotation))}]"
+    if get_origin(annotation) is tuple:
+        item = _accepted(get_args(annotation)[0])
+        return f"{item} | Sequence[{item}]"
+    if annotation is type(None):
+        return "None"
+    return str(annotation.__name__)
+
+
+if __name__ == "__main__":
+    _FILE.write_text(source(), encoding="utf-8")
