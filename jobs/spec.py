@@ -11,7 +11,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    create_model,
+    field_validator,
+)
 
 from ..engine.config import BaseQuantization, Mode
 from ..engine.request import SAMPLING_OPTIONS, SamplingParams
@@ -19,7 +28,15 @@ from ..engine.structured_output import CONSTRAINTS, FORMS, constraint_of
 from ..engine.text.chat.conversation import RENDERING_OPTIONS, is_template_text, read_tools, read_variables, written
 from .errors import JobRequestError
 from .option_problems import field_name, unknown_options, value_problems, with_next_step, with_suggestion
-from .option_values import TLS_FIELDS, ErrorBudget, TlsFiles, pairs_of, parse_storage_options
+from .option_values import (
+    TLS_FIELDS,
+    ErrorBudget,
+    InputTable,
+    TlsFiles,
+    pairs_of,
+    parse_storage_options,
+    with_tables,
+)
 from .storage.location import absolute, paths_as_text
 from .storage.redaction import redacted_url
 
@@ -87,8 +104,9 @@ class JobSpec(_SamplingFields):
     )
     input: str | tuple[str, ...] = _option(
         ...,
-        "Parquet file, folder or glob; any fsspec URL. Repeatable (in a job file a list).",
-        expected="a Parquet file, folder, glob or URL, or several of them",
+        "File of Parquet, CSV, JSON Lines, Arrow or ORC, folder or glob; any fsspec URL. Repeatable (in a job file a "
+        "list). In Python also a table.",
+        expected="a file, folder, glob or URL, or several of them",
         min_length=1,
     )
     output: str = _option(..., "Folder or fsspec URL for the answers.", expected="a folder or URL", min_length=1)
@@ -251,7 +269,10 @@ class JobSpec(_SamplingFields):
 
     def _set_fields(self, values: Mapping[str, Any]) -> tuple[list[str], frozenset[str]]:
         """Sets the fields whose values can be used. Returns every problem, and the fields with wrong values."""
-        values = {field_name(name): paths_as_text(value) for name, value in values.items()}
+        values = {field_name(name): value for name, value in values.items()}
+        if "input" in values:
+            values["input"] = with_tables(values["input"])
+        values = {name: paths_as_text(value) for name, value in values.items()}
         known = {name: value for name, value in values.items() if name in JobSpec.model_fields}
         problems, wrong = unknown_options(values, JobSpec.model_fields), frozenset[str]()
         problems += _replace_forms(known)
@@ -274,6 +295,11 @@ class JobSpec(_SamplingFields):
     def inputs(self) -> tuple[str, ...]:
         """The files, folders and globs of the input, in the order in which they were given."""
         return (self.input,) if isinstance(self.input, str) else self.input
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The URLs below which a run of this job reads rows: the inputs, and the output, which has converted ones."""
+        return (*self.inputs, self.output)
 
     @property
     def tls_files(self) -> TlsFiles:
@@ -387,6 +413,17 @@ class JobSpec(_SamplingFields):
         if not all(value):
             raise ValueError("expected text that is not empty")
         return value
+
+    @field_validator("input", mode="wrap")
+    @classmethod
+    def _tables(cls, value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+        """Tables stay the objects that they are: pydantic would make plain text of them."""
+        found, given = check(value), value if isinstance(value, list | tuple) else [value]
+        kept = [
+            one if isinstance(one, InputTable) else text
+            for one, text in zip(given, (found,) if isinstance(found, str) else found, strict=True)
+        ]
+        return _one_or_all(kept)
 
     @field_validator("columns", mode="before")
     @classmethod

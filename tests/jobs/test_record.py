@@ -165,7 +165,9 @@ def test_a_job_of_the_version_before_these_options_is_the_same_job_with_the_same
 def test_a_record_of_the_version_before_is_the_same_job_with_the_same_index() -> None:
     data = Path(__file__).with_name("recorded_job.json").read_bytes()
     frozen = JobRecord.from_json(data)
-    assert frozen.to_json() == data
+    expected = json.loads(data)
+    expected["input"] |= {"converted": [], "json_columns": []}  # which it did not have
+    assert json.loads(frozen.to_json()) == expected
     assert index_key(frozen) == "04abca8e2ea70d9932b36a473bfe4db1c1b84ac84900a529e84b8185928afc67"
     again = frozen.job_spec({"key": "k"}, workers=2)
     assert differences(frozen, frozen.model_copy(update={"spec": again.without_secrets()})) == []

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import lorabatch
 from lorabatch.engine.request import SAMPLING_OPTIONS
 from lorabatch.jobs.errors import JobRequestError
-from lorabatch.jobs.opening.opened_job.job_file import read_job_file
+from lorabatch.jobs.opening.job_file import read_job_file
 from lorabatch.jobs.option_values import TLS_FIELDS, ErrorBudget, TlsFiles
 from lorabatch.jobs.spec import COLUMN_ROLES, SAMPLING_COLUMNS, JobSpec, PolicyName
 
@@ -158,7 +158,7 @@ def test_one_input_is_a_text_and_several_are_a_list(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     assert spec.with_absolute_paths().inputs == ("/a", str(tmp_path / "b"), "s3://u:hush@c")
     for wrong in ([], ["/a", ""], 3):
-        with pytest.raises(JobRequestError, match=r"expected a Parquet file, folder, glob or URL, or several"):
+        with pytest.raises(JobRequestError, match=r"expected a file, folder, glob or URL, or several"):
             JobSpec(**BASICS | {"input": wrong})
 
 
