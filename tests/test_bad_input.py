@@ -209,7 +209,7 @@ TABLE: list[tuple[str, int, list[str]]] = [
     ("plan --model {rows} --input {rows}/chats.parquet", 2, ["config.json: missing"]),
     # Input
     (f"plan {RIGHT} --input {{rows}}/none.parquet", 2, ["none.parquet': not found", "Check the path"]),
-    (f"plan {RIGHT} --input {{rows}}/nothing", 2, ["no Parquet files there. Expected a Parquet file, a folder"]),
+    (f"plan {RIGHT} --input {{rows}}/nothing", 2, ["no Parquet files there. Expected a file of Parquet, CSV"]),
     (f"plan {RIGHT} --input {{rows}}/*.pq", 2, ["no Parquet files there"]),
     (f"plan {RIGHT} --input {{rows}}/cut.parquet", 2, ["input file 'cut.parquet': not a readable Parquet file"]),
     (

@@ -105,8 +105,8 @@ def find_input(url: str, storage_options: Mapping[str, Any], problems: list[str]
         return found
     others = f" ({found.endings(found.unread)})" if found.unread else ""
     problems.append(
-        f"input={shown!r}: no Parquet files there{others}, and none of another format that is read. Expected a file of "
-        f"Parquet, {', '.join(get_args(Kind))}, a folder with such files, or a glob that matches some."
+        f"input={shown!r}: no Parquet files there{others}. Expected a file of Parquet, {', '.join(get_args(Kind))}, a "
+        "folder with such files, or a glob that matches some."
     )
     return None
 

@@ -66,10 +66,10 @@ def _rows(data: Any) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
         return batch.schema, iter([batch])
     if hasattr(data, "npartitions"):
         return _dask_rows(data)
-    if hasattr(data, "with_format"):
-        return _dataset_rows(data)
     if isinstance(data, Mapping):
         return _columns_of(data)
+    if hasattr(data, "with_format"):
+        return _dataset_rows(data)
     return _columns_of(_of_dictionaries(data))
 
 
@@ -100,13 +100,21 @@ def _columns_of(columns: Mapping[str, Any]) -> tuple[pa.Schema, Iterator[pa.Reco
 
 
 def _dask_rows(frame: Any) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
-    """Rows of a Dask frame. A partition is computed when its rows are needed, where Dask computes by default."""
+    """Rows of a Dask frame. A partition is computed when its rows are needed, where Dask computes by default.
+
+    The frame does not know what its columns of objects hold: the first partition says it, and a column that is null
+    there is text.
+    """
     keeps_index = frame.index.name is not None
-    schema = pa.Schema.from_pandas(frame._meta_nonempty, preserve_index=keeps_index)
+    first = frame.partitions[0].compute()
+    schema = pa.Schema.from_pandas(first, preserve_index=keeps_index)
+    for place, column in enumerate(schema):
+        if pa.types.is_null(column.type):
+            schema = schema.set(place, column.with_type(pa.string()))
 
     def batches() -> Iterator[pa.RecordBatch]:
         for number in range(frame.npartitions):
-            rows = frame.partitions[number].compute()
+            rows = frame.partitions[number].compute() if number else first
             try:
                 table = pa.Table.from_pandas(rows, schema=schema, preserve_index=keeps_index)
             except _WRONG_VALUES as error:

@@ -251,7 +251,7 @@ def test_a_process_that_is_killed_while_it_converts_leaves_nothing_that_counts(
     [
         (["a.csv", "b.jsonl"], r"files of several formats there \(CSV, JSON Lines\): 1 .csv, 1 .jsonl. Name one"),
         (["train/state.json", "dataset_dict.json", "test/state.json"], "a data set with the splits test, train"),
-        (["a.xlsx"], r"no Parquet files there \(1 .xlsx\), and none of another format that is read"),
+        (["a.xlsx"], r"no Parquet files there \(1 .xlsx\). Expected a file of Parquet, CSV"),
     ],
 )
 def test_folders_whose_rows_are_not_clear_are_refused(
