@@ -125,7 +125,7 @@ def _found_table(url: str, number: int) -> FoundInput:
 
 
 def _item(found: FoundInput, path: str, name: str) -> Item:
-    """What is converted for a file that is not Parquet."""
+    """The item to convert for a file that is not Parquet."""
     if found.kind == TABLE:
         return found.url
     kind = cast(Kind, found.kind)

@@ -167,7 +167,7 @@ def _with_table_urls(spec: JobSpec, converter: Converter) -> JobSpec:
 
 
 def _wishes(spec: JobSpec) -> ColumnWishes:
-    """What the job's options say of the types of columns in files without types."""
+    """Columns whose types the job's options decide, where files have no types."""
     columns, asked = spec.columns, {*spec.row_settings, *spec.columns}
     settings = SETTING_ROLES if "all" in asked else [name for name in SETTING_ROLES if name in asked]
     numbers = [columns.get(name, name) for name in settings if is_number(name)]

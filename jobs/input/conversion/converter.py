@@ -50,7 +50,7 @@ _COPY_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ColumnWishes:
-    """What a job's options say of the types of its columns."""
+    """Columns whose types a job's options decide, where files have no types."""
 
     #: Columns that are text in CSV files, whatever they look like.
     texts: tuple[str, ...] = ()
@@ -331,7 +331,7 @@ class _Conversion:
         return True
 
     def _tried(self, number: int, read: Any) -> Any:
-        """What `read` returns; None after an error about the item, with a sentence added to the problems."""
+        """Calls `read` and returns its value; None after an error about the item, which becomes a problem."""
         item = self._items[number]
         where = f"input file {item.name!r}" if isinstance(item, Source) else f"input={str(item)!r}"
         options, url = (item.options, item.input_url) if isinstance(item, Source) else ({}, "")

@@ -33,7 +33,7 @@ _TEXT_CHARACTERS = 60
 
 @dataclass(slots=True)
 class CsvColumns:
-    """What is known of the values of all CSV files of a job: column -> the number types that still hold all of them."""
+    """Facts about the values of all CSV files of a job: column -> the number types that still hold all of them."""
 
     #: Columns that stay text.
     texts: Collection[str] = ()
@@ -64,11 +64,15 @@ class _Numbers:
 
     #: Whether values may be written in any way: `0.70` and `1` are the same number there as 0.7 and 1.0.
     is_setting: bool
+    # Whether there is a value that is not null.
     _has_values: bool = False
+    # Whether all values are integers so far.
     _is_integer: bool = True
+    # Whether all values are doubles so far.
     _is_double: bool = True
-    # Whether some value is written as `1`, and some as `1.0`: both are the same double, so only one way is allowed.
+    # Whether some value is written as `1`.
     _has_plain: bool = False
+    # Whether some value is written as `1.0`. Beside `1` it is the same double, so a column has one of both only.
     _has_point: bool = False
     # Whether some value has a fraction, so that a double is what it looks like.
     _has_fraction: bool = False
@@ -222,7 +226,7 @@ def _header(text: TextFile, source: Source) -> tuple[list[str], str, int]:
 
 
 def _record_end(text: bytes) -> int | None:
-    """Where the first record that is not a blank line ends; None when its end is not there yet."""
+    """Place at which the first record that is not a blank line ends; None when its end is not there yet."""
     start = len(text) - len(text.lstrip(b"\r\n"))
     is_quoted = False
     for place in range(start, len(text)):

@@ -35,7 +35,7 @@ _BATCH_COLUMNS = ("custom_id", "method", "url", "body")
 
 @dataclass(slots=True)
 class _Column:
-    """What is known of the values of one column so far."""
+    """Facts about the values of one column so far."""
 
     #: Type of values -> file of the first one, and its line in words.
     first: dict[type, tuple[str, str]] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class _Column:
 
 @dataclass(slots=True)
 class JsonColumns:
-    """What is known of the values of all JSON files of a job."""
+    """Facts about the values of all JSON files of a job."""
 
     #: Columns whose lists and objects are kept as JSON, since each object of theirs has fields of its own.
     as_json: Collection[str] = ()

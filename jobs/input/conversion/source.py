@@ -24,7 +24,7 @@ Kind = Literal["CSV", "TSV", "JSON Lines", "Arrow", "ORC"]
 #: Most bytes of a line of JSON, and of a record of CSV.
 MAX_ROW_BYTES = 16 << 20
 # A compressed file is refused once it has given both this many bytes and this many times its own size.
-_MAX_DECOMPRESSED_BYTES, _MAX_RATIO = 1 << 30, 100
+_MAX_DECOMPRESSED_BYTES, _MAX_RATIO = 256 << 20, 100
 _READ_BYTES = 1 << 20
 # First bytes of a compressed file -> its format.
 _COMPRESSED: Mapping[bytes, str] = {
@@ -92,7 +92,7 @@ class Source:
             yield text, raw
 
 
-#: What is converted into one Parquet file: a file, a table of this program (`InputTable`), or the URL of a table
+#: A source of one Parquet file: a file, a table of this program (`InputTable`), or the URL of a table
 #: that was given before.
 Item = Source | str
 
@@ -205,7 +205,7 @@ class TextFile(io.RawIOBase):
             _MAX_DECOMPRESSED_BYTES, _MAX_RATIO * self._raw.num_bytes
         ):
             raise UnreadableSourceError(
-                f"gives more than {_MAX_DECOMPRESSED_BYTES >> 30} GiB, and more than {_MAX_RATIO} times its size, when "
+                f"gives more than {_MAX_DECOMPRESSED_BYTES >> 20} MiB, and more than {_MAX_RATIO} times its size, when "
                 f"it is decompressed ({self._format}). Decompress it before, or write it as Parquet."
             )
         if is_first and piece.startswith(codecs.BOM_UTF8):
