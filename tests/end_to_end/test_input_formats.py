@@ -58,6 +58,7 @@ def test_rows_of_other_formats_are_answered_once(echo_job: EchoJob, shared_clien
         echo_job.run(shared_client, input=[*ROWS[1:], {**ROWS[0], "note": "another"}])
 
 
+@pytest.mark.long
 def test_input_and_output_in_a_bucket(echo_job: EchoJob, shared_client: Client, bucket: Bucket) -> None:
     text = "id,adapter,prompt\n" + "".join(f"{i:03d},{'rank1' if i % 2 else ''},number {i}\n" for i in range(40))
     for name, rows in (("a", text), ("b", text.replace("\n0", "\n1"))):

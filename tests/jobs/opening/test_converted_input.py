@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import lorabatch
 from lorabatch.jobs.errors import JobRequestError, OutputConflictError
 from lorabatch.jobs.opening.opened_job import OpenedJob, open_job
 from lorabatch.jobs.spec import JobSpec
@@ -229,7 +230,11 @@ open_job(JobSpec(**json.loads(sys.argv[1])))
 
 @pytest.mark.parametrize(
     ("module", "name", "call"),
-    [("converter", "read_csv", 2), ("converter", "write_parquet", 2), ("converter", "os.replace", 1)],
+    [
+        ("converter", "read_csv", 2),
+        pytest.param("converter", "write_parquet", 2, marks=pytest.mark.long),
+        pytest.param("converter", "os.replace", 1, marks=pytest.mark.long),
+    ],
 )
 def test_a_process_that_is_killed_while_it_converts_leaves_nothing_that_counts(
     given: dict[str, Any], tmp_path: Path, module: str, name: str, call: int
@@ -276,3 +281,31 @@ def test_other_files_of_a_folder_are_named(given: dict[str, Any], tmp_path: Path
     notes = job_notes(job.record)
     assert "input: JSON Lines, read as 2 columns: prompt string, tenant string" in notes
     assert "input: files that are not read (1 .json, 1 .txt): about.json, notes.txt" in notes
+
+
+def test_a_data_set_that_was_saved_is_the_files_that_it_lists(given: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    table = pa.Table.from_pylist(ROWS)
+    pieces = {"data-00000.arrow": table.slice(0, 3), "data-00001.arrow": table.slice(3), "cache-1.arrow": table}
+    for name, piece in pieces.items():
+        with pa.ipc.new_stream(folder / name, piece.schema) as writer:
+            writer.write_table(piece)
+    (folder / "dataset_info.json").write_text("{}")
+    files = [{"filename": name} for name in pieces if name.startswith("data")]
+    (folder / "state.json").write_text(json.dumps({"_data_files": files}))
+    job = opened(given, input=str(folder))
+    assert table_of(job).to_pylist() == ROWS
+    assert "cache-1.arrow" in job.record.input.unread
+    (folder / "state.json").unlink()
+    assert table_of(opened(given, input=str(folder), overwrite=True)).num_rows == 5  # as caches of the hub are
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "../x"}]}))
+    with pytest.raises(JobRequestError, match="names files outside of the folder"):
+        opened(given, input=str(folder), overwrite=True)
+
+
+def test_a_plan_of_a_table_writes_nothing_into_an_output(given: dict[str, Any]) -> None:
+    plan = lorabatch.plan(**given | {"input": pd.DataFrame(ROWS)})
+    assert plan.num_rows == 5
+    assert any("pandas.DataFrame, read as 3 columns: id large_string" in note for note in plan.notes)
+    assert not Path(given["output"]).exists()
