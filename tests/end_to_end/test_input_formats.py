@@ -39,7 +39,7 @@ def given(kind: str, job: EchoJob) -> Any:
     [
         "JSON Lines",
         pytest.param("polars", marks=pytest.mark.long),
-        "dask",
+        pytest.param("dask", marks=pytest.mark.long),
         pytest.param("rows", marks=pytest.mark.long),
     ],
 )
