@@ -1,6 +1,6 @@
 """How much memory each process takes, and how long it takes, until a hostile input file is refused.
 
-python -m lorabatch.benchmarks.input_bombs --model FOLDER [--save FILE]
+python -m lorabatch.benchmarks.input_bombs --model FOLDER [--only TEXT] [--save FILE]
 
 Each file is given to `lorabatch plan`, which reads it in the command's own process, and, with more rows than that
 checks early, to `lorabatch run`, which reads it on a worker. `--model`: any model folder; no weights are loaded.
@@ -70,6 +70,10 @@ def _arrow(path: Path, column: pa.Array, batches: int = 1) -> None:
             writer.write_table(table)
 
 
+def _fields(number: int) -> bytes:
+    return json.dumps({"prompt": {str(field): 1 for field in range(number)}}).encode()
+
+
 _MB = 1 << 20
 BOMBS: Mapping[str, Callable[[Path], None]] = {
     "one value of 5 MB in 2,000 rows": lambda path: _write(path, {"prompt": _dictionary(2000, 5_000_000)}),
@@ -88,9 +92,7 @@ BOMBS: Mapping[str, Callable[[Path], None]] = {
     "a line of 1 GB (.jsonl)": lambda path: _repeated(path, b'{"prompt": "', b"x" * _MB, 1024, b'"}'),
     "a list in 100,000 lists (.jsonl)": lambda path: _repeated(path, b'{"prompt": ', b"[", 100_000, b"]" * 100_000),
     "5 million empty lists on a line (.jsonl)": lambda path: _repeated(path, b'{"prompt": [', b"[],", 5 << 20, b"0]}"),
-    "a million fields in an object (.jsonl)": lambda path: path.write_text(
-        json.dumps({"prompt": {str(number): 1 for number in range(10**6)}})
-    ),
+    "a million fields in an object (.jsonl)": lambda path: _repeated(path, b"", _fields(10**6), 1),
     "3 values of 300 MB in a batch (.arrow)": lambda path: _arrow(path, pa.array(["x" * (300 * _MB)] * 3)),
     "200 thousand million rows of nothing (.arrow)": lambda path: _arrow(path, pa.nulls((1 << 31) - 1), 100),
 }

@@ -602,7 +602,7 @@ def test_an_empty_input_has_no_chunks(prepare_job: Callable[..., Any]) -> None:
 
 
 def test_a_file_below_a_place_with_a_password_is_opened_with_it(prepare_job: Callable[..., Any]) -> None:
-    job = prepare_job({"prompt": ["a"]})
+    job = prepare_job(pa.table({"prompt": ["a"]}))
     (file,) = job.record.input.files
     hidden = file.model_copy(update={"url": "sftp://***@host/out/_lorabatch/input/k/00000.parquet"})
     record = job.record.model_copy(update={"input": job.record.input.model_copy(update={"files": (hidden,)})})
