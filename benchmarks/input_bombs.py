@@ -1,6 +1,6 @@
 """How much memory each process takes, and how long it takes, until a hostile input file is refused.
 
-python -m lorabatch.benchmarks.input_bombs --model FOLDER [--save FILE]
+python -m lorabatch.benchmarks.input_bombs --model FOLDER [--only TEXT] [--save FILE]
 
 Each file is given to `lorabatch plan`, which reads it in the command's own process, and, with more rows than that
 checks early, to `lorabatch run`, which reads it on a worker. `--model`: any model folder; no weights are loaded.
@@ -9,6 +9,7 @@ checks early, to `lorabatch run`, which reads it on a worker. `--model`: any mod
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import subprocess
 import sys
@@ -53,6 +54,27 @@ def _messages(path: Path) -> None:
     _write(path, {"messages": pa.ListArray.from_arrays(offsets, message)})
 
 
+def _repeated(path: Path, begin: bytes, piece: bytes, times: int, end: bytes = b"") -> None:
+    """A file of text with one piece many times, compressed if its name says so."""
+    with gzip.open(path, "wb", 1) if path.suffix == ".gz" else path.open("wb") as file:
+        file.write(begin)
+        for _ in range(times):
+            file.write(piece)
+        file.write(end)
+
+
+def _arrow(path: Path, column: pa.Array, batches: int = 1) -> None:
+    table = pa.table({"prompt": column})
+    with pa.ipc.new_file(path, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        for _ in range(batches):
+            writer.write_table(table)
+
+
+def _fields(number: int) -> bytes:
+    return json.dumps({"prompt": {str(field): 1 for field in range(number)}}).encode()
+
+
+_MB = 1 << 20
 BOMBS: Mapping[str, Callable[[Path], None]] = {
     "one value of 5 MB in 2,000 rows": lambda path: _write(path, {"prompt": _dictionary(2000, 5_000_000)}),
     "the same in 5,000 rows, on a worker": lambda path: _write(path, {"prompt": _dictionary(_MANY_ROWS, 5_000_000)}),
@@ -61,6 +83,18 @@ BOMBS: Mapping[str, Callable[[Path], None]] = {
         path, {"prompt": ["x" * 300_000_000] * 7 + ["y"]}, use_dictionary=False
     ),
     "5 million rows of nothing": lambda path: _write(path, {"prompt": pa.nulls(5 << 20)}, row_group_size=1 << 23),
+    "a line of 2 GB (.csv)": lambda path: _repeated(path, b"prompt\n", b"x" * _MB, 2048),
+    "a quote that is not closed before 2 GB (.csv)": lambda path: _repeated(path, b'prompt\n"', b"x\n" * _MB, 1024),
+    "20 GB of zeros in 20 MB (.csv.gz)": lambda path: _repeated(path, b"prompt\n", b"0" * _MB, 20 << 10),
+    "20 GB of short rows in 80 MB (.csv.gz)": lambda path: _repeated(
+        path, b"prompt,n\n", b"a,1\n" * (_MB >> 2), 20 << 10
+    ),
+    "a line of 1 GB (.jsonl)": lambda path: _repeated(path, b'{"prompt": "', b"x" * _MB, 1024, b'"}'),
+    "a list in 100,000 lists (.jsonl)": lambda path: _repeated(path, b'{"prompt": ', b"[", 100_000, b"]" * 100_000),
+    "5 million empty lists on a line (.jsonl)": lambda path: _repeated(path, b'{"prompt": [', b"[],", 5 << 20, b"0]}"),
+    "a million fields in an object (.jsonl)": lambda path: _repeated(path, b"", _fields(10**6), 1),
+    "3 values of 300 MB in a batch (.arrow)": lambda path: _arrow(path, pa.array(["x" * (300 * _MB)] * 3)),
+    "200 thousand million rows of nothing (.arrow)": lambda path: _arrow(path, pa.nulls((1 << 31) - 1), 100),
 }
 
 
@@ -125,13 +159,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--save", type=Path)
+    parser.add_argument("--only", default="", help="files whose name holds this text")
     given = parser.parse_args()
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        for name, write in BOMBS.items():
-            path = Path(folder, "bomb.parquet")
+        for name, write in ((name, write) for name, write in BOMBS.items() if given.only in name):
+            ending = name.partition("(.")[2].rstrip(")") or "parquet"
+            path = Path(folder, f"bomb.{ending}")
             write(path)
             refusal = refuse(name, path, given.model, "run" if "worker" in name else "plan")
+            path.unlink()
             found.append(refusal)
             peaks = ", ".join(f"{kind} {peak} MB" for kind, peak in sorted(refusal.peak_mb.items()))
             print(f"{name} | {refusal.file_bytes} bytes | {refusal.command} | {refusal.seconds:.1f} s | {peaks}")

@@ -1,15 +1,15 @@
 """Reads values of a job's options that are more than text or a number: pairs, storage options, workers' speeds, the
-error budget, TLS files. Touches no storage but to see whether a file is there.
+error budget, TLS files, tables of a Python program. Touches no storage but to see whether a file is there.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ..engine.structured_output import CONSTRAINTS, FORMS, constraint_of
 from .errors import JobRequestError
@@ -22,6 +22,52 @@ PROMPT_ROLES = ("prompt", "messages", "prompt_token_ids")
 #: Options that make prompts of columns.
 TEMPLATE_OPTIONS = ("prompt_template", "messages_template")
 TLS_FIELDS = ("tls_ca", "tls_cert", "tls_key")
+#: Begin of the URL of a table that a program gave as input. A hash of the table's content follows once it is known.
+TABLE_SCHEME = "table://"
+_TABLE_ATTRIBUTES = ("__arrow_c_stream__", "__arrow_c_array__", "npartitions", "with_format")
+
+
+class InputTable(str):
+    """A table of this program in the place of an input's URL: the text names its type for messages."""
+
+    #: The table.
+    data: Any
+
+    def __new__(cls, data: Any) -> Self:
+        """Makes the text from the table's type, such as `table://pandas.DataFrame`."""
+        kind = type(data)
+        name = (
+            kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
+        )
+        table = super().__new__(cls, TABLE_SCHEME + name)
+        table.data = data
+        return table
+
+    def __getnewargs__(self) -> tuple[Any]:
+        """The argument for copies of the object."""
+        return (self.data,)
+
+    @property
+    def kind(self) -> str:
+        """The table's type: its package and its class."""
+        return self.removeprefix(TABLE_SCHEME)
+
+
+def with_tables(value: Any) -> Any:
+    """A value of the option `input` with an `InputTable` in place of each table; a list of dictionaries is a table."""
+    if _is_table(value):
+        return InputTable(value)
+    if isinstance(value, list | tuple):
+        is_rows = bool(value) and all(isinstance(row, Mapping) and not _is_table(row) for row in value)
+        return InputTable(value) if is_rows else [with_tables(item) for item in value]
+    return value
+
+
+def _is_table(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return bool(value) and all(isinstance(column, list) or _is_table(column) for column in value.values())
+    is_pandas = type(value).__module__.partition(".")[0] == "pandas" and hasattr(value, "columns")
+    return is_pandas or any(hasattr(value, name) for name in _TABLE_ATTRIBUTES)
 
 
 def pairs_of(value: list[Any] | tuple[Any, ...], shape: str, example: str) -> dict[str, str]:

@@ -179,6 +179,10 @@ class InputRecord(_Frozen):
     has_arrow_schema: bool = True
     #: Whether small files that follow each other are indexed together; not in jobs of earlier versions.
     has_small_files_together: bool = False
+    #: Formats other than Parquet, in words, from which files were converted.
+    converted: tuple[str, ...] = ()
+    #: Columns of converted files that hold the JSON of values without a common type.
+    json_columns: tuple[str, ...] = ()
 
     @property
     def num_rows(self) -> int:

@@ -11,7 +11,16 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Unpack, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    create_model,
+    field_validator,
+)
 
 from ..engine.config import BaseQuantization, Mode
 from ..engine.request import SAMPLING_OPTIONS, SamplingParams
@@ -33,12 +42,14 @@ from .option_values import (
     TEMPLATE_OPTIONS,
     TLS_FIELDS,
     ErrorBudget,
+    InputTable,
     TlsFiles,
     check_prefix,
     markers_of,
     pairs_of,
     parse_storage_options,
     replace_forms,
+    with_tables,
 )
 from .storage.redaction import redacted_url
 from .storage.urls import absolute, is_hub_id, is_local_path, paths_as_text
@@ -125,8 +136,9 @@ class JobSpec(_SamplingFields):
     )
     input: str | tuple[str, ...] = _option(
         ...,
-        "Parquet file, folder or glob; any fsspec URL. Repeatable (in a job file a list).",
-        expected="a Parquet file, folder, glob or URL, or several of them",
+        "File of Parquet, CSV, JSON Lines, Arrow or ORC, folder or glob; any fsspec URL. Repeatable (in a job file a "
+        "list). In Python also a table.",
+        expected="a file, folder, glob or URL, or several of them",
         min_length=1,
         panel="data",
         short="i",
@@ -387,7 +399,10 @@ class JobSpec(_SamplingFields):
 
     def _set_fields(self, values: Mapping[str, Any]) -> tuple[list[str], frozenset[str]]:
         """Sets the fields whose values can be used. Returns every problem, and the fields with wrong values."""
-        values = {field_name(name): paths_as_text(value) for name, value in values.items()}
+        values = {field_name(name): value for name, value in values.items()}
+        if "input" in values:
+            values["input"] = with_tables(values["input"])
+        values = {name: paths_as_text(value) for name, value in values.items()}
         known = {name: value for name, value in values.items() if name in JobSpec.model_fields}
         problems, wrong = unknown_options(values, JobSpec.model_fields), frozenset[str]()
         problems += replace_forms(known)
@@ -431,6 +446,11 @@ class JobSpec(_SamplingFields):
     def inputs(self) -> tuple[str, ...]:
         """The files, folders and globs of the input, in the order in which they were given."""
         return (self.input,) if isinstance(self.input, str) else self.input
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The URLs below which a run of this job reads rows: the inputs, and the output, which has converted ones."""
+        return (*self.inputs, self.output)
 
     @property
     def tls_files(self) -> TlsFiles:
@@ -515,6 +535,17 @@ class JobSpec(_SamplingFields):
         if not all(value):
             raise ValueError("expected text that is not empty")
         return value
+
+    @field_validator("input", mode="wrap")
+    @classmethod
+    def _tables(cls, value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+        """Tables stay the objects that they are: pydantic would make plain text of them."""
+        found, given = check(value), value if isinstance(value, list | tuple) else [value]
+        kept = [
+            one if isinstance(one, InputTable) else text
+            for one, text in zip(given, (found,) if isinstance(found, str) else found, strict=True)
+        ]
+        return _one_or_all(kept)
 
     @field_validator("columns", mode="before")
     @classmethod

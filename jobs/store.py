@@ -32,6 +32,7 @@ _PARTS = f"{OURS}/parts.json"
 _AGREEMENT = f"{OURS}/agreement.json"
 #: Folder in which `compare` answers some rows again.
 COMPARISON = f"{OURS}/compare"
+_INPUT = "input"
 _CANCEL = f"{OURS}/CANCEL"
 _WIP_NAME = re.compile(r"(?P<attempt>[A-Za-z0-9_-]+)\.wip(\..+)?")
 _LOG_NAME = re.compile(r"(?P<source>[A-Za-z0-9_-]+)\.log(\..+)?")
@@ -129,6 +130,10 @@ class JobStore:
         """OUTPUT, as given."""
         return self.location.url
 
+    def input_place(self) -> Location:
+        """Folder of the input that was converted to Parquet; see `conversion/converter.py`."""
+        return Location(f"{self.url}/{OURS}/{_INPUT}", self.location.storage_options)
+
     def contents(self) -> OutputContents:
         """Lists OUTPUT as it is now."""
         entries = self.location.list()
@@ -190,8 +195,9 @@ class JobStore:
         """Remove what only a running job needs: prepared rows, unfinished work, temporary files."""
         self.location.remove([f"{OURS}/rows", f"{OURS}/wip", f"{OURS}/tmp"])
 
-    def overwrite(self) -> None:
+    def overwrite(self, *, keep_input: bool = False) -> None:
         """Remove the job in OUTPUT, parts and records; `job.json` goes last, so that a killed removal can be repeated.
+        `keep_input`: converted input stays.
 
         Raises `OutputConflictError` when OUTPUT holds anything that is not ours.
         """
@@ -200,9 +206,10 @@ class JobStore:
         if contents.is_finished:
             self.location.remove([SUCCESS])
         self.location.remove([part_name(shard_id) for shard_id in contents.parts])
+        kept = f"{OURS}/{_INPUT}" if keep_input else ""
         records = [f"{OURS}/{name}" for name in self.location.list(OURS)]
-        self.location.remove([name for name in records if name != _JOB])
-        self.location.remove([_JOB, OURS])
+        self.location.remove([name for name in records if name not in (_JOB, kept)])
+        self.location.remove([_JOB] if keep_input else [_JOB, OURS])
 
     def check_ownership(self, contents: OutputContents) -> None:
         """Raise `OutputConflictError` when OUTPUT holds files that no job of ours put there."""

@@ -34,15 +34,21 @@ def listener() -> Callable[[str], None]:
 
 class LongWork:
     """One piece of work on a known number of bytes. `what`: the beginning of its lines, such as "converting base.gguf".
-    `quiet_s`: seconds within which work that is done says nothing.
+    `quiet_s`: seconds within which work that is done says nothing. `scope`: what the work is done for once.
 
     The lines go to the listener of the thread that creates the object, whatever thread adds.
     """
 
     def __init__(
-        self, what: str, num_bytes: int, clock: Callable[[], float] = time.monotonic, *, quiet_s: float = 0.0
+        self,
+        what: str,
+        num_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        quiet_s: float = 0.0,
+        scope: str = "this machine",
     ) -> None:
-        self._what, self._num_bytes, self._clock = what, num_bytes, clock
+        self._what, self._num_bytes, self._clock, self._scope = what, num_bytes, clock, scope
         self._say = listener()
         self._num_done, self._is_begun, self._next_s = 0, False, clock() + quiet_s
         if quiet_s == 0:
@@ -50,7 +56,7 @@ class LongWork:
 
     def _begin(self) -> None:
         self._is_begun, self._next_s = True, self._next_s + _INTERVAL_S
-        self._say(f"{self._what} ({self._num_bytes / 1e6:,.0f} MB), once for this machine")
+        self._say(f"{self._what} ({self._num_bytes / 1e6:,.0f} MB), once for {self._scope}")
 
     def add(self, num_bytes: int) -> None:
         """Count `num_bytes` more as done, and report the share every few seconds."""

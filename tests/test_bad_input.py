@@ -96,8 +96,8 @@ def write_rows(folder: Path) -> None:
     write("bomb.parquet", {"id": range(2000), "prompt": bomb})
     write("rows-bomb.parquet", {"prompt": pa.nulls((1 << 22) + 1)}, row_group_size=1 << 23)
     (folder / "cut.parquet").write_bytes(content[:100])
-    (folder / "rows.csv").write_text("id,prompt\n1,a\n")
-    (folder / "rows.jsonl").write_text('{"id": 1, "prompt": "a"}\n')
+    (folder / "rows.csv").write_text("id,prompt\n1,a\n2,b,c\n")
+    (folder / "rows.jsonl").write_text('{"id": 1, "prompt": "a"}\n[2]\n')
     (folder / "nothing").mkdir()
 
 
@@ -162,7 +162,6 @@ def places(
 RIGHT = "--model {model} --max-tokens 8 --workers 1"
 BASE = f"{RIGHT} --input {{rows}}/good.parquet --adapters {{adapters}}"
 UNNAMED = "adapters: 3 adapters are given, and no row can name one: the input has no column 'adapter'."
-DUCKDB = "duckdb -c \"COPY (FROM '{rows}/rows.csv') TO 'rows.parquet'\""
 # What is typed behind `lorabatch`, the exit code, and what is printed, in pieces.
 TABLE: list[tuple[str, int, list[str]]] = [
     # Options
@@ -210,16 +209,16 @@ TABLE: list[tuple[str, int, list[str]]] = [
     ("plan --model {rows} --input {rows}/chats.parquet", 2, ["config.json: missing"]),
     # Input
     (f"plan {RIGHT} --input {{rows}}/none.parquet", 2, ["none.parquet': not found", "Check the path"]),
-    (f"plan {RIGHT} --input {{rows}}/nothing", 2, ["no Parquet files there. Expected a Parquet file, a folder"]),
+    (f"plan {RIGHT} --input {{rows}}/nothing", 2, ["no Parquet files there. Expected a file of Parquet, CSV"]),
     (f"plan {RIGHT} --input {{rows}}/*.pq", 2, ["no Parquet files there"]),
     (f"plan {RIGHT} --input {{rows}}/cut.parquet", 2, ["input file 'cut.parquet': not a readable Parquet file"]),
     (
         f"plan {RIGHT} --input {{rows}}/rows.csv",
         2,
-        ["input file 'rows.csv': CSV; only Parquet is read. Convert it", DUCKDB],
+        ["input file 'rows.csv': line 3: 3 fields, expected 2 as in the first line: '2,b,c'"],
     ),
-    (f"plan {RIGHT} --input {{rows}}/rows.jsonl", 2, ["input file 'rows.jsonl': JSON; only Parquet is read"]),
-    (f"plan {RIGHT} --input {{folder}}/mixed", 0, ["files that are not read, only Parquet is (1 .csv): rows.csv"]),
+    (f"plan {RIGHT} --input {{rows}}/rows.jsonl", 2, ["input file 'rows.jsonl': line 2: a list, expected an object"]),
+    (f"plan {RIGHT} --input {{folder}}/mixed", 0, ["files that are not read (1 .csv): rows.csv"]),
     (
         f"plan {RIGHT} --input denied://rows",
         2,

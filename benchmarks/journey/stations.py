@@ -51,7 +51,7 @@ class Journey:
     def chunk(self) -> ChunkRef:
         """The chunk that has the row."""
         number = pq.read_table(PROMPTS, columns=["id"]).column("id").to_pylist().index(ROW_ID)
-        chunks = list_chunks(self.record, self.run.spec.inputs)
+        chunks = list_chunks(self.record, self.run.spec.places)
         return next(
             chunk
             for chunk in chunks

@@ -381,6 +381,12 @@ def _added_names(roles: Mapping[str, str], asked: Collection[str], prefix: str) 
     return {f"{prefix}{name}" for name in ours}
 
 
+def is_number(role: str) -> bool:
+    """Whether a role accepts numbers, and no text that stands for one."""
+    kind = SAMPLING_OPTIONS[role].kind if role in SAMPLING_OPTIONS else None
+    return kind in (int, float)
+
+
 def text_columns(schema: pa.Schema) -> list[str]:
     """Columns of text, which could hold names."""
     return [field.name for field in schema if _is_text(_plain(field.type))]
@@ -479,3 +485,5 @@ _TYPE_OF_ROLE: Mapping[str, _ColumnType] = {
     **{name: _TYPE_OF_KIND[option.kind] for name, option in SAMPLING_OPTIONS.items()},
     **dict.fromkeys(FORMS, _ColumnType(lambda kind: _is_text_or_null(kind) or _is_struct(kind), "string or struct")),
 }
+#: Roles whose columns may hold objects with fields of their own, or the JSON of them.
+JSON_SETTINGS = (*FORMS, "json_schema", "tools", "chat_template_kwargs", "logit_bias")

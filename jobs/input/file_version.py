@@ -9,7 +9,8 @@ from typing import Any
 
 from ..record import FileVersion
 
-_TAG_NAMES = ("ETag", "etag")
+# The last one is of files on the Hugging Face hub.
+_TAG_NAMES = ("ETag", "etag", "blob_id")
 _TIME_NAMES = ("mtime", "LastModified", "last_modified", "updated", "modified")
 # Seconds by which times of change may be off: clocks of file systems are coarse.
 _SLACK_S = 2.0

@@ -1,48 +1,35 @@
-"""Finds the Parquet files behind `--input` and reads their footers. No row is read here."""
+"""Reads the footers of the input's Parquet files, after `finding.py` has found them. No row is read here."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import io
-import os
-import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from dataclasses import dataclass, field, replace
+from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from fsspec.implementations.local import LocalFileSystem
-from fsspec.utils import glob_translate
 
 from ..errors import JobRequestError
+from ..option_values import TABLE_SCHEME
 from ..record import InputFile
 from ..storage.location import options_for
 from ..storage.redaction import redacted_url, storage_reason
 from ..storage.stores import open_store
 from .column_types import INT96_UNIT, carried_field
+from .conversion.source import Item, Kind, Source
 from .file_version import file_version
+from .finding import PARQUET, TABLE, FoundInput, find_input, other_format, resolved
 from .parquet_schema import column_kinds
 from .row_group import MAX_ROW_GROUP_ROWS
 from .spark_metadata import SPARK_CALENDAR_KEYS
 
 _WEB = ("http://", "https://")
-_GLOB_SIGNS = "*?["
-_SUFFIXES = (".parquet", ".pq", ".parq")
-_CONVERTED = {".csv": "CSV", ".tsv": "CSV", ".jsonl": "JSON", ".ndjson": "JSON", ".json": "JSON"}
-_OTHER_FORMATS = {
-    **_CONVERTED,
-    **{".arrow": "Arrow", ".feather": "Arrow", ".ipc": "Arrow", ".orc": "ORC", ".avro": "Avro", ".xlsx": "Excel"},
-}
-_COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".snappy")
 _MAGIC, _ENCRYPTED_MAGIC = b"PAR1", b"PARE"
-# Folders with records of other programs and ours, whose Parquet files hold no input rows.
-_RECORDS = ("_lorabatch", "_temporary", "_delta_log", "_spark_metadata")
-#: Folder in which a Delta table records which of its files count.
-DELTA_LOG = "_delta_log"
 # Keys of footer metadata about formats and programs, which has no use in another file.
 _KNOWN_METADATA = (
     *SPARK_CALENDAR_KEYS, "ARROW:schema", "writer.model.name", "writer.date", "avro.schema",
@@ -82,154 +69,87 @@ def distinct_kinds(footers: Iterable[Footer]) -> list[tuple[str, Mapping[str, tu
     return list(found.values())
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """The files found behind one input, as paths of its file system."""
-
-    #: The input, as given.
-    url: str
-    #: Its filesystem.
-    fs: Any
-    #: Storage options for its URL.
-    options: Mapping[str, Any]
-    #: Parquet files, in order.
-    paths: list[str]
-    #: Folder above the folders whose names may hold columns.
-    root: str
-    #: Files that are not read.
-    unread: list[str]
-
-    def address(self, path: str) -> str:
-        """A file's path on this machine, or its URL."""
-        if isinstance(self.fs, LocalFileSystem):
-            return path
-        url, own = self.url.rstrip("/"), str(self.fs._strip_protocol(self.url)).rstrip("/")
-        if own and "::" not in url and url.endswith(own):
-            # `unstrip_protocol` leaves out the server of SFTP and others.
-            return url.removesuffix(own) + path
-        return str(self.fs.unstrip_protocol(path))
-
-    def folder(self, path: str) -> str:
-        """A file's folders below `root`; see `Footer.folder`."""
-        return path.removeprefix(self.root).strip("/").rpartition("/")[0]
-
-    def shown(self, path: str) -> str:
-        """Name of an unread file for messages; a hidden file has its folders below the root before its name."""
-        below = _below(self.root, path)
-        return below[-1] if _is_visible(below) else "/".join(below)
+#: Makes Parquet files of items that are not Parquet; returns their paths or URLs, in order. See `Converter.convert`.
+Convert = Callable[[Sequence[Item]], Sequence[str]]
 
 
-def read_footers(urls: Sequence[str], storage_options: Mapping[str, Any]) -> tuple[tuple[Footer, ...], tuple[str, ...]]:
+def read_footers(
+    urls: Sequence[str], storage_options: Mapping[str, Any], convert: Convert | None = None
+) -> tuple[tuple[Footer, ...], tuple[str, ...]]:
     """Footers of all files, in the order of the inputs, and of their names within each; and the names of files in the
     same folders that are not read.
 
-    `urls`: files, folders (all Parquet files below them, whatever their ending, without names that start with `_` or
-    `.`) and globs. Raises `JobRequestError` naming every input and file that cannot be used.
+    `urls`: files, folders (all files of one format below them, Parquet before others, without names that start with `_`
+    or `.`), globs and tables. `convert`: converts what is not Parquet; without, it is found and not read. Raises
+    `JobRequestError` naming every input and file that cannot be used.
     """
     problems: list[str] = []
-    inputs = [found for url in urls if (found := _found(url, storage_options, problems)) is not None]
-    files = [(found, path) for found in inputs for path in found.paths]
+    inputs = [
+        _found_table(url, number) if url.startswith(TABLE_SCHEME) else find_input(url, storage_options, problems)
+        for number, url in enumerate(urls, 1)
+    ]
+    files = [(found, path) for found in inputs if found is not None for path in found.paths]
     problems += _read_twice(files)
-    names = _names([found.address(path) for found, path in files])
+    addresses = [found.address(path) for found, path in files]
+    names = _names(addresses)
+    others = {number: _item(*file, names[number]) for number, file in enumerate(files) if file[0].kind != PARQUET}
+    made: dict[int, str] = {}
+    if convert is not None and others:
+        try:
+            made = dict(zip(others, convert(list(others.values())), strict=True))
+        except JobRequestError as error:
+            problems += error.problems
     kinds = _KindsOfSchemas()
 
     def read(number: int) -> Footer | str:
-        return _read_footer(*files[number], names[number], kinds)
+        found, path = files[number]
+        if number in made:
+            return _read_converted(made[number], storage_options, found.folder(path), names[number], kinds)
+        return _read_footer(found, path, names[number], kinds)
 
     with ThreadPoolExecutor(_PARALLEL_FOOTERS) as pool:
-        outcomes = list(pool.map(read, range(len(files))))
+        outcomes = list(pool.map(read, [n for n in range(len(files)) if n in made or n not in others]))
     unusable = [outcome for outcome in outcomes if isinstance(outcome, str)]
     if len(unusable) > _PROBLEMS_SHOWN:
         unusable[_PROBLEMS_SHOWN:] = [f"input: {len(unusable) - _PROBLEMS_SHOWN} more files cannot be read."]
     problems += unusable
     if problems:
         raise JobRequestError(*problems)
-    unread = tuple(found.shown(path) for found in inputs for path in found.unread)
+    unread = tuple(found.shown(path) for found in inputs if found is not None for path in found.unread)
     return tuple(outcome for outcome in outcomes if isinstance(outcome, Footer)), unread
 
 
-def _found(url: str, storage_options: Mapping[str, Any], problems: list[str]) -> _Found | None:
-    """The files behind one input; None when it has none that can be read, with a sentence added to `problems`."""
-    shown, options = redacted_url(url), options_for(url, storage_options)
-    try:
-        fs, path = open_store(url, options)
-        fs.invalidate_cache()  # this process may have listed it for another job
-        found = _Found(url, fs, options, *_find(fs, path))
-        _add_by_content(found)
-    except Exception as error:
-        problems.append(f"input={shown!r}: {storage_reason(error, options, url)}")
-        return None
-    if found.paths:
-        return found
-    other = next((path for path in found.unread if other_format(path) in _CONVERTED.values()), None)
-    if other is not None:
-        folder, ending = shown.rstrip("/"), other.rpartition("/")[2].partition(".")[2]
-        problems.append(
-            f"input={shown!r}: {other_format(other)} and no Parquet files there; only Parquet is read. "
-            + _conversion(f"{folder}/**/*.{ending}", folder)
-        )
-    else:
-        others = f" ({endings(found.unread)})" if found.unread else ""
-        problems.append(
-            f"input={shown!r}: no Parquet files there{others}. Expected a Parquet file, a folder with such files, or a "
-            "glob that matches some."
-        )
-    return None
+def _found_table(url: str, number: int) -> FoundInput:
+    """A table of this program in the form of a found input. Its path is the same whenever it is given."""
+    return FoundInput(url, None, {}, [f"table-{number}"], "", [], TABLE)
 
 
-def _add_by_content(found: _Found) -> None:
-    """Move unread files that begin as Parquet files do to `paths`: Hive, Impala and Spark write names without an
-    ending.
+def _item(found: FoundInput, path: str, name: str) -> Item:
+    """The item to convert for a file that is not Parquet."""
+    if found.kind == TABLE:
+        return found.url
+    kind = cast(Kind, found.kind)
+    return Source(found.url, found.options, path, redacted_url(found.address(path)), name, kind)
+
+
+def _read_converted(
+    url: str, storage_options: Mapping[str, Any], folder: str, name: str, kinds: _KindsOfSchemas
+) -> Footer | str:
+    """The footer of a converted file. Its name and folder are those of the file from which it was made. It has no
+    version: its content never changes.
     """
-
-    def begins_so(path: str) -> bool:
-        # A filesystem for this thread, instead of `found.fs`: a connection of SFTP is for one thread.
-        fs, _ = open_store(found.url, found.options)
-        if isinstance(fs, LocalFileSystem) and not os.path.isfile(path):
-            return False  # a pipe, or a link to a folder
-        try:
-            with fs.open(path, "rb") as file:
-                return file.read(len(_MAGIC)) in (_MAGIC, _ENCRYPTED_MAGIC)
-        except (PermissionError, FileNotFoundError):
-            return False  # it is named as not read
-
-    waiting = [path for path in found.unread if _is_visible(_below(found.root, path)) and path not in found.paths]
-    with ThreadPoolExecutor(_PARALLEL_FOOTERS) as pool:
-        parquet = {path for path, is_so in zip(waiting, pool.map(begins_so, waiting), strict=True) if is_so}
-    found.paths[:] = sorted([*found.paths, *parquet])
-    found.unread[:] = [path for path in found.unread if path not in parquet]
-
-
-def endings(names: Sequence[str]) -> str:
-    """Number of files by their ending, in words, the most frequent first: "2 .csv, 1 without an ending"."""
-    counts = Counter(_ending(name) for name in names)
-    return ", ".join(f"{count} {ending}" for ending, count in sorted(counts.items(), key=lambda item: (-item[1], item)))
-
-
-def _ending(name: str) -> str:
-    file = name.rpartition("/")[2]
-    if file == DELTA_LOG:
-        return DELTA_LOG
-    if file.startswith(("_", ".")) or not _is_visible(name.strip("/").split("/")):
-        return "hidden"
-    stem = next((file.removesuffix(end) for end in _COMPRESSIONS if file.lower().endswith(end)), file)
-    ending = stem.rpartition(".")[2] if "." in stem else ""
-    ending = f".{ending}" if ending else ""
-    return (ending + file[len(stem) :]) or "without an ending"
+    options = options_for(url, storage_options)
+    fs, path = open_store(url, options)
+    footer = _read_footer(FoundInput(url, fs, options, [path], "", []), path, name, kinds)
+    if isinstance(footer, str):
+        return footer
+    file = footer.file.model_copy(update={"url": redacted_url(url), "version": None})
+    return replace(footer, file=file, folder=folder)
 
 
 def footer_sha256(file: BinaryIO) -> str:
     """Hash of a Parquet file's footer, as in `InputFile`. Raises ValueError for a file without a footer."""
     return hashlib.sha256(_footer_bytes(file)[0]).hexdigest()
-
-
-def would_read(url: str, file: str) -> bool:
-    """Whether `read_footers` would find `file` behind `url`. Both are absolute paths or URLs."""
-    source, file = _resolved(url), _resolved(file)
-    if any(sign in source for sign in _GLOB_SIGNS):
-        return re.match(glob_translate(source), file) is not None
-    below = file.removeprefix(f"{source}/")
-    return below != file and _is_visible(below.split("/"))
 
 
 def unified_schema(footers: tuple[Footer, ...]) -> pa.Schema:
@@ -275,64 +195,12 @@ def unpack_schema(text: str) -> pa.Schema:
     return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))
 
 
-def _find(fs: Any, path: str) -> tuple[list[str], str, list[str]]:
-    """Paths of Parquet files, the folder above the folders whose names may hold columns, and paths of other files."""
-    if any(sign in path for sign in _GLOB_SIGNS) and not fs.exists(path):
-        parts = path.split("/")
-        fixed = next(i for i, part in enumerate(parts) if any(sign in part for sign in _GLOB_SIGNS))
-        return sorted(found for found in fs.glob(path) if fs.isfile(found)), "/".join(parts[:fixed]), []
-    # `isfile` and `exists` would take storage that refuses for empty storage.
-    if fs.info(path)["type"] != "directory":
-        return [path], path.rpartition("/")[0], []
-    root = path.rstrip("/")
-    paths: list[str] = []
-    unread: list[str] = []
-    is_delta = False
-    for found in sorted(fs.find(root)):
-        below = _below(root, found)
-        is_parquet = found.lower().endswith(_SUFFIXES)
-        if _is_visible(below):
-            (paths if is_parquet else unread).append(found)
-        elif is_parquet and not any(part in _RECORDS for part in below):
-            unread.append(found)
-        is_delta |= DELTA_LOG in below
-    return paths, root, [*unread, *([f"{root}/{DELTA_LOG}"] if is_delta else [])]
-
-
-def _below(root: str, path: str) -> list[str]:
-    return path.removeprefix(root).strip("/").split("/")
-
-
-def other_format(name: str) -> str | None:
-    """The format of a data file that is not Parquet, by the ending of its name; None for other files."""
-    stem = name.lower()
-    stem = next((stem.removesuffix(end) for end in _COMPRESSIONS if stem.endswith(end)), stem)
-    return next((kind for suffix, kind in _OTHER_FORMATS.items() if stem.endswith(suffix)), None)
-
-
-def _conversion(source: str, stem: str) -> str:
-    """A command that writes a Parquet file, under a name that is free on this machine: DuckDB replaces files."""
-    names = (f"{stem}.parquet", *(f"{stem}-{number}.parquet" for number in range(2, 100)))
-    target = next(name for name in names if not os.path.lexists(name))
-    return f"""Convert it, for example: duckdb -c "COPY (FROM '{source}') TO '{target}'\""""
-
-
-def _is_visible(parts: Sequence[str]) -> bool:
-    return not any(part.startswith(("_", ".")) for part in parts)
-
-
-def _resolved(url: str) -> str:
-    """One spelling for one place: local paths without links, `file://` and trailing slashes."""
-    path = url.removeprefix("file://")
-    return path.rstrip("/") if "://" in path else os.path.realpath(path)
-
-
-def _read_twice(files: Sequence[tuple[_Found, str]]) -> list[str]:
+def _read_twice(files: Sequence[tuple[FoundInput, str]]) -> list[str]:
     """A problem for files that are behind two inputs: their rows would be answered twice."""
-    first: dict[str, _Found] = {}
+    first: dict[str, FoundInput] = {}
     twice = []
     for found, path in files:
-        if first.setdefault(_resolved(found.address(path)), found) is not found:
+        if first.setdefault(resolved(found.address(path)), found) is not found:
             twice.append(path)
     if not twice:
         return []
@@ -371,7 +239,7 @@ class _KindsOfSchemas:
         return kinds
 
 
-def _read_footer(found: _Found, path: str, name: str, kinds: _KindsOfSchemas) -> Footer | str:
+def _read_footer(found: FoundInput, path: str, name: str, kinds: _KindsOfSchemas) -> Footer | str:
     """The footer, or a sentence that says why the file is refused."""
     try:
         # A filesystem for this thread, instead of `found.fs`: a connection of SFTP is for one thread.
@@ -384,12 +252,8 @@ def _read_footer(found: _Found, path: str, name: str, kinds: _KindsOfSchemas) ->
         schema = pa.schema([carried_field(column) for column in parsed.schema_arrow])
     except ValueError as error:
         kind = other_format(name)
-        if kind in _CONVERTED.values():
-            shown = redacted_url(found.address(path))
-            stem = name.rpartition("/")[2].partition(".")[0]
-            return f"input file {name!r}: {kind}; only Parquet is read. {_conversion(shown, stem)}"
         if kind is not None:
-            return f"input file {name!r}: {kind}; only Parquet is read. Write it as Parquet or leave it out."
+            return f"input file {name!r}: {kind}, which is not read. Write it as Parquet or leave it out."
         return f"input file {name!r}: not a readable Parquet file ({error}). Write it again or leave it out."
     except Exception as error:
         return f"input file {name!r}: {storage_reason(error, found.options, found.url)}"

@@ -9,6 +9,7 @@ import logging
 import platform
 import time
 import uuid
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -65,6 +66,13 @@ def open_job(spec: JobSpec) -> OpenedJob:
     have passed, and only when it is not running.
     """
     checked = check_job(spec)
+    with closing(checked.converter):
+        return _opened(checked)
+
+
+def _opened(checked: CheckedJob) -> OpenedJob:
+    """Freeze a checked job, or resume the same one; see `open_job`."""
+    spec, converter = checked.spec, checked.converter
     holder = _holder(checked.store) if checked.output.has_job else None
     record = make_record(checked)
     if checked.output.is_empty or spec.overwrite or _makes_way(checked, record):
@@ -73,8 +81,10 @@ def open_job(spec: JobSpec) -> OpenedJob:
             if not spec.overwrite and _holder(checked.store) != holder:
                 return _resumed(checked, record)  # another command was faster
             # Removes the leftovers of a job that was never frozen too: its plan would be taken for this job's.
-            checked.store.overwrite()
+            checked.store.overwrite(keep_input=bool(converter.key))
+        record = record.model_copy(update={"input": converter.put_in_place(record.input)})
         if checked.store.freeze(record):
+            converter.remove_others()
             return OpenedJob(checked.spec, checked.store, record, checked.model.folder, False, frozenset())
     return _resumed(checked, record)
 
@@ -146,6 +156,7 @@ def _resumed(checked: CheckedJob, record: JobRecord) -> OpenedJob:
             f"output={shown!r}: holds another job, {frozen.job_id} of {frozen.created_at}: {'; '.join(reasons)}. "
             "Choose another output, or start over with --overwrite."
         )
+    record = record.model_copy(update={"input": checked.converter.put_in_place(record.input)})
     changed = changed_adapters(frozen, record)
     is_finished = _is_still_finished(checked)
     # The input files may have been copied or touched meanwhile. Rows that were prepared but not planned come from the

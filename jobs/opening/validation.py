@@ -6,6 +6,7 @@ Reads configuration files, Parquet footers and listings; no weights, and rows on
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,11 +27,14 @@ from ..cost_profile import read_profile
 from ..errors import JobRequestError, StorageError
 from ..input.adapter_names import columns_with_names
 from ..input.column_types import columns_of_int96, times_are_zoned, type_problems
-from ..input.columns import asked_options, copied_names, default_prefix, find_roles
+from ..input.columns import JSON_SETTINGS, asked_options, copied_names, default_prefix, find_roles, is_number
+from ..input.conversion.converter import ColumnWishes, Converter
 from ..input.file_metadata import kept_metadata, settings_of_files
-from ..input.files import distinct_kinds, endings, pack_schema, read_footers, unified_schema, unpack_schema, would_read
+from ..input.files import distinct_kinds, pack_schema, read_footers, unified_schema, unpack_schema
+from ..input.finding import endings, would_read
 from ..input.partitions import with_partitions
 from ..input.spark_metadata import spark_type_problems
+from ..option_values import PROMPT_ROLES, TABLE_SCHEME
 from ..record import InputRecord
 from ..spec import SETTING_ROLES, JobSpec
 from ..storage.local_copy import is_on_this_machine, local_folder
@@ -78,6 +82,8 @@ class CheckedJob:
     adapters: Mapping[str, str]
     #: The input's files, columns and metadata.
     input: InputRecord
+    #: The conversion of input that is not Parquet. Whoever has the checked job puts its files in place, and closes it.
+    converter: Converter
 
 
 def requested_job(values: Mapping[str, Any], job_file: Path | None = None) -> JobSpec:
@@ -95,7 +101,8 @@ def requested_job(values: Mapping[str, Any], job_file: Path | None = None) -> Jo
 
 
 def check_job(spec: JobSpec) -> CheckedJob:
-    """Look at everything the spec names. Writes nothing.
+    """Look at everything the spec names. Writes nothing but converted input, which the converter removes again unless
+    it is put in place.
 
     Raises `JobRequestError` with every problem of model, adapters, input, columns and output at once.
     """
@@ -107,8 +114,30 @@ def check_job(spec: JobSpec) -> CheckedJob:
     store = JobStore(spec.output, spec.storage_options)
     model = _tried(problems, lambda: _check_model(spec))
     adapters = _tried(problems, lambda: find_adapters(spec.adapters, spec.storage_options))
-    given = _tried(problems, lambda: _check_input(spec, names))
     output = _tried(problems, lambda: _check_output(spec, store))
+    converter = Converter(store.input_place(), _wishes(spec), verify=spec.verify, may_stage=output is not None)
+    with ExitStack() as stack:
+        stack.callback(converter.close)
+        checked = _check_with_input(spec, store, model, adapters, output, converter, names, asked.chat, problems)
+        stack.pop_all()
+    return checked
+
+
+def _check_with_input(
+    spec: JobSpec,
+    store: JobStore,
+    model: CheckedModel | None,
+    adapters: Mapping[str, str] | None,
+    output: OutputContents | None,
+    converter: Converter,
+    names: Sequence[TemplateNames],
+    chat: bool | None,
+    problems: list[str],
+) -> CheckedJob:
+    """The rest of `check_job`: the input, and how it fits the rest. `names`: those that the job's templates read.
+    `chat`: the option as it was given. `problems`: those found so far.
+    """
+    given = _tried(problems, lambda: _check_input(spec, names, converter))
     if spec.cost_model is not None:
         _tried(problems, lambda: read_profile(Path(spec.cost_model or "")))
     if model and spec.generation_config:
@@ -117,7 +146,7 @@ def check_job(spec: JobSpec) -> CheckedJob:
         spec = spec.model_copy(update={"output_prefix": _output_prefix(spec, given)})
     if model and given:
         spec = with_chat(spec, given.roles, has_chat_template=model.tokenizer.has_chat_template)
-        problems += prompt_problems(spec, asked.chat, model.tokenizer, given)
+        problems += prompt_problems(spec, chat, model.tokenizer, given)
         problems += _check_fit(spec, model, given)
     if adapters and given:
         problems += _check_names(spec, adapters, given)
@@ -127,7 +156,24 @@ def check_job(spec: JobSpec) -> CheckedJob:
     assert adapters is not None
     assert given is not None
     assert output is not None
-    return CheckedJob(spec, store, output, model, adapters, given)
+    return CheckedJob(_with_table_urls(spec, converter), store, output, model, adapters, given, converter)
+
+
+def _with_table_urls(spec: JobSpec, converter: Converter) -> JobSpec:
+    """The job with URLs in place of tables of this program, by which the job knows them."""
+    urls = iter(converter.table_urls)
+    named = tuple(next(urls) if url.startswith(TABLE_SCHEME) else url for url in spec.inputs)
+    return spec.model_copy(update={"input": named[0] if len(named) == 1 else named})
+
+
+def _wishes(spec: JobSpec) -> ColumnWishes:
+    """Columns whose types the job's options decide, where files have no types."""
+    columns, asked = spec.columns, {*spec.row_settings, *spec.columns}
+    settings = SETTING_ROLES if "all" in asked else [name for name in SETTING_ROLES if name in asked]
+    numbers = [columns.get(name, name) for name in settings if is_number(name)]
+    texts = [columns.get(role, role) for role in ("adapter", *PROMPT_ROLES)]
+    as_json = [columns.get(name, name) for name in JSON_SETTINGS]
+    return ColumnWishes(tuple(texts), tuple(numbers), tuple(as_json))
 
 
 def _try_parts(problems: list[str], spec: JobSpec, wrong: Collection[str]) -> None:
@@ -185,7 +231,7 @@ def _check_model(spec: JobSpec) -> CheckedModel:
     return CheckedModel(folder, config, tokenizer, tuple(notes))
 
 
-def _check_input(spec: JobSpec, names: Sequence[TemplateNames]) -> InputRecord:
+def _check_input(spec: JobSpec, names: Sequence[TemplateNames], converter: Converter) -> InputRecord:
     """Finds the files and columns of the input. `names`: those that the job's templates read."""
     closed = [url for url in spec.inputs if is_redacted(url)]
     if closed:
@@ -193,7 +239,7 @@ def _check_input(spec: JobSpec, names: Sequence[TemplateNames]) -> InputRecord:
             f"input={closed[0]!r}: what opens this URL is not recorded. Instead of resuming, run the same command as "
             "at first on the same output; it goes on where the job stopped."
         )
-    footers, unread = read_footers(spec.inputs, spec.storage_options)
+    footers, unread = read_footers(spec.inputs, spec.storage_options, converter.convert)
     # An adapter's name is text, whatever it looks like.
     texts = (spec.columns.get("adapter", "adapter"),)
     files, schema = with_partitions(footers, unified_schema(footers), texts)
@@ -227,6 +273,8 @@ def _check_input(spec: JobSpec, names: Sequence[TemplateNames]) -> InputRecord:
         has_zoned_times=times_are_zoned(copied, kinds),
         has_arrow_schema=any(footer.has_arrow_schema for footer in footers),
         has_small_files_together=True,
+        converted=converter.formats,
+        json_columns=converter.json_columns,
     )
 
 
@@ -242,7 +290,8 @@ def _prefix_for(spec: JobSpec, copied: Sequence[str], roles: Mapping[str, str]) 
 
 
 def _check_output(spec: JobSpec, store: JobStore) -> OutputContents:
-    around = [url for url in spec.inputs if would_read(url, f"{spec.output}/{part_name(0)}")]
+    inputs = [url for url in spec.inputs if not url.startswith(TABLE_SCHEME)]
+    around = [url for url in inputs if would_read(url, f"{spec.output}/{part_name(0)}")]
     if around:
         raise JobRequestError(
             f"output={redacted_url(spec.output)!r}: its parts would be among the files of input="

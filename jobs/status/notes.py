@@ -7,9 +7,11 @@ from typing import get_args
 
 from ...engine.peft.findings import Verdict
 from ...engine.text.chat.conversation import FINAL_ANSWER, PLAIN, header_note
+from ...system.untrusted import shown_name
 from ..record import JobRecord, adapter_problem
 
 _NAMES_SHOWN = 8
+_TYPES_SHOWN = 20
 
 
 def job_notes(record: JobRecord) -> list[str]:
@@ -44,14 +46,21 @@ def _input_notes(record: JobRecord) -> list[str]:
     """Notes on what the job reads of its input and what not: files, columns of folder names, settings, metadata."""
     # Other commands import this module and read no schemas.
     from ..input.columns import names_beside_ours, seeming_settings, settings_in
-    from ..input.files import DELTA_LOG, unpack_schema
+    from ..input.files import unpack_schema
+    from ..input.finding import DELTA_LOG
 
     given, notes = record.input, []
+    if given.converted:
+        schema = unpack_schema(given.schema_ipc)
+        shown = [f"{shown_name(column.name)} {column.type}" for column in schema]
+        notes.append(
+            f"input: {', '.join(given.converted)}, read as {len(shown)} columns: {_shown(shown, _TYPES_SHOWN)}"
+        )
+    if given.json_columns:
+        notes.append(f"input: values of several types, kept as their JSON: {_shown(given.json_columns)}")
     if given.unread:
         counts = f" ({given.unread_endings})" if given.unread_endings else ""
-        notes.append(
-            f"input: files that are not read, only Parquet is{counts}: {_shown(given.unread, len(given.unread))}"
-        )
+        notes.append(f"input: files that are not read{counts}: {_shown(given.unread, len(given.unread))}")
     if DELTA_LOG in given.unread:
         notes.append("input: the log of a Delta table is not read; files that the table has removed are read too")
     folders = {name for file in given.files for name in file.partition}

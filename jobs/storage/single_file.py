@@ -1,4 +1,5 @@
-"""Streams one file at any fsspec URL: `read_lines` reads it, `replaced_file` writes it whole or not at all.
+"""Streams one file at any fsspec URL: `read_lines` reads it, `replaced_file` and `put_file` write it whole or not at
+all.
 
 `Location` reads and writes files that fit into memory; files here need not.
 """
@@ -63,6 +64,11 @@ def replaced_file(url: str, storage_options: Mapping[str, Any]) -> Iterator[Bina
     except OSError as error:
         reason = storage_reason(error, location.storage_options, url)
         raise StorageError(f"cannot write {redacted_url(url)}: {reason}") from None
+
+
+def put_file(path: Path, url: str, storage_options: Mapping[str, Any]) -> None:
+    """Copy a file of this machine to a URL of a store, whole or not at all. Raises `StorageError`."""
+    _put(path, Location(url, storage_options))
 
 
 @contextmanager

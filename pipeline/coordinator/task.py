@@ -205,7 +205,7 @@ def index_rows(run: JobRun) -> IndexTotals:
     record, reporter = run.job.record, run.reporter
     rows = record.input.num_rows
     reporter.phase("indexing", rows)
-    chunks = list_chunks(record, run.job.spec.inputs)
+    chunks = list_chunks(record, run.job.spec.places)
     job = IndexJob.from_record(record, run.job.spec)
     name, attempt = f"index-{run.run_id}", run.control.coordinator_id
     lost: list[ChunkRef] = []

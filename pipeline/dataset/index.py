@@ -81,15 +81,14 @@ class IndexTotals:
         self.cured |= other.cured
 
 
-def list_chunks(record: JobRecord, inputs: Sequence[str] = ()) -> tuple[ChunkRef, ...]:
+def list_chunks(record: JobRecord, places: Sequence[str] = ()) -> tuple[ChunkRef, ...]:
     """The chunks of a job: one per row group that has rows, in input order; consecutive small files are one chunk.
-    `inputs`: URLs of the job's input with the passwords and signatures that the record leaves out.
+    `places`: URLs of the job's input and output with the passwords and signatures that the record leaves out.
     """
-    opening = {redacted_url(url): url for url in inputs}
     chunks: list[list[RowGroupRef]] = []
     num_rows, num_bytes = 0, _MOST_BYTES_TOGETHER
     for file in record.input.files:
-        url = opening.get(file.url, inputs[0]) if inputs and is_redacted(file.url) else file.url
+        url = _opening(file.url, places) if places and is_redacted(file.url) else file.url
         starts = accumulate(file.row_group_rows, initial=0)
         groups = [
             RowGroupRef(url, file.name, number, start, rows, file.footer_sha256, file.partition, file.version)
@@ -107,6 +106,15 @@ def list_chunks(record: JobRecord, inputs: Sequence[str] = ()) -> tuple[ChunkRef
             num_rows, num_bytes = groups[0].num_rows, file.size_bytes
         chunks[-1] += groups
     return tuple(ChunkRef(number, tuple(groups)) for number, groups in enumerate(chunks))
+
+
+def _opening(url: str, places: Sequence[str]) -> str:
+    """A file's URL with what opens it, from the place that it is, or below which it is."""
+    for place in places:
+        shown = redacted_url(place).rstrip("/")
+        if url == redacted_url(place) or url.startswith(f"{shown}/"):
+            return place.rstrip("/") + url.removeprefix(shown) if url != redacted_url(place) else place
+    return places[0]
 
 
 def index_chunk(chunk: ChunkRef, job: IndexJob, store: JobStore) -> IndexTotals:

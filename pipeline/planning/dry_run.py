@@ -172,7 +172,7 @@ def _index(job: OpenedJob) -> IndexTotals:
     """Index every row group in this process; tokenisers leave Python's lock while they work."""
     index = partial(index_chunk, job=IndexJob.from_record(job.record, job.spec), store=job.store)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return IndexTotals.of(pool.map(index, list_chunks(job.record, job.spec.inputs)))
+        return IndexTotals.of(pool.map(index, list_chunks(job.record, job.spec.places)))
 
 
 def adapter_forecasts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import tempfile
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyarrow import orc
 
 from lorabatch.engine.config import read_model_config
 from lorabatch.engine.model_config.model import ModelConfig
@@ -321,6 +323,29 @@ MESSAGES_TABLE = pa.table(
         ],
     }
 )
+
+
+def other_formats() -> dict[str, bytes]:
+    """Name -> content of an input file of each format that is converted."""
+    table = pa.table({"id": ["007", "x"], "prompt": ['a "b"\nc', "é"], "n": [1, 2], "o": [{"a": [1.5]}, None]})
+    flat = table.drop_columns("o")
+    stream, file, orc_file = pa.BufferOutputStream(), pa.BufferOutputStream(), pa.BufferOutputStream()
+    with pa.ipc.new_stream(stream, table.schema) as writer:
+        writer.write_table(table)
+    with pa.ipc.new_file(file, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_table(table)
+    orc.write_table(table, orc_file)
+    text = b'id,prompt,n\n007,"a ""b""\nc",1\nx,\xc3\xa9,2\n'
+    return {
+        "in.csv": text,
+        "in.csv.gz": gzip.compress(text, mtime=0),
+        "in.tsv": text.replace(b",", b"\t"),
+        "in.jsonl": b"".join(json.dumps(row).encode() + b"\n" for row in table.to_pylist()),
+        "flat.jsonl": b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in flat.to_pylist()),
+        "in.arrow": bytes(stream.getvalue()),
+        "in.feather": bytes(file.getvalue()),
+        "in.orc": bytes(orc_file.getvalue()),
+    }
 
 
 def parquet_file(table: pa.Table, **options: Any) -> bytes:

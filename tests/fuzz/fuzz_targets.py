@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import asdict, astuple
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,7 @@ from lorabatch.jobs.cost_profile import read_profile
 from lorabatch.jobs.errors import JobError
 from lorabatch.jobs.history import ModelHistory, read_history
 from lorabatch.jobs.input.columns import find_roles
+from lorabatch.jobs.input.conversion.converter import ColumnWishes, Converter
 from lorabatch.jobs.input.files import pack_schema, read_footers, unified_schema
 from lorabatch.jobs.openai_batch.importing import import_batch
 from lorabatch.jobs.opening.confined_audit import Auditors
@@ -45,6 +47,7 @@ from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.status.job_status import read_status
 from lorabatch.jobs.status.logs import log_lines
 from lorabatch.jobs.storage.adapter_copy import adapter_folder
+from lorabatch.jobs.storage.location import Location
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.dataset.answers import BegunRow, RowAnswer, decode_journal, encode_answers, encode_begun
 from lorabatch.pipeline.dataset.chunk import ChunkRef, DamagedChunkError, IndexJob, RowGroupRef, read_chunk
@@ -246,6 +249,19 @@ def _parquet_cases() -> SearchStrategy[Case]:
     # The footer is what points at everything else.
     whole = st.sampled_from(files).flatmap(lambda seed: damaged(seed) | _damaged_tail(seed))
     return whole.map(lambda data: {"in.parquet": data})
+
+
+def _other_format_cases() -> SearchStrategy[Case]:
+    files = seeds.other_formats()
+    return st.sampled_from(sorted(files)).flatmap(lambda name: damaged(files[name]).map(lambda data: {name: data}))
+
+
+def _read_other_format(folder: Path) -> Iterator[str]:
+    (path,) = folder.iterdir()
+    with closing(Converter(Location(str(folder / "out")), ColumnWishes(numbers=("n",)))) as converter:
+        footers, _ = read_footers([str(path)], {}, converter.convert)
+        unified_schema(footers)
+    yield from ()
 
 
 def _damaged_tail(seed: bytes) -> SearchStrategy[bytes]:
@@ -469,6 +485,7 @@ TARGETS: Mapping[str, Target] = {
         ),
         Target("gguf", _gguf_cases, _read_gguf, (EngineError,)),
         Target("parquet", _parquet_cases, _read_parquet, (JobError,)),
+        Target("other formats", _other_format_cases, _read_other_format, (JobError,)),
         Target("job files", _job_cases, _read_job, (JobError,), 200),
         Target("engine frames", frame_cases, read_frames, (), 300),
         Target("peer messages", peer_cases, read_peers, (), 200),

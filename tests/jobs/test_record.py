@@ -171,7 +171,9 @@ def test_a_record_of_the_version_before_is_the_same_job_with_the_same_index() ->
     frozen = JobRecord.from_json(data)
     written = json.loads(frozen.to_json())
     assert written["spec"].pop("scheduler_file") is None  # an option that the version before did not have
-    assert (json.dumps(written, indent=1, sort_keys=True) + "\n").encode() == data
+    expected = json.loads(data)
+    expected["input"] |= {"converted": [], "json_columns": []}  # which it did not have
+    assert written == expected
     assert index_key(frozen) == "04abca8e2ea70d9932b36a473bfe4db1c1b84ac84900a529e84b8185928afc67"
     again = frozen.job_spec({"key": "k"}, workers=2)
     assert differences(frozen, frozen.model_copy(update={"spec": again.without_secrets()})) == []

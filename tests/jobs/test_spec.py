@@ -158,7 +158,7 @@ def test_one_input_is_a_text_and_several_are_a_list(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     assert spec.with_absolute_paths().inputs == ("/a", str(tmp_path / "b"), "s3://u:hush@c")
     for wrong in ([], ["/a", ""], 3):
-        with pytest.raises(JobRequestError, match=r"expected a Parquet file, folder, glob or URL, or several"):
+        with pytest.raises(JobRequestError, match=r"expected a file, folder, glob or URL, or several"):
             JobSpec(**BASICS | {"input": wrong})
 
 

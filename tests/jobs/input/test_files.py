@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from lorabatch.jobs.errors import JobRequestError
-from lorabatch.jobs.input.columns import find_roles
 from lorabatch.jobs.input.file_version import has_changed
-from lorabatch.jobs.input.files import pack_schema, read_footers, unified_schema, unpack_schema, would_read
+from lorabatch.jobs.input.files import pack_schema, read_footers, unified_schema, unpack_schema
+from lorabatch.jobs.input.finding import would_read
 
 TABLE = pa.table({"prompt": ["a", "b", "c"]})
 
@@ -150,30 +149,33 @@ def test_problems_of_all_inputs_are_listed_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("rows.csv", "CSV"), ("rows.JSONL", "JSON"), ("rows.ndjson.gz", "JSON"), ("rows.tsv", "CSV")]
+    ("name", "kind"),
+    [("rows.csv", "CSV"), ("rows.JSONL", "JSON Lines"), ("rows.ndjson.gz", "JSON Lines"), ("rows.tsv", "TSV")],
 )
-def test_other_formats_are_named_with_a_line_that_converts_them(tmp_path: Path, name: str, kind: str) -> None:
-    path = tmp_path / name
-    path.write_text("id,prompt\n1,hello\n")
-    with pytest.raises(JobRequestError) as caught:
-        read_footers([str(path)], {})
-    (problem,) = caught.value.problems
-    assert f"{name!r}: {kind}; only Parquet is read" in problem
-    assert problem.endswith(f"duckdb -c \"COPY (FROM '{path}') TO 'rows.parquet'\"")
-    with pytest.raises(JobRequestError, match=f"{kind} and no Parquet files there; only Parquet is read"):
-        read_footers([str(tmp_path)], {})
+def test_other_formats_are_converted_whether_a_file_or_its_folder_is_named(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    (tmp_path / "rows" / name).parent.mkdir()
+    (tmp_path / "rows" / name).write_text("as it is\n")
+    made = write(tmp_path / "made.parquet")
+    asked: list[Any] = []
+
+    def convert(items: Any) -> list[str]:
+        asked.extend(items)
+        return [str(made)]
+
+    for url in (tmp_path / "rows" / name, tmp_path / "rows", tmp_path / "rows" / "*"):
+        (footer,) = read_footers([str(url)], {}, convert)[0]
+        assert (footer.file.name, footer.file.url, footer.schema) == (name, str(made), TABLE.schema)
+    assert {(source.name, source.kind) for source in asked} == {(name, kind)}
+    assert len(asked) == 3
 
 
-def test_the_line_that_converts_makes_an_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    duckdb = pytest.importorskip("duckdb")
-    monkeypatch.chdir(tmp_path)
-    rows = [{"id": i, "messages": [{"role": "user", "content": "hello"}]} for i in range(3)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(JobRequestError) as caught:
-        read_footers(["rows.jsonl"], {})
-    duckdb.sql(str(caught.value).split('"')[1])
-    (footer,) = read_footers(["rows.parquet"], {})[0]
-    assert find_roles(footer.schema, {}) == ({"id": "id", "messages": "messages"}, [])
+@pytest.mark.parametrize(("name", "kind"), [("rows.avro", "Avro"), ("rows.xlsx", "Excel")])
+def test_formats_that_are_not_read_are_named(tmp_path: Path, name: str, kind: str) -> None:
+    (tmp_path / name).write_text("as it is\n")
+    with pytest.raises(JobRequestError, match=f"'{name}': {kind}, which is not read. Write it as Parquet"):
+        read_footers([str(tmp_path / name)], {})
 
 
 def test_data_beside_parquet_files_that_is_not_read_is_known(tmp_path: Path) -> None:

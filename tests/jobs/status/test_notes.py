@@ -33,7 +33,7 @@ def test_verdicts_refusals_and_own_tokenizers_are_said(record: Record) -> None:
 def test_files_that_are_left_unread_are_said(record: Record) -> None:
     job = record(adapters=())
     job = job.model_copy(update={"input": job.input.model_copy(update={"unread": ("a.csv", "b.jsonl")})})
-    assert job_notes(job) == ["input: files that are not read, only Parquet is: a.csv, b.jsonl"]
+    assert job_notes(job) == ["input: files that are not read: a.csv, b.jsonl"]
 
 
 def test_templates_that_end_prompts_without_a_header_are_said_by_adapter(record: Record) -> None:

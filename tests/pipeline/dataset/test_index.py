@@ -599,3 +599,12 @@ def test_a_chunk_is_indexed_once_and_again_only_when_the_job_asks_differently(
 def test_an_empty_input_has_no_chunks(prepare_job: Callable[..., Any]) -> None:
     job = prepare_job(pa.table({"id": pa.array([], pa.int64()), "prompt": pa.array([], pa.string())}))
     assert list_chunks(job.record) == ()
+
+
+def test_a_file_below_a_place_with_a_password_is_opened_with_it(prepare_job: Callable[..., Any]) -> None:
+    job = prepare_job(pa.table({"prompt": ["a"]}))
+    (file,) = job.record.input.files
+    hidden = file.model_copy(update={"url": "sftp://***@host/out/_lorabatch/input/k/00000.parquet"})
+    record = job.record.model_copy(update={"input": job.record.input.model_copy(update={"files": (hidden,)})})
+    (chunk,) = list_chunks(record, ("sftp://u:pw@host/in", "sftp://u:pw@host/out"))
+    assert chunk.row_groups[0].file_url == "sftp://u:pw@host/out/_lorabatch/input/k/00000.parquet"
