@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "lorabatch_audit"
 #: Packages that an audit imports.
 NEEDED = ("typer", "fsspec", "tokenizers", "jinja2", "pydantic", "rich", "numpy")
-# What a needed package asks for and an audit does not use: it comes with tokenizers, and takes 20 MB.
+# A dependency of tokenizers that an audit does not use, and that takes 20 MB.
 _UNUSED = ("huggingface-hub",)
 _ROOMS = ("console", "engine", "jobs", "system")
 _MODULES = ("cli.py", "version.py", "py.typed")

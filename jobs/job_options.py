@@ -76,7 +76,8 @@ class JobOptions(TypedDict, total=False):
     #: Folder or URL with one folder per adapter, a glob of such folders, or a hub id; or NAME=URL, repeated (in a job
     #: file a mapping). RUN/latest is the checkpoint of the largest number.
     adapters: str | PathLike[str] | Mapping[str, str | PathLike[str]] | Sequence[str] | None
-    #: Parquet file, folder or glob; any fsspec URL. Repeatable (in a job file a list).
+    #: File of Parquet, CSV, JSON Lines, Arrow or ORC, folder or glob; any fsspec URL. Repeatable (in a job file a
+    #: list). In Python also a table.
     input: str | PathLike[str] | Sequence[str | PathLike[str]]
     #: Folder or fsspec URL for the answers.
     output: str | PathLike[str]

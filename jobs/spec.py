@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Unpack, get_origin
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -86,15 +87,15 @@ def _option(
     "" for none. `is_common`: whether short help shows it; it shows every option with a letter. `expected`: expectation
     for messages about wrong values, "" for pydantic's own words. `rules`: constraints of pydantic's `Field`.
     """
-    shown: dict[str, Any] = {
-        "expected": expected,
-        "panel": panel,
-        "short": short,
-        "is_common": is_common or bool(short),
-    }
+    shown: dict[str, Any] = {"expected": expected, "panel": panel, "short": short}
+    shown["is_common"] = is_common or bool(short)
     return Field(default, description=help, json_schema_extra=shown, **rules)
 
 
+# Declarations of options, by the part of the help that shows them.
+_data, _prompts, _answers, _form, _adapters, _engine, _cluster, _storage = (
+    partial(_option, panel=panel) for panel in get_args(Panel)
+)
 if TYPE_CHECKING:
     _SamplingFields = BaseModel
 else:
@@ -119,248 +120,194 @@ class JobSpec(_SamplingFields):
         frozen=True, extra="forbid", hide_input_in_errors=True, defer_build=True, coerce_numbers_to_str=True
     )
 
-    model: str = _option(
+    model: str = _engine(
         ...,
         "Base model: local folder, GGUF file, Hugging Face hub id or fsspec URL.",
         expected="a folder, GGUF file, hub id or URL",
         min_length=1,
-        panel="engine",
         short="m",
     )
-    adapters: str | dict[str, str] | None = _option(
+    adapters: str | dict[str, str] | None = _adapters(
         None,
         "Folder or URL with one folder per adapter, a glob of such folders, or a hub id; or NAME=URL, repeated (in a "
         "job file a mapping). RUN/latest is the checkpoint of the largest number.",
-        panel="adapters",
         short="a",
     )
-    input: str | tuple[str, ...] = _option(
+    input: str | tuple[str, ...] = _data(
         ...,
         "File of Parquet, CSV, JSON Lines, Arrow or ORC, folder or glob; any fsspec URL. Repeatable (in a job file a "
         "list). In Python also a table.",
         expected="a file, folder, glob or URL, or several of them",
         min_length=1,
-        panel="data",
         short="i",
     )
-    output: str = _option(
-        ..., "Folder or fsspec URL for the answers.", expected="a folder or URL", min_length=1, panel="data", short="o"
+    output: str = _data(
+        ..., "Folder or fsspec URL for the answers.", expected="a folder or URL", min_length=1, short="o"
     )
-    name: str | None = _option(
+    name: str | None = _data(
         None,
         "A name for the job, the first part of its id.",
         expected="1 to 64 letters, digits, dots, hyphens or underscores, a letter or digit first",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
-        panel="data",
     )
-    columns: dict[str, str] = _option(
-        {},
-        "role=name: an input column under another name. Repeatable (in a job file a mapping).",
-        panel="data",
-        short="C",
+    columns: dict[str, str] = _data(
+        {}, "role=name: an input column under another name. Repeatable (in a job file a mapping).", short="C"
     )
-    row_settings: tuple[str, ...] = _option(
+    row_settings: tuple[str, ...] = _data(
         (),
         "Columns that are settings of their rows, such as max_tokens,seed; or all: every column with a setting's name. "
         "Without, columns of such names are data.",
-        panel="data",
     )
-    keep: tuple[str, ...] = _option(
-        (),
-        "A column of the input that is copied to the output; by default all are. Repeatable (in a job file a list).",
-        panel="data",
+    keep: tuple[str, ...] = _data(
+        (), "A column of the input that is copied to the output; by default all are. Repeatable (in a job file a list)."
     )
-    drop: tuple[str, ...] = _option(
-        (), "A column of the input that is not copied to the output. Repeatable (in a job file a list).", panel="data"
+    drop: tuple[str, ...] = _data(
+        (), "A column of the input that is not copied to the output. Repeatable (in a job file a list)."
     )
-    output_prefix: str = _option(
-        "",
-        "Text before the names of all columns that the output adds, such as answer_: they collide with none then.",
-        panel="data",
+    output_prefix: str = _data(
+        "", "Text before the names of all columns that the output adds, such as answer_: they collide with none then."
     )
-    prompt_template: str | None = _option(
+    prompt_template: str | None = _prompts(
         None,
         "Jinja2 template that makes prompts of columns: a file or URL, or its text, such as "
         "'{{ context }}\\n{{ question }}', in which \\n is a line break.",
         expected="a file, a URL, or the text of a jinja2 template",
         min_length=1,
-        panel="prompts",
     )
-    messages_template: str | None = _option(
+    messages_template: str | None = _prompts(
         None,
         "Messages with jinja2 templates as contents, made of columns: JSON of a list of objects with role and content "
         "(in a job file a list).",
-        panel="prompts",
     )
-    chat: bool | None = _option(
+    chat: bool | None = _prompts(
         None,
         "A prompt is one user message of the chat template; by default prompts of prompt_template are, where the model "
         "has a chat template, and those of a prompt column are text.",
-        panel="prompts",
     )
-    system_prompt: str | None = _option(
+    system_prompt: str | None = _prompts(
         None,
         "System message for rows whose messages have none.",
         expected="text that is not empty",
         min_length=1,
-        panel="prompts",
     )
-    allow_special_tokens: bool = _option(
+    allow_special_tokens: bool = _prompts(
         False,
         "Special tokens inside of messages and in columns of a template are control tokens; by default text.",
-        panel="prompts",
     )
-    chat_template: str | None = _option(
+    chat_template: str | None = _prompts(
         None,
         "Chat template to use instead of the model's and the adapters': a file or URL, or its text.",
         expected="a file, a URL, or the text of a jinja2 template",
         min_length=1,
-        panel="prompts",
     )
-    tools: str | None = _option(
-        None, "Tools for the chat template, in OpenAI form: JSON of a list (in a job file a list).", panel="prompts"
+    tools: str | None = _prompts(
+        None, "Tools for the chat template, in OpenAI form: JSON of a list (in a job file a list)."
     )
-    chat_template_kwargs: str | None = _option(
-        None,
-        "Variables for the chat template, such as enable_thinking: a JSON object (in a job file a mapping).",
-        panel="prompts",
+    chat_template_kwargs: str | None = _prompts(
+        None, "Variables for the chat template, such as enable_thinking: a JSON object (in a job file a mapping)."
     )
-    add_generation_prompt: bool | None = _option(
-        None, "Prompts end where an answer begins; by default they do, unless continue_final_message.", panel="prompts"
+    add_generation_prompt: bool | None = _prompts(
+        None, "Prompts end where an answer begins; by default they do, unless continue_final_message."
     )
-    continue_final_message: bool = _option(
-        False, "Prompts end where the text of the last message does, and answers continue it.", panel="prompts"
+    continue_final_message: bool = _prompts(
+        False, "Prompts end where the text of the last message does, and answers continue it."
     )
-    split_answer: bool = _option(
-        False,
-        "Take a last message of the assistant out of the prompt, into the column answer_expected.",
-        panel="prompts",
+    split_answer: bool = _prompts(
+        False, "Take a last message of the assistant out of the prompt, into the column answer_expected."
     )
 
-    samples: Literal["rows", "lists"] = _option(
-        "rows", "Completions of a row: rows of the output, or lists in one row of it.", panel="data"
+    samples: Literal["rows", "lists"] = _data(
+        "rows", "Completions of a row: rows of the output, or lists in one row of it."
     )
-    generation_config: bool = _option(
-        False,
-        "Take temperature, top_p, top_k, min_p and repetition_penalty, where not given, from the model's file.",
-        panel="answers",
+    generation_config: bool = _answers(
+        False, "Take temperature, top_p, top_k, min_p and repetition_penalty, where not given, from the model's file."
     )
-    response_format: str | dict[str, Any] | None = _option(
-        None,
-        "Form of completions as OpenAI writes it: a JSON object of type text, json_object or json_schema.",
-        panel="form",
+    response_format: str | dict[str, Any] | None = _form(
+        None, "Form of completions as OpenAI writes it: a JSON object of type text, json_object or json_schema."
     )
-    structured_outputs: str | dict[str, Any] | None = _option(
-        None,
-        "Form of completions as vLLM writes it: a JSON object of json, regex, choice, grammar or json_object.",
-        panel="form",
+    structured_outputs: str | dict[str, Any] | None = _form(
+        None, "Form of completions as vLLM writes it: a JSON object of json, regex, choice, grammar or json_object."
     )
 
-    cluster: str = _option(
+    cluster: str = _cluster(
         "local",
         "local, local-cuda (fails without a GPU), the address of a Dask scheduler, or the name of a cluster class such "
         "as dask_jobqueue.SLURMCluster, which is started for the job.",
         expected="local, local-cuda, an address such as tcp://10.0.0.5:8786, or a class such as "
         "dask_jobqueue.SLURMCluster",
         pattern=rf"^({'|'.join(EMBEDDED_CLUSTERS)}|\w+://.+|[^\s/]+:\d+|{_CLASS})$",
-        panel="cluster",
         short="c",
     )
-    cluster_options: dict[str, Any] = _option(
+    cluster_options: dict[str, Any] = _cluster(
         {},
         "JSON object of arguments for the cluster class (in a job file a mapping); never recorded, so given again to "
         "resume.",
-        panel="cluster",
         repr=False,
     )
-    scheduler_file: str | None = _option(
+    scheduler_file: str | None = _cluster(
         None,
         "File that `dask scheduler --scheduler-file` wrote, instead of an address.",
         expected="a file that `dask scheduler --scheduler-file` wrote",
         min_length=1,
-        panel="cluster",
     )
-    workers: int | None = _option(
-        None,
-        "Workers of a cluster that is started for the job; by default one per GPU, or two.",
-        ge=1,
-        panel="cluster",
-        short="w",
+    workers: int | None = _cluster(
+        None, "Workers of a cluster that is started for the job; by default one per GPU, or two.", ge=1, short="w"
     )
-    tls_ca: str | None = _option(
-        None, "PEM file of the authority that signed the cluster's certificates, for a tls:// address.", panel="cluster"
+    tls_ca: str | None = _cluster(
+        None, "PEM file of the authority that signed the cluster's certificates, for a tls:// address."
     )
-    tls_cert: str | None = _option(None, "PEM file of this client's certificate.", panel="cluster")
-    tls_key: str | None = _option(None, "PEM file of this client's key.", panel="cluster")
-    mode: Mode = _option(
-        "auto", "How adapters are applied; exact fixes the arithmetic of every row.", panel="adapters", is_common=True
-    )
-    max_errors: str = _option(
-        "10%", "Error rows that are allowed, as a count or a percentage.", panel="data", short="e"
-    )
-    storage_options: dict[str, Any] = _option(
+    tls_cert: str | None = _cluster(None, "PEM file of this client's certificate.")
+    tls_key: str | None = _cluster(None, "PEM file of this client's key.")
+    mode: Mode = _adapters("auto", "How adapters are applied; exact fixes the arithmetic of every row.", is_common=True)
+    max_errors: str = _data("10%", "Error rows that are allowed, as a count or a percentage.", short="e")
+    storage_options: dict[str, Any] = _storage(
         {},
         "JSON object for fsspec (keys, endpoint); never recorded, so given again to resume.",
         repr=False,
-        panel="storage",
         is_common=True,
     )
-    verify: bool = _option(
+    verify: bool = _data(
         False,
         "Hash the base model's weights and read the input again, also where their files look unchanged. Parts that "
         "were made of other rows are computed again.",
-        panel="data",
     )
-    overwrite: bool = _option(
-        False, "Remove the job that is in the output and start over.", panel="data", is_common=True
-    )
-    migration: bool = _option(True, "Move rows from slow or busy workers to others.", panel="cluster")
-    policy: PolicyName = _option(
-        "planner", "How rows are batched, dispatched and moved: planner is this project's.", panel="cluster"
-    )
-    placement: PlacementName = _option(
+    overwrite: bool = _data(False, "Remove the job that is in the output and start over.", is_common=True)
+    migration: bool = _cluster(True, "Move rows from slow or busy workers to others.")
+    policy: PolicyName = _cluster("planner", "How rows are batched, dispatched and moved: planner is this project's.")
+    placement: PlacementName = _cluster(
         "planner",
         "Which shards a worker opens first: those that the plan places on it (planned), any (none), LoRAServe's, or "
         "planned on 8 workers or more and any on fewer (planner).",
-        panel="cluster",
     )
-    rows_per_shard: int | None = _option(None, "Rows per part file; chosen by default.", ge=1, panel="data")
-    cost_model: str | None = _option(
-        None,
-        "File that `lorabatch profile` wrote, to plan with; by default this machine's, else a guess.",
-        panel="cluster",
+    rows_per_shard: int | None = _data(None, "Rows per part file; chosen by default.", ge=1)
+    cost_model: str | None = _cluster(
+        None, "File that `lorabatch profile` wrote, to plan with; by default this machine's, else a guess."
     )
 
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option(
-        "auto", "Number format of the base model.", panel="engine", is_common=True
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _engine(
+        "auto", "Number format of the base model.", is_common=True
     )
-    base_quantization: BaseQuantization = _option(
+    base_quantization: BaseQuantization = _engine(
         "none",
         "Multiply the base model's linear layers in 8 bits: int8 on CPUs with AVX512_VNNI or AVX_VNNI, fp8 on GPUs of "
         "compute capability 8.9 and later. Faster, and less exact.",
-        panel="engine",
     )
-    device: str = _option("auto", "Device of the engines: auto, cpu or cuda.", min_length=1, panel="engine")
-    tensor_parallel: int = _option(
+    device: str = _engine("auto", "Device of the engines: auto, cpu or cuda.", min_length=1)
+    tensor_parallel: int = _engine(
         1,
         "Processes of an engine, each with its part of the model, for models that do not fit into one. On GPUs each "
         "takes one.",
         ge=1,
-        panel="engine",
     )
-    load_format: Literal["auto", "dummy"] = _option(
-        "auto", "How weights are read; dummy makes random ones.", panel="engine"
+    load_format: Literal["auto", "dummy"] = _engine("auto", "How weights are read; dummy makes random ones.")
+    batch_rows: int | None = _engine(
+        None, "Rows that an engine decodes together; by default 64, on a GPU by its memory.", ge=1
     )
-    batch_rows: int | None = _option(
-        None, "Rows that an engine decodes together; by default 64, on a GPU by its memory.", ge=1, panel="engine"
+    step_tokens: int | None = _engine(
+        None, "Most tokens of one forward pass; by default 512, on a GPU by its memory.", ge=16
     )
-    step_tokens: int | None = _option(
-        None, "Most tokens of one forward pass; by default 512, on a GPU by its memory.", ge=16, panel="engine"
-    )
-    engine_threads: int | None = _option(
-        None, "CPU threads of an engine; by default its share of all.", ge=1, panel="engine"
-    )
-    pool_bytes: int | None = _option(None, "Memory of an engine's page pool; chosen by default.", ge=1, panel="engine")
+    engine_threads: int | None = _engine(None, "CPU threads of an engine; by default its share of all.", ge=1)
+    pool_bytes: int | None = _engine(None, "Memory of an engine's page pool; chosen by default.", ge=1)
 
     def __init__(self, **values: Unpack[JobOptions]) -> None:
         problems, _ = self._set_fields(values)
@@ -512,6 +459,14 @@ class JobSpec(_SamplingFields):
                 "overwrite": False,
             }
         )
+
+    @field_validator("model", "input", "output", mode="before")
+    @classmethod
+    def _places(cls, value: Any) -> Any:
+        """A number names no place, though it is taken for other texts."""
+        if isinstance(value, int | float):
+            raise ValueError("expected text")
+        return value
 
     @field_validator("adapters", mode="before")
     @classmethod

@@ -148,10 +148,10 @@ def test_numbers_are_taken_where_text_is_expected(given: dict[str, Any]) -> None
     assert (spec.max_errors, spec.choice, spec.name) == ("5", ("1", "2.5", "three"), "2024")
     assert spec.columns == {"prompt": "7"}
     assert JobSpec(**given, stop=0).stop == ("0",)
-    wrong = [{"max_errors": 0.5}, {"choice": [True]}, {"max_errors": True}, {"name": None, "stop": [None]}]
+    wrong = [{"output": 3}, {"max_errors": 0.5}, {"choice": [True]}, {"max_errors": True}, {"stop": [None]}]
     for values in wrong:
         with pytest.raises(lorabatch.JobRequestError, match=rf"{list(values)[-1]}="):
-            JobSpec(**given, **values)
+            JobSpec(**given | values)
 
 
 def test_the_type_of_the_options_is_made_from_the_spec() -> None:
