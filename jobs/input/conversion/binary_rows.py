@@ -18,6 +18,8 @@ _MAGIC, _STREAM_END = b"ARROW1", b"\xff\xff\xff\xff\x00\x00\x00\x00"
 # record batch may be as large as its file.
 _MEMORY_BYTES, _MEMORY_RATIO = 1 << 30, 2
 _CPU_S, _BYTES_PER_CPU_S = 60, 4 << 20
+# Rows of nulls take no bytes in a file.
+_MAX_ROWS_PER_BYTE = 1000
 
 
 def convert_binary(path: Path, kind: Kind, target: Path, source: str) -> None:
@@ -46,8 +48,19 @@ def run(payload: list[Any]) -> str:
         carried = carried_schema(schema)
     except ValueError as error:
         return str(error)
-    write_parquet(Path(target), carried, (carried_batch(batch, carried) for batch in batches), source)
+    rows = _counted(batches, _MAX_ROWS_PER_BYTE * Path(path).stat().st_size)
+    write_parquet(Path(target), carried, (carried_batch(batch, carried) for batch in rows), source)
     return ""
+
+
+def _counted(batches: Iterator[pa.RecordBatch], most: int) -> Iterator[pa.RecordBatch]:
+    """The batches. Raises ValueError when they have more than `most` rows together."""
+    num_rows = 0
+    for batch in batches:
+        num_rows += batch.num_rows
+        if num_rows > most:
+            raise ValueError(f"it has more than {_MAX_ROWS_PER_BYTE} rows for each of its bytes")
+        yield batch
 
 
 def _arrow(path: str) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:

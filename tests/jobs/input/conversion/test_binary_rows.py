@@ -103,3 +103,12 @@ def test_few_bytes_that_stand_for_many_are_refused(
     assert len(content) < 1 << 20
     with pytest.raises(JobRequestError, match=r"it needs more than . GiB of memory"):
         convert("Arrow", content)
+
+
+def test_rows_that_take_no_bytes_are_refused_at_once(convert: Any) -> None:
+    nothing = pa.table({"prompt": pa.nulls(1 << 30)})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, nothing.schema) as writer:
+        writer.write_table(nothing)
+    with pytest.raises(JobRequestError, match="more than 1000 rows for each of its bytes"):
+        convert("Arrow", bytes(sink.getvalue()))
