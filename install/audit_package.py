@@ -79,7 +79,7 @@ def requirements(lock: str) -> str:
         found.add(name)
         asked += [_name(text) for text in _requires(name) if "extra ==" not in text]
     pins = [match for match in _PIN.finditer(lock) if _normalised(match[1]) in found]
-    head = f"# Versions with hashes of what {PACKAGE.replace('_', '-')} needs: pip install --no-deps -r FILE\n"
+    head = f"# Versions with hashes of what {PACKAGE.replace('_', '-')} needs, for pip's options --no-deps -r\n"
     return head + "".join(match[0] for match in pins)
 
 

@@ -344,7 +344,7 @@ TABLE: list[tuple[str, int, list[str]]] = [
         for name, why in {
             "no-config": "adapter_config.json: missing",
             "no-weights": "adapter_model.safetensors: missing",
-            "pickled": "pickled weights can run code when opened, so they are never read",
+            "pickled": "adapter_model.bin: does not hold tensors alone",
             "other-base": "expected",
             "nan": "NaN",
             "inf": "infinit",

@@ -44,8 +44,9 @@ def _read(source: Path) -> dict[str, Tensor]:
     except (MemoryError, RecursionError):
         raise AdapterRefusedError("needs more memory than its size allows") from None
     except Exception as error:
-        why = shown_name(str(error).partition("\n")[0])
-        raise AdapterRefusedError(f"does not hold tensors alone ({type(error).__name__}: {why})") from None
+        raise AdapterRefusedError(
+            f"does not hold tensors alone: torch.load(weights_only=True) refuses it ({type(error).__name__})"
+        ) from None
     if not isinstance(state, dict):
         raise AdapterRefusedError(f"holds {type(state).__name__}, expected tensors by name")
     if len(state) > MAX_TENSORS:

@@ -221,7 +221,13 @@ def _header(text: TextFile, source: Source) -> tuple[list[str], str, int]:
     if not header.strip():
         raise UnreadableSourceError("no line in it, expected a first line with the names of the columns.")
     delimiter = _delimiter(header, source)
-    names = next(csv.reader([header.lstrip("\r\n").rstrip("\r\n")], delimiter=delimiter))
+    try:
+        names = next(csv.reader([header.strip("\r\n")], delimiter=delimiter))
+    except csv.Error:
+        raise UnreadableSourceError(
+            "line 1: a quote within a name that has none at its start, expected names of columns, those with line "
+            'breaks or quotes as "…".'
+        ) from None
     return _named(names), delimiter, blank_lines + header.strip("\r\n").count("\n") + 1
 
 

@@ -292,6 +292,8 @@ def test_each_member_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     config = EngineConfig(tensor_parallel=3, device="cuda")
     check_served(config)
     assert [config_of_member(config, member).device for member in range(3)] == ["cuda:0", "cuda:1", "cuda:2"]

@@ -173,7 +173,8 @@ def test_rows_move_only_when_a_trigger_holds_and_swapping_counts(loads, memory):
     if not moves:
         return
     before = seconds_after(replicas, (), chosen)
-    is_uneven = max(before.values()) > chosen.trigger * sum(before.values()) / len(before)
+    # within rounding: the sum may be taken in another order
+    is_uneven = max(before.values()) > chosen.trigger * sum(before.values()) / len(before) * (1 - 1e-9)
     is_full = any(replica.held_bytes({}) > chosen.memory_trigger * memory for replica in replicas)
     assert is_uneven or is_full
     assert longest_after(replicas, moves, chosen) < max(before.values())
