@@ -173,6 +173,7 @@ class JobSpec(_SamplingFields):
         "'{{ context }}\\n{{ question }}', in which \\n is a line break.",
         expected="a file, a URL, or the text of a jinja2 template",
         min_length=1,
+        is_common=True,
     )
     messages_template: str | None = _prompts(
         None,
