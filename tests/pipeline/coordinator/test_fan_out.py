@@ -58,7 +58,7 @@ def coordinate(function: Any, *, has_storage: bool = True, **same: Any) -> list[
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
-    options: dict[str, Any] = {"processes": False, "threads_per_worker": 1, "dashboard_address": None}
+    options: dict[str, Any] = {"processes": False, "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0"}
     # As in the recommended settings.
     unstolen = dask.config.set({"distributed.scheduler.work-stealing": False})
     with unstolen, LocalCluster(n_workers=2, **options) as cluster, Client(cluster, set_as_default=False) as client:
