@@ -8,6 +8,7 @@ so that a start takes no longer.
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -44,14 +45,11 @@ class _Held:
         """Whether the open file has the same content as before; its path may have been removed or replaced since. The
         file is read only when its size or time has changed.
         """
-        try:
-            now = os.fstat(self.file.fileno())
-            if (now.st_size, now.st_mtime_ns) == (self.facts.st_size, self.facts.st_mtime_ns):
-                return True
-            if open_file_sha256(self.path, self.file) != self.digest:
-                return False
-        except ValueError:  # closed meanwhile: the engine has ended
+        now = os.fstat(self.file.fileno())
+        if (now.st_size, now.st_mtime_ns) == (self.facts.st_size, self.facts.st_mtime_ns):
             return True
+        if open_file_sha256(self.path, self.file) != self.digest:
+            return False
         self.facts = now
         return True
 
@@ -78,6 +76,8 @@ class ModelProof:
         self._use_remembered = use_remembered
         self._cache_root = cache_root
         self._held: list[_Held] = []
+        # Held while files are looked at and closed: the number of a closed file may soon be another's.
+        self._lock = threading.Lock()
         if expected_sha256:
             for path in self._paths():
                 file = path.open("rb")
@@ -86,9 +86,10 @@ class ModelProof:
     def digest(self) -> str:
         """Hash of the content before loading. Takes long when digests are not remembered."""
         trusts, root = self._use_remembered, self._cache_root
-        for held in self._held:
+        files = self._held
+        for held in files:
             held.digest = open_file_sha256(held.path, held.file, use_remembered=trusts, cache_root=root)
-        return sha256_of_files((held.name, held.digest) for held in self._held)
+        return sha256_of_files((held.name, held.digest) for held in files)
 
     def problem(self, digest: str) -> tuple[str, bool] | None:
         """Why the content loaded since may not be the expected one, as a clause for messages, and whether loading it
@@ -111,19 +112,22 @@ class ModelProof:
 
     def later_problem(self) -> str | None:
         """A clause about a file that was written to in place since it was loaded, since engines may compute from mapped
-        files; None without one. Files that were replaced or removed are ignored: the mapped file is unchanged.
+        files; None without one, and after `close`. Files that were replaced or removed are ignored: the mapped file is
+        unchanged.
         """
-        for held in self._held:
-            if held.digest and not held.is_as_read():
-                text = f"the base model in {self._folder}: {held.name} was written to while an engine used it"
-                return f"{text}. Put back what it was and run the same command again"
-        return None
+        with self._lock:
+            changed = [held.name for held in self._held if held.digest and not held.is_as_read()]
+        if not changed:
+            return None
+        text = f"the base model in {self._folder}: {changed[0]} was written to while an engine used it"
+        return f"{text}. Put back what it was and run the same command again"
 
     def close(self) -> None:
         """Close the files."""
-        held, self._held = self._held, []
-        for one in held:
-            one.file.close()
+        with self._lock:
+            for held in self._held:
+                held.file.close()
+            self._held = []
 
     def _paths(self) -> list[Path]:
         return identity_files(self._folder, with_weights=self._with_weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -133,3 +134,23 @@ def test_weights_that_are_not_read_are_no_part_of_the_hash(base: Path, tmp_path:
     before = model_sha256(base, cache_root=tmp_path)
     (base / "model-00001-of-00001.safetensors").write_text("stale")
     assert model_sha256(base, cache_root=tmp_path) == before
+
+
+def test_files_are_not_closed_while_they_are_looked_at(
+    prove: Callable[..., ModelProof], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that ended at that moment ended its supervisor: "Bad file descriptor"."""
+    proof = prove()
+    assert proof.problem(proof.digest()) is None
+    status, closing = os.fstat, threading.Thread(target=proof.close)
+
+    def status_while_closing(number: int) -> os.stat_result:
+        if closing.ident is None:
+            closing.start()
+            closing.join(0.2)
+        return status(number)
+
+    monkeypatch.setattr(os, "fstat", status_while_closing)
+    assert proof.later_problem() is None
+    closing.join()
+    assert proof.later_problem() is None
