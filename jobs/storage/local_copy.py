@@ -180,9 +180,10 @@ def _hub_snapshot(hub_id: str, pickles: Collection[str]) -> Path:
             folder = Path(snapshot_download(hub_id, allow_patterns=[*_HUB_FILES, *pickles, "*.gguf"]))
         return folder
     except Exception as error:
+        why = " ".join(str(error).split())
         raise StorageError(
-            f"{hub_id!r}: no such local folder, and the hub did not give it ({error}). Check the name, the "
-            "network and HF_TOKEN, or give the path of a folder."
+            f"{hub_id!r}: no such local folder, and the hub did not give it ({why}). Check the name, the network and "
+            "HF_TOKEN, or give the path of a folder."
         ) from None
 
 

@@ -253,7 +253,9 @@ def _row(line: bytes, number: int) -> dict[str, Any]:
         raise UnreadableSourceError(f"line 1: a JSON list, {_ONE_LINE}")
     if not isinstance(value, dict):
         word = "null" if value is None else _WORDS[type(value)]
-        raise UnreadableSourceError(f"line {number}: {word}, expected an object with a field for each column.")
+        raise UnreadableSourceError(
+            f"line {number}: {word}, expected an object with a field for each column. Correct the line or take it out."
+        )
     return value
 
 
