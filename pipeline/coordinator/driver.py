@@ -49,7 +49,7 @@ from ..cluster.connect import known_workers
 from ..messages import BEGIN_LIMIT_S, EngineFailedError, ShardAbandonedError, ShardOutcome, WorkerReport
 from ..migration.peers import LendRows
 from ..monitoring.job_monitor import JobMonitor
-from ..monitoring.topics import REPORTS
+from ..monitoring.topics import OUTCOMES, REPORTS
 from ..worker.run_shard import run_shard
 from .control import JobRun
 
@@ -60,7 +60,6 @@ _WAIT_S = 0.5
 _TICK_INTERVAL_S = 2.0
 # Seconds between two updates of the job's state and of `events.jsonl`.
 _SHOW_INTERVAL_S = 1.0
-_RESULT_TIMEOUT_S = 5.0
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +67,7 @@ class _Attempt:
     """One attempt at a shard: the command and its task on a worker."""
 
     command: RunShard
-    future: Future[ShardOutcome]
+    future: Future[None]
     #: Seconds since the coordinator's beginning at which the task was sent, or its worker last reported it as begun.
     seen_s: float
 
@@ -88,9 +87,11 @@ class Coordinator:
         whose["workers"] = run.reporter.latest.worker_addresses
         when = {"at_s": time.time(), "phases": run.reporter.phases}
         self._events = EventLog(run.job.store, scheduler.beginning() | whose | when)
-        self._inbox: queue.SimpleQueue[WorkerReport | _Attempt] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[WorkerReport | ShardOutcome | _Attempt] = queue.SimpleQueue()
         # Attempts in flight by shard id; a shard has one attempt at a time.
         self._attempts: dict[int, _Attempt] = {}
+        # Outcomes of shards whose tasks have not ended yet, by shard id.
+        self._outcomes: dict[int, ShardOutcome] = {}
         # Worker -> task that ends once one of the worker's threads takes tasks again.
         self._probes: dict[str, Future[None]] = {}
         self._workers: tuple[str, ...] = ()
@@ -116,6 +117,7 @@ class Coordinator:
         """
         run_id = self._run.run_id
         REPORTS.subscribe(self._client, run_id, self._inbox.put)
+        OUTCOMES.subscribe(self._client, run_id, self._inbox.put)
         try:
             self._see_workers()
             # Workers that were set up earlier have reported already.
@@ -125,6 +127,7 @@ class Coordinator:
                 self._keep_time()
         finally:
             REPORTS.unsubscribe(self._client, run_id)
+            OUTCOMES.unsubscribe(self._client, run_id)
             self._cancel(lambda attempt: True)
             self._client.cancel([*self._probes.values()])
             # A coordinator that was replaced meanwhile would write into its successor's events.
@@ -169,6 +172,8 @@ class Coordinator:
             match message:
                 case WorkerReport():
                     self._report(message)
+                case ShardOutcome():
+                    self._outcomes[message.shard_id] = message
                 case _Attempt():
                     self._ended(message)
             if self._outcome is not None:
@@ -239,13 +244,12 @@ class Coordinator:
             self._handle(ShardFailed(self._now_s(), command.shard_id, command.replica_id, reason))
 
     def _finished(self, attempt: _Attempt) -> None:
-        """Handle a task that has returned, so that its part was written. Its worker may have died since, with the
-        outcome in its memory.
+        """Handle a task that has returned, so that its part was written. The outcome comes before the end of the task,
+        unless this client was connected anew in between.
         """
         shard_id, worker = attempt.command.shard_id, attempt.command.replica_id
-        try:
-            outcome = attempt.future.result(timeout=_RESULT_TIMEOUT_S)
-        except Exception:
+        outcome = self._outcomes.pop(shard_id, None)
+        if outcome is None:
             if not self._run.job.store.is_committed(shard_id):
                 reason = "its part is gone, and so is its worker"
                 self._handle(ShardFailed(self._now_s(), shard_id, worker, reason))
@@ -305,6 +309,7 @@ class Coordinator:
         if self._opened_s == inf:
             # The state is due at once: a short job is over before the next one.
             self._opened_s, self._shown_s = self._now_s(), -inf
+        self._outcomes.pop(command.shard_id, None)
         # Each attempt of each coordinator has a key of its own: otherwise Dask would return the previous outcome.
         number = f"{self._run.control.coordinator_id}-{command.attempt}"
         key = (f"lora_shard-{self._run.run_id}", command.shard_id, number)

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from distributed import Client, Worker
 
 from ...system.codec import Codec
-from ..messages import CoordinatorStarted, PublishedState, StopRun, StorageWait, WorkerReport
+from ..messages import CoordinatorStarted, PublishedState, ShardOutcome, StopRun, StorageWait, WorkerReport
 
 MessageT = TypeVar("MessageT")
 
@@ -60,6 +60,8 @@ def _subscribe(dask_scheduler: Any, topic: str, client_id: str) -> None:
 
 #: Reports of a run's workers, sent about once a second.
 REPORTS: Topic[WorkerReport] = Topic("lorabatch-report-", Codec(WorkerReport))
+#: Outcomes of shards, from the workers that committed them; each is sent before its task ends.
+OUTCOMES: Topic[ShardOutcome] = Topic("lorabatch-outcome-", Codec(ShardOutcome))
 #: States of a job, from a run's coordinator to all followers of the job.
 STATES: Topic[PublishedState] = Topic("lorabatch-state-", Codec(PublishedState))
 #: Waits of a run's workers for storage.

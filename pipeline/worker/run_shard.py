@@ -35,8 +35,9 @@ FLUSH_INTERVAL_S = 1.0
 _PAUSE_S = 10.0
 
 
-def run_shard(run_id: str, command: RunShard) -> ShardOutcome:
-    """Run one shard of a run here and commit it, or wait for the attempt that this worker has open already.
+def run_shard(run_id: str, command: RunShard) -> None:
+    """Run one shard of a run here and commit it, or wait for the attempt that this worker has open already. The shard's
+    `ShardOutcome` is published.
 
     Raises `ShardAbandonedError` when the worker stops first (finished and begun rows stay in `wip`),
     `EngineFailedError` when the engine cannot be kept alive, `StorageError` when storage fails, `OutputConflictError`
@@ -47,7 +48,7 @@ def run_shard(run_id: str, command: RunShard) -> ShardOutcome:
     with plugin.claimed(command.shard_id) as (claim, is_ours):
         if is_ours:
             claim.set_result(_answer_and_commit(plugin, command, run_id))
-        return claim.result()
+        plugin.publish_outcome(claim.result())
 
 
 def _answer_and_commit(plugin: RunPlugin, command: RunShard, run_id: str) -> ShardOutcome:
