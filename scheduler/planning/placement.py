@@ -5,17 +5,24 @@ they need are loaded, each once. Replicas open their own shards first (`dispatch
 
 Shards are placed adapter by adapter, so that few adapters are on many replicas. Where this ends more than 2 % after the
 lower bound, local search and then an exact model are tried. The model is written like the problem: variables,
-constraints (one method each), objective, decode. CBC solves it, bounded by branch-and-bound nodes and one thread, never
-by a clock, so that the same model always gives the same result. Results have a status, and callers have a tested
-fallback for each status that is not `optimal`.
+constraints (one method each), objective, decode. CBC solves it, bounded by branch-and-bound nodes and one thread, not
+by a clock, so that the same model gives the same result. A limit of processor seconds ends the models on which CBC's
+heuristics never end. Results have a status, and callers have a tested fallback for each status that is not `optimal`.
 
 Shapes: `[num_shards]` for shards, `[num_adapters]` for load seconds. All replicas are of one speed.
 """
 
 from __future__ import annotations
 
+import resource
+import subprocess
+import sys
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 import numpy as np
@@ -27,6 +34,9 @@ _GOOD_GAP = 0.02
 
 #: Share by which sums of the same seconds in another order may differ.
 _ROUNDING = 1e-9
+
+#: Seconds of the processor after which CBC is ended: it takes less than one for the models of this package.
+_SOLVER_CPU_S = 20
 
 Method = Literal["optimal", "improved by solver", "greedy", "greedy (solver found nothing)", "dealt out"]
 
@@ -338,18 +348,45 @@ class PlacementProblem:
 Outcome = Literal["optimal", "feasible", "infeasible", "unsolved"]
 
 
-def solve(problem: pulp.LpProblem, *, max_nodes: int = 200, relative_gap: float = 0.0) -> Outcome:
+def solve(
+    problem: pulp.LpProblem, *, max_nodes: int = 200, relative_gap: float = 0.0, cpu_s: int = _SOLVER_CPU_S
+) -> Outcome:
     """Solve in place. `feasible`: integral, but the nodes ran out before it was proved best.
 
-    `unsolved`: the nodes ran out before any integral answer was found, or the model is unbounded.
-    `relative_gap`: stop when the answer is proved to be within this share of the best.
+    `unsolved`: the nodes or the `cpu_s` seconds of the processor ran out before any integral answer was found, or the
+    model is unbounded. `relative_gap`: stop when the answer is proved to be within this share of the best.
     """
-    command = pulp.COIN_CMD(
-        path=pulp.PULP_CBC_CMD.pulp_cbc_path, msg=False, threads=1, maxNodes=max_nodes, gapRel=relative_gap or None
-    )
-    problem.solve(command)
+    with TemporaryDirectory(prefix="lorabatch-solver-") as folder:
+        model, answer = Path(folder) / "model.mps", Path(folder) / "answer"
+        variables, names, rows, _ = problem.writeMPS(str(model), rename=True)
+        command = [pulp.PULP_CBC_CMD.pulp_cbc_path, model, "-threads", "1", "-maxNodes", str(max_nodes)]
+        command += ["-max"] if problem.sense == pulp.LpMaximize else []
+        command += ["-ratio", str(relative_gap)] if relative_gap else []
+        if not _has_ended([*command, "-solve", "-printingOptions", "all", "-solution", answer], cpu_s):
+            return "unsolved"
+        status, values, *_, solution_status = pulp.COIN_CMD().readsol_MPS(str(answer), problem, variables, names, rows)
+    problem.assignVarsVals(values)
+    problem.assignStatus(status, solution_status)
     if problem.sol_status == pulp.LpSolutionOptimal:
         return "optimal"
     if problem.sol_status == pulp.LpSolutionIntegerFeasible:
         return "feasible"
     return "infeasible" if problem.status == pulp.LpStatusInfeasible else "unsolved"
+
+
+def _has_ended(command: Sequence[str | Path], cpu_s: int) -> bool:
+    """Run a process with a limit of processor seconds, and return whether it ended by itself, without an error.
+
+    The limit is the process's own: it holds when this process is killed, and does not depend on the machine's load.
+    """
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as run:
+        if sys.platform == "linux":
+            with suppress(ProcessLookupError):
+                resource.prlimit(run.pid, resource.RLIMIT_CPU, (cpu_s, cpu_s))
+        try:
+            return run.wait(None if sys.platform == "linux" else cpu_s) == 0
+        except subprocess.TimeoutExpired:
+            run.kill()
+            return False

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import gzip
+import resource
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pulp
@@ -168,3 +171,13 @@ def test_an_unbounded_model_is_unsolved():
     problem += x
     problem += x >= 1
     assert solve(problem) == "unsolved"
+
+
+def test_a_model_on_which_the_solver_never_ends_is_given_up(tmp_path):
+    """CBC 2.10.3 finds this model's answer in its first second, and then computes for ever."""
+    model = tmp_path / "model.mps"
+    model.write_bytes(gzip.decompress(Path(__file__).with_name("endless_model.mps.gz").read_bytes()))
+    _, problem = pulp.LpProblem.fromMPS(str(model))
+    began_s = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    assert solve(problem, max_nodes=20, relative_gap=0.02, cpu_s=1) in ("unsolved", "feasible", "optimal")
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - began_s < 3
