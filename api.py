@@ -18,7 +18,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from .jobs.job_options import JobOptions
+from .jobs.options.types import JobOptions
 from .jobs.spec import JobSpec
 from .jobs.status.job_status import JobStatus, read_status, request_cancel, wait_for_end, wait_interval_s
 from .jobs.status.logs import log_lines

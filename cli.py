@@ -355,7 +355,7 @@ def list_jobs(
     """Jobs that a cluster runs or keeps."""
     with errors_as_exit_codes():
         from .console.terminal import echo
-        from .jobs.option_values import TlsFiles
+        from .jobs.options.values import TlsFiles
         from .pipeline.listing import list_jobs as jobs_of
 
         found = jobs_of(cluster, tls_files=TlsFiles(tls_ca, tls_cert, tls_key), scheduler_file=scheduler_file)
@@ -466,7 +466,7 @@ def _store(output: str, storage_options: str | None) -> JobStore:
 def _storage_options(text: str | None) -> dict[str, Any]:
     """The value of `--storage-options`. Raises `JobRequestError`."""
     from .jobs.errors import JobRequestError
-    from .jobs.option_values import parse_storage_options
+    from .jobs.options.values import parse_storage_options
 
     try:
         return parse_storage_options(text)

@@ -1,4 +1,4 @@
-"""Writes the type of a job's options for type checkers, `jobs/job_options.py`, from the fields of `JobSpec`.
+"""Writes the type of a job's options for type checkers, `jobs/options/types.py`, from the fields of `JobSpec`.
 
     python -m lorabatch.console.option_types
 
@@ -12,10 +12,10 @@ from textwrap import wrap
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
-from ..jobs.option_values import TLS_FIELDS
+from ..jobs.options.values import TLS_FIELDS
 from ..jobs.spec import JobSpec
 
-_FILE = Path(__file__).parents[1] / "jobs" / "job_options.py"
+_FILE = Path(__file__).parents[1] / "jobs" / "options" / "types.py"
 # Values that a program may give beside those of the field's own type: what the validators of `JobSpec` read.
 _COLUMNS, _COMMENT = 120, "    #: "
 _PATH = "str | PathLike[str]"
@@ -57,7 +57,7 @@ class JobOptions(TypedDict, total=False):
 
 
 def source() -> str:
-    """The content of `jobs/job_options.py` that fits the fields of `JobSpec`."""
+    """The content of `jobs/options/types.py` that fits the fields of `JobSpec`."""
     lines = []
     for name, field in JobSpec.model_fields.items():
         lines += wrap(field.description or "", _COLUMNS, initial_indent=_COMMENT, subsequent_indent=_COMMENT)

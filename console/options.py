@@ -113,7 +113,7 @@ class StrictCommand(TyperCommand):
             flag = error.param.opts[0] if error.param else ""
             if flag not in given:
                 raise
-            from ..jobs.option_problems import in_our_words
+            from ..jobs.options.problems import in_our_words
 
             said = in_our_words(error.message.removesuffix("."))
             echo(f"lorabatch: {flag}={given[flag][0]}: {said}. See `lorabatch {_name(ctx)} --help`.", err=True)

@@ -23,8 +23,8 @@ from ..engine.request import FIRST_OPTIONS, SAMPLING_OPTIONS
 from ..engine.text.chat.conversation import RENDERING_OPTIONS
 from ..system.untrusted import parse_json, shortened
 from .errors import DamagedRecordError, naming_damage
-from .option_problems import in_our_words
-from .option_values import TLS_FIELDS
+from .options.problems import in_our_words
+from .options.values import TLS_FIELDS
 from .progress import RowTotals, time_left
 from .spec import JobSpec
 

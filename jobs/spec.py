@@ -8,67 +8,50 @@ does.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args, get_origin
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    ValidatorFunctionWrapHandler,
-    create_model,
-    field_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator
 
 from ..engine.config import BaseQuantization, Mode
 from ..engine.request import SAMPLING_OPTIONS, SamplingParams
-from ..engine.structured_output import FORMS
-from ..engine.text.chat.conversation import (
-    RENDERING_OPTIONS,
-    is_template_text,
-    read_line_breaks,
-    read_message_templates,
-    read_tools,
-    read_variables,
-    written,
-)
+from ..engine.text.chat.conversation import is_template_text, read_line_breaks, read_message_templates
 from .errors import JobRequestError
-from .job_options import JobOptions
-from .option_problems import conflicts, field_name, unknown_options, value_problems, with_next_step, with_suggestion
-from .option_values import (
-    PROMPT_ROLES,
+from .options.problems import conflicts, field_name, unknown_options, value_problems, with_next_step
+from .options.readers import (
+    JSON_READERS,
+    check_input,
+    check_roles,
+    check_settings,
+    keep_tables,
+    one_or_all,
+    read_adapters,
+    read_columns,
+    read_error_budget,
+    read_input,
+    read_json,
+    read_json_object,
+    read_names,
+    read_place,
+    read_sampling,
+)
+from .options.types import JobOptions
+from .options.values import (
     TEMPLATE_OPTIONS,
     TLS_FIELDS,
     ErrorBudget,
-    InputTable,
     TlsFiles,
     check_prefix,
     markers_of,
-    pairs_of,
-    parse_storage_options,
     replace_forms,
     with_tables,
 )
 from .storage.redaction import redacted_url
 from .storage.urls import absolute, is_hub_id, is_local_path, paths_as_text
 
-SAMPLING_COLUMNS = (*SAMPLING_OPTIONS, *FORMS)
-#: Settings that a column may give for its row, only when the job asks for it; `tools` beside `messages` always may.
-SETTING_ROLES = (*RENDERING_OPTIONS, *SAMPLING_COLUMNS, "continuation")
-COLUMN_ROLES = ("id", "adapter", *PROMPT_ROLES, *SETTING_ROLES)
-#: Value of `row_settings` that stands for every column with a setting's name.
-ALL_SETTINGS = "all"
 # Options of sampling that may be written in several ways.
 _READ = tuple(name for name, o in SAMPLING_OPTIONS.items() if get_origin(o.kind) is tuple or name == "json_schema")
-# Options of JSON -> function that reads the value.
-_READERS: dict[str, Callable[[Any], Any]] = {
-    "tools": read_tools,
-    "chat_template_kwargs": read_variables,
-    "messages_template": read_message_templates,
-}
 EMBEDDED_CLUSTERS = ("local", "local-cuda")
 # Name of a Python class with its module; a class's own name begins with a capital letter.
 _CLASS = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\.[A-Z]\w*"
@@ -433,7 +416,7 @@ class JobSpec(_SamplingFields):
             update={
                 "model": _absolute_if_there(self.model),
                 "adapters": adapters,
-                "input": _one_or_all([absolute(url) for url in self.inputs]),
+                "input": one_or_all([absolute(url) for url in self.inputs]),
                 "output": absolute(self.output),
                 "cost_model": self.cost_model and absolute(self.cost_model),
                 "scheduler_file": self.scheduler_file and absolute(self.scheduler_file),
@@ -453,7 +436,7 @@ class JobSpec(_SamplingFields):
             update={
                 "model": redacted_url(self.model),
                 "adapters": adapters,
-                "input": _one_or_all([redacted_url(url) for url in self.inputs]),
+                "input": one_or_all([redacted_url(url) for url in self.inputs]),
                 "output": redacted_url(self.output),
                 "storage_options": {},
                 "cluster_options": {},
@@ -461,122 +444,21 @@ class JobSpec(_SamplingFields):
             }
         )
 
-    @field_validator("model", "input", "output", mode="before")
-    @classmethod
-    def _places(cls, value: Any) -> Any:
-        """A number names no place, though it is taken for other texts."""
-        if isinstance(value, int | float):
-            raise ValueError("expected text")
-        return value
-
-    @field_validator("adapters", mode="before")
-    @classmethod
-    def _adapters(cls, value: Any) -> Any:
-        """A list of `NAME=URL` becomes a mapping; a list of one folder becomes that folder."""
-        if not isinstance(value, list | tuple):
-            return value
-        if len(value) == 1 and "=" not in str(value[0]):
-            return str(value[0])
-        return pairs_of(value, "NAME=URL", "pirate=s3://bucket/adapters/pirate") or None
-
-    @field_validator("input", mode="before")
-    @classmethod
-    def _input(cls, value: Any) -> Any:
-        """A list of one input is that input."""
-        return _one_or_all(value) if isinstance(value, list | tuple) else value
-
-    @field_validator("input")
-    @classmethod
-    def _inputs(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        if not all(value):
-            raise ValueError("expected text that is not empty")
-        return value
-
-    @field_validator("input", mode="wrap")
-    @classmethod
-    def _tables(cls, value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-        """Tables stay the objects that they are: pydantic would make plain text of them."""
-        found, given = check(value), value if isinstance(value, list | tuple) else [value]
-        kept = [
-            one if isinstance(one, InputTable) else text
-            for one, text in zip(given, (found,) if isinstance(found, str) else found, strict=True)
-        ]
-        return _one_or_all(kept)
-
-    @field_validator("columns", mode="before")
-    @classmethod
-    def _columns(cls, value: Any) -> Any:
-        pairs = pairs_of(value, "role=name", "prompt=text") if isinstance(value, list | tuple) else value
-        return {} if pairs is None else pairs
-
-    @field_validator("columns")
-    @classmethod
-    def _column_roles(cls, value: dict[str, str]) -> dict[str, str]:
-        unknown = [with_suggestion(f"{role!r} is not a role", role, COLUMN_ROLES) for role in value]
-        wrong = [text for role, text in zip(value, unknown, strict=True) if role not in COLUMN_ROLES]
-        if wrong:
-            raise ValueError(f"{'; '.join(wrong)}; roles are {', '.join(COLUMN_ROLES)}")
-        return value
-
-    @field_validator("row_settings", "keep", "drop", mode="before")
-    @classmethod
-    def _names(cls, value: Any, info: ValidationInfo) -> Any:
-        """One name becomes a tuple of one. Names of settings may be given in one text, separated by commas."""
-        if value is None:
-            return ()
-        names = (value,) if isinstance(value, str) else value
-        if info.field_name != "row_settings" or not all(isinstance(name, str) for name in names):
-            return names
-        return tuple(part.strip() for name in names for part in name.split(",") if part.strip())
-
-    @field_validator("row_settings")
-    @classmethod
-    def _settings(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        choices = (ALL_SETTINGS, *SETTING_ROLES)
-        wrong = [with_suggestion(f"{name!r} is not a setting", name, choices) for name in value if name not in choices]
-        if wrong:
-            raise ValueError(f"{'; '.join(wrong)}; expected {ALL_SETTINGS}, or some of {', '.join(SETTING_ROLES)}")
-        return tuple(dict.fromkeys(value))
-
-    @field_validator("output_prefix")
-    @classmethod
-    def _prefix(cls, value: str) -> str:
-        check_prefix(value)
-        return value
-
-    @field_validator(*_READERS, mode="before")
-    @classmethod
-    def _rendering(cls, value: Any, info: ValidationInfo) -> Any:
-        """Lists and mappings become JSON; text stays as it is written."""
-        return None if value is None else written(value, _READERS[info.field_name or ""](value))
-
-    @field_validator("reasoning_markers", mode="before")
-    @classmethod
-    def _markers(cls, value: Any) -> Any:
-        return markers_of(value)
-
-    @field_validator(*_READ, mode="before")
-    @classmethod
-    def _read(cls, value: Any, info: ValidationInfo) -> Any:
-        """Converts a value as users give it to the option's type."""
-        return SAMPLING_OPTIONS[info.field_name or ""].read(value)
-
-    @field_validator("max_errors", mode="before")
-    @classmethod
-    def _max_errors(cls, value: Any) -> Any:
-        text = str(value) if isinstance(value, int | float | str) else value
-        if isinstance(text, str):
-            ErrorBudget.parse(text)
-        return text
-
-    @field_validator("storage_options", "cluster_options", mode="before")
-    @classmethod
-    def _json_objects(cls, value: Any) -> Any:
-        return parse_storage_options(value) if value is None or isinstance(value, str) else value
-
-
-def _one_or_all(values: list[Any] | tuple[Any, ...]) -> Any:
-    return values[0] if len(values) == 1 else tuple(values)
+    _read_places = field_validator("model", "input", "output", mode="before")(read_place)
+    _read_adapters = field_validator("adapters", mode="before")(read_adapters)
+    _read_input = field_validator("input", mode="before")(read_input)
+    _check_input = field_validator("input")(check_input)
+    _keep_tables = field_validator("input", mode="wrap")(keep_tables)
+    _read_columns = field_validator("columns", mode="before")(read_columns)
+    _check_roles = field_validator("columns")(check_roles)
+    _read_names = field_validator("row_settings", "keep", "drop", mode="before")(read_names)
+    _check_settings = field_validator("row_settings")(check_settings)
+    _check_prefix = field_validator("output_prefix")(check_prefix)
+    _read_json = field_validator(*JSON_READERS, mode="before")(read_json)
+    _read_markers = field_validator("reasoning_markers", mode="before")(markers_of)
+    _read_sampling = field_validator(*_READ, mode="before")(read_sampling)
+    _read_error_budget = field_validator("max_errors", mode="before")(read_error_budget)
+    _read_json_objects = field_validator("storage_options", "cluster_options", mode="before")(read_json_object)
 
 
 def _template_place(template: str | None) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 from distributed import Client
 
 from ..jobs.errors import JobRequestError
-from ..jobs.option_values import TlsFiles
+from ..jobs.options.values import TlsFiles
 from .cluster.background import find_cluster
 from .cluster.background_state import background_security, state_file
 from .cluster.class_cluster import address_in_file

@@ -23,7 +23,7 @@ from lorabatch.engine.errors import EngineError
 from lorabatch.engine.peft.audit import AdapterAudit
 from lorabatch.jobs.agreement import Agreement
 from lorabatch.jobs.errors import JobError
-from lorabatch.jobs.job_options import JobOptions
+from lorabatch.jobs.options.types import JobOptions
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.status.job_status import JobStatus
 from lorabatch.pipeline.result import JobResult, KindOfError
@@ -156,7 +156,7 @@ def test_numbers_are_taken_where_text_is_expected(given: dict[str, Any]) -> None
 
 def test_the_type_of_the_options_is_made_from_the_spec() -> None:
     # after a change of an option: python -m lorabatch.console.option_types
-    file = Path(lorabatch.__file__).parent / "jobs" / "job_options.py"
+    file = Path(lorabatch.__file__).parent / "jobs" / "options" / "types.py"
     assert file.read_text("utf-8") == option_types.source()
     assert JobOptions.__annotations__.keys() == JobSpec.model_fields.keys()
 

@@ -22,7 +22,8 @@ import lorabatch
 from lorabatch.benchmarks.speed_picture import ratios
 from lorabatch.cli import app
 from lorabatch.console.options import job_options
-from lorabatch.jobs.spec import SAMPLING_COLUMNS, JobSpec
+from lorabatch.jobs.options.values import SAMPLING_COLUMNS
+from lorabatch.jobs.spec import JobSpec
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

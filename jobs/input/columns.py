@@ -14,9 +14,9 @@ import pyarrow.types as t
 from ...engine.request import SAMPLING_OPTIONS, LogitBias
 from ...engine.structured_output import FORMS
 from ...system.untrusted import shown_name
-from ..option_values import OUR_PREFIX, PROMPT_ROLES
+from ..options.values import ALL_SETTINGS, COLUMN_ROLES, OUR_PREFIX, PROMPT_ROLES, SAMPLING_COLUMNS, SETTING_ROLES
 from ..record import JobRecord
-from ..spec import ALL_SETTINGS, COLUMN_ROLES, SAMPLING_COLUMNS, SETTING_ROLES, JobSpec
+from ..spec import JobSpec
 from .answer_type import answer_type
 from .completions import listed
 from .files import unpack_schema

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..errors import JobRequestError
-from ..option_values import TABLE_SCHEME
+from ..options.values import TABLE_SCHEME
 from ..record import InputFile
 from ..storage.location import options_for
 from ..storage.redaction import redacted_url, storage_reason

@@ -22,7 +22,7 @@ from ...engine.request import SAMPLING_OPTIONS
 from ...system.untrusted import shown, shown_name
 from ..errors import JobError, JobRequestError, StorageError
 from ..input.file_metadata import SETTINGS_KEY
-from ..spec import SETTING_ROLES
+from ..options.values import SETTING_ROLES
 from ..storage.location import Location
 from ..storage.redaction import redacted_url, storage_reason
 from ..storage.single_file import read_lines, replaced_file

@@ -16,8 +16,7 @@ import pyarrow as pa
 from ...engine.request import SAMPLING_OPTIONS
 from ...engine.text.chat.conversation import read_tools
 from ...system.untrusted import shown, shown_name
-from ..option_values import PROMPT_ROLES
-from ..spec import COLUMN_ROLES
+from ..options.values import COLUMN_ROLES, PROMPT_ROLES
 
 _PROBLEMS_SHOWN = 5
 #: Range of Arrow's 64-bit integers.

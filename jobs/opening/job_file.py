@@ -15,7 +15,7 @@ import yaml
 
 from ...system.untrusted import MALFORMED, read_regular, shown_name
 from ..errors import JobRequestError
-from ..option_problems import field_name
+from ..options.problems import field_name
 from ..spec import JobSpec
 
 _MAX_BYTES = 4 << 20  # ten thousand adapters by name and URL have 1 MB

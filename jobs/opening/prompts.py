@@ -29,7 +29,7 @@ from ...engine.text.chat.sandbox import MAX_TEMPLATE_CHARACTERS
 from ...engine.text.tokenizers.tokenizer import Tokenizer
 from ...system.untrusted import NoProcessError, read_regular, shown, shown_name
 from ..errors import JobRequestError, StorageError
-from ..option_values import PROMPT_ROLES
+from ..options.values import PROMPT_ROLES
 from ..record import InputRecord
 from ..spec import JobSpec
 from ..storage.local_copy import is_remote

@@ -34,9 +34,9 @@ from ..input.files import distinct_kinds, pack_schema, read_footers, unified_sch
 from ..input.finding import endings, would_read
 from ..input.partitions import with_partitions
 from ..input.spark_metadata import spark_type_problems
-from ..option_values import PROMPT_ROLES, TABLE_SCHEME
+from ..options.values import PROMPT_ROLES, SETTING_ROLES, TABLE_SCHEME
 from ..record import InputRecord
-from ..spec import SETTING_ROLES, JobSpec
+from ..spec import JobSpec
 from ..storage.local_copy import is_on_this_machine, local_folder
 from ..storage.redaction import is_redacted, redacted_url
 from ..store import JobStore, OutputContents, part_name

@@ -12,7 +12,7 @@ from typing import Any, cast
 from distributed import Worker
 from distributed.security import Security
 
-from ...jobs.option_values import TlsFiles
+from ...jobs.options.values import TlsFiles
 
 _NAME = "lorabatch"
 _OPEN_FILES = Path("/proc/self/fd")

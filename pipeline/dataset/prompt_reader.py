@@ -32,8 +32,7 @@ from ...engine.text.tokenizers.boundary import split_at_prompt, texts_behind
 from ...engine.text.tokenizers.confined_tokenizer import MissingTokenizer
 from ...engine.text.tokenizers.tokenizer import Tokenizer
 from ...jobs.input.columns import role_values
-from ...jobs.option_values import PROMPT_ROLES
-from ...jobs.spec import SAMPLING_COLUMNS
+from ...jobs.options.values import PROMPT_ROLES, SAMPLING_COLUMNS
 from .chunk import IndexJob
 from .column_values import column_values, row_values, take_undecodable, template_values
 from .row_checks import (

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from ...jobs.errors import DamagedRecordError
-from ...jobs.option_values import OUR_PREFIX
+from ...jobs.options.values import OUR_PREFIX
 
 BATCH_ROWS = 256
 # Most mapped files that stay open.

@@ -25,7 +25,7 @@ from ...jobs.errors import (
     StorageError,
 )
 from ...jobs.opening.opened_job import OpenedJob
-from ...jobs.option_values import ErrorBudget
+from ...jobs.options.values import ErrorBudget
 from ...jobs.record import BEGINNING_PHASES, JobState, Phase
 from ...jobs.status.job_status import is_silent
 from ...jobs.status.worker_names import WorkerNames

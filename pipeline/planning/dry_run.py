@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ...engine.memory.limits import CpuMemory, cpu_memory, keeps_merged_copy
 from ...jobs.opening.opened_job import OpenedJob, open_job
 from ...jobs.opening.validation import requested_job
-from ...jobs.option_values import check_speeds, parse_speeds
+from ...jobs.options.values import check_speeds, parse_speeds
 from ...jobs.record import AdapterRecord
 from ...jobs.spec import JobSpec
 from ...jobs.status.notes import job_notes, messages_note, row_notes

@@ -36,7 +36,7 @@ from ...jobs.agreement import Agreement
 from ...jobs.errors import JobRequestError
 from ...jobs.history import history_path, known_agreement, read_history
 from ...jobs.opening.opened_job import OpenedJob
-from ...jobs.option_problems import policy_problem
+from ...jobs.options.problems import policy_problem
 from ...jobs.spec import JobSpec
 from ...jobs.storage.local_copy import is_remote
 from ...scheduler.assignment.lending import TailSettings

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from ...jobs.cost_profile import read_profile
 from ...jobs.errors import JobRequestError
-from ...jobs.option_problems import policy_problem
-from ...jobs.option_values import check_speeds, parse_speeds
+from ...jobs.options.problems import policy_problem
+from ...jobs.options.values import check_speeds, parse_speeds
 from ...scheduler.costs.machines import MACHINES
 from ...scheduler.policies import PLACEMENTS, POLICIES
 from ...scheduler.simulation.run import PolicyRun

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...jobs.errors import ErrorBudgetError, InputRowsError
-from ...jobs.option_values import ErrorBudget
+from ...jobs.options.values import ErrorBudget
 from ...jobs.store import JobStore
 from ..dataset import schema as prepared
 from ..dataset.row_checks import ErrorKind

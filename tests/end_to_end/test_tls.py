@@ -15,7 +15,7 @@ from distributed.security import Security
 from echo_job import ECHO_FACTORY, ECHO_FOLDER, EchoJob, make_rows
 
 from lorabatch.jobs.errors import JobRequestError
-from lorabatch.jobs.option_values import TlsFiles
+from lorabatch.jobs.options.values import TlsFiles
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.pipeline.listing import list_jobs
 from lorabatch.pipeline.submit import submit

@@ -14,7 +14,7 @@ import pytest
 
 from lorabatch.engine.structured_output import FORMS
 from lorabatch.jobs.errors import DamagedRecordError, JobRequestError
-from lorabatch.jobs.option_values import TLS_FIELDS, TlsFiles
+from lorabatch.jobs.options.values import TLS_FIELDS, TlsFiles
 from lorabatch.jobs.record import (
     IDENTITY_FIELDS,
     AdapterRecord,

@@ -15,8 +15,8 @@ import lorabatch
 from lorabatch.engine.request import SAMPLING_OPTIONS
 from lorabatch.jobs.errors import JobRequestError
 from lorabatch.jobs.opening.job_file import read_job_file
-from lorabatch.jobs.option_values import TLS_FIELDS, ErrorBudget, TlsFiles
-from lorabatch.jobs.spec import COLUMN_ROLES, SAMPLING_COLUMNS, JobSpec, PolicyName
+from lorabatch.jobs.options.values import COLUMN_ROLES, SAMPLING_COLUMNS, TLS_FIELDS, ErrorBudget, TlsFiles
+from lorabatch.jobs.spec import JobSpec, PolicyName
 
 BASICS = {"model": "m", "input": "in.parquet", "output": "out"}
 

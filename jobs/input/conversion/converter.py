@@ -24,7 +24,7 @@ from ....system.local_cache import temporary_folder
 from ....system.long_work import LongWork
 from ....system.untrusted import MALFORMED, parse_json
 from ...errors import JobRequestError, MissingFileError, StorageError
-from ...option_values import TABLE_SCHEME, InputTable
+from ...options.values import TABLE_SCHEME, InputTable
 from ...record import FileVersion, InputRecord
 from ...storage.location import Location
 from ...storage.redaction import redacted_url, storage_reason

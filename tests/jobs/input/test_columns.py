@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from lorabatch.jobs.input.columns import OUTPUT_COLUMNS, copied_names, find_roles
-from lorabatch.jobs.spec import SETTING_ROLES
+from lorabatch.jobs.options.values import SETTING_ROLES
 
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 

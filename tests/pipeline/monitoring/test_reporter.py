@@ -19,7 +19,7 @@ from lorabatch.jobs.errors import (
     JobInterruptedError,
     StorageError,
 )
-from lorabatch.jobs.option_values import ErrorBudget
+from lorabatch.jobs.options.values import ErrorBudget
 from lorabatch.jobs.record import JobState, WorkerState
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.monitoring.reporter import JobReporter

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from lorabatch.jobs.errors import JobRequestError
 from lorabatch.jobs.input.conversion.frames import write_frame
 from lorabatch.jobs.input.conversion.source import UnreadableSourceError
-from lorabatch.jobs.option_values import InputTable
+from lorabatch.jobs.options.values import InputTable
 from lorabatch.jobs.spec import JobSpec
 
 ROWS = [{"id": number, "prompt": f"number {number}" if number % 3 else None} for number in range(3000)]

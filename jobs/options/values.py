@@ -1,5 +1,6 @@
-"""Reads values of a job's options that are more than text or a number: pairs, storage options, workers' speeds, the
-error budget, TLS files, tables of a Python program. Touches no storage but to see whether a file is there.
+"""Reads values of a job's options that are more than text or a number: pairs, names of columns, storage options,
+workers' speeds, the error budget, TLS files, tables of a Python program. Touches no storage but to see whether a file
+is there.
 """
 
 from __future__ import annotations
@@ -11,14 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from ..engine.structured_output import CONSTRAINTS, FORMS, constraint_of
-from .errors import JobRequestError
+from ...engine.request import SAMPLING_OPTIONS
+from ...engine.structured_output import CONSTRAINTS, FORMS, constraint_of
+from ...engine.text.chat.conversation import RENDERING_OPTIONS
+from ..errors import JobRequestError
 
 #: Prefix of the names of lorabatch's internal columns.
 OUR_PREFIX = "__lb_"
 _MOST_PREFIX_CHARACTERS = 64
 #: Roles of columns that hold prompts.
 PROMPT_ROLES = ("prompt", "messages", "prompt_token_ids")
+SAMPLING_COLUMNS = (*SAMPLING_OPTIONS, *FORMS)
+#: Settings that a column may give for its row, only when the job asks for it; `tools` beside `messages` always may.
+SETTING_ROLES = (*RENDERING_OPTIONS, *SAMPLING_COLUMNS, "continuation")
+COLUMN_ROLES = ("id", "adapter", *PROMPT_ROLES, *SETTING_ROLES)
+#: Value of `row_settings` that stands for every column with a setting's name.
+ALL_SETTINGS = "all"
 #: Options that make prompts of columns.
 TEMPLATE_OPTIONS = ("prompt_template", "messages_template")
 TLS_FIELDS = ("tls_ca", "tls_cert", "tls_key")
@@ -129,12 +138,13 @@ def markers_of(value: Any) -> Any:
     return value
 
 
-def check_prefix(text: str) -> None:
-    """Raise ValueError for a text that cannot begin the names of output columns."""
+def check_prefix(text: str) -> str:
+    """The text. Raises ValueError for one that cannot begin the names of output columns."""
     if text.startswith(OUR_PREFIX) or not text.isprintable() or len(text) > _MOST_PREFIX_CHARACTERS:
         raise ValueError(
             f"expected at most {_MOST_PREFIX_CHARACTERS} printable characters that do not begin with {OUR_PREFIX}"
         )
+    return text
 
 
 def parse_speeds(text: str) -> tuple[float, ...]:

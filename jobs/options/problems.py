@@ -12,10 +12,10 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from ..engine.config import Mode
-from ..system.untrusted import shortened
-from .option_values import PROMPT_ROLES, TEMPLATE_OPTIONS
-from .storage.redaction import redacted_url, scrubbed
+from ...engine.config import Mode
+from ...system.untrusted import shortened
+from ..storage.redaction import redacted_url, scrubbed
+from .values import PROMPT_ROLES, TEMPLATE_OPTIONS
 
 # Spellings of an option that are accepted beside the field's name.
 _SPELLINGS = {"column": "columns", "adapter": "adapters"}
