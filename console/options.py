@@ -22,7 +22,7 @@ from typer.core import TyperCommand
 
 from ..jobs.storage.redaction import scrubbed
 from .help import print_help
-from .patterns import PatternError, with_expanded_patterns
+from .patterns import with_expanded_patterns
 from .terminal import echo
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -201,10 +201,11 @@ class _CommandOfJob(StrictCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments. Files that a shell has put in place of a pattern behind `--input` are all inputs."""
         try:
-            return super().parse_args(ctx, args if ctx.resilient_parsing else with_expanded_patterns(args))
-        except PatternError as error:
+            args = args if ctx.resilient_parsing else with_expanded_patterns(args)
+        except ValueError as error:
             echo(f"lorabatch: {error}", err=True)
             raise typer.Exit(2) from None
+        return super().parse_args(ctx, args)
 
     def is_shown(self, parameter: Any) -> bool:
         """Whether the help shows a parameter: the commonest options of a job, and what is of this command alone."""

@@ -11,14 +11,10 @@ _JOB_FILES = (".yaml", ".yml", ".json")
 _SHOWN = 3
 
 
-class PatternError(ValueError):
-    """Words behind an option that a shell may have made of a pattern, and of which not all can be meant."""
-
-
 def with_expanded_patterns(args: list[str]) -> list[str]:
     """The words of a command with its option in front of each file that a shell has put behind `--input FILE`.
 
-    Files of the first one's kind are inputs; one job file may follow them. Raises `PatternError`, with the words to
+    Files of the first one's kind are inputs; one job file may follow them. Raises `ValueError`, with the words to
     quote, for files of several kinds, and for several folders behind `--adapters`.
     """
     made: list[str] = []
@@ -43,21 +39,21 @@ def with_expanded_patterns(args: list[str]) -> list[str]:
 
 
 def _files_of_pattern(flag: str, first: str, more: list[str]) -> list[str]:
-    """The words of `more` that are inputs beside `first`. Raises `PatternError` if they are not known apart."""
+    """The words of `more` that are inputs beside `first`. Raises `ValueError` if they are not known apart."""
     found = list(takewhile(lambda name: _is_alike(first, name), more))
     left = more[len(found) :]
     if not left or (not found and len(left) == 1):
         return found  # one word of another kind is a job file, or no file
     if len(left) == 1 and left[0].endswith(_JOB_FILES) and Path(left[0]).parent != Path(first).parent:
         return found
-    raise PatternError(_problem(flag, [first, *more], "Quote it, so that lorabatch reads it", _pattern(first)))
+    raise ValueError(_problem(flag, [first, *more], "Quote it, so that lorabatch reads it", _pattern(first)))
 
 
 def _check_folders(flag: str, first: str, more: list[str]) -> None:
-    """Raise `PatternError` for folders behind one that is given as the folder of adapters."""
+    """Raise `ValueError` for folders behind one that is given as the folder of adapters."""
     if more and "=" not in first and Path(more[0]).is_dir():
         advice = "Give the folder that holds the adapters, or NAME=URL for each"
-        raise PatternError(_problem(flag, [first, *more], advice, str(Path(first).parent)))
+        raise ValueError(_problem(flag, [first, *more], advice, str(Path(first).parent)))
 
 
 def _is_alike(first: str, name: str) -> bool:

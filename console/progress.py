@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -94,20 +94,21 @@ class ConsoleProgress:
         now_s = time.monotonic()
         rows_per_s, lull = self._rows_per_s(state, now_s), self._lull(state, now_s)
         if self._live is not None:
-            self._live.update(job_display(state, now_s - self._started_s, rows_per_s, lull))
+            self._live.update(job_display(state, now_s - self._started_s, rows_per_s, *lull))
             return
         if state.phase != self._told_phase or now_s - self._told_at_s >= _LINE_INTERVAL_S:
             self._told_phase, self._told_at_s = state.phase, now_s
-            self._console.print(job_line(state, now_s - self._started_s, rows_per_s, lull), soft_wrap=True)
+            self._console.print(job_line(state, now_s - self._started_s, rows_per_s, *lull), soft_wrap=True)
 
-    def _lull(self, state: JobState, now_s: float) -> Lull:
+    def _lull(self, state: JobState, now_s: float) -> tuple[float, float]:
+        """Seconds without a report of the job, and seconds in which it ran and no row finished."""
         if state.updated_at_s != self._heard[0]:
             self._heard = state.updated_at_s, now_s
         if state.phase != "running":
             self._last_row = None
         elif self._last_row is None or self._last_row[0] != state.rows_done:
             self._last_row = state.rows_done, now_s
-        return Lull(now_s - self._heard[1], 0.0 if self._last_row is None else now_s - self._last_row[1])
+        return now_s - self._heard[1], 0.0 if self._last_row is None else now_s - self._last_row[1]
 
     def _rows_per_s(self, state: JobState, now_s: float) -> float:
         if state.phase != "running":
@@ -120,32 +121,25 @@ class ConsoleProgress:
         self._console.print(text, soft_wrap=True)
 
 
-class Lull(NamedTuple):
-    """Seconds without a report of a job (`silent_s`), and seconds in which it ran and no row finished (`no_row_s`)."""
-
-    silent_s: float = 0.0
-    no_row_s: float = 0.0
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether the rates and the time left of the latest report are too old to show."""
-        return self.silent_s >= _SILENT_AFTER_S
-
-    def to_text(self) -> str:
-        """A clause such as "no row has finished for 1:10"; "" for a lull that is too short to mention."""
-        if self.is_silent:
-            return f"no report for {clock(self.silent_s)}"
-        return f"no row has finished for {clock(self.no_row_s)}" if self.no_row_s >= STILL_AFTER_S else ""
+def job_line(state: JobState, elapsed_s: float, rows_per_s: float, silent_s: float = 0.0, no_row_s: float = 0.0) -> str:
+    """One line about a job: phase, rows, rates, lull and time left. `silent_s`: seconds without a report of the job.
+    `no_row_s`: seconds in which it ran and no row finished.
+    """
+    rates = [*_rates(state, rows_per_s, silent_s)]
+    ends = filter(None, [_lull_text(silent_s, no_row_s), _time_left(state, silent_s)])
+    return "  ".join([_stage(state, elapsed_s), *rates, *ends])
 
 
-def job_line(state: JobState, elapsed_s: float, rows_per_s: float, lull: Lull = Lull()) -> str:  # noqa: B008
-    """One line about a job: phase, rows, rates, lull and time left."""
-    rates = [] if lull.is_silent else [*_rates(state, rows_per_s)]
-    return "  ".join([_stage(state, elapsed_s), *rates, *filter(None, [lull.to_text(), _time_left(state, lull)])])
+def _lull_text(silent_s: float, no_row_s: float) -> str:
+    """A clause such as "no row has finished for 1:10"; "" for a lull that is too short to mention."""
+    if silent_s >= _SILENT_AFTER_S:
+        return f"no report for {clock(silent_s)}"
+    return f"no row has finished for {clock(no_row_s)}" if no_row_s >= STILL_AFTER_S else ""
 
 
-def _time_left(state: JobState, lull: Lull) -> str:
-    return "" if lull.is_silent else state.time_left
+def _time_left(state: JobState, silent_s: float) -> str:
+    """The time left; "" where the latest report is too old to show it."""
+    return "" if silent_s >= _SILENT_AFTER_S else state.time_left
 
 
 def _stage(state: JobState, elapsed_s: float) -> str:
@@ -158,7 +152,10 @@ def _stage(state: JobState, elapsed_s: float) -> str:
     return "  ".join(parts)
 
 
-def _rates(state: JobState, rows_per_s: float) -> Iterator[str]:
+def _rates(state: JobState, rows_per_s: float, silent_s: float) -> Iterator[str]:
+    """Clauses about shards, workers and rates; none where the latest report is too old to show them."""
+    if silent_s >= _SILENT_AFTER_S:
+        return
     workers = "1 worker" if len(state.workers) == 1 else f"{len(state.workers)} workers"
     if state.shards:
         yield f"{state.shards_done}/{state.shards} shards"
@@ -172,13 +169,15 @@ def _rates(state: JobState, rows_per_s: float) -> Iterator[str]:
         yield f"{running} running on {workers}"
 
 
-def job_display(state: JobState, elapsed_s: float, rows_per_s: float, lull: Lull = Lull()) -> RenderableType:  # noqa: B008
-    """A bar for the job and a line per worker."""
+def job_display(
+    state: JobState, elapsed_s: float, rows_per_s: float, silent_s: float = 0.0, no_row_s: float = 0.0
+) -> RenderableType:
+    """A bar for the job and a line per worker. For the seconds see `job_line`."""
     bar = Table.grid(padding=(0, 1))
-    bar.add_row(ProgressBar(total=1.0, completed=state.totals.share_done, width=30), Text(_time_left(state, lull)))
-    rates = [] if lull.is_silent else [*_rates(state, rows_per_s)]
-    head = Group(Text(_stage(state, elapsed_s)), bar, Text("  ".join([*rates, *filter(None, [lull.to_text()])])))
-    if not state.workers or state.is_final or lull.is_silent:
+    bar.add_row(ProgressBar(total=1.0, completed=state.totals.share_done, width=30), Text(_time_left(state, silent_s)))
+    clauses = [*_rates(state, rows_per_s, silent_s), _lull_text(silent_s, no_row_s)]
+    head = Group(Text(_stage(state, elapsed_s)), bar, Text("  ".join(filter(None, clauses))))
+    if not state.workers or state.is_final or silent_s >= _SILENT_AFTER_S:
         return head
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("worker", "rows open", "running", "tokens/s", "prompt reused", "mode", "adapters in memory"):

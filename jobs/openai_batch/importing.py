@@ -40,7 +40,7 @@ _SCHEMA = pa.schema(
         pa.field("adapter", pa.string()),
         pa.field(MODEL_COLUMN, pa.string()),
         *(pa.field(role, kind) for role, kind in _PROMPT_TYPES.items()),
-        *(pa.field(name, kind.arrow) for name, kind in COLUMN_KINDS.items()),
+        *(pa.field(name, arrow) for name, (arrow, _, _) in COLUMN_KINDS.items()),
         pa.field(ERROR_COLUMN, pa.string()),
     ]
 )

@@ -88,18 +88,6 @@ REFUSED: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ColumnKind:
-    """The type of a column, with the reading of its values."""
-
-    #: Arrow type of the column.
-    arrow: pa.DataType
-    #: Accepted values of JSON, in words.
-    expected: str
-    #: Makes a value of JSON a value of the column. Raises `ValueError` for a value that is not as `expected`.
-    read: Callable[[Any], Any]
-
-
 def text(value: Any) -> str:
     """The value, if it is a text that files can hold. Raises `ValueError` for others, also half surrogate pairs."""
     if not isinstance(value, str):
@@ -155,20 +143,23 @@ def _text_or_json(value: Any) -> str:
     return json_text(value) if isinstance(value, dict | list) else text(value)
 
 
-_KINDS: Mapping[Any, ColumnKind] = {
-    int: ColumnKind(pa.int64(), "an integer", integer),
-    float: ColumnKind(pa.float64(), "a number", _number),
-    bool: ColumnKind(pa.bool_(), "true or false", _boolean),
-    tuple[str, ...]: ColumnKind(pa.list_(pa.string()), "text or a list of texts", _texts),
-    tuple[int, ...]: ColumnKind(pa.list_(pa.int64()), "an integer or a list of integers", _integers),
+# Type of an option -> the Arrow type of its column, its values of JSON in words, and the function that makes one
+# a value of the column. It raises ValueError for others.
+_KINDS: Mapping[Any, tuple[pa.DataType, str, Callable[[Any], Any]]] = {
+    int: (pa.int64(), "an integer", integer),
+    float: (pa.float64(), "a number", _number),
+    bool: (pa.bool_(), "true or false", _boolean),
+    tuple[str, ...]: (pa.list_(pa.string()), "text or a list of texts", _texts),
+    tuple[int, ...]: (pa.list_(pa.int64()), "an integer or a list of integers", _integers),
 }
 # Kind of text options, and of options with a form of their own, which columns hold as JSON.
-_JSON = ColumnKind(pa.string(), "text or an object", _text_or_json)
+_JSON = (pa.string(), "text or an object", _text_or_json)
 _SWITCHES = dict.fromkeys(("add_generation_prompt", "continue_final_message"), bool)
 # Roles that no parameter of a request plays.
 _NO_PARAMETERS = ("id", "adapter", *PROMPT_ROLES, "continuation", "continuation_token_ids")
-#: Column -> its kind, for all columns that parameters become.
-COLUMN_KINDS: Mapping[str, ColumnKind] = {
+#: Column -> its Arrow type, its values of JSON in words, and the function that reads them, for all columns that
+#: parameters become.
+COLUMN_KINDS: Mapping[str, tuple[pa.DataType, str, Callable[[Any], Any]]] = {
     role: _KINDS.get(SAMPLING_OPTIONS[role].kind if role in SAMPLING_OPTIONS else _SWITCHES.get(role), _JSON)
     for role in COLUMN_ROLES
     if role not in _NO_PARAMETERS
@@ -181,20 +172,20 @@ def read_parameters(body: Mapping[str, Any], endpoint: Endpoint) -> tuple[dict[s
     problems: list[str] = []
     for name, value in _asked(body, endpoint):
         column = RENAMED.get(name, name)
-        kind = COLUMN_KINDS.get(column)
-        if kind is None:
+        if column not in COLUMN_KINDS:
             next_step = REFUSED.get(name, "Leave it out.")
             problems.append(f"{shown_name(name)}={shown(value)}: not supported. {next_step}")
             continue
+        _, expected, read = COLUMN_KINDS[column]
         try:
-            read = kind.read(value)
+            found = read(value)
         except ValueError:
-            problems.append(f"{name}={shown(value)}: expected {kind.expected}.")
+            problems.append(f"{name}={shown(value)}: expected {expected}.")
             continue
         if column == "tools" and (problem := _problem_with_tools(value)) is not None:
             problems.append(problem)
             continue
-        if columns.setdefault(column, read) != read:
+        if columns.setdefault(column, found) != found:
             problems.append(f"{name}={shown(value)}: {column} is {shown(columns[column])} already. Leave one out.")
     if len(problems) > _PROBLEMS_SHOWN:
         problems[_PROBLEMS_SHOWN:] = [f"{len(problems) - _PROBLEMS_SHOWN} more parameters are wrong."]

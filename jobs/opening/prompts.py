@@ -24,7 +24,7 @@ from ...engine.text.chat.conversation import (
     read_variables,
     write_line_breaks,
 )
-from ...engine.text.chat.prompt_template import TemplateNames, names_in
+from ...engine.text.chat.prompt_template import columns_read, names_in
 from ...engine.text.chat.sandbox import MAX_TEMPLATE_CHARACTERS
 from ...engine.text.tokenizers.tokenizer import Tokenizer
 from ...system.untrusted import NoProcessError, read_regular, shown, shown_name
@@ -53,8 +53,8 @@ def with_template_text(spec: JobSpec) -> JobSpec:
     return spec.model_copy(update={"chat_template": text})
 
 
-def with_templates(spec: JobSpec) -> tuple[JobSpec, tuple[TemplateNames, ...]]:
-    """The job with the texts of its prompt or message templates, and the names that each of them reads.
+def with_templates(spec: JobSpec) -> tuple[JobSpec, tuple[str, ...]]:
+    """The job with the texts of its prompt or message templates, and each of the templates as jinja2 reads it.
 
     A file's text is recorded with its line break at the end dropped, in the form in which `\\n` is a line break. Equal
     templates are equal texts then. Raises `JobRequestError`.
@@ -77,20 +77,22 @@ def with_templates(spec: JobSpec) -> tuple[JobSpec, tuple[TemplateNames, ...]]:
             for message, text in zip(messages, texts, strict=True)
         ]
         update["messages_template"] = json.dumps(written, ensure_ascii=False)
-    return spec.model_copy(update=update), tuple(_names_in(spec, place, text) for place, text in enumerate(texts))
+    for place, text in enumerate(texts):
+        _check_template(spec, place, text)
+    return spec.model_copy(update=update), tuple(texts)
 
 
-def template_columns(
-    spec: JobSpec, names: Sequence[TemplateNames], schema: pa.Schema
-) -> tuple[tuple[str, ...], list[str]]:
-    """Columns that the job's templates read, and every problem: a name that no column has, or no column at all."""
+def template_columns(spec: JobSpec, templates: Sequence[str], schema: pa.Schema) -> tuple[tuple[str, ...], list[str]]:
+    """Columns that the job's templates read, and every problem: a name that no column has, or no column at all.
+    `templates`: those of `with_templates`.
+    """
     read: set[str] = set()
     problems = []
-    for place, found in enumerate(names):
-        columns, unknown = found.columns(schema.names)
+    for place, template in enumerate(templates):
+        columns, unknown = columns_read(template, schema.names)
         read.update(columns)
         problems += [_unknown_problem(_option(spec, place), name, schema.names) for name in unknown]
-    if names and not read and not problems:
+    if templates and not read and not problems:
         problems.append(
             f"{spec.template_option}: names no column, so that all rows would have one prompt. Print one of "
             f"{_shown(schema.names)}, as in {{{{ {(schema.names or ['question'])[0]} }}}}."
@@ -192,9 +194,9 @@ def _template_problem(
     return prompt if isinstance(prompt, TokenizerError) else None
 
 
-def _names_in(spec: JobSpec, place: int, text: str) -> TemplateNames:
+def _check_template(spec: JobSpec, place: int, text: str) -> None:
     try:
-        return names_in(text)
+        names_in(text)
     except (EngineError, NoProcessError) as error:
         given = spec.templates[place][1]
         raise _unusable(_option(spec, place), given, str(error)) from None

@@ -20,7 +20,6 @@ from ...engine.model_config.folder import look_at
 from ...engine.model_config.model import ModelConfig
 from ...engine.model_config.partition import partition_problem
 from ...engine.text.answers.sampling_check import MAX_TOKENS, problems_with_model
-from ...engine.text.chat.prompt_template import TemplateNames
 from ...engine.text.tokenizers.tokenizer import Tokenizer
 from ...system.untrusted import NoProcessError, shown_name
 from ..cost_profile import read_profile
@@ -28,7 +27,7 @@ from ..errors import JobRequestError, StorageError
 from ..input.adapter_names import columns_with_names
 from ..input.column_types import columns_of_int96, times_are_zoned, type_problems
 from ..input.columns import JSON_SETTINGS, asked_options, copied_names, default_prefix, find_roles, is_number
-from ..input.conversion.converter import ColumnWishes, Converter
+from ..input.conversion.converter import Converter
 from ..input.file_metadata import kept_metadata, settings_of_files
 from ..input.files import distinct_kinds, pack_schema, read_footers, unified_schema, unpack_schema
 from ..input.finding import endings, would_read
@@ -110,15 +109,23 @@ def check_job(spec: JobSpec) -> CheckedJob:
     problems: list[str] = []
     without_template = asked.model_copy(update={"chat_template": None})
     spec = _tried(problems, lambda: with_template_text(asked)) or without_template
-    spec, names = _tried(problems, lambda: with_templates(spec)) or (spec, ())
+    spec, templates = _tried(problems, lambda: with_templates(spec)) or (spec, ())
     store = JobStore(spec.output, spec.storage_options)
     model = _tried(problems, lambda: _check_model(spec))
     adapters = _tried(problems, lambda: find_adapters(spec.adapters, spec.storage_options))
     output = _tried(problems, lambda: _check_output(spec, store))
-    converter = Converter(store.input_place(), _wishes(spec), verify=spec.verify, may_stage=output is not None)
+    texts, numbers, as_json = _typed_columns(spec)
+    converter = Converter(
+        store.input_place(),
+        texts=texts,
+        numbers=numbers,
+        as_json=as_json,
+        verify=spec.verify,
+        may_stage=output is not None,
+    )
     with ExitStack() as stack:
         stack.callback(converter.close)
-        checked = _check_with_input(spec, store, model, adapters, output, converter, names, asked.chat, problems)
+        checked = _check_with_input(spec, store, model, adapters, output, converter, templates, asked.chat, problems)
         stack.pop_all()
     return checked
 
@@ -130,14 +137,14 @@ def _check_with_input(
     adapters: Mapping[str, str] | None,
     output: OutputContents | None,
     converter: Converter,
-    names: Sequence[TemplateNames],
+    templates: Sequence[str],
     chat: bool | None,
     problems: list[str],
 ) -> CheckedJob:
-    """The rest of `check_job`: the input, and how it fits the rest. `names`: those that the job's templates read.
+    """The rest of `check_job`: the input, and how it fits the rest. `templates`: those that make prompts.
     `chat`: the option as it was given. `problems`: those found so far.
     """
-    given = _tried(problems, lambda: _check_input(spec, names, converter))
+    given = _tried(problems, lambda: _check_input(spec, templates, converter))
     if spec.cost_model is not None:
         _tried(problems, lambda: read_profile(Path(spec.cost_model or "")))
     if model and spec.generation_config:
@@ -166,14 +173,16 @@ def _with_table_urls(spec: JobSpec, converter: Converter) -> JobSpec:
     return spec.model_copy(update={"input": named[0] if len(named) == 1 else named})
 
 
-def _wishes(spec: JobSpec) -> ColumnWishes:
-    """Columns whose types the job's options decide, where files have no types."""
+def _typed_columns(spec: JobSpec) -> tuple[list[str], list[str], list[str]]:
+    """Columns whose types the job's options decide, where files have no types: `texts`, `numbers` and `as_json` of
+    `Converter`.
+    """
     columns, asked = spec.columns, {*spec.row_settings, *spec.columns}
     settings = SETTING_ROLES if "all" in asked else [name for name in SETTING_ROLES if name in asked]
     numbers = [columns.get(name, name) for name in settings if is_number(name)]
     texts = [columns.get(role, role) for role in ("adapter", *PROMPT_ROLES)]
     as_json = [columns.get(name, name) for name in JSON_SETTINGS]
-    return ColumnWishes(tuple(texts), tuple(numbers), tuple(as_json))
+    return texts, numbers, as_json
 
 
 def _try_parts(problems: list[str], spec: JobSpec, wrong: Collection[str]) -> None:
@@ -231,8 +240,8 @@ def _check_model(spec: JobSpec) -> CheckedModel:
     return CheckedModel(folder, config, tokenizer, tuple(notes))
 
 
-def _check_input(spec: JobSpec, names: Sequence[TemplateNames], converter: Converter) -> InputRecord:
-    """Finds the files and columns of the input. `names`: those that the job's templates read."""
+def _check_input(spec: JobSpec, templates: Sequence[str], converter: Converter) -> InputRecord:
+    """Finds the files and columns of the input. `templates`: those that make prompts."""
     closed = [url for url in spec.inputs if is_redacted(url)]
     if closed:
         raise JobRequestError(
@@ -251,7 +260,7 @@ def _check_input(spec: JobSpec, names: Sequence[TemplateNames], converter: Conve
     roles, _ = find()
     copied, of_names = copied_names(schema, roles, spec.keep, spec.drop)
     _, of_roles = find(copied=copied, prefix=_prefix_for(spec, copied, roles))
-    read_by_templates, of_templates = template_columns(spec, names, schema)
+    read_by_templates, of_templates = template_columns(spec, templates, schema)
     kinds = distinct_kinds(footers)
     of_spark = spark_type_problems([(footer.file.name, footer.metadata) for footer in footers], copied)
     problems += [*of_roles, *of_templates, *of_names, *(of_spark | type_problems(schema, copied, kinds)).values()]

@@ -90,19 +90,22 @@ class OutgoingRows:
 
     def _take_back(self, lent: LentRows | None) -> None:
         """Have this worker's engine go on with the lent rows that have no result."""
-        if lent is not None:
-            self._engine.submit(EngineQueue.reclaim, lent.shard, [row.request.request_id for row in lent.rows])
+        if lent is None:
+            return
+        shard, rows = lent
+        self._engine.submit(EngineQueue.reclaim, shard, [row.request.request_id for row in rows])
 
     async def _see_through(self, lent: LentRows, helper: str) -> None:
+        shard, rows = lent
         loan_id = uuid.uuid4().hex[:12]
-        sent = ReceiveRows(loan_id, self._address, lent.rows)
+        sent = ReceiveRows(loan_id, self._address, rows)
         await self._peers.ask(helper, sent, timeout_s=_RECEIVE_TIMEOUT_S)
-        logger.info("%d rows lent to %s", len(lent.rows), helper)
-        waiting = {row.request.request_id for row in lent.rows}
+        logger.info("%d rows lent to %s", len(rows), helper)
+        waiting = {row.request.request_id for row in rows}
         acknowledged: tuple[str, ...] = ()
         is_recalled = False
         while waiting:
-            if lent.shard.is_abandoned:
+            if shard.is_abandoned:
                 await self._peers.ask(helper, DropRows(loan_id))
                 return
             if self._is_leaving and not is_recalled:
@@ -110,11 +113,11 @@ class OutgoingRows:
                 await self._peers.ask(helper, RecallRows(loan_id))
             await asyncio.sleep(POLL_INTERVAL_S)
             results = await self._patiently(helper, FetchResults(loan_id, acknowledged))
-            self._engine.submit(EngineQueue.answered, lent.shard, results.rows)
+            self._engine.submit(EngineQueue.answered, shard, results.rows)
             acknowledged = tuple(row.result.request_id for row in results.rows)
             waiting.difference_update(acknowledged)
             if results.is_over:
-                self._engine.submit(EngineQueue.returned, lent.shard, results.returned)
+                self._engine.submit(EngineQueue.returned, shard, results.returned)
                 logger.info("%s gives rows back, %d of them begun", helper, len(results.returned))
                 return
         await self._peers.ask(helper, FetchResults(loan_id, acknowledged))

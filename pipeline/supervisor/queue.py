@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ...engine.request import ExportedRow, Result
 from ...engine.server.frames import (
@@ -29,14 +29,8 @@ from .rows import QueuedRow, RowState, RowTable, RunRows
 SHARED_BATCHES = 1.5
 # Function of the rows that the process has given up, which must move them out of the state EXPORTING.
 _Receiver = Callable[[list[QueuedRow]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class LentRows:
-    """Rows of an open shard that have left the engine for another worker's."""
-
-    shard: OpenShard
-    rows: tuple[ExportedRow, ...]
+#: Open shard, and rows of it that have left the engine for another worker's.
+LentRows = tuple[OpenShard, tuple[ExportedRow, ...]]
 
 
 class EngineQueue:
@@ -145,8 +139,8 @@ class EngineQueue:
     ) -> None:
         """Ask the process for the last `num_rows` rows of an open shard that may leave: they have the most tokens left
         to generate. `is_selective`: whether only rows of the adapter `adapter_id` are asked for (None: of the base
-        model), instead of rows of any. `lent` gets the rows, perhaps fewer, or None. `answered`, `returned` or
-        `reclaim` must follow for each of them.
+        model), instead of rows of any. `lent` gets the shard and the rows, perhaps fewer, or None. `answered`,
+        `returned` or `reclaim` must follow for each of them.
         """
         run = self.table.runs.get(run_id)
         shard = next((shard for shard in run.shards if shard.shard_id == shard_id), None) if run is not None else None
@@ -160,7 +154,7 @@ class EngineQueue:
         def receive(given_up: list[QueuedRow]) -> None:
             self.table.lend(given_up)
             contents = tuple(row.content for row in given_up)
-            lent.set_result(LentRows(shard, contents) if contents else None)
+            lent.set_result((shard, contents) if contents else None)
 
         self._export(rows[max(0, len(rows) - num_rows) :], receive)
 

@@ -134,7 +134,7 @@ class TailMigration:
 
         The rows move as if they came from the queue: whether they find a place at once does not matter.
         """
-        report, limit = self._reports.get(owner), _FASTER * self._paces.compare(replicas.keys()).fastest
+        report, limit = self._reports.get(owner), _FASTER * self._paces.compare(replicas.keys())[0]
         if report is None or self._paces.slowness(owner) <= limit:
             return ()
         fastest = (name for name in replicas if self._paces.slowness(name) <= limit and name not in self._given)
@@ -161,7 +161,7 @@ class TailMigration:
         None is much slower than the fastest of all, or works at a pace that is not known yet: rows that have moved do
         not move again, and some of them turn out to be long.
         """
-        limit = _FASTER * self._paces.compare(replicas.keys()).fastest
+        limit = _FASTER * self._paces.compare(replicas.keys())[0]
         found = []
         for name in self._with_room:
             rows, slowness = self.rows_at_work(replicas[name]), self._paces.slowness(name)

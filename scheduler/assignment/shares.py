@@ -92,15 +92,15 @@ class WorkShares:
         """
         if not self._queue.is_shared:
             return {r.replica_id: Share(max(1, round(self._open_batches * r.batch_rows))) for r in candidates}
-        paces = self._paces.compare(replicas.keys())
+        _, factors, speed = self._paces.compare(replicas.keys())
         num_missing = max(0, self._expected_replicas - len(replicas))
-        speed = num_missing + paces.speed
+        speed += num_missing
         work_left = max(self._queued + self._open, _LEAST_WORK)
         # While others are to come, a shard is left to them that would be half above the share.
         spare = self._queued / max(1, len(self._queue)) / 2 if num_missing else 0.0
         shares = {}
         for replica in candidates:
-            factor = paces.factors[replica.replica_id]
+            factor = factors[replica.replica_id]
             each_s, alone_s = self._paces.row_seconds(self._lengths.mean(), replica.batch_rows)
             if factor > 1.0 and factor * alone_s > work_left * each_s / speed + alone_s:
                 continue

@@ -58,18 +58,6 @@ def planned_work(shards: Sequence[Shard]) -> Work:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class RelativePaces:
-    """Paces of replicas beside each other."""
-
-    #: Least slowness of a replica.
-    fastest: float
-    #: Slowness of each replica over the least, 1 for those about as fast.
-    factors: Mapping[str, float]
-    #: Speed of all replicas together, in fastest replicas.
-    speed: float
-
-
 class PaceEstimator:
     """Slowness of replicas: how many times as long their steps take as `cost` says.
 
@@ -85,8 +73,8 @@ class PaceEstimator:
         self._steps: dict[str, _Steps] = {}
         # Sums over all replicas of `taken_s` and of `predicted_s`.
         self._taken_s, self._predicted_s = 0.0, 0.0
-        # The last comparison, and the reports since.
-        self._compared: RelativePaces | None = None
+        # The last comparison (`compare`), and the reports since.
+        self._compared: tuple[float, Mapping[str, float], float] | None = None
         self._num_since = 0
 
     def reported(self, report: ReplicaReported) -> None:
@@ -129,22 +117,19 @@ class PaceEstimator:
         own = steps.taken_s / (steps.taken_s + _PRIOR_S)
         return own * steps.taken_s / steps.predicted_s + (1 - own) * mean
 
-    def compare(self, replica_ids: Set[str]) -> RelativePaces:
-        """Paces of these replicas beside each other.
+    def compare(self, replica_ids: Set[str]) -> tuple[float, Mapping[str, float], float]:
+        """Paces of these replicas beside each other: the least slowness; the slowness of each replica over the least, 1
+        for those about as fast; and the speed of all replicas together, in fastest replicas.
 
         They are computed anew when a sixteenth of the replicas has reported, so that an event costs the same on a large
         cluster.
         """
         found = self._compared
-        if (
-            found is None
-            or self._num_since * _COMPARED_PART > len(found.factors)
-            or found.factors.keys() != replica_ids
-        ):
+        if found is None or self._num_since * _COMPARED_PART > len(found[1]) or found[1].keys() != replica_ids:
             slowness = {name: self.slowness(name) for name in replica_ids}
             fastest = min(slowness.values(), default=1.0)
             factors = {name: slow / fastest if slow > _ALIKE * fastest else 1.0 for name, slow in slowness.items()}
-            found = RelativePaces(fastest, factors, sum(1 / factor for factor in factors.values()))
+            found = fastest, factors, sum(1 / factor for factor in factors.values())
             self._compared, self._num_since = found, 0
         return found
 

@@ -37,28 +37,16 @@ class JobBound:
 
 
 @dataclass(frozen=True, slots=True)
-class RowWork:
-    """Work of an engine for one row."""
-
-    #: Tokens of the prompt.
-    prompt_tokens: float
-    #: Prompt tokens that are computed; the others are copied.
-    computed_tokens: float
-    #: Tokens generated after the first one, which comes out of the prompt.
-    decoded_tokens: float
-
-
-@dataclass(frozen=True, slots=True)
 class AdapterWork:
-    """Work of engines for the rows of one adapter; tokens as in `RowWork`."""
+    """Work of engines for the rows of one adapter."""
 
     #: Id of the adapter; None for the base model.
     adapter_id: str | None
     #: Rows of the adapter.
     num_rows: int
-    #: Their prompt tokens that are computed.
+    #: Their prompt tokens that are computed; the others are copied.
     computed_tokens: float
-    #: Their tokens generated after the first of each row.
+    #: Their tokens generated after the first of each row, which comes out of the prompt.
     decoded_tokens: float
     #: Most decoded tokens of one row.
     longest_decoded: float = 0.0
@@ -75,7 +63,8 @@ class JobWork:
     #: KV slots that decode steps read.
     context_tokens: float = 0.0
     #: Rows among which the longest is, or one about as long: those with most decoded and most computed tokens.
-    longest: tuple[RowWork, ...] = ()
+    #: Tokens of the prompt, of these those that are computed, and decoded tokens of each.
+    longest: tuple[tuple[float, float, float], ...] = ()
 
     @classmethod
     def of_rows(
@@ -103,7 +92,7 @@ class JobWork:
             ),
             float(prompt_pairs(computed, prompt - computed).sum()),
             float(_contexts(prompt, decoded).sum()),
-            tuple(RowWork(float(prompt[i]), float(computed[i]), float(decoded[i])) for i in sorted(chosen)),
+            tuple((float(prompt[i]), float(computed[i]), float(decoded[i])) for i in sorted(chosen)),
         )
 
     @classmethod
@@ -119,7 +108,7 @@ class JobWork:
             sums[work.adapter_id] = sums.get(work.adapter_id, 0.0) + counted
             most[work.adapter_id] = max(most.get(work.adapter_id, 0.0), work.longest_decoded)
         longest = [row for part in parts for row in part.longest]
-        chosen = {max(longest, key=lambda row: row.decoded_tokens), max(longest, key=lambda row: row.computed_tokens)}
+        chosen = {max(longest, key=lambda row: row[2]), max(longest, key=lambda row: row[1])}
         return cls(
             tuple(AdapterWork(a, int(n), float(c), float(d), most[a]) for a, (n, c, d) in sums.items()),
             sum(part.row_pairs for part in parts),
@@ -141,8 +130,8 @@ def work_bound(
     `job_bound`.
     """
     alone_s = (
-        float(_alone_seconds(row.prompt_tokens, row.computed_tokens, row.decoded_tokens, cost, step_tokens))
-        for row in work.longest
+        float(_alone_seconds(prompt, computed, decoded, cost, step_tokens))
+        for prompt, computed, decoded in work.longest
     )
     longest_s = max(alone_s, default=0.0)
     all_s = _work_seconds(work, ranks, cost, batch_rows, step_tokens)
@@ -193,7 +182,8 @@ def _contexts(prompt: NDArray[np.float64], decoded: NDArray[np.float64]) -> NDAr
 def _alone_seconds(
     prompt: ArrayLike, computed: ArrayLike, decoded: ArrayLike, cost: CostModel, step_tokens: int
 ) -> NDArray[np.float64]:
-    """Seconds of each row when it has a replica for itself and no adapter. The columns are the fields of `RowWork`."""
+    """Seconds of each row when it has a replica for itself and no adapter. The columns are those of
+    `JobWork.longest`."""
     prompt, computed, decoded = (np.asarray(column, dtype=np.float64) for column in (prompt, computed, decoded))
     num_steps = decoded + np.maximum(1.0, np.ceil(computed / step_tokens))
     return np.asarray(

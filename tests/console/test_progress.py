@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from lorabatch.console.progress import ConsoleProgress, Lull, job_display, job_line
+from lorabatch.console.progress import ConsoleProgress, job_display, job_line
 from lorabatch.jobs.record import JobState, WorkerState
 
 WORKERS = (
@@ -48,19 +48,19 @@ def test_a_line_tells_nothing_that_is_not_known_yet() -> None:
 
 
 def test_a_line_says_for_how_long_nothing_moves_and_then_has_no_time_left() -> None:
-    no_row = job_line(RUNNING, 25.0, 2.0, Lull(no_row_s=70.0))
+    no_row = job_line(RUNNING, 25.0, 2.0, no_row_s=70.0)
     assert no_row.endswith("124 running on 2 workers  no row has finished for 1:10  about 1:15 left"), "tokens move"
-    still = job_line(replace(RUNNING, tokens_per_s=0.0, still_s=65.0), 25.0, 2.0, Lull(no_row_s=70.0))
+    still = job_line(replace(RUNNING, tokens_per_s=0.0, still_s=65.0), 25.0, 2.0, no_row_s=70.0)
     assert still.endswith("0 tokens/s  124 running on 2 workers  no row has finished for 1:10")
-    silent = job_line(RUNNING, 25.0, 2.0, Lull(silent_s=12.0, no_row_s=70.0))
+    silent = job_line(RUNNING, 25.0, 2.0, silent_s=12.0, no_row_s=70.0)
     assert silent == "[0:25] running  48 of 200 rows answered, 2 errors  no report for 0:12"
     console = Console(file=io.StringIO(), width=140)
-    console.print(job_display(RUNNING, 25.0, 2.0, Lull(silent_s=12.0)))
+    console.print(job_display(RUNNING, 25.0, 2.0, silent_s=12.0))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "no report for 0:12" in shown
     assert "left" not in shown
     assert "tcp://w1" not in shown
-    assert not [word for word in ("no report", "no row") if word in job_line(RUNNING, 25.0, 2.0, Lull(5.0, 20.0))]
+    assert not [word for word in ("no report", "no row") if word in job_line(RUNNING, 25.0, 2.0, 5.0, 20.0)]
 
 
 def test_a_display_counts_the_seconds_since_the_last_row_and_the_last_report(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ from lorabatch.jobs.cost_profile import read_profile
 from lorabatch.jobs.errors import JobError
 from lorabatch.jobs.history import ModelHistory, read_history
 from lorabatch.jobs.input.columns import find_roles
-from lorabatch.jobs.input.conversion.converter import ColumnWishes, Converter
+from lorabatch.jobs.input.conversion.converter import Converter
 from lorabatch.jobs.input.files import pack_schema, read_footers, unified_schema
 from lorabatch.jobs.openai_batch.importing import import_batch
 from lorabatch.jobs.opening.confined_audit import Auditors
@@ -191,7 +191,7 @@ def _read_template(folder: Path) -> Iterator[str]:
 
 def _read_prompt_template(folder: Path) -> Iterator[str]:
     source = (folder / "prompt.jinja").read_bytes().decode("utf-8", "replace")
-    row = dict.fromkeys(names_in(source).names, MESSAGES) | {"messages": MESSAGES, "text": "x", "null": None}
+    row = dict.fromkeys(names_in(source)[0], MESSAGES) | {"messages": MESSAGES, "text": "x", "null": None}
     (found,) = PromptTemplate([source]).render_all([row])
     yield found[0] if isinstance(found, list) else str(found)
 
@@ -258,7 +258,7 @@ def _other_format_cases() -> SearchStrategy[Case]:
 
 def _read_other_format(folder: Path) -> Iterator[str]:
     (path,) = folder.iterdir()
-    with closing(Converter(Location(str(folder / "out")), ColumnWishes(numbers=("n",)))) as converter:
+    with closing(Converter(Location(str(folder / "out")), numbers=("n",))) as converter:
         footers, _ = read_footers([str(path)], {}, converter.convert)
         unified_schema(footers)
     yield from ()

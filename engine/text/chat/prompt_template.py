@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -54,29 +53,24 @@ class PromptTemplate(ConfinedTemplate):
         return self._answers(rows, lambda batch: ["render", *self._given, list(map(dict, batch))])
 
 
-@dataclass(frozen=True, slots=True)
-class TemplateNames:
-    """Names that a prompt template reads. `names`: variables that it does not set itself. `of_row`: columns that it
-    reads as `row['…']`.
+def columns_read(source: str, there: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The columns that a template reads, of those that are `there`, and the names in it that stand for none. Raises
+    what `names_in` raises.
     """
-
-    names: tuple[str, ...]
-    of_row: tuple[str, ...]
-
-    def columns(self, there: Sequence[str]) -> tuple[list[str], list[str]]:
-        """The columns that are read, of those that are `there`, and the names that stand for none."""
-        read = [name for name in self.names if name in there]
-        unknown = [name for name in self.names if name not in there and name not in _GIVEN]
-        if ROW not in there:
-            read += [name for name in self.of_row if name in there]
-            unknown += [name for name in self.of_row if name not in there]
-        return sorted(set(read)), list(dict.fromkeys(unknown))
+    names, of_row = names_in(source)
+    read = [name for name in names if name in there]
+    unknown = [name for name in names if name not in there and name not in _GIVEN]
+    if ROW not in there:
+        read += [name for name in of_row if name in there]
+        unknown += [name for name in of_row if name not in there]
+    return sorted(set(read)), list(dict.fromkeys(unknown))
 
 
 @lru_cache(maxsize=64)
-def names_in(source: str) -> TemplateNames:
-    """The names that a template reads. Raises `ModelFilesError`, with the line, for a text that is no template or reads
-    others, and `NoProcessError`.
+def names_in(source: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The variables that a template reads and does not set itself, and the columns that it reads as `row['…']`.
+
+    Raises `ModelFilesError`, with the line, for a text that is no template or reads others, and `NoProcessError`.
     """
     if len(source) > MAX_TEMPLATE_CHARACTERS:
         raise ModelFilesError(f"{len(source)} characters, expected at most {MAX_TEMPLATE_CHARACTERS}")
@@ -86,7 +80,7 @@ def names_in(source: str) -> TemplateNames:
         raise ModelFilesError(f"not a valid jinja2 template ({error})") from None
     if problem:
         raise ModelFilesError(problem)
-    return TemplateNames(tuple(names), tuple(of_row))
+    return tuple(names), tuple(of_row)
 
 
 def run(payload: Any) -> Any:

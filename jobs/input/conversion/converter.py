@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from errno import EDQUOT, ENOSPC
 from pathlib import Path
 from typing import Any
@@ -48,31 +48,28 @@ _QUIET_S = 1.0
 _COPY_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class ColumnWishes:
-    """Columns whose types a job's options decide, where files have no types."""
-
-    #: Columns that are text in CSV files, whatever they look like.
-    texts: tuple[str, ...] = ()
-    #: Columns of CSV files that are settings with numbers.
-    numbers: tuple[str, ...] = ()
-    #: Columns of JSON files whose objects are kept as JSON.
-    as_json: tuple[str, ...] = ()
-
-    def to_json(self) -> list[list[str]]:
-        """The wishes, for records and keys."""
-        return [sorted(self.texts), sorted(self.numbers), sorted(self.as_json)]
-
-
 class Converter:
     """The conversion of one job's input. Its owner calls `close`, which removes what was not put in place.
 
-    `place`: folder of the output for converted input. `verify`: sources are read again, also where they look unchanged.
+    `place`: folder of the output for converted input. `texts`: columns that are text in CSV files, whatever they look
+    like. `numbers`: columns of CSV files that are settings with numbers. `as_json`: columns of JSON files whose objects
+    are kept as JSON. `verify`: sources are read again, also where they look unchanged.
     `may_stage`: whether new files may be staged in the output; else they are on a disk of this machine.
     """
 
-    def __init__(self, place: Location, wishes: ColumnWishes, *, verify: bool = False, may_stage: bool = True) -> None:
-        self._place, self._wishes, self._verify, self._may_stage = place, wishes, verify, may_stage
+    def __init__(
+        self,
+        place: Location,
+        *,
+        texts: Sequence[str] = (),
+        numbers: Sequence[str] = (),
+        as_json: Sequence[str] = (),
+        verify: bool = False,
+        may_stage: bool = True,
+    ) -> None:
+        self._place, self._verify, self._may_stage = place, verify, may_stage
+        # Columns whose types the job's options decide: texts, numbers and JSON.
+        self._typed = [sorted(texts), sorted(numbers), sorted(as_json)]
         self._stack = ExitStack()
         # Folder with the new files; None when nothing was converted, or the files are in place.
         self._staged: Path | None = None
@@ -103,7 +100,7 @@ class Converter:
                 return self._used(key, record)
         try:
             staging = self._stack.enter_context(self._staging())
-            key, record = _Conversion(items, self._wishes, staging).run()
+            key, record = _Conversion(items, self._typed, staging).run()
         except OSError as error:
             raise StorageError(f"cannot convert the input: {storage_reason(error, {})}") from None
         if key in known:
@@ -167,7 +164,7 @@ class Converter:
         not say it.
         """
         sources = record["sources"]
-        if len(sources) != len(items) or record["wishes"] != self._wishes.to_json():
+        if len(sources) != len(items) or record["wishes"] != self._typed:
             return False
         with suppress(*MALFORMED):
             pairs = list(zip(sources, items, strict=True))
@@ -234,10 +231,10 @@ def _is_same(source: Mapping[str, Any], item: Item, *, verify: bool) -> bool:
 class _Conversion:
     """One pass over all sources of a job, and the files that it writes."""
 
-    def __init__(self, items: Sequence[Item], wishes: ColumnWishes, folder: Path) -> None:
-        self._items, self._wishes, self._folder = items, wishes, folder
-        self._csv = CsvColumns(wishes.texts, wishes.numbers)
-        self._json = JsonColumns(wishes.as_json)
+    def __init__(self, items: Sequence[Item], typed: list[list[str]], folder: Path) -> None:
+        self._items, self._typed, self._folder = items, typed, folder
+        texts, numbers, as_json = typed
+        self._csv, self._json = CsvColumns(texts, numbers), JsonColumns(as_json)
         self._spools: dict[int, tuple[Spool, list[str]]] = {}
         self._problems: list[str] = []
         self._stack = ExitStack()
@@ -262,7 +259,7 @@ class _Conversion:
             raise JobRequestError(*shown, *([f"input: {more} more files cannot be read."] if more > 0 else []))
         record = {
             "version": _VERSION,
-            "wishes": self._wishes.to_json(),
+            "wishes": self._typed,
             "json_columns": self._json.json_columns(),
             "sources": sources,
         }

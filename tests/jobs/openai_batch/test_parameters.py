@@ -50,7 +50,7 @@ def problems(endpoint: Endpoint = CHAT, **body: Any) -> list[str]:
 
 def test_every_sampling_option_is_a_column_of_a_type_that_a_job_reads() -> None:
     assert SAMPLING_OPTIONS.keys() - {"continuation_token_ids"} <= COLUMN_KINDS.keys()
-    schema = pa.schema([("prompt", pa.string()), *((name, kind.arrow) for name, kind in COLUMN_KINDS.items())])
+    schema = pa.schema([("prompt", pa.string()), *((name, arrow) for name, (arrow, _, _) in COLUMN_KINDS.items())])
     assert find_roles(schema, {}, row_settings=["all"])[1] == []
 
 
@@ -225,7 +225,7 @@ def test_halves_of_surrogate_pairs_are_written_out(value: Any) -> None:
 def test_whatever_a_body_asks_a_column_holds_it_or_a_sentence_says_why_not(body: dict[str, Any]) -> None:
     found, sentences = read_parameters(body, CHAT)
     for name, value in found.items():
-        pa.array([value], COLUMN_KINDS[name].arrow)
+        pa.array([value], COLUMN_KINDS[name][0])
     assert found.keys() <= COLUMN_KINDS.keys()
     assert all(sentence.endswith(".") and printable(sentence) == sentence for sentence in sentences)
 

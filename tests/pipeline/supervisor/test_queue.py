@@ -166,9 +166,10 @@ class EngineQueueMachine(RuleBasedStateMachine):
             self.lending.remove(future)
             lent = future.result()
             if lent is not None:
-                own = {row.request.request_id: row.request for row in lent.shard.rows}
-                assert all(row.request is own[row.request.request_id] for row in lent.rows)
-                self.lent += [(lent.shard, row) for row in lent.rows]
+                shard, rows = lent
+                own = {row.request.request_id: row.request for row in shard.rows}
+                assert all(row.request is own[row.request.request_id] for row in rows)
+                self.lent += [(shard, row) for row in rows]
 
     @precondition(lambda self: bool(self.lent))
     @rule(data=st.data(), how=st.sampled_from(["answered", "answered twice", "reclaimed", "returned", "late"]))
@@ -335,7 +336,7 @@ def test_rows_of_one_adapter_are_lent_when_it_is_named() -> None:
         queue.exported(process.export())
         loan = lent.result(0)
         assert loan is not None
-        assert [row.request.request_id for row in loan.rows] == expected
+        assert [row.request.request_id for row in loan[1]] == expected
     queue.check_integrity()
 
 
@@ -351,14 +352,14 @@ def test_lent_rows_are_the_last_and_come_back_first_with_the_tokens_they_have() 
     queue.exported(process.export())
     loan = lent.result(0)
     assert loan is not None
-    assert [(row.request.request_id, len(row.token_ids)) for row in loan.rows] == [
+    assert [(row.request.request_id, len(row.token_ids)) for row in loan[1]] == [
         ("row-2", 1),
         ("row-3", 1),
         ("row-4", 0),
         ("row-5", 0),
     ]
     assert queue.lent_by_shard("run") == {0: 4}
-    queue.returned(shard, [replace(loan.rows[0], token_ids=tuple(range(5)))])
+    queue.returned(shard, [replace(loan[1][0], token_ids=tuple(range(5)))])
     queue.reclaim(shard, ["row-2", "row-3", "unknown"])
     queue.answered(shard, [ServedRow(result_of("row-5"), 2)])
     assert [(row.result.request_id, row.num_crashes) for row in shard.take(0)] == [("row-5", 2)]
@@ -382,7 +383,7 @@ def test_rows_that_are_leaving_are_not_lent_again() -> None:
     while process.exports:
         queue.exported(process.export())
     loans = [future.result(0) for future in futures[:2]]
-    assert [len(loan.rows) if loan else 0 for loan in loans] == [2, 1]
+    assert [len(loan[1]) if loan else 0 for loan in loans] == [2, 1]
 
 
 def test_a_process_learns_of_an_adapter_before_its_first_row_and_once() -> None:

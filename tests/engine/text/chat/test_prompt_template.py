@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lorabatch.engine.errors import ModelFilesError, TokenizerError
 from lorabatch.engine.text.chat import sandbox
 from lorabatch.engine.text.chat.conversation import read_line_breaks, read_message_templates, write_line_breaks
-from lorabatch.engine.text.chat.prompt_template import PromptTemplate, names_in
+from lorabatch.engine.text.chat.prompt_template import PromptTemplate, columns_read, names_in
 
 ROW: dict[str, Any] = {
     "q": "Why?",
@@ -136,12 +136,12 @@ def test_dates_are_those_of_the_job() -> None:
 
 
 def test_names_are_those_that_jinja2_looks_up() -> None:
-    found = names_in("{% for x in rows %}{{ x.y }}{% endfor %}{% set a = b %}{{ a }}{{ range(2) | join }}{{ range2 }}")
-    assert found.columns(["rows", "b", "range", "a", "x"]) == (["b", "range", "rows"], ["range2"])
-    assert found.columns(["rows", "b"]) == (["b", "rows"], ["range2"])
-    odd = names_in("{{ row['Question text'] }} {{ row.id }} {{ row['nosuch'] }}")
-    assert odd.columns(["Question text", "id"]) == (["Question text", "id"], ["nosuch"])
-    assert odd.columns(["row", "id"]) == (["row"], [])  # a column of that name
+    source = "{% for x in rows %}{{ x.y }}{% endfor %}{% set a = b %}{{ a }}{{ range(2) | join }}{{ range2 }}"
+    assert columns_read(source, ["rows", "b", "range", "a", "x"]) == (["b", "range", "rows"], ["range2"])
+    assert columns_read(source, ["rows", "b"]) == (["b", "rows"], ["range2"])
+    odd = "{{ row['Question text'] }} {{ row.id }} {{ row['nosuch'] }}"
+    assert columns_read(odd, ["Question text", "id"]) == (["Question text", "id"], ["nosuch"])
+    assert columns_read(odd, ["row", "id"]) == (["row"], [])  # a column of that name
 
 
 @pytest.mark.parametrize(

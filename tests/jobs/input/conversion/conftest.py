@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lorabatch.jobs.input.conversion.converter import ColumnWishes, Converter
+from lorabatch.jobs.input.conversion.converter import Converter
 from lorabatch.jobs.input.conversion.source import Kind, Source
 from lorabatch.jobs.storage.location import Location
 
@@ -24,10 +24,10 @@ def source(path: Path, kind: Kind = "CSV") -> Source:
 
 @pytest.fixture(scope="module")
 def convert(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Convert]:
-    """`convert(kind, *contents, name="x.csv", **wishes)`: the rows of files with these contents, as one table."""
+    """`convert(kind, *contents, name="x.csv", **typed)`: the rows of files with these contents, as one table."""
     root, number = tmp_path_factory.mktemp("converted"), 0
 
-    def run(kind: Kind, *contents: bytes, name: str = "x", **wishes: Any) -> pa.Table:
+    def run(kind: Kind, *contents: bytes, name: str = "x", **typed: Any) -> pa.Table:
         nonlocal number
         sources = []
         for content in contents:
@@ -36,7 +36,7 @@ def convert(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Convert]:
             path = root / str(number) / name
             path.write_bytes(content)
             sources.append(source(path, kind))
-        converter = Converter(Location(str(root / "output")), ColumnWishes(**wishes))
+        converter = Converter(Location(str(root / "output")), **typed)
         try:
             tables = [pq.read_table(made) for made in converter.convert(sources)]
         finally:
