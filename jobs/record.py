@@ -7,15 +7,12 @@ no secrets: only the names of `storage_options` are kept.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
-from unicodedata import normalize
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -31,7 +28,6 @@ from .spec import JobSpec
 RECORD_FORMAT = 1
 # Older versions of pydantic may build a validator in two threads at once.
 _BUILDING = threading.Lock()
-_NAMES_SHOWN = 8
 # Options that identify a job: another value in one of them makes another job. Options about the cluster, the devices
 # and the speed are not among them.
 IDENTITY_FIELDS = (
@@ -314,26 +310,6 @@ def changed_adapters(old: JobRecord, new: JobRecord) -> frozenset[str]:
     before = {adapter.name: (adapter.sha256, adapter.verdict) for adapter in old.adapters}
     after = {adapter.name: (adapter.sha256, adapter.verdict) for adapter in new.adapters}
     return frozenset(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-
-
-def adapter_problem(name: str | None, adapters: Mapping[str, AdapterRecord]) -> str | None:
-    """Why rows of this adapter cannot be answered, or None when they can. The name None is the base model."""
-    if name is None:
-        return None
-    if name in adapters:
-        adapter = adapters[name]
-        reasons = (reason.removeprefix(f"adapter {name!r}: ") for reason in adapter.reasons)
-        why = " ".join(reasons) or "its folder could not be read."
-        return f"adapter={name!r}: refused. {why}" if adapter.is_refused else None
-    close = difflib.get_close_matches(name, adapters, n=1)
-    known = ", ".join(sorted(adapters)[:_NAMES_SHOWN]) + (", …" if len(adapters) > _NAMES_SHOWN else ".")
-    if twin := next((other for other in adapters if normalize("NFC", other) == normalize("NFC", name)), None):
-        return (
-            f"adapter={name!a}: not among this job's adapters; {twin!a} looks the same, written with other characters. "
-            "Write both alike."
-        )
-    hint = f"did you mean {close[0]!r}?" if close else f"known: {known if adapters else 'none.'}"
-    return f"adapter={name!r}: not among this job's adapters; {hint}"
 
 
 def _asked(record: JobRecord) -> dict[str, Any]:

@@ -46,18 +46,6 @@ FLOAT_TYPES = ("F16", "BF16", "F32")
 
 
 @dataclass(frozen=True, slots=True)
-class Arrangement:
-    """How a tensor lies in its file, where that is not as PEFT stores it."""
-
-    #: Whether rows and columns are exchanged.
-    is_transposed: bool = False
-    #: Heads whose rows are in llama.cpp's order, which alternates between a head's halves; 0: in PEFT's order.
-    num_heads: int = 0
-    #: Bytes of its blocks of kind Q8_0 (32 numbers: a factor in fp16, then 8 bits each); 0: plain numbers.
-    q8_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One tensor, and its place in a file."""
 
@@ -73,26 +61,30 @@ class TensorEntry:
     start: int
     #: Bytes of the tensor, as it is read.
     num_bytes: int
-    #: How it lies in the file; None: as it is read.
-    arrangement: Arrangement | None = None
+    #: Whether rows and columns are exchanged in the file.
+    is_transposed: bool = False
+    #: Heads whose rows are in llama.cpp's order in the file, which alternates between a head's halves; 0: in PEFT's
+    #: order.
+    num_heads: int = 0
+    #: Bytes of its blocks in the file if they are of kind Q8_0 (32 numbers: a factor in fp16, then 8 bits each); 0:
+    #: plain numbers.
+    q8_bytes: int = 0
 
     @property
     def end(self) -> int:
         """Position in the file behind the last byte."""
-        packed = self.arrangement.q8_bytes if self.arrangement else 0
-        return self.start + (packed or self.num_bytes)
+        return self.start + (self.q8_bytes or self.num_bytes)
 
     def arranged(self, stored: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         """The tensor's bytes, uint8 [num_bytes], from those in the file: a copy where it is arranged otherwise."""
-        how = self.arrangement
-        if how is None:
+        if not (self.q8_bytes or self.is_transposed or self.num_heads):
             return stored
-        numbers = _unpacked(stored) if how.q8_bytes else stored.view(f"<u{ELEMENT_BYTES[self.dtype]}")
-        if how.is_transposed:
+        numbers = _unpacked(stored) if self.q8_bytes else stored.view(f"<u{ELEMENT_BYTES[self.dtype]}")
+        if self.is_transposed:
             numbers = numbers.reshape(self.shape[::-1]).T
-        if how.num_heads:
+        if self.num_heads:
             rows, width = self.shape
-            numbers = numbers.reshape(how.num_heads, rows // how.num_heads // 2, 2, width).swapaxes(1, 2)
+            numbers = numbers.reshape(self.num_heads, rows // self.num_heads // 2, 2, width).swapaxes(1, 2)
         return np.ascontiguousarray(numbers).reshape(-1).view(np.uint8)
 
 

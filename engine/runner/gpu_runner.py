@@ -46,7 +46,7 @@ from .gpu_adapters import GpuAdapters
 from .gpu_graphs import GraphKey, StepExecutor, bucket_of
 from .gpu_plan import DECODE_TILE_ROWS, SPLIT_KEYS, PlannedStep, StepGeometry, rounded
 from .runner import LaunchedStep
-from .sampler import PromptLogprobs, SampledTokens
+from .sampler import PromptLogprobs, SampledTokens, read_prompts
 
 if TYPE_CHECKING:
     from ..text.answers.token_rules import TokenRules
@@ -78,22 +78,6 @@ def first_sizes(config: EngineConfig, model: ModelConfig, pool_elements: int) ->
     most_chunks = num_residents * len(shapes) * _CHUNKS_PER_MEMBER
     num_chunks = rounded(max(1, min(most_chunks, pool_elements // smallest_chunk)))
     return num_residents, num_chunks, rounded(config.step_tokens * _SCRATCH_PER_TOKEN)
-
-
-def _read_prompts(
-    scored: Items[ScoredPositions], logprobs: Tensor, top: Tensor, ids: Tensor
-) -> Iterator[PromptLogprobs]:
-    """Log-probabilities of each prompt, once the step has ended. On the host: `logprobs` [num_places], `top` and `ids`
-    [num_places, num_top].
-    """
-    first = 0
-    for places in scored:
-        here = slice(first, first + len(places.token_ids))
-        first = here.stop
-        count = places.sequence.request.sampling.prompt_top_logprobs
-        pairs = zip(ids[here].tolist(), top[here].tolist(), strict=True)
-        tops = [tuple(zip(tokens[:count], values[:count], strict=True)) for tokens, values in pairs] if count else []
-        yield places.sequence, logprobs[here].tolist(), tops
 
 
 def full_rows_of(device: torch.device, num_kv_heads: int) -> int:
@@ -324,7 +308,7 @@ class GpuRunner:
         pinned = [empty_pinned(column.numel(), column.dtype, raw.device).view(column.shape) for column in columns]
         for host, column in zip(pinned, columns, strict=True):
             host.copy_(column, non_blocking=True)
-        self._scored.append(partial(_read_prompts, [places for _, places in scored], *pinned))
+        self._scored.append(partial(read_prompts, [places for _, places in scored], *pinned))
 
     def _table_rows(self, entries: Items[StepEntry]) -> dict[int, int]:
         """Table rows of all adapters of a step by their `order`."""
@@ -454,7 +438,7 @@ class GpuRunner:
             ]
             values = iter(asked.tolist())
             of_each = [tuple(islice(values, count)) for count in num_asked]
-            scored = [prompt for read_prompts in prompts for prompt in read_prompts()]
+            scored = [prompt for of_part in prompts for prompt in of_part()]
             return SampledTokens(tokens.tolist(), logprobs.tolist(), tops, of_each, scored)
 
         return LaunchedStep(sampled, read)

@@ -11,7 +11,7 @@ tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -88,6 +88,22 @@ def score_prompts(logits: Tensor, scored: Items[ScoredPositions]) -> list[Prompt
             tops.append(tuple(zip(likeliest.tolist(), row[likeliest].tolist(), strict=True)))
         found.append((places.sequence, logprobs, tops))
     return found
+
+
+def read_prompts(
+    scored: Items[ScoredPositions], logprobs: Tensor, top: Tensor, ids: Tensor
+) -> Iterator[PromptLogprobs]:
+    """Log-probabilities of each prompt that a GPU has scored, once the step has ended. On the host: `logprobs`
+    [num_places], `top` and `ids` [num_places, num_top].
+    """
+    first = 0
+    for places in scored:
+        here = slice(first, first + len(places.token_ids))
+        first = here.stop
+        count = places.sequence.request.sampling.prompt_top_logprobs
+        pairs = zip(ids[here].tolist(), top[here].tolist(), strict=True)
+        tops = [tuple(zip(tokens[:count], values[:count], strict=True)) for tokens, values in pairs] if count else []
+        yield places.sequence, logprobs[here].tolist(), tops
 
 
 def _of_tokens(logprobs: Tensor, token_ids: Items[int]) -> tuple[float, ...]:

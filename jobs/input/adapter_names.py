@@ -1,17 +1,20 @@
-"""Finds the columns that hold names of adapters, for the message about a job without an adapter column.
+"""Names of adapters in rows: why rows with a name cannot be answered, and which columns hold names.
 
-Nothing else uses it: it reads rows, from at most `_ROW_GROUPS_READ` row groups, to keep the wait short.
+`columns_with_names` is for the message about a job without an adapter column. It reads rows, from at most
+`_ROW_GROUPS_READ` row groups, to keep the wait short.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
+from unicodedata import normalize
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..record import InputFile, InputRecord
+from ..record import AdapterRecord, InputFile, InputRecord
 from ..storage.location import options_for
 from ..storage.redaction import is_redacted
 from ..storage.stores import open_store
@@ -20,6 +23,27 @@ from .files import unpack_schema
 from .row_group import open_row_group
 
 _ROW_GROUPS_READ = 64
+_NAMES_SHOWN = 8
+
+
+def adapter_problem(name: str | None, adapters: Mapping[str, AdapterRecord]) -> str | None:
+    """Why rows of this adapter cannot be answered, or None when they can. The name None is the base model."""
+    if name is None:
+        return None
+    if name in adapters:
+        adapter = adapters[name]
+        reasons = (reason.removeprefix(f"adapter {name!r}: ") for reason in adapter.reasons)
+        why = " ".join(reasons) or "its folder could not be read."
+        return f"adapter={name!r}: refused. {why}" if adapter.is_refused else None
+    close = difflib.get_close_matches(name, adapters, n=1)
+    known = ", ".join(sorted(adapters)[:_NAMES_SHOWN]) + (", …" if len(adapters) > _NAMES_SHOWN else ".")
+    if twin := next((other for other in adapters if normalize("NFC", other) == normalize("NFC", name)), None):
+        return (
+            f"adapter={name!a}: not among this job's adapters; {twin!a} looks the same, written with other characters. "
+            "Write both alike."
+        )
+    hint = f"did you mean {close[0]!r}?" if close else f"known: {known if adapters else 'none.'}"
+    return f"adapter={name!r}: not among this job's adapters; {hint}"
 
 
 def columns_with_names(

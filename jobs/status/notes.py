@@ -8,7 +8,8 @@ from typing import get_args
 from ...engine.peft.findings import Verdict
 from ...engine.text.chat.conversation import FINAL_ANSWER, PLAIN, header_note
 from ...system.untrusted import shown_name
-from ..record import JobRecord, adapter_problem
+from ..input.adapter_names import adapter_problem
+from ..record import JobRecord
 
 _NAMES_SHOWN = 8
 _TYPES_SHOWN = 20

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..launch import is_interpreted
 from .types import SamplingRows
+from .weights import share_of, uniform, whole_weights
 
 # Programs per row: 16 parts of 128,256 logits are 8 blocks of 1,024 in 16 bits. Not tuned. Few in the interpreter,
 # where they run one after the other.
@@ -34,43 +35,6 @@ _LANES, _LANE_BYTES = 128, 16
 _CAPACITY = 4096
 # Type of logits -> lowest bits of an fp32 number that are equal in all numbers of the type.
 _SPARE_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
-
-
-@triton.jit
-def _mixed(state, key):
-    x = (state ^ key) + 0x9E3779B97F4A7C15
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    return x ^ (x >> 31)
-
-
-@triton.jit
-def _uniform(seed, stream, position):
-    """The number in [0, 1) of (seed, stream, position), with the bits of `reference.uniform`."""
-    state = _mixed(seed ^ seed, seed)
-    state = _mixed(state, stream)
-    state = _mixed(state, position)
-    return (state >> 11).to(tl.float64) * 1.1102230246251565e-16  # 2 ** -53
-
-
-@triton.jit
-def _weights(value, largest, slope):
-    """Weights of logits as whole numbers, int64, with the bits of `types.weights_of`."""
-    exponent = (value - largest) * slope
-    exponent = tl.where(exponent > -48.0, exponent, -48.0)
-    shifted = exponent - 0.5 + 12582912.0
-    f = exponent - (shifted - 12582912.0)
-    # numbers, not names: with those of a module Triton's cache depends on which kernel is compiled first
-    power = (f * 0.0018671301659196615 + 0.009017029777169228) * f + 0.05579991266131401
-    power = ((power * f + 0.24016444385051727) * f + 0.6931512951850891) * f + 1.0
-    mantissa = power.to(tl.int32, bitcast=True) - 0x3F000000
-    shift = 0x4B400000 - shifted.to(tl.int32, bitcast=True)
-    return (mantissa.to(tl.int64) << 21) >> shift.to(tl.int64)
-
-
-@triton.jit
-def _share_of(total, share):
-    return tl.minimum((total.to(tl.float64) * share).to(tl.int64), total)
 
 
 @triton.jit
@@ -156,13 +120,13 @@ def _bracket(mass, count, top_k, top_p, whole, BOUNDS: tl.constexpr):
     """The places of two bounds: logits at or above the first stay, logits below the second do not. `mass`, `count`: of
     the whole row at or above each bound, [BOUNDS]."""
     places = tl.arange(0, BOUNDS)
-    goal = tl.maximum(_share_of(whole, top_p), 1)
+    goal = tl.maximum(share_of(whole, top_p), 1)
     is_enough = tl.where(top_k > 0, count >= top_k, mass >= goal)
     last = tl.maximum(tl.min(tl.where(is_enough, places, BOUNDS - 1), axis=0), 1)
     first = last - 1
     if (top_k > 0) & (top_p < 1.0):
         # top-p is a share of the mass that top-k leaves, which is at least the mass above the cut's first bound
-        goal = _share_of(_at(mass, first, BOUNDS), top_p)
+        goal = share_of(_at(mass, first, BOUNDS), top_p)
         first = tl.minimum(first, tl.min(tl.where(mass >= goal, places, BOUNDS), axis=0) - 1)
         first = tl.maximum(first, 0)
     return first, last
@@ -219,7 +183,7 @@ def _narrow(
             end = tl.minimum((split + 1) * split_size, vocab_size)
             for start in range(split * split_size, end, LANES * PER_LANE):
                 value = _load(row, start + _block(LANES, PER_LANE), end)
-                weights = _weights(value, most, slope)
+                weights = whole_weights(value, most, slope)
                 more_mass, more_count = (), ()
                 for place in tl.static_range(BOUNDS):
                     is_above = value >= each[place]
@@ -297,7 +261,7 @@ def _search(
         for start in range(0, num, BLOCK):
             value, keys, is_candidate = _candidates(source, start, num, low, high, BLOCK, SPARE_BITS)
             is_above = is_candidate & (keys >= middle)
-            some_mass += tl.where(is_above, _weights(value, most, slope), 0)
+            some_mass += tl.where(is_above, whole_weights(value, most, slope), 0)
             some_count += is_above.to(tl.int64)
         mass_here, count_here = tl.sum(some_mass, axis=0), tl.sum(some_count, axis=0)
         reached = mass_here
@@ -315,7 +279,7 @@ def _weight_at(key, most, slope, SPARE_BITS: tl.constexpr):
     """The weight of a logit with this key, at least 1."""
     bits = (key << SPARE_BITS).to(tl.int32)
     bits = tl.where(bits < 0, bits ^ (0x7FFFFFFF >> SPARE_BITS << SPARE_BITS), bits)
-    return tl.maximum(_weights(bits.to(tl.float32, bitcast=True), most, slope), 1)
+    return tl.maximum(whole_weights(bits.to(tl.float32, bitcast=True), most, slope), 1)
 
 
 @triton.jit
@@ -350,7 +314,7 @@ def _cut(
         kept = top_k - count_before - count_above
         whole = mass_before + mass_above + kept * _weight_at(key, most, slope, SPARE_BITS)
     if top_p < 1.0:
-        key_before, goal = key, tl.maximum(_share_of(whole, top_p), 1) - mass_before
+        key_before, goal = key, tl.maximum(share_of(whole, top_p), 1) - mass_before
         key, at_mass, at_count, mass_above, count_above = _search(
             source, num, low, high, most, slope, goal, False, key, last_key, at_mass, at_count, BLOCK, SPARE_BITS
         )
@@ -386,7 +350,7 @@ def _split_of(
             ids = _ids(ids_at, start, num, is_copied, BLOCK)
             is_kept &= (keys > key) | ((keys == key) & (ids <= last_tie))
             is_kept &= ids < (middle + 1) * split_size
-            some += tl.where(is_kept, _weights(value, most, slope), 0)
+            some += tl.where(is_kept, whole_weights(value, most, slope), 0)
         reached = tl.sum(tl.where(tl.arange(0, SPLITS) <= middle, stays, 0), axis=0) + tl.sum(some, axis=0)
         if reached > target:
             last_split = middle
@@ -407,7 +371,7 @@ def _token_in(
         value = _load(row, ids, end)
         keys = _keys(value, SPARE_BITS)
         is_kept = (keys > key) | ((keys == key) & (ids <= last_tie))
-        weights = tl.where(is_kept, _weights(value, most, slope), 0)
+        weights = tl.where(is_kept, whole_weights(value, most, slope), 0)
         running, added = _running(weights)
         exceeds = before + running + weights > target
         token = tl.min(tl.min(tl.where(exceeds, ids, end), axis=1), axis=0)
@@ -461,8 +425,8 @@ def _draw(
             num = 0
         seed = tl.load(seeds + index).to(tl.uint64, bitcast=True)
         stream = tl.load(streams + index).to(tl.uint64, bitcast=True)
-        u = _uniform(seed, stream, tl.load(positions + index).to(tl.uint64, bitcast=True))
-        target = tl.minimum(_share_of(whole, u), whole - 1)
+        u = uniform(seed, stream, tl.load(positions + index).to(tl.uint64, bitcast=True))
+        target = tl.minimum(share_of(whole, u), whole - 1)
         split, before = _split_of(
             stays, target, source, num, ids_at, fits, low, high, most, slope, key, last_tie, split_size,
             SPLITS, LANES * PER_LANE, SPARE_BITS,

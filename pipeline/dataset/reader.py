@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from ...engine.request import Request
 from ...jobs.errors import StorageError
+from ...jobs.input.adapter_names import adapter_problem
 from ...jobs.parts import contents_of
-from ...jobs.record import AdapterRecord, JobRecord, adapter_problem, index_key
+from ...jobs.record import AdapterRecord, JobRecord, index_key
 from ...jobs.store import JobStore, part_name
 from . import schema as prepared
 from .answers import RowAnswer

@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 
 from ...engine.request import Request
 from ...jobs.errors import DamagedRecordError, InputRowsError, naming_damage
+from ...jobs.input.adapter_names import adapter_problem
 from ...jobs.input.columns import DEFAULT_ID_COLUMN
-from ...jobs.record import JobRecord, adapter_problem, index_key
+from ...jobs.record import JobRecord, index_key
 from ...jobs.store import JobStore
 from ...scheduler.estimates.lengths import PRIOR_SHARE, expected_tokens
 from ...scheduler.planning.waves import Shard, ShardPlan, dispatch_order

@@ -20,12 +20,13 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..costs.cost import CostModel
+from ..estimates.lengths import LengthEstimator
 
 #: Places of prompts whose log-probabilities one step computes. Each takes a row of logits, 0.5 MB at 128k tokens.
 MOST_SCORED_PLACES = 128
@@ -292,17 +293,6 @@ class MergeWaveBatcher:
 Ranks = Callable[[], NDArray[np.float64]]
 
 
-class MeanLengths(Protocol):
-    """Mean tokens of a replica's rows, as known now."""
-
-    def mean(self) -> float:
-        """Expected output tokens of a row."""
-
-    @property
-    def mean_prompt(self) -> float:
-        """Mean prompt tokens of a row, without those that another row computes for it."""
-
-
 def no_more_rows(adapter: int) -> int:
     """Default of `ReplicaFacts.rows_to_come`: all rows are at hand."""
     return 0
@@ -321,7 +311,7 @@ class ReplicaFacts:
     #: Rows one step may hold.
     max_batch_rows: int
     #: Mean lengths of its rows, as known now.
-    lengths: MeanLengths
+    lengths: LengthEstimator
     #: Rows of an adapter that the plan will still bring to the replica.
     rows_to_come: Callable[[int], int] = no_more_rows
 

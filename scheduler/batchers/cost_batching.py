@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..costs.cost import CostModel, lora_load
+from ..estimates.lengths import LengthEstimator
 from .batching import (
     Batcher,
     BatchView,
-    MeanLengths,
     MergeWaveBatcher,
     Ranks,
     ReplicaFacts,
@@ -168,7 +168,7 @@ class CostBatcher:
     #: Returns the LoRA ranks of the adapters so far, float64 `[num_adapters]`.
     ranks: Ranks
     #: Mean lengths of this replica's rows, as known now.
-    lengths: MeanLengths
+    lengths: LengthEstimator
     #: Rows of an adapter that a plan will still bring here.
     rows_to_come: Callable[[int], int] = no_more_rows
     #: Whether the replica has merged before: all the state that is kept.

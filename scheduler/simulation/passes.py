@@ -66,3 +66,23 @@ class Passes:
         others = (given.rank_tokens, given.prefill_pairs, given.lora_tokens, is_mixed, self.drawn_tokens)
         rows = (self.number, given.prefill_tokens, given.decode_rows, given.context_tokens)
         return np.array((*rows, *of_adapters, *others, self.scored_tokens), dtype=np.float64)
+
+
+def cut_passes(
+    unstored: NDArray[np.int64], remaining: NDArray[np.int64], num_passes: int, budget: int
+) -> tuple[NDArray[np.int64], ...]:
+    """Work of served rows in `num_passes` passes: prompt tokens computed, tokens generated, and the pass in which the
+    prompt ends (0: before). `unstored`, `remaining` int64 `[num_rows]`: tokens to compute before a row decodes, and
+    tokens still to generate. `budget`: prompt tokens of one pass.
+
+    Decoding rows get a token in each pass; prompts are computed in order, and the last chunk gives a token too.
+    """
+    most = np.minimum(remaining, num_passes)
+    if not unstored.any():
+        return unstored, most, unstored
+    ahead = np.cumsum(unstored) - unstored
+    chunk = np.clip(num_passes * budget - ahead, 0, unstored)
+    is_prompt = unstored > 0
+    prompt_end = np.where(is_prompt, -(-(ahead + unstored) // budget), 0)
+    tokens = np.clip(num_passes - prompt_end + is_prompt, 0, most)
+    return chunk, np.where(chunk < unstored, 0, tokens), prompt_end

@@ -41,7 +41,7 @@ from ..estimates.pace import StepBudget
 from ..messages import StepTotals
 from ..workload import Workload
 from .memory import SimulatedMemory, SimulatedPages
-from .passes import Passes
+from .passes import Passes, cut_passes
 from .timeline import Timeline
 
 # Adapters that are read before their rows can enter (`engine.memory.loader.MAX_AHEAD`).
@@ -437,29 +437,14 @@ class SimulatedReplica:
         is_bounded = len(prompts) > 0 and bool(self._workload.is_scored[prompts].all())
         return min(budget, MOST_SCORED_PLACES) if is_bounded else budget
 
-    def _cut(self, served: NDArray[np.int64], num_passes: int, budget: int) -> tuple[NDArray[np.int64], ...]:
-        """Work of the served rows: prompt tokens computed, tokens generated, and the pass in which the prompt ends (0:
-        before).
-
-        Decoding rows get a token in each pass; prompts are computed in order, and the last chunk gives a token too.
-        """
-        unstored = self._unstored[served]
-        most = np.minimum(self._remaining[served], num_passes)
-        if not unstored.any():
-            return unstored, most, unstored
-        ahead = np.cumsum(unstored) - unstored
-        chunk = np.clip(num_passes * budget - ahead, 0, unstored)
-        is_prompt = unstored > 0
-        prompt_end = np.where(is_prompt, -(-(ahead + unstored) // budget), 0)
-        tokens = np.clip(num_passes - prompt_end + is_prompt, 0, most)
-        return chunk, np.where(chunk < unstored, 0, tokens), prompt_end
-
     def _advance(
         self, now_s: float, overhead_s: float, is_served: NDArray[np.bool_], num_passes: int
     ) -> tuple[float, NDArray[np.int64]]:
         """Compute what these passes hold, and count it. Returns what `step` does."""
         served = np.flatnonzero(is_served)
-        chunk, tokens, prompt_end = self._cut(served, num_passes, self._prompt_budget(is_served))
+        chunk, tokens, prompt_end = cut_passes(
+            self._unstored[served], self._remaining[served], num_passes, self._prompt_budget(is_served)
+        )
         is_in = (chunk > 0) | (tokens > 0)
         if not is_in.all():
             served, chunk, tokens, prompt_end = (array[is_in] for array in (served, chunk, tokens, prompt_end))

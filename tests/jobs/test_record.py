@@ -14,6 +14,7 @@ import pytest
 
 from lorabatch.engine.structured_output import FORMS
 from lorabatch.jobs.errors import DamagedRecordError, JobRequestError
+from lorabatch.jobs.input.adapter_names import adapter_problem
 from lorabatch.jobs.options.values import TLS_FIELDS, TlsFiles
 from lorabatch.jobs.record import (
     IDENTITY_FIELDS,
@@ -21,7 +22,6 @@ from lorabatch.jobs.record import (
     JobRecord,
     JobState,
     WorkerState,
-    adapter_problem,
     differences,
     index_key,
 )

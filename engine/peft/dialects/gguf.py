@@ -26,7 +26,7 @@ from ...model_config.model import HEAD
 from ..config import AdapterConfig
 from ..findings import Ledger
 from ..names import BaseLayout
-from ..tensor_file import ELEMENT_BYTES, FLOAT_TYPES, MAX_NAME_CHARACTERS, MAX_TENSORS, Arrangement, Header, TensorEntry
+from ..tensor_file import ELEMENT_BYTES, FLOAT_TYPES, MAX_NAME_CHARACTERS, MAX_TENSORS, Header, TensorEntry
 
 #: Names of the metadata that are looked at.
 TYPE, ARCHITECTURE, KIND, ALPHA = "general.type", "general.architecture", "adapter.type", "adapter.lora.alpha"
@@ -116,8 +116,7 @@ def _entry(key: str, file_name: str, tensor: GgufTensor) -> TensorEntry:
     if kind != "Q8_0":
         return TensorEntry(key, kind, tensor.shape, file_name, tensor.offset, tensor.num_bytes)
     num_bytes = tensor.num_bytes // 34 * 32 * ELEMENT_BYTES["F32"]
-    how = Arrangement(q8_bytes=tensor.num_bytes)
-    return TensorEntry(key, "F32", tensor.shape, file_name, tensor.offset, num_bytes, how)
+    return TensorEntry(key, "F32", tensor.shape, file_name, tensor.offset, num_bytes, q8_bytes=tensor.num_bytes)
 
 
 def read_gguf(
@@ -210,14 +209,13 @@ def _arranged(entry: TensorEntry, part: str, half: str, layout: BaseLayout) -> T
     """The tensor in PEFT's orientation and order of rows."""
     if len(entry.shape) != 2:
         return entry
-    how = entry.arrangement or Arrangement()
     if part == "token_embd" and half == "a":
-        return replace(entry, shape=entry.shape[::-1], arrangement=replace(how, is_transposed=True))
+        return replace(entry, shape=entry.shape[::-1], is_transposed=True)
     if half == "b" and part in _REORDERED and _ARCHITECTURES.get(layout.family) == "llama":
         heads = layout.num_heads if part == "attn_q" else layout.num_kv_heads
         # Rows of another number are of another base, and are refused by their shape.
         if entry.shape[0] % (2 * heads) == 0:
-            return replace(entry, arrangement=replace(how, num_heads=heads))
+            return replace(entry, num_heads=heads)
     return entry
 
 

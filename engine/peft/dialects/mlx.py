@@ -22,7 +22,7 @@ from ...model_config.model import HEAD
 from ..config import AdapterConfig, read_number, read_positive_int
 from ..findings import Ledger
 from ..names import BaseLayout
-from ..tensor_file import Arrangement, TensorEntry
+from ..tensor_file import TensorEntry
 
 NOTE = "an adapter of mlx-lm: its tensors are named and shaped here as PEFT would store them"
 _TENSOR = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|m)")
@@ -184,4 +184,4 @@ def _beside(embedding: str) -> str:
 def _transposed(entry: TensorEntry) -> TensorEntry:
     if len(entry.shape) != 2:
         return entry
-    return replace(entry, shape=entry.shape[::-1], arrangement=Arrangement(is_transposed=True))
+    return replace(entry, shape=entry.shape[::-1], is_transposed=True)

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.peft import audit_adapter
-from lorabatch.engine.peft.tensor_file import Arrangement, TensorEntry
+from lorabatch.engine.peft.tensor_file import TensorEntry
 
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "all linear layers": ({"target_modules": "all-linear"}, {}),
@@ -177,9 +177,9 @@ def test_arranged_bytes_are_those_of_the_turned_matrix(heads: int, half: int, wi
     kind = np.dtype("<u4" if dtype == "F32" else "<u2")
     rows = heads * 2 * half
     stored = np.arange(rows * width, dtype=kind)
-    entry = TensorEntry("x", dtype, (width, rows), "f", 0, stored.nbytes, Arrangement(is_transposed=True))
+    entry = TensorEntry("x", dtype, (width, rows), "f", 0, stored.nbytes, is_transposed=True)
     found = entry.arranged(stored.view(np.uint8)).view(kind).reshape(width, rows)
     assert (found == stored.reshape(rows, width).T).all()
-    entry = TensorEntry("x", dtype, (rows, width), "f", 0, stored.nbytes, Arrangement(num_heads=heads))
+    entry = TensorEntry("x", dtype, (rows, width), "f", 0, stored.nbytes, num_heads=heads)
     found = entry.arranged(stored.view(np.uint8)).view(kind).reshape(heads, 2, half, width)
     assert (found == stored.reshape(heads, half, 2, width).swapaxes(1, 2)).all()
