@@ -77,14 +77,20 @@ def echoes(monkeypatch: pytest.MonkeyPatch) -> None:
 DASK_FRAMES = pytest.mark.filterwarnings("ignore:The inplace keyword")
 
 
+def held_rows(echo_job: EchoJob, num_rows: int, step_s: float) -> tuple[list[dict[str, Any]], Path]:
+    """Rows of the job's input, and the file without which its engines answer none of them."""
+    rows = make_rows(num_rows)
+    echo_job.write_input(rows)
+    gate = echo_job.folder / "gate"
+    echo_job.set_engine(step_s=step_s, gate=str(gate))
+    return rows, gate
+
+
 @DASK_FRAMES
 def test_a_submitted_job_is_followed_and_read_by_its_handle(
     echo_job: EchoJob, shared_client: Client, echoes: None
 ) -> None:
-    rows = make_rows(80)
-    echo_job.write_input(rows)
-    gate = echo_job.folder / "gate"
-    echo_job.set_engine(step_s=0.01, gate=str(gate))
+    rows, gate = held_rows(echo_job, 80, step_s=0.01)
     job = lorabatch.submit(**echo_job.options(), client=shared_client)
     assert job.status().headline in ("queued", "starting", "indexing", "planning", "loading engines", "running")
     with pytest.raises(TimeoutError, match="has not ended in 0"):
@@ -111,10 +117,7 @@ def test_a_submitted_job_is_followed_and_read_by_its_handle(
 def test_rows_are_read_and_a_job_is_awaited_while_it_runs(
     echo_job: EchoJob, shared_client: Client, echoes: None
 ) -> None:
-    rows = make_rows(64)
-    echo_job.write_input(rows)
-    gate = echo_job.folder / "gate"
-    echo_job.set_engine(step_s=0.05, gate=str(gate))
+    rows, gate = held_rows(echo_job, 64, step_s=0.05)
     job = lorabatch.submit(**echo_job.options(rows_per_shard=8), client=shared_client)
     # Ids by whether the job was running when they were read.
     read: dict[bool, list[int]] = {True: [], False: []}
@@ -193,10 +196,7 @@ def test_rows_of_parts_that_are_made_again_and_of_another_job_are_not_passed_off
 def test_a_cancelled_job_raises_so_until_it_is_submitted_again(
     echo_job: EchoJob, shared_client: Client, echoes: None
 ) -> None:
-    rows = make_rows(80)
-    echo_job.write_input(rows)
-    gate = echo_job.folder / "gate"
-    echo_job.set_engine(step_s=0.01, gate=str(gate))
+    rows, gate = held_rows(echo_job, 80, step_s=0.01)
     job = lorabatch.submit(**echo_job.options(), client=shared_client)
     wait_until(lambda: (state := job.status().state) is not None and state.phase in ("loading engines", "running"))
     assert job.cancel() is True
