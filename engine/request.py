@@ -99,7 +99,7 @@ def _are_tokens(tokens: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of one request are chosen. A new option is one line here and its code in the samplers.
+    """How the tokens of one request are chosen. docs/internals/changing.md lists the other places of a new option.
 
     Each option's `help` and `expected` say what users read about it; the comments here say what they leave out.
     """
@@ -277,7 +277,7 @@ class SamplingParams:
 
     @property
     def has_rules(self) -> bool:
-        """Whether options beside `min_tokens` change logits, by tokens so far or otherwise. See `text.token_rules`."""
+        """Whether options beside `min_tokens` change logits (`text.answers.token_rules`), by tokens so far or not."""
         return bool(
             self.is_constrained
             or self.continuation_token_ids

@@ -51,7 +51,7 @@ Deal = Callable[[RowsToDeal], NDArray[np.int64]]
 class Policy:
     """One policy. Functions are named as `module:function` below `scheduler`."""
 
-    #: A name in `batching.BATCHERS` (None: as the engine's mode says).
+    #: A name in `batchers.batching.BATCHERS` (None: as the engine's mode says).
     batcher: str | None = None
     #: Whether it merges adapters that need not be merged.
     may_merge: bool = True
