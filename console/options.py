@@ -222,7 +222,7 @@ class _CommandOfJob(StrictCommand):
 def _show_all(ctx: typer.Context, is_asked: bool) -> None:
     """Print the whole help, and end the command."""
     if is_asked and not ctx.resilient_parsing:
-        assert isinstance(ctx.command, _CommandOfJob)
+        assert isinstance(ctx.command, _CommandOfJob), f"{ctx.command!r} has no long help"
         ctx.command.shows_all = True
         ctx.get_help()
         raise typer.Exit

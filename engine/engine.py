@@ -384,7 +384,7 @@ class Engine:
         try:
             self._live.confirm()
         except AdapterRefusedError as error:
-            assert merged_id is not None
+            assert merged_id is not None, "weights were confirmed that no adapter was merged into"
             self._in_flight.add(launched)
             return AdapterUnusableError(merged_id, str(error))
         counts = StepCounts.of(entries, self._registry.elements_per_rank)

@@ -147,7 +147,7 @@ class JobResult:
 
     def _comparison(self) -> str:
         """A clause with the measured seconds beside the predicted ones and the lower bound."""
-        assert self.working_s
+        assert self.working_s, f"measured {self.working_s} s"
         parts = [f"measured {self.working_s:,.1f} s"]
         # The prediction is for all rows, not for this run's only.
         if self.predicted_s and not self.num_reused:

@@ -226,7 +226,7 @@ class RunningBatch:
         if not self._room.make_resident(adapter_id, self._admission.next_use()):
             return False
         self._taken_out = self.residency.get(adapter_id)
-        assert self._taken_out is not None
+        assert self._taken_out is not None, f"{adapter_id} was made resident and is not there"
         self.residency.pin(adapter_id)
         self.residency.join(adapter_id)
         return True
@@ -293,7 +293,7 @@ class RunningBatch:
         if self.prefixes is not None:
             self.prefixes.forget(sequence)
         if sequence.holds_adapter:
-            assert sequence.request.adapter_id is not None
+            assert sequence.request.adapter_id is not None, f"{sequence.request.request_id} holds no adapter"
             self.residency.unpin(sequence.request.adapter_id)
             sequence.holds_adapter = False
 

@@ -111,7 +111,7 @@ class PagePool:
         """Give `owner` pages wherever they are free; at least `num_pages` must be free."""
         assert self.num_free >= num_pages, f"owner {owner!r} asked for {num_pages} pages of {self.num_free} free ones"
         run = self.allocate(owner, min(num_pages, self.largest_free_run))
-        assert run is not None
+        assert run is not None, f"no run for {owner!r}, the largest has {self.largest_free_run} pages"
         for _ in range(num_pages - run.num_pages):
             self.extend(owner)
 
@@ -162,7 +162,7 @@ class PagePool:
         if run.num_pages > 1:
             self._owned[owner] = PageRange(run.start + 1, run.num_pages - 1)
         else:
-            assert extensions
+            assert extensions, f"{owner!r} has no page after {run}"
             self._owned[owner] = extensions.pop(0)
         return PageRange(run.start, 1)
 

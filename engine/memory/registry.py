@@ -63,7 +63,7 @@ class AdapterRegistry:
     def register_dummy(self, name: str, rank: int) -> str:
         """Make an adapter of random weights known; returns its id."""
         audit = dummy_audit(self._model, rank, name)
-        assert audit.content_sha256 is not None
+        assert audit.content_sha256 is not None, f"{name}: random adapters have a hash"
         if audit.content_sha256 not in self._audits:
             self._enter(audit.content_sha256, audit)
             self._dummy_ids.add(audit.content_sha256)

@@ -42,7 +42,7 @@ class Rope:
 
     def _by_length(self, lengths: tuple[Tensor, Tensor] | None) -> Tensor:
         """Ding 2024 (LongRoPE): one set for rows within the original context, another for longer ones, [T, F]."""
-        assert lengths is not None
+        assert lengths is not None, f"{self._config.kind} needs the lengths of rows"
         _, known = lengths
         is_long = known > self._config.scaling["original_max_position_embeddings"]
         return torch.where(is_long[:, None], self._long_frequencies, self.frequencies)
@@ -50,7 +50,7 @@ class Rope:
     def _stretched(self, positions: Tensor, lengths: tuple[Tensor, Tensor] | None) -> Tensor:
         """NTK-aware scaling (Peng 2023, appendix A) to the row's length when the token was first computed, [T, F]:
         keys already stored keep their angles, as they do in transformers."""
-        assert lengths is not None
+        assert lengths is not None, f"{self._config.kind} needs the lengths of rows"
         prompt, _ = lengths
         scaling, size = self._config.scaling, self._config.rotary_size
         original, factor = scaling["original_max_position_embeddings"], scaling["factor"]

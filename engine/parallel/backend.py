@@ -46,7 +46,7 @@ class GroupBackend(Backend):
             raise EngineError(problem)
         if config.num_threads is None:
             config = replace(config, num_threads=len(os.sched_getaffinity(0)))
-        assert config.member_threads is not None
+        assert config.member_threads is not None, f"{config.num_threads} threads are not shared out"
         torch.set_num_threads(config.member_threads)
         self.partitions = partitions_of(model, config.tensor_parallel)
         configs = [config_of_member(config, member) for member in range(config.tensor_parallel)]

@@ -130,8 +130,8 @@ def steps_over(
         mapping = mapped(start.pools, message.num_elements * backend.pool_dtype.itemsize, message.first_byte)
         memory = torch.frombuffer(mapping, dtype=backend.pool_dtype, count=message.num_elements)
         return StepsInMemory(backend.decoder, memory, layout)
-    assert isinstance(backend, GpuBackend)
-    assert isinstance(backend.sums, DeviceSums)
+    assert isinstance(backend, GpuBackend), f"{backend!r} has no memory on a device"
+    assert isinstance(backend.sums, DeviceSums), f"{backend.sums!r} do not add up on devices"
     memory = backend.allocate(message.num_elements)[0]
     slots = slots_in(start.pools, start.config.tensor_parallel, memory.dtype)
     if memory.is_cuda:

@@ -200,7 +200,7 @@ class GroupMembers:
 
     def _send(self, member: int, message: ToMember) -> None:
         stdin = self._processes[member - 1].stdin
-        assert stdin is not None
+        assert stdin is not None, f"member {member} has no pipe to write to"
         try:
             stdin.write(encode_frame(TO_MEMBER, message))
             stdin.flush()
@@ -297,7 +297,7 @@ def start_process(config: EngineConfig, inherited: Sequence[int]) -> subprocess.
 
 def _listen(member: int, process: subprocess.Popen[bytes], shared: _Shared) -> None:
     """Pass on what a member sends until it ends, and how it ended."""
-    assert process.stdout is not None
+    assert process.stdout is not None, f"member {member} has no pipe to read"
     stdout: IO[bytes] = process.stdout
     failure: Fatal | None = None
     with contextlib.suppress(OSError, ValueError, MessageError):
@@ -319,7 +319,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]], shared: _Shared, descript
     for process in processes:
         process.wait()
         with contextlib.suppress(OSError):
-            assert process.stdin is not None
+            assert process.stdin is not None, f"process {process.pid} has no pipe to write to"
             process.stdin.close()
     # only now no thread writes to the descriptors, whose numbers other files get
     shared.lost.wait(_LEAVING_S)

@@ -114,7 +114,7 @@ class _ChangeCut:
         if change.rows_key is None:
             return (), None
         assert self._first_token is not None, f"{change.parameter}: rows of what is not split by tokens"
-        assert self._outputs is not None
+        assert self._outputs is not None, f"{change.parameter}: rows of what is not split by outputs"
         end = self._outputs[0].end
         mine = [i for i, row in enumerate(change.rows) if self._first_token <= row < end]
         if not mine:

@@ -56,7 +56,7 @@ def dummy_audit(model: ModelConfig, rank: int, name: str) -> AdapterAudit:
 
 def random_seed(audit: AdapterAudit) -> int:
     """The seed of a random adapter's numbers: its identity."""
-    assert audit.content_sha256 is not None
+    assert audit.content_sha256 is not None, f"{audit.name}: random adapters have a hash"
     return int(audit.content_sha256[:15], 16)
 
 

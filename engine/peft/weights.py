@@ -118,7 +118,7 @@ class AdapterWeights:
         return _row_squares(value.T if change.site.is_embedding else value)
 
     def _exact(self, key: str | None, device: torch.device) -> Tensor:
-        assert key is not None
+        assert key is not None, "a change without this tensor"
         return self.stored[key].to(device=device, dtype=torch.float32)
 
 

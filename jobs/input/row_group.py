@@ -255,7 +255,7 @@ def _cleared_bytes(
         bounds: dict[str, int] = {}
         for i, start, end in chunks:
             stored = source.part(start, end)
-            assert stored is not None
+            assert stored is not None, f"bytes {start} to {end} were not read"
             column = metadata.schema.column(i)
             name = column.path.partition(".")[0]
             bounds[name] = bounds.get(name, 0) + decoded_bytes(group.column(i), column, stored, exact=exact)

@@ -159,10 +159,10 @@ def _check_with_input(
         problems += _check_names(spec, adapters, given)
     if problems:
         raise JobRequestError(*dict.fromkeys(problems))
-    assert model is not None
-    assert adapters is not None
-    assert given is not None
-    assert output is not None
+    assert model is not None, "a model that cannot be used is a problem"
+    assert adapters is not None, "adapters that cannot be used are a problem"
+    assert given is not None, "an input that cannot be used is a problem"
+    assert output is not None, "an output that cannot be used is a problem"
     return CheckedJob(_with_table_urls(spec, converter), store, output, model, adapters, given, converter)
 
 

@@ -196,7 +196,7 @@ class ErrorBudget:
         """The most error rows allowed among `num_rows`."""
         if self.count is not None:
             return self.count
-        assert self.percent is not None
+        assert self.percent is not None, f"{self} has neither count nor percentage"
         return int(num_rows * self.percent / 100.0)
 
     def allows(self, num_errors: int, num_rows: int) -> bool:

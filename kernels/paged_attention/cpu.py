@@ -88,7 +88,7 @@ def _attend_chunk_exactly(
     """Attention of one chunk, [chunk tokens, H, D], with the same bits for a token in a chunk of any size: queries
     come in multiples of 16, below which the products round by their number."""
     _, num_heads, head_dim = q.shape
-    assert chunk.mask is not None
+    assert chunk.mask is not None, f"tokens {chunk.start} to {chunk.end} have no mask"
     per_kv, length, context = num_heads // num_kv_heads, chunk.end - chunk.start, chunk.mask.shape[1]
     head_stride = chunk.capacity_tokens * head_dim
     offset = chunk.offset + 2 * layer * num_kv_heads * head_stride

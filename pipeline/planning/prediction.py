@@ -224,7 +224,7 @@ def bound(settings: RunSettings, rows: Workload, num_workers: int, slowness: Seq
     `slowness`: seconds of each worker's steps over those of the cost model.
     """
     rows = with_answers(settings, rows)
-    assert rows.output_tokens is not None
+    assert rows.output_tokens is not None, f"{rows.num_rows} rows without lengths"
     return job_bound(
         with_reuse(settings, rows),
         rows.output_tokens.astype(np.float64),

@@ -125,8 +125,8 @@ class EngineProcess:
 
     def _converse(self, process: subprocess.Popen[bytes], model: Path) -> str:
         """Exchange messages with the process until it ends. Returns a clause that says how it ended."""
-        assert process.stdout is not None
-        assert process.stdin is not None
+        assert process.stdout is not None, f"process {process.pid} has no pipe to read"
+        assert process.stdin is not None, f"process {process.pid} has no pipe to write to"
         self._proof = proof = self._settings.proof_of(model)
         digest = _digest_of(proof)
         writer = FrameWriter(process.stdin)

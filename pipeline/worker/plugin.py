@@ -333,5 +333,5 @@ def engines_of(worker: Worker) -> WorkerEngines:
     if found is None:
         spare = worker.extensions.get(SPARE_EXTENSION)
         found = worker.extensions[_EXTENSION] = WorkerEngines(worker.local_directory, worker.address, spare)
-    assert isinstance(found, WorkerEngines)
+    assert isinstance(found, WorkerEngines), f"{_EXTENSION} of {worker.address} is {found!r}"
     return found

@@ -86,7 +86,7 @@ class AdaptiveBatcher:
             rate = self._rows_per_s(candidate, types, view)
             if best is None or rate > best_rate:
                 best, best_rate = candidate, rate
-        assert best is not None
+        assert best is not None, f"no candidate for {len(types)} rows"
         return as_step_plan(view, best.batch, best.merged_adapter, mode=best.mode)
 
     def _candidates(self, view: BatchView, types: NDArray[np.int32]) -> list[Candidate]:

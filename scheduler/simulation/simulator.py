@@ -193,10 +193,10 @@ class JobSimulation:
                 self._committed.add(happening.shard)
                 self._tell(ShardCommitted(self._event_s(now), happening.shard, str(replica)))
             case "migrate":
-                assert happening.move is not None
+                assert happening.move is not None, f"{happening} moves no rows"
                 self._migrate(now, happening.move)
             case "stepped" if self._is_alive[replica]:
-                assert happening.finished is not None
+                assert happening.finished is not None, f"{happening} says of no row that it finished"
                 self._is_stepping[replica] = False
                 generated = int(self.timeline.row_steps[replica])
                 self._totals[replica] = self.timeline.computing_s(replica), self._replicas[replica].totals, generated
@@ -290,7 +290,7 @@ class JobSimulation:
         Rows that were lost and started again meanwhile do not count.
         """
         finished = finished[np.isfinite(self.timeline.finish_s[finished])]
-        assert self._workload.output_tokens is not None
+        assert self._workload.output_tokens is not None, f"{self._workload.num_rows} rows without lengths"
         done: set[int] = set()
         for row in finished.tolist():
             adapter, tokens = int(self._workload.adapter_index[row]), int(self._workload.output_tokens[row])

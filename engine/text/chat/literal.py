@@ -159,7 +159,7 @@ class LiteralText:
         return Conversation(messages, options)
 
     def _put(self, stand_ins: Mapping[str, str]) -> Callable[[str], str]:
-        assert self._pattern is not None
+        assert self._pattern is not None, "no special tokens, hence no stand-ins for them"
         pattern = self._pattern
         return lambda text: pattern.sub(lambda found: stand_ins[found[0]], text)
 

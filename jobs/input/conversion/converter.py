@@ -320,7 +320,7 @@ class _Conversion:
     def _write_text(self, number: int, sha256: str) -> bool:
         spool, names = self._spools[number]
         item = self._items[number]
-        assert isinstance(item, Source)
+        assert isinstance(item, Source), f"item {number} is {type(item).__name__}, not text of a file"
         columns: CsvColumns | JsonColumns = self._json if item.kind == "JSON Lines" else self._csv
         schema = pa.schema([pa.field(name, columns.type_of(name)) for name in names])
         batches = (columns.typed(batch, names) for batch in spool.batches())
