@@ -70,8 +70,8 @@ class ChunkRows:
         """
         names = pa.chunked_array([batch.column("adapter") for batch in self._numbers])
         codes = names.cast(pa.string()).fill_null("").combine_chunks().dictionary_encode()
-        rank = np.argsort(np.argsort(codes.dictionary.to_numpy(zero_copy_only=False)))
-        adapter = rank[codes.indices.to_numpy(zero_copy_only=False)]
+        places = np.argsort(np.argsort(codes.dictionary.to_numpy(zero_copy_only=False)))
+        adapter = places[codes.indices.to_numpy(zero_copy_only=False)]
         order = np.argsort(adapter, kind="stable")
         starts = np.flatnonzero(np.diff(adapter[order], prepend=-1))
         ends = np.append(starts[1:], len(order))
