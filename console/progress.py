@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ..jobs.agreement import Agreement
 from ..jobs.errors import JobError
-from ..jobs.progress import clock
+from ..jobs.progress import clock, wall_clock
 from ..jobs.record import BEGINNING_PHASES, STILL_AFTER_S, JobState
 from ..jobs.spec import JobSpec
 from ..jobs.status.job_status import JobStatus, Outcome, read_status
@@ -98,7 +98,7 @@ class ConsoleProgress:
             return
         if state.phase != self._told_phase or now_s - self._told_at_s >= _LINE_INTERVAL_S:
             self._told_phase, self._told_at_s = state.phase, now_s
-            self._console.print(job_line(state, now_s - self._started_s, rows_per_s, *lull), soft_wrap=True)
+            self.note(job_line(state, now_s - self._started_s, rows_per_s, *lull))
 
     def _lull(self, state: JobState, now_s: float) -> tuple[float, float]:
         """Seconds without a report of the job, and seconds in which it ran and no row finished."""
@@ -117,8 +117,9 @@ class ConsoleProgress:
         return (state.rows_done - rows_before) / max(now_s - since_s, 1e-3)
 
     def note(self, text: str) -> None:
-        """Print a sentence that stays on the screen."""
-        self._console.print(text, soft_wrap=True)
+        """Print a sentence that stays on the screen; as a line of a log, with the time before it."""
+        stamp = "" if self._live is not None else f"{wall_clock(time.time())} "
+        self._console.print(f"{stamp}{text}", soft_wrap=True)
 
 
 def job_line(state: JobState, elapsed_s: float, rows_per_s: float, silent_s: float = 0.0, no_row_s: float = 0.0) -> str:

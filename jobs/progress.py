@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from typing import Any, Self
 
 
@@ -48,6 +49,16 @@ class RowTotals:
         return asdict(self) | {"done": self.done}
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterCount:
+    """Rows of one adapter ("": base model), those among them that are errors, and the tokens generated for them."""
+
+    adapter: str
+    num_rows: int
+    num_errors: int
+    completion_tokens: int
+
+
 def time_left(seconds: float | None, range_s: tuple[float, float] | None, *, is_loading: bool = False) -> str:
     """The time left in words, such as "about 1:15 left (0:50 to 2:00)"; "" when it is not known.
 
@@ -58,6 +69,13 @@ def time_left(seconds: float | None, range_s: tuple[float, float] | None, *, is_
     around = "" if range_s is None else " ({} to {})".format(*map(clock, range_s))
     about = f"about {clock(seconds)}"
     return f"engines load, then {about}{around}" if is_loading else f"{about} left{around}"
+
+
+def wall_clock(time_s: float) -> str:
+    """A time in this machine's time zone, with its offset from UTC, such as 2026-11-29 10:38:04+01:00. `time_s`:
+    seconds since the epoch.
+    """
+    return datetime.fromtimestamp(time_s).astimezone().isoformat(" ", "seconds")
 
 
 def clock(seconds: float) -> str:

@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from ..system.untrusted import parse_json, shortened
 from .errors import DamagedRecordError, naming_damage
 from .options.problems import in_our_words
 from .options.values import TLS_FIELDS
-from .progress import RowTotals, time_left
+from .progress import AdapterCount, RowTotals, time_left
 from .spec import JobSpec
 
 RECORD_FORMAT = 1
@@ -439,6 +439,10 @@ class JobState:
     worker_addresses: tuple[str, ...] = ()
     #: Seconds since a row finished or an engine computed a token, while shards run.
     still_s: float = 0.0
+    #: Rows of each adapter ("": base model), in order of names, of the adapters with the most rows.
+    adapter_rows: dict[str, int] = field(default_factory=dict)
+    #: Done rows of each adapter in `adapter_rows`. Errors and tokens are of finished shards.
+    adapters: tuple[AdapterCount, ...] = ()
 
     @property
     def totals(self) -> RowTotals:

@@ -18,6 +18,7 @@ from typing import Any, Literal, Self
 from ..engine.config import EngineConfig
 from ..engine.telemetry import EngineTelemetry
 from ..jobs.errors import JobFailedError
+from ..jobs.progress import AdapterCount
 from ..jobs.record import JobState
 from ..jobs.storage.model_proof import ModelProof
 from ..scheduler.messages import FinishedRows, UnfinishedRows
@@ -161,9 +162,9 @@ class WorkerReport:
     #: Latest telemetry of the engine. If runs share the engine, its running rows and tokens are in proportion to this
     #: run's rows.
     telemetry: EngineTelemetry = field(default_factory=EngineTelemetry)
-    #: Tokens generated per second, between the last two snapshots.
+    #: Tokens generated per second, over the last half second or more.
     tokens_per_s: float = 0.0
-    #: Prompt tokens per second, between the last two snapshots.
+    #: Prompt tokens per second, over the last half second or more.
     prompt_tokens_per_s: float = 0.0
     #: Places in the batch that rows in steps had, times seconds, since the engine was set up.
     used_place_s: float = 0.0
@@ -240,3 +241,5 @@ class ShardOutcome:
     reuse: PromptReuse = field(default_factory=PromptReuse)
     #: Work that engines did for rows that this attempt computed, adapters by content hash; None when it is not known.
     work: JobWork | None = None
+    #: Counts of its rows by adapter, as rows name them.
+    adapters: tuple[AdapterCount, ...] = ()

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
-from ..jobs.progress import RowTotals
+from ..jobs.progress import AdapterCount, RowTotals
 from ..system.html import facts_table
 
 
@@ -24,16 +24,6 @@ class KindOfError:
 _SENTENCE_CHARS = 200
 # Adapters in the table that a notebook shows.
 _ADAPTERS_SHOWN = 10
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterCount:
-    """Rows of one adapter ("": base model), those among them that are errors, and the tokens generated for them."""
-
-    adapter: str
-    num_rows: int
-    num_errors: int
-    completion_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import logging
 import os
 import reprlib
 import stat
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,10 @@ class LogFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The record as printable text, with all lines but its first indented."""
         return printable(super().format(record)).replace("\n", "\n    ")
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802  # of logging
+        """The time of the record, ISO 8601 with the offset from UTC: readers may be in other time zones."""
+        return datetime.fromtimestamp(record.created).astimezone().isoformat(" ", "milliseconds")
 
 
 def _written_out(sign: str) -> str:

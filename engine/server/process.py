@@ -53,6 +53,7 @@ from .frames import (
 logger = logging.getLogger(__name__)
 PROGRESS_INTERVAL_S = 0.25
 HEARTBEAT_INTERVAL_S = 1.0
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _VMSTAT = Path("/proc/vmstat")
 # Parts of what torch's allocators say where they raise a plain RuntimeError.
 _MEMORY_ERRORS = ("can't allocate memory", "not enough memory", "out of memory")
@@ -280,7 +281,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     outlet = claim_stdout()
     if logging.lastResort is not None:
-        logging.lastResort.setFormatter(LogFormatter())  # no other handler is there
+        logging.lastResort.setFormatter(LogFormatter(_LOG_FORMAT))  # no other handler is there
     inbox: Inbox = queue.SimpleQueue()
     threading.Thread(target=receive_messages, args=(sys.stdin.buffer, inbox), daemon=True).start()
     try:

@@ -19,7 +19,7 @@ from typing import Any
 from ...scheduler.messages import BEGINNING, EVENTS_VERSION
 from ...system.untrusted import MALFORMED
 from ..errors import naming_damage
-from ..progress import RowTotals, clock
+from ..progress import RowTotals, clock, wall_clock
 from ..store import JobStore
 from .job_status import JobStatus, read_status
 from .worker_names import WorkerNames, file_tag
@@ -27,9 +27,11 @@ from .worker_names import WorkerNames, file_tag
 _FOLLOW_INTERVAL_S = 1.0
 _REMOTE_INTERVAL_S = 5.0
 _SOURCE_CHARS = 22
-# Time at the head of a line of Python's logging, in the formats of Dask and of this package.
+# Time at the head of a line of Python's logging, in the formats of Dask and of this package. Dask's has no offset from
+# UTC: it is taken from earlier lines of the log, or is the reader's.
 _STAMP = re.compile(
-    r"(?P<day>\d{4}-\d\d-\d\d) (?P<time>\d\d:\d\d:\d\d)[,.](?P<ms>\d{3})(?: -)? (?P<text>.*)", re.DOTALL
+    r"(?P<day>\d{4}-\d\d-\d\d) (?P<time>\d\d:\d\d:\d\d)[,.](?P<ms>\d{3})(?P<offset>[+-]\d\d:\d\d)?(?: -)? (?P<text>.*)",
+    re.DOTALL,
 )
 # Seconds since the epoch, and a line as printed.
 _Line = tuple[float, str]
@@ -70,6 +72,10 @@ class _LogReader:
     _read: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     #: Log -> time of its last line with a time, in seconds since the epoch.
     _times: dict[str, float] = field(default_factory=dict)
+    #: Log -> offset from UTC of its last time that has one, such as +01:00.
+    _offsets: dict[str, str] = field(default_factory=dict)
+    #: Time at which the job was opened, in seconds since the epoch; lines before any time have it.
+    _opened_s: float = 0.0
     #: Whether the first line, about the frozen job, was given.
     _has_begun: bool = False
 
@@ -80,6 +86,7 @@ class _LogReader:
         """The new lines, in order of time. `is_last`: lines about the job's status follow at the end."""
         lines = [] if self._has_begun else list(_frozen(status))
         self._has_begun = True
+        self._opened_s = datetime.fromisoformat(status.record.created_at).timestamp()
         records, self._num_event_bytes = self.store.read_new_events(self._num_event_bytes)
         if self.store.has_plan_facts() and self._story.plan is None:
             self._story.plan = self.store.read_plan_facts()
@@ -98,16 +105,18 @@ class _LogReader:
         for line in fresh.splitlines():
             stamp = _STAMP.match(line)
             if stamp:
-                at = datetime.fromisoformat(f"{stamp['day']} {stamp['time']}.{stamp['ms']}")
+                offset = self._offsets[name] = stamp["offset"] or self._offsets.get(name, "")
+                at = datetime.fromisoformat(f"{stamp['day']} {stamp['time']}.{stamp['ms']}{offset}")
                 self._times[name] = at.timestamp()
             said = stamp["text"] if stamp else line
-            yield _line(self._times.get(name, 0.0), self._story.source(name), self._story.in_text(said))
+            yield _line(self._times.get(name, self._opened_s), self._story.source(name), self._story.in_text(said))
 
 
 def _line(time_s: float, source: str, text: str) -> _Line:
-    """A line of the log, with the reader's local time. `source`: "job", the name of a worker, or the name of a log."""
-    at = datetime.fromtimestamp(time_s).strftime("%Y-%m-%d %H:%M:%S")
-    return time_s, f"{at}  {source:<{_SOURCE_CHARS}} | {text}"
+    """A line of the log, with the reader's local time and its offset from UTC. `source`: "job", the name of a worker,
+    or the name of a log.
+    """
+    return time_s, f"{wall_clock(time_s)}  {source:<{_SOURCE_CHARS}} | {text}"
 
 
 def _frozen(status: JobStatus) -> Iterator[_Line]:

@@ -24,12 +24,13 @@ from ...jobs.parts import (
     in_words,
     mark_in,
 )
+from ...jobs.progress import AdapterCount
 from ...jobs.record import JobRecord
 from ...jobs.store import JobStore
 from ...scheduler.estimates.lengths import AnswerLengths, length_class
 from ..dataset.reader import ShardReader
 from ..planning.plan import JobPlan
-from ..result import AdapterCount, KindOfError
+from ..result import KindOfError
 
 ENGINE_ERROR = "engine"
 _LISTS = ("completion", "completion_tokens", "finish_reason")

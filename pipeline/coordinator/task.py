@@ -172,9 +172,10 @@ def finished_before(job: OpenedJob) -> JobResult:
 def _stages(run: JobRun, began_s: float) -> JobResult:
     # A coordinator that Dask has started again may find a job that was started over.
     run.job.store.check_holder(run.job.record.job_id)
-    plan = plan_shards(run, index_rows(run))
+    indexed = index_rows(run)
+    plan = plan_shards(run, indexed)
     for turn in range(_TURNS):
-        done = coordinate(run, plan, turn)
+        done = coordinate(run, plan, indexed.rows_per_adapter, turn)
         account = count_rows(run, plan, turn)
         if not account.unusable:
             break
@@ -293,9 +294,10 @@ class Coordinated:
     prefix_hit_rate: float | None
 
 
-def coordinate(run: JobRun, plan: JobPlan, turn: int = 0) -> Coordinated:
+def coordinate(run: JobRun, plan: JobPlan, adapter_rows: Mapping[str | None, int], turn: int = 0) -> Coordinated:
     """Run every shard that has no part, or whose part is not what it should be. Errors in existing parts count against
-    the job's budget too. `turn`: number of calls before this one in this run.
+    the job's budget too. `adapter_rows`: adapter, as rows name it (None: base model) -> rows. `turn`: number of calls
+    before this one in this run.
     """
     job = run.job
     # A job without shards may have an empty part, if an earlier run was killed right after it had written the part.
@@ -318,7 +320,9 @@ def coordinate(run: JobRun, plan: JobPlan, turn: int = 0) -> Coordinated:
         prompt_tokens=found.prompt_tokens,
         completion_tokens=found.completion_tokens,
     )
-    monitor = JobMonitor(plan.shards, rows_of_part, names, before, found.num_reused)
+    monitor = JobMonitor(
+        plan.shards, rows_of_part, names, before, found.num_reused, adapter_rows, found.adapter_counts()
+    )
     num_workers = count_workers(run.client)
     settings = replace(
         run.settings.scheduler(num_workers, serving_adapters(job.record)),

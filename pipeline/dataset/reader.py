@@ -55,6 +55,11 @@ class ShardRows:
         """Rows of the shard, error rows included."""
         return len(self.requests)
 
+    @property
+    def adapters(self) -> list[str | None]:
+        """Name of each row's adapter, as the row has it; None for the base model."""
+        return self.table.column(prepared.ADAPTER).to_pylist()  # type: ignore[no-any-return]
+
     def contents(self, record: JobRecord) -> str:
         """Hash of all that the shard's answers depend on (`jobs.parts.contents_of`)."""
         return _contents(self.table, record, {adapter.name: adapter for adapter in record.adapters})

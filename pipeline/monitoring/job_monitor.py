@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from heapq import nsmallest
 
+from ...jobs.progress import AdapterCount
 from ...jobs.record import JobState, WorkerState
 from ...jobs.status.worker_names import WorkerNames
 from ...scheduler.estimates.time_left import TimeLeft
@@ -13,6 +17,10 @@ from ..messages import PromptReuse, ShardOutcome, WorkerReport
 
 # Seconds of one worker's batches, with shards queued, from which on the fill of batches is known.
 _LEAST_S = 5.0
+#: Most adapters whose rows are counted while a job runs.
+ADAPTERS_COUNTED = 50
+# Longer names are of no adapter, and would make each state large.
+_NAME_CHARACTERS = 255
 
 
 class JobMonitor:
@@ -25,10 +33,13 @@ class JobMonitor:
         adapter_names: Mapping[str, str],
         before: JobState | None = None,
         num_reused: int = 0,
+        adapter_rows: Mapping[str | None, int] | None = None,
+        done: Iterable[AdapterCount] = (),
     ) -> None:
         """Begin with the parts that exist already. `committed`: their shards; `num_reused` of their rows are of earlier
         runs. `before`: state with their errors and tokens, and with the numbers of rows that were known to be done and
-        reused.
+        reused. `adapter_names`: content hash -> name. `adapter_rows`: name (None: base model) -> rows of the job.
+        `done`: counts of the rows in parts by adapter.
         """
         self._shards = {shard.shard_id: shard for shard in shards}
         self._names = dict(adapter_names)
@@ -41,6 +52,8 @@ class JobMonitor:
         self._outcomes: dict[int, ShardOutcome] = {}
         self._reports: dict[str, WorkerReport] = {}
         self._fill = BatchFill()
+        self._adapters = _AdapterCounts(adapter_rows or {})
+        self._adapters.written(done)
         # Rows that were done at the last sign of progress, and its time in seconds since the epoch.
         self._moved: tuple[int, float] | None = None
 
@@ -54,6 +67,7 @@ class JobMonitor:
         """Take in the outcome of a shard whose part is written."""
         self._outcomes[outcome.shard_id] = outcome
         self._committed.add(outcome.shard_id)
+        self._adapters.written(outcome.adapters)
 
     @property
     def batch_fill(self) -> float | None:
@@ -77,6 +91,9 @@ class JobMonitor:
         """Take in a report. `is_tail`: whether no shard was queued any more."""
         if not is_tail:
             self._fill.reported(report)
+        for rows in report.finished:
+            name = "" if rows.adapter_id is None else self._names.get(rows.adapter_id)
+            self._adapters.finished(name, rows.num_rows)
         self._reports[report.worker] = report
 
     def saw(self, workers: Iterable[str]) -> None:
@@ -85,7 +102,8 @@ class JobMonitor:
 
     def lost(self, worker: str) -> None:
         """Forget the report of a worker that is gone."""
-        self._reports.pop(worker, None)
+        if self._reports.pop(worker, None) is not None:
+            self._adapters.lost()
 
     def state(self, now_s: float, rows_left: int, left: TimeLeft | None = None) -> JobState:
         """The job's state at one time, while shards run. `now_s`: seconds since the epoch. `rows_left`: rows without a
@@ -113,6 +131,8 @@ class JobMonitor:
             workers=tuple(self._worker_state(self._reports[worker]) for worker in self._present()),
             worker_addresses=self._worker_names.addresses,
             still_s=self._still_s(done, now_s),
+            adapter_rows=self._adapters.rows,
+            adapters=self._adapters.done,
         )
 
     def _still_s(self, rows_done: int, now_s: float) -> float:
@@ -142,6 +162,53 @@ class JobMonitor:
             prefix_hit_rate=telemetry.prefix_hit_rate,
             adapter_loads=telemetry.adapter_loads,
             adapter_stall_s=telemetry.adapter_stall_s,
+        )
+
+
+class _AdapterCounts:
+    """Counts the done rows of the adapters with the most rows: those in parts, and those that engines have finished
+    since. `adapter_rows`: name (None and "": base model) -> rows of the job.
+    """
+
+    def __init__(self, adapter_rows: Mapping[str | None, int]) -> None:
+        rows: Counter[str] = Counter()
+        for name, num_rows in adapter_rows.items():
+            rows[name or ""] += num_rows
+        usual = [name for name, num_rows in rows.items() if num_rows and len(name) <= _NAME_CHARACTERS]
+        most = nsmallest(ADAPTERS_COUNTED, usual, key=lambda name: (-rows[name], name))
+        #: Rows of these adapters, in order of names.
+        self.rows = {name: rows[name] for name in sorted(most)}
+        self._written = {name: AdapterCount(name, 0, 0, 0) for name in self.rows}
+        # Rows that engines have finished, and that were in no part when last counted.
+        self._open = dict.fromkeys(self.rows, 0)
+
+    def finished(self, name: str | None, num_rows: int) -> None:
+        """Take in rows that an engine has finished."""
+        if name in self._open:
+            self._open[name] += num_rows
+
+    def written(self, counts: Iterable[AdapterCount]) -> None:
+        """Take in the rows of parts that were written."""
+        for count in counts:
+            if (before := self._written.get(count.adapter)) is not None:
+                self._open[count.adapter] = max(0, self._open[count.adapter] - count.num_rows)
+                self._written[count.adapter] = AdapterCount(
+                    count.adapter,
+                    before.num_rows + count.num_rows,
+                    before.num_errors + count.num_errors,
+                    before.completion_tokens + count.completion_tokens,
+                )
+
+    def lost(self) -> None:
+        """Note that a worker is gone, perhaps with finished rows. They count when their parts are written."""
+        self._open = dict.fromkeys(self.rows, 0)
+
+    @property
+    def done(self) -> tuple[AdapterCount, ...]:
+        """Done rows of each adapter."""
+        return tuple(
+            replace(count, num_rows=min(self.rows[name], count.num_rows + self._open[name]))
+            for name, count in self._written.items()
         )
 
 

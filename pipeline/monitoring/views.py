@@ -6,16 +6,17 @@ are dropped, the oldest first, when there are more than `_RUNS_KEPT` runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ...jobs.progress import AdapterCount
 from ...jobs.record import JobState
 from ...jobs.status.worker_names import WorkerNames
-from ..messages import PublishedState, WorkerReport
+from ..messages import PublishedState, WorkerReport, job_of_run
 
 _RUNS_KEPT = 20
-_ADAPTERS_SHOWN = 6
+_NAMES_SHOWN = 6
 _MOST_SAMPLES = 1000
 
 
@@ -66,6 +67,11 @@ class RunView:
     num_coordinators: int = 0
 
     @property
+    def labels(self) -> dict[str, str]:
+        """Labels of its metrics."""
+        return {"job_id": job_of_run(self.run_id), "run_id": self.run_id}
+
+    @property
     def is_over(self) -> bool:
         """Whether the run's last state was published."""
         return self.state is not None and self.state.is_final
@@ -85,6 +91,10 @@ class RunView:
         """Names of the run's workers."""
         return WorkerNames(self.state.worker_addresses if self.state else ())
 
+    def places(self) -> dict[str, int]:
+        """Place of each worker that reports, by its address: that of its name, then others."""
+        return {worker: place for place, worker in enumerate(dict.fromkeys((*self.names.addresses, *self.reports)))}
+
     @property
     def num_crashes(self) -> int:
         """Engine processes that the run has lost."""
@@ -96,37 +106,50 @@ class RunView:
         return max(0, self.num_coordinators - 1)
 
 
-# Name of a metric of jobs -> its type, its help, and a function that returns its value, None for no value.
-_JOB_METRICS: dict[str, tuple[str, str, Callable[[RunView, JobState], float | None]]] = {
-    "rows": ("gauge", "Rows of the job.", lambda run, state: state.rows),
-    "rows_done": ("gauge", "Rows that are answered or errors.", lambda run, state: state.totals.done),
-    "rows_answered": ("gauge", "Rows that are answered.", lambda run, state: state.totals.answered),
-    "rows_error": ("gauge", "Rows that are errors.", lambda run, state: state.totals.errors),
-    "rows_reused": ("gauge", "Rows that earlier runs had done.", lambda run, state: state.totals.reused),
-    "shards_done": ("gauge", "Parts that are written.", lambda run, state: state.shards_done),
-    "seconds_left": ("gauge", "Seconds to the end, as far as is known.", lambda run, state: state.eta_s),
-    "seconds_left_least": ("gauge", "A rough lower end of them.", lambda run, state: (state.eta_range_s or (None,))[0]),
-    "seconds_left_most": ("gauge", "A rough upper end of them.", lambda run, state: (state.eta_range_s or (None,))[-1]),
-    "prompt_tokens_total": ("counter", "Prompt tokens of finished parts.", lambda run, state: state.prompt_tokens),
+# Value of a metric of jobs, None for no value.
+_OfJob = Callable[[RunView, JobState], float | None]
+# Name of a metric of jobs -> its help, and a function that returns its value. A name ends in its unit, a counter's in
+# `_total`.
+_JOB_METRICS: dict[str, tuple[str, _OfJob]] = {
+    "rows": ("Rows of the job.", lambda run, state: state.rows),
+    "done_rows": ("Rows that are answered or errors.", lambda run, state: state.totals.done),
+    "answered_rows": ("Rows that are answered.", lambda run, state: state.totals.answered),
+    "error_rows": ("Rows that are errors.", lambda run, state: state.totals.errors),
+    "reused_rows": ("Rows that earlier runs had done.", lambda run, state: state.totals.reused),
+    "parts": ("Parts of the output.", lambda run, state: state.shards),
+    "written_parts": ("Parts that are written.", lambda run, state: state.shards_done),
+    "left_seconds": ("Seconds to the end, as far as is known.", lambda run, state: state.eta_s),
+    "left_low_seconds": ("A rough lower end of them.", lambda run, state: (state.eta_range_s or (None,))[0]),
+    "left_high_seconds": ("A rough upper end of them.", lambda run, state: (state.eta_range_s or (None,))[-1]),
+    "updated_timestamp_seconds": ("Time of the latest state, Unix time.", lambda run, state: state.updated_at_s),
+    "prompt_tokens_total": ("Prompt tokens of finished parts.", lambda run, state: state.prompt_tokens),
+    "completion_tokens_total": ("Tokens generated in finished parts.", lambda run, state: state.completion_tokens),
+    "lost_workers_total": ("Workers lost.", lambda run, state: len(run.history.losses)),
+    "lost_engines_total": ("Engine processes lost.", lambda run, state: run.num_crashes),
+    "coordinator_restarts_total": ("Coordinators after the first.", lambda run, state: run.num_restarts),
+}
+# Name of a metric of adapters -> its help, and a function that returns its value from the job's rows and the counts.
+_ADAPTER_METRICS: dict[str, tuple[str, Callable[[int, AdapterCount], float]]] = {
+    "rows": ("Rows of the adapter.", lambda rows, count: rows),
+    "done_rows": ("Rows that are answered or errors.", lambda rows, count: count.num_rows),
+    "error_rows": ("Rows of finished parts that are errors.", lambda rows, count: count.num_errors),
     "completion_tokens_total": (
-        "counter", "Tokens generated in finished parts.", lambda run, state: state.completion_tokens
+        "Tokens generated in finished parts.", lambda rows, count: count.completion_tokens
     ),
-    "worker_losses_total": ("counter", "Workers lost.", lambda run, state: len(run.history.losses)),
-    "engine_crashes_total": ("counter", "Engine processes lost.", lambda run, state: run.num_crashes),
-    "coordinator_restarts_total": ("counter", "Coordinators after the first.", lambda run, state: run.num_restarts),
 }  # fmt: skip
 # Name of a metric of engines -> its help, and a function that returns its value.
 _ENGINE_METRICS: dict[str, tuple[str, Callable[[WorkerReport], float]]] = {
-    "tokens_per_s": ("Tokens an engine generates in a second.", lambda report: report.tokens_per_s),
+    "tokens_per_second": ("Tokens an engine generates in a second.", lambda report: report.tokens_per_s),
     "running_rows": ("Rows an engine decodes together.", lambda report: report.telemetry.num_running),
     "batch_rows": ("Rows an engine can decode together.", lambda report: report.batch_rows),
     "open_rows": ("Unfinished rows of open shards.", lambda report: report.open_rows),
     "lent_rows": ("Open rows that other engines work on.", lambda report: report.lent_rows),
     "incoming_rows": ("Rows of other workers' shards.", lambda report: report.incoming_rows),
-    "pages_used": ("Pages of the pool in use.", lambda report: report.telemetry.pages_used),
-    "pages_total": ("Pages of the pool.", lambda report: report.telemetry.pages_total),
-    "num_crashes": ("Engine processes lost.", lambda report: report.num_crashes),
+    "used_pages": ("Pages of the pool in use.", lambda report: report.telemetry.pages_used),
+    "pages": ("Pages of the pool.", lambda report: report.telemetry.pages_total),
+    "lost_processes_total": ("Engine processes lost.", lambda report: report.num_crashes),
 }
+_Samples = list[tuple[Mapping[str, str], float]]
 
 
 class JobsView:
@@ -198,34 +221,62 @@ class JobsView:
         }
 
     def to_prometheus(self) -> str:
-        """All metrics in the text format of Prometheus, version 0.0.4."""
+        """All metrics in the text format of Prometheus, version 0.0.4.
+
+        No label is called `job` or `instance`, which Prometheus sets itself.
+        """
         lines: list[str] = []
-        for name, kind, help_text, samples in self._families():
+        for name, help_text, samples in self._families():
+            kind = "counter" if name.endswith("_total") else "gauge"
             lines += [f"# HELP lorabatch_{name} {help_text}", f"# TYPE lorabatch_{name} {kind}"]
             lines += [f"lorabatch_{name}{{{_labels(labels)}}} {value:.15g}" for labels, value in samples]
         return "\n".join(lines) + "\n"
 
-    def _families(self) -> Iterator[tuple[str, str, str, list[tuple[Mapping[str, str], float]]]]:
+    def _families(self) -> Iterator[tuple[str, str, _Samples]]:
         states = [(run, run.state) for run in self.runs if run.state is not None]
-        for name, (kind, text, job_value) in _JOB_METRICS.items():
-            values = [({"job": run.run_id}, job_value(run, state)) for run, state in states]
-            yield f"job_{name}", kind, text, [(labels, value) for labels, value in values if value is not None]
-        phases: list[tuple[Mapping[str, str], float]] = [
-            ({"job": run.run_id, "phase": state.phase}, 1) for run, state in states
-        ]
-        yield "job_phase", "gauge", "The phase that the job is in.", phases
-        reports = [(run, report) for run in self.runs for report in run.reports.values()]
+        for name, (text, job_value) in _JOB_METRICS.items():
+            values = [(run.labels, job_value(run, state)) for run, state in states]
+            yield f"job_{name}", text, [(labels, value) for labels, value in values if value is not None]
+        phases: _Samples = [({**run.labels, "phase": state.phase}, 1) for run, state in states]
+        yield "job_phase", "The phase that the job is in.", phases
+        outputs: _Samples = [({**run.labels, "output": run.output}, 1) for run, _ in states]
+        yield "job_info", "The URL of the job's output.", outputs
+        for name, (text, adapter_value) in _ADAPTER_METRICS.items():
+            counts: _Samples = [
+                ({**run.labels, "adapter": count.adapter}, adapter_value(state.adapter_rows[count.adapter], count))
+                for run, state in states
+                for count in state.adapters
+            ]
+            yield f"adapter_{name}", text, counts
         for name, (text, value) in _ENGINE_METRICS.items():
-            samples = [({"job": run.run_id, "worker": report.worker}, value(report)) for run, report in reports]
-            yield f"engine_{name}", "gauge", text, list(samples)
+            samples: _Samples = [
+                ({**run.labels, "worker": report.worker}, value(report))
+                for run in self.runs
+                for report in run.reports.values()
+            ]
+            yield f"engine_{name}", text, samples
+
+    @property
+    def shown(self) -> list[RunView]:
+        """Runs whose adapters and workers are shown: those that have not ended, else the latest one."""
+        known = [run for run in self.runs if run.state is not None]
+        return [run for run in known if not run.is_over] or known[:1]
 
     def job_rows(self) -> list[dict[str, Any]]:
         """A row of values for each run that has a state. Text from outside is not escaped."""
         return [_job_row(run, run.state) for run in self.runs if run.state is not None]
 
+    def adapter_rows(self) -> list[dict[str, Any]]:
+        """A row of values for each adapter of the runs that are shown, by run."""
+        return [row for run in self.shown if run.state is not None for row in _adapter_rows(run, run.state)]
+
     def worker_rows(self) -> list[dict[str, Any]]:
-        """A row of values for each worker of each run."""
-        return [_worker_row(run, report) for run in self.runs for report in run.reports.values()]
+        """A row of values for each worker of the runs that are shown, by run, `w0` first."""
+        return [
+            _worker_row(run, run.reports[worker])
+            for run in self.shown
+            for worker in sorted(run.reports, key=run.places().__getitem__)
+        ]
 
 
 def _job_row(run: RunView, state: JobState) -> dict[str, Any]:
@@ -233,25 +284,51 @@ def _job_row(run: RunView, state: JobState) -> dict[str, Any]:
     lost = {"workers": len(run.history.losses), "engines": run.num_crashes, "coordinators": run.num_restarts}
     return {
         "job": run.run_id,
+        "time left": state.time_left,
         "phase": state.phase,
-        "rows": f"{totals.to_text()} ({totals.share_done:.1%} done)",
+        "rows done": f"{totals.done:,} of {totals.rows:,}" + (f" ({totals.share_done:.1%})" if totals.rows else ""),
         "errors": totals.errors,
-        "parts": f"{state.shards_done:,} of {state.shards:,}",
-        "left": state.time_left,
         "tokens/s": round(run.tokens_per_s),
+        "parts": f"{state.shards_done:,} of {state.shards:,}",
+        "reused": f"{totals.reused:,} rows of earlier runs" if totals.reused else "",
         "lost": ", ".join(f"{what}: {n}" for what, n in lost.items() if n),
         "output": run.output,
         "message": state.message,
     }
 
 
+def _adapter_rows(run: RunView, state: JobState) -> Iterator[dict[str, Any]]:
+    holders: dict[str, list[str]] = {}
+    for worker in state.workers:
+        for name in worker.resident_adapters:
+            holders.setdefault(name, []).append(worker.name.partition(" ")[0])
+    for count in state.adapters:
+        rows = state.adapter_rows[count.adapter]
+        yield {
+            "adapter": count.adapter or "(base model)",
+            "rows done": f"{count.num_rows:,} of {rows:,} ({count.num_rows / max(1, rows):.1%})",
+            "errors": count.num_errors,
+            "tokens in parts": count.completion_tokens,
+            "in memory of": _some(holders.get(count.adapter, [])),
+            "job": run.run_id,
+        }
+    num_rows = state.rows - sum(state.adapter_rows.values())
+    if state.adapter_rows and num_rows > 0:
+        done = max(0, state.totals.done - sum(count.num_rows for count in state.adapters))
+        yield {
+            "adapter": "(all others)",
+            "rows done": f"{done:,} of {num_rows:,} ({done / num_rows:.1%})",
+            "errors": max(0, state.totals.errors - sum(count.num_errors for count in state.adapters)),
+            "tokens in parts": max(0, state.completion_tokens - sum(c.completion_tokens for c in state.adapters)),
+            "in memory of": "",
+            "job": run.run_id,
+        }
+
+
 def _worker_row(run: RunView, report: WorkerReport) -> dict[str, Any]:
     resident = {worker.address: worker.resident_adapters for worker in run.state.workers} if run.state else {}
     telemetry = report.telemetry
-    adapters = resident.get(report.worker, ())
-    more = len(adapters) - _ADAPTERS_SHOWN
     return {
-        "job": run.run_id,
         "worker": run.names.name(report.worker),
         "state": report.state,
         "tokens/s": round(report.tokens_per_s),
@@ -263,8 +340,15 @@ def _worker_row(run: RunView, report: WorkerReport) -> dict[str, Any]:
         "prompt reused": f"{telemetry.prefix_hit_rate:.0%}",
         "pages": f"{telemetry.pages_used:,} of {telemetry.pages_total:,}",
         "engine restarts": report.num_crashes,
-        "adapters": ", ".join(adapters[-_ADAPTERS_SHOWN:]) + (f" and {more} more" if more > 0 else ""),
+        "adapters": _some(list(reversed(resident.get(report.worker, ())))),
+        "job": run.run_id,
     }
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first names, and how many there are besides."""
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _labels(labels: Mapping[str, str]) -> str:

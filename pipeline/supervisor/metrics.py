@@ -11,6 +11,9 @@ from ...scheduler.messages import FinishedRows, UnfinishedRows
 from ..messages import WorkerReport
 from .open_shard import OpenShard
 
+# Least seconds over which rates are counted. A worker that was held up reads several snapshots at once.
+_LEAST_RATED_S = 0.5
+
 
 class EngineMeter:
     """The latest state of one engine. It holds no clock: times are the caller's, in seconds."""
@@ -19,6 +22,8 @@ class EngineMeter:
         #: The state as last set.
         self.latest = WorkerReport(worker, "starting", batch_rows)
         self._counted_s = now_s
+        # Snapshot from which the next rates count, and its time.
+        self._rated = EngineTelemetry(), now_s
 
     def set(self, **changes: Any) -> None:
         """Change fields of the coming reports."""
@@ -27,6 +32,7 @@ class EngineMeter:
     def process_started(self, pid: int, now_s: float) -> None:
         """Record a new engine process that is ready: its counts start at 0."""
         self._counted_s = now_s
+        self._rated = EngineTelemetry(), now_s
         self.set(state="ready", engine_pid=pid, telemetry=EngineTelemetry())
 
     def process_died(self, reason: str) -> None:
@@ -42,7 +48,7 @@ class EngineMeter:
         )
 
     def progressed(self, telemetry: EngineTelemetry, now_s: float) -> None:
-        """Record a snapshot of the engine process; rates are over the time since the previous snapshot."""
+        """Record a snapshot of the engine process; rates are over at least `_LEAST_RATED_S` seconds."""
         seconds = max(now_s - self._counted_s, 1e-3)
         self._counted_s = now_s
         before = self.latest.telemetry
@@ -50,10 +56,19 @@ class EngineMeter:
         used_place_s = rows_in_step * min(telemetry.busy_s - before.busy_s, seconds)
         self.set(
             telemetry=telemetry,
-            tokens_per_s=(telemetry.generated_tokens - before.generated_tokens) / seconds,
-            prompt_tokens_per_s=(telemetry.prompt_tokens - before.prompt_tokens) / seconds,
             used_place_s=self.latest.used_place_s + used_place_s,
             offered_place_s=self.latest.offered_place_s + self.latest.batch_rows * seconds,
+        )
+        self._rate(telemetry, now_s)
+
+    def _rate(self, telemetry: EngineTelemetry, now_s: float) -> None:
+        before, since_s = self._rated
+        if (seconds := now_s - since_s) < _LEAST_RATED_S:
+            return
+        self._rated = telemetry, now_s
+        self.set(
+            tokens_per_s=(telemetry.generated_tokens - before.generated_tokens) / seconds,
+            prompt_tokens_per_s=(telemetry.prompt_tokens - before.prompt_tokens) / seconds,
         )
 
     def report(

@@ -8,7 +8,8 @@ journalled about once a second, begun rows when the worker has to leave. The par
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from uuid import uuid4
 
@@ -17,6 +18,7 @@ from distributed import get_worker, secede
 
 from ...engine.request import ExportedRow, Request
 from ...jobs.parts import PartMark, read_mark
+from ...jobs.progress import AdapterCount
 from ...jobs.record import JobRecord
 from ...jobs.store import JobStore
 from ...scheduler.messages import RunShard
@@ -165,7 +167,18 @@ def _outcome(
         completion_tokens=sum(answer.completion_tokens for answer in answers.values()),
         reuse=PromptReuse.of_answers(answers.values()),
         work=work,
+        adapters=tuple(_by_adapter(rows, answers)),
     )
+
+
+def _by_adapter(rows: ShardRows, answers: Mapping[str, RowAnswer]) -> Iterator[AdapterCount]:
+    answered = [r if isinstance(r, RowAnswer) else answers[r.request_id] for r in rows.requests]
+    of_adapter: defaultdict[str, list[RowAnswer]] = defaultdict(list)
+    for name, answer in zip(rows.adapters, answered, strict=True):
+        of_adapter[name or ""].append(answer)
+    for name, group in of_adapter.items():
+        num_errors = sum(answer.finish_reason == "error" for answer in group)
+        yield AdapterCount(name, len(group), num_errors, sum(answer.completion_tokens for answer in group))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import time
 from dataclasses import replace
+from datetime import datetime
 
 import pytest
 from rich.console import Console
@@ -89,7 +90,10 @@ def test_without_a_terminal_a_line_is_printed_at_each_phase_and_not_at_each_upda
             progress.update(RUNNING)
         progress.update(JobState("done", 2.0, rows=200, rows_done=200))
     lines = out.getvalue().splitlines()
-    assert [line.split()[1] for line in lines] == ["running", "done"]
+    stamps, stages = zip(*(line.split(" [") for line in lines), strict=True)
+    assert [stage.split()[1] for stage in stages] == ["running", "done"]
+    offsets = [datetime.fromisoformat(stamp).utcoffset() for stamp in stamps]
+    assert offsets == [datetime.now().astimezone().utcoffset()] * 2
 
 
 def test_rows_that_were_done_before_are_no_speed() -> None:
@@ -114,4 +118,6 @@ def test_notes_of_a_job_are_printed_once() -> None:
     with ConsoleProgress(Console(file=out, width=80)) as progress:
         for notes in ((), ("one",), ("one",), ("one", "two")):
             progress.update(replace(RUNNING, notes=notes))
-    assert [line for line in out.getvalue().splitlines() if "running" not in line] == ["one", "two"]
+    lines = [line.rpartition(" ") for line in out.getvalue().splitlines() if "running" not in line]
+    assert [note for _, _, note in lines] == ["one", "two"]
+    assert all(datetime.fromisoformat(stamp).tzinfo for stamp, _, _ in lines)

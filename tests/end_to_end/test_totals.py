@@ -18,6 +18,7 @@ from lorabatch.console.progress import job_line
 from lorabatch.jobs.errors import JobInterruptedError
 from lorabatch.jobs.record import JobState
 from lorabatch.jobs.report.page import write_report
+from lorabatch.pipeline.result import JobResult
 
 CLI = [sys.executable, str(ECHO_FOLDER / "echo_cli.py")]
 PHASES = ["starting", "indexing", "planning", "loading engines", "running", "finishing", "done"]
@@ -66,7 +67,8 @@ def test_totals_of_a_resumed_job_agree_everywhere(echo_job: EchoJob, shared_clie
     facts = dict(re.findall(r"<dt>([^<]+)</dt><dd>([^<]+)</dd>", write_report(echo_job.store)))
     names = ("rows answered", "error rows", "rows from an earlier run")
     assert [facts[name] for name in names] == ["157 of 160", "3", str(totals.reused)]
-    assert_dashboard_agrees(shared_client, state, shown)
+    assert_dashboard_agrees(shared_client, state)
+    assert_adapters_agree(second.states, result)
 
 
 def assert_never_backwards(states: list[JobState]) -> None:
@@ -80,7 +82,7 @@ def assert_never_backwards(states: list[JobState]) -> None:
     assert {"starting", "indexing", "loading engines", "running", "done"} <= {state.phase for state in last_run}
 
 
-def assert_dashboard_agrees(client: Client, state: JobState, shown: str) -> None:
+def assert_dashboard_agrees(client: Client, state: JobState) -> None:
     """The page's table, `/lora.json` and Prometheus."""
     server = client.dashboard_link.removesuffix("/status")
     job = next(job for job in read_json(f"{server}/lora.json")["jobs"] if job["run_id"] == state.run_id)
@@ -90,20 +92,36 @@ def assert_dashboard_agrees(client: Client, state: JobState, shown: str) -> None
     def table(dask_scheduler: Any, run_id: str) -> str:
         plugins = dask_scheduler.plugins.items()
         view = next(plugin.view for name, plugin in plugins if name.startswith("lorabatch-jobs-"))
-        return next(row["rows"] for row in view.job_rows() if row["job"] == run_id)  # type: ignore[no-any-return]
+        return next(row["rows done"] for row in view.job_rows() if row["job"] == run_id)  # type: ignore[no-any-return]
 
-    assert client.run_on_scheduler(table, run_id=state.run_id) == f"{shown} (100.0% done)"
+    assert client.run_on_scheduler(table, run_id=state.run_id) == "160 of 160 (100.0%)"
     with urllib.request.urlopen(f"{server}/lora/metrics") as reply:
         families = list(text_string_to_metric_families(reply.read().decode()))
     values = {
         sample.name.removeprefix("lorabatch_job_"): sample.value
         for family in families
         for sample in family.samples
-        if sample.labels.get("job") == state.run_id
+        if sample.labels.get("run_id") == state.run_id
     }
     totals = state.totals
-    assert (values["rows"], values["rows_done"], values["rows_answered"]) == (totals.rows, totals.done, totals.answered)
-    assert (values["rows_error"], values["rows_reused"]) == (totals.errors, totals.reused)
+    assert (values["rows"], values["done_rows"], values["answered_rows"]) == (totals.rows, totals.done, totals.answered)
+    assert (values["error_rows"], values["reused_rows"]) == (totals.errors, totals.reused)
+
+
+def assert_adapters_agree(states: list[JobState], result: JobResult) -> None:
+    """Rows by adapter, while the resumed job runs and at its end."""
+    counted = [state for state in states if state.adapters and not state.is_final]
+    assert states[-1].adapters == result.adapters
+    rows = {count.adapter: count.num_rows for count in result.adapters}
+    assert rows["no-such-adapter"] == 3
+    for state in counted:
+        assert state.adapter_rows == rows
+        assert all(0 <= count.num_rows <= rows[count.adapter] for count in state.adapters)
+    begun, last = (sum(count.num_rows for count in state.adapters) for state in (counted[0], counted[-1]))
+    assert 0 < begun <= last <= 160, "rows in parts of the run before count"
+    ended = [state for state in states if state.phase == "running" and state.shards_done == state.shards]
+    for state in ended:
+        assert state.adapters == result.adapters
 
 
 def read_json(url: str) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from lorabatch.pipeline.result import AdapterCount, JobResult, KindOfError
+from lorabatch.jobs.progress import AdapterCount
+from lorabatch.pipeline.result import JobResult, KindOfError
 
 RESULT = JobResult(
     output="/out",

@@ -52,7 +52,7 @@ def store(tmp_path: Path, record: Callable[..., JobRecord]) -> JobStore:
 
 def said(store: JobStore) -> list[tuple[str, str]]:
     """Source and text of each line."""
-    lines = [line[21:].partition(" | ") for line in log_lines(store)]
+    lines = [line[27:].partition(" | ") for line in log_lines(store)]
     return [(source.strip(), text) for source, _, text in lines]
 
 
@@ -112,7 +112,7 @@ def test_lines_of_logs_stand_among_the_events_under_the_name_of_who_wrote_them(s
     store.append_log("client", f"2025-01-01 00:01:47,000 WARNING lorabatch: {A} is slow\n")
     store.write_state(JobState("failed", BEGAN_S + 60, rows=7, rows_done=3, message="no engine works."))
     shown = list(log_lines(store))
-    assert shown[-4].startswith("2025-01-01 00:01:49  w0 10.0.0.5            | engine ready")
+    assert shown[-4].startswith("2025-01-01 00:01:49+00:00  w0 10.0.0.5            | engine ready")
     assert said(store)[4:] == [
         ("w0 10.0.0.5", "lorabatch.x - WARNING - late"),
         ("w0 10.0.0.5", "Traceback of it"),
@@ -122,6 +122,29 @@ def test_lines_of_logs_stand_among_the_events_under_the_name_of_who_wrote_them(s
         ("job", "failed: 3 of 7 rows answered"),
         ("job", "no engine works."),
         ("job", f"next: lorabatch resume {store.url}"),
+    ]
+
+
+def test_times_are_the_readers_though_workers_are_in_other_zones(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", "Asia/Kolkata")
+    time.tzset()
+    append(store, beginning(BEGAN_S, starting=BEGAN_S), WorkersSeen(0.0, (A,)), ReplicaJoined(9.0, A, 8))
+    # 2025-01-01 00:01:40 UTC is BEGAN_S. Lines of Dask have no offset: it is that of the worker's other lines.
+    ours = "2024-12-31 19:01:45.500-05:00 - lorabatch.x - WARNING - ours"
+    dasks = "2024-12-31 19:01:46,000 - distributed.worker - WARNING - Dask's"
+    store.append_log("worker-10-0-0-5-4000", f"before any time\n{ours}\n{dasks}\n")
+    store.append_log("engine-10-0-0-5-4000", "2025-01-01 01:01:47.000+01:00 WARNING its own\n")
+    store.append_log("client", "2025-01-01 05:31:48,000 WARNING no offset\n")
+    shown = [(line[:25], line.split()[-1]) for line in log_lines(store)]
+    assert ("2025-01-01 05:30:00+05:30", "time") in shown, "a line before any time has that of the job"
+    assert [line for line in shown if "05:31:44" < line[0][11:] < "05:31:50"] == [
+        ("2025-01-01 05:31:45+05:30", "ours"),
+        ("2025-01-01 05:31:46+05:30", "Dask's"),
+        ("2025-01-01 05:31:47+05:30", "own"),
+        ("2025-01-01 05:31:48+05:30", "offset"),
+        ("2025-01-01 05:31:49+05:30", "once"),
     ]
 
 
@@ -141,8 +164,8 @@ def test_who_follows_sees_each_line_once_until_the_end(store: JobStore) -> None:
     lines = list(log_lines(store, follow=True))
     timer.join()
     assert [line for line in lines if "whole" in line or "half" in line] == [
-        "2025-01-01 00:01:41  client                 | INFO whole",
-        "2025-01-01 00:01:41  client                 | half of a line",
+        "2025-01-01 00:01:41+00:00  client                 | INFO whole",
+        "2025-01-01 00:01:41+00:00  client                 | half of a line",
     ]
     assert sum("engine ready" in line for line in lines) == 1
     assert lines[-2].endswith("done: 7 of 7 rows answered")

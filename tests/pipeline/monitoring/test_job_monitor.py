@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from lorabatch.engine.telemetry import EngineTelemetry
+from lorabatch.jobs.progress import AdapterCount
 from lorabatch.jobs.record import JobState
 from lorabatch.pipeline.messages import PromptReuse, ShardOutcome, WorkerReport
 from lorabatch.pipeline.monitoring.job_monitor import BatchFill, JobMonitor
@@ -156,3 +157,51 @@ def test_workers_count_by_their_places() -> None:
         fill.reported(make_fill_report(worker, 0.0, 0.0))
         fill.reported(make_fill_report(worker, used, 160.0))
     assert fill.share == 0.75
+
+
+def adapters_of(monitor: JobMonitor) -> dict[str, tuple[int, int, int]]:
+    state = monitor.state(1.0, rows_left=0)
+    assert list(state.adapter_rows) == [count.adapter for count in state.adapters]
+    return {c.adapter: (c.num_rows, c.num_errors, c.completion_tokens) for c in state.adapters}
+
+
+def outcome(shard_id: int, *counts: AdapterCount) -> ShardOutcome:
+    return ShardOutcome(shard_id, "w1", 10, 0, 0, 0, 0, adapters=counts)
+
+
+def finished(worker: str, *rows: FinishedRows) -> WorkerReport:
+    return WorkerReport(worker, "ready", 8, finished=rows)
+
+
+def test_rows_of_adapters_count_when_engines_finish_them_and_only_once() -> None:
+    rows = {"a": 20, None: 8, "": 2, "no such": 10}
+    monitor = JobMonitor(
+        [make_shard(i, 10) for i in range(4)], {3}, {"sha-a": "a"}, None, 0, rows, [AdapterCount("a", 10, 1, 70)]
+    )
+    assert monitor.state(1.0, 0).adapter_rows == {"": 10, "a": 20, "no such": 10}
+    assert adapters_of(monitor) == {"": (0, 0, 0), "a": (10, 1, 70), "no such": (0, 0, 0)}
+    monitor.reported(finished("w1", FinishedRows("sha-a", 4, 9), FinishedRows(None, 3, 9), FinishedRows("sha-x", 5, 9)))
+    assert adapters_of(monitor) == {"": (3, 0, 0), "a": (14, 1, 70), "no such": (0, 0, 0)}
+    monitor.committed(outcome(0, AdapterCount("a", 4, 0, 9), AdapterCount("no such", 6, 6, 0)))
+    assert adapters_of(monitor) == {"": (3, 0, 0), "a": (14, 1, 79), "no such": (6, 6, 0)}
+
+
+def test_rows_of_a_lost_worker_are_not_counted_twice() -> None:
+    monitor = JobMonitor([make_shard(0, 10)], (), {"sha-a": "a"}, adapter_rows={"a": 10})
+    monitor.reported(finished("w1", FinishedRows("sha-a", 6, 9)))
+    monitor.lost("w1")
+    monitor.lost("w1")
+    assert adapters_of(monitor) == {"a": (0, 0, 0)}
+    monitor.reported(finished("w2", FinishedRows("sha-a", 9, 9)))
+    assert adapters_of(monitor) == {"a": (9, 0, 0)}
+    monitor.reported(finished("w2", FinishedRows("sha-a", 9, 9)))
+    assert adapters_of(monitor) == {"a": (10, 0, 0)}
+    monitor.committed(outcome(0, AdapterCount("a", 10, 0, 50)))
+    assert adapters_of(monitor) == {"a": (10, 0, 50)}
+
+
+def test_a_state_has_the_adapters_with_the_most_rows() -> None:
+    rows = {f"a{i:04}": 1 + i // 2 for i in range(10_000)} | {"long " * 60: 10**6, "none": 0}
+    state = JobMonitor([make_shard(0, 10)], (), {}, adapter_rows=rows).state(1.0, 0)
+    assert list(state.adapter_rows) == [f"a{i:04}" for i in range(9950, 10_000)]
+    assert len(state.to_json()) < 10_000

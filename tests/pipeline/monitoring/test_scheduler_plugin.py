@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import sys
 import urllib.request
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 from browser import Browser, needs_browser
 from distributed import Client, LocalCluster
 
+from lorabatch.jobs.progress import AdapterCount
 from lorabatch.jobs.record import JobState, WorkerState
 from lorabatch.pipeline.cluster.late_dashboard import WITHOUT_PAGES, LateDashboard
 from lorabatch.pipeline.messages import StopRun, WorkerReport
@@ -72,7 +74,8 @@ def test_jobs_are_shown_as_page_json_and_metrics(client: Client) -> None:
     status, text = fetch(client, "/lora.json")
     (job,) = json.loads(text)["jobs"]
     assert (status, job["state"]["rows_done"], job["workers"][0]["worker"]) == (200, 30, "tcp://w0")
-    assert 'lorabatch_engine_tokens_per_s{job="night-1",worker="tcp://w0"} 12.5' in fetch(client, "/lora/metrics")[1]
+    rate = 'lorabatch_engine_tokens_per_second{job_id="night",run_id="night-1",worker="tcp://w0"} 12.5'
+    assert rate in fetch(client, "/lora/metrics")[1]
     status, page = fetch(client, "/lora")
     assert status == (200 if client.has_bokeh else 404)
     if client.has_bokeh:
@@ -109,26 +112,35 @@ def test_a_browser_shows_a_curve_per_job_and_tables_as_they_change(client: Clien
     for job in ("night-20261122-215343-9bf979-86b7e3", "night-2"):
         publish = state_publisher(client, job, "s3://bucket/a-folder/of-answers")
         for second in range(30):
-            done = {"rows": 60, "rows_done": second, "tokens_per_s": second}
+            done = {"rows": 60, "rows_done": second, "tokens_per_s": second, "eta_s": 75.0}
+            done |= {"adapter_rows": {"sql" + ATTACK: 40}, "adapters": (AdapterCount("sql" + ATTACK, 25, 0, 9),)}
             publish(JobState("running", float(second), workers=workers, worker_addresses=("tcp://w0",), **done))
         REPORTS.publish(client, job, WorkerReport("tcp://w0", "ready", 8, tokens_per_s=12.5))
     with Browser(tmp_path) as browser:
         browser.open(address(client, "/lora"))
         text = browser.text(until=ATTACK)
-        assert "29 of 60 rows answered (48.3% done)" in text
+        assert re.search(r"job\s+time left\s+phase\s+rows done", text)
+        assert text.count("about 1:15 left") == 2
+        assert "29 of 60 (48.3%)" in text
+        assert f"sql{ATTACK}" in text
+        assert re.search(r"25 of 40 \(62\.5%\)\s+0\s+9\s+\(all others\)\s+4 of 20", text)
         assert "w0 w0" in text
         # What was published before the page was opened is there.
         samples = f"{MODEL}('night-2').data_source.data.time.length"
         assert browser.evaluate(samples) == 30
-        legend = "[...Bokeh.index.query(view => view.model.type === 'Legend')][0].model.items.map(i => i.label.value)"
-        assert browser.evaluate(legend) == ["worker lost", "night-20261122-215343-9bf979-86b7e3", "night-2"]
         publish(JobState("running", 31.0, rows=60, rows_done=59))
-        assert "59 of 60 rows answered" in browser.text(until="59 of 60 rows answered")
+        assert "59 of 60 (98.3%)" in browser.text(until="59 of 60 (98.3%)")
         assert browser.evaluate(samples) == 31
         assert browser.evaluate("window.isHacked") is None
+        page_width = "document.documentElement.scrollWidth"
         for width in (1400, 800):
             browser.change(width)
+            browser.until(lambda width=width: browser.evaluate(page_width) == width)
+            assert browser.evaluate(page_width) == width
             assert browser.cut_off() == []
+        assert browser.pixels()[500:, :50].mean() > 200
+        browser.change(1400, dark=True)
+        assert browser.pixels()[500:, :50].mean() < 60
 
 
 def test_events_of_other_topics_are_ignored(client: Client) -> None:

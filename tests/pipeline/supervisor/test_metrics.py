@@ -57,6 +57,19 @@ def test_rates_count_from_the_start_of_the_process_that_runs_now() -> None:
     assert meter.latest.engine_pid == 2
 
 
+def test_a_rate_is_over_half_a_second_or_more_though_snapshots_come_at_once() -> None:
+    """A worker that was held up for seconds reads the snapshots of that time within a millisecond."""
+    meter = EngineMeter("tcp://w", batch_rows=8, now_s=0.0)
+    meter.process_started(1, 10.0)
+    rates = []
+    for number, now_s in enumerate((11.0, 12.0, 15.0, 15.0, 15.001, 15.002, 16.0), start=1):
+        meter.progressed(replace(SNAPSHOT, generated_tokens=50 * number, prompt_tokens=100 * number), now_s)
+        rates.append((meter.latest.tokens_per_s, meter.latest.prompt_tokens_per_s))
+    per_snapshot = pytest.approx(50 / 3), pytest.approx(100 / 3)
+    assert rates == [(50.0, 100.0), (50.0, 100.0), *[per_snapshot] * 4, (200.0, 400.0)]
+    assert meter.latest.telemetry.generated_tokens == 350
+
+
 def test_places_are_used_by_rows_in_steps_and_offered_all_the_time() -> None:
     meter = EngineMeter("tcp://w", batch_rows=8, now_s=90.0)
     meter.process_started(1, 100.0)
