@@ -41,6 +41,16 @@ _READY = b"ready\n"
 _PR_SET_PDEATHSIG = 1
 
 
+def python_command(module: str, *arguments: str) -> list[str]:
+    """The command of a Python process that runs a module of lorabatch.
+
+    The working directory is not on its path: a `numbers.py` or `tokenizers` in a user's folder would be imported in
+    place of the module of that name. Only if lorabatch itself is imported from there, it stays on the path.
+    """
+    is_there = Path(__file__).absolute().parents[2] == Path.cwd()
+    return [sys.executable, *([] if is_there else ["-P"]), "-m", module, *arguments]
+
+
 def end_with(parent: int) -> None:
     """Have this process killed when its parent ends, stopped or not."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -120,7 +130,7 @@ class ConfinedProcess:
         self._end()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"{_PACKAGE}.system.confinement"],
+                python_command(f"{_PACKAGE}.system.confinement"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

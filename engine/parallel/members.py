@@ -7,7 +7,6 @@ import mmap
 import os
 import queue
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...system.codec import MessageError
+from ...system.confinement import python_command
 from ..config import EngineConfig
 from ..errors import EngineError
 from ..memory.residency import ResidentAdapter
@@ -287,7 +287,7 @@ def start_process(config: EngineConfig, inherited: Sequence[int]) -> subprocess.
     """Start a member that waits for its `StartMember`. What it prints goes where this process prints."""
     threads = dict.fromkeys(_THREAD_VARIABLES, str(config.member_threads))
     return subprocess.Popen(
-        [sys.executable, "-m", _MODULE, str(os.getpid())],
+        python_command(_MODULE, str(os.getpid())),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | threads,

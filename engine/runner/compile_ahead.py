@@ -12,12 +12,12 @@ import json
 import logging
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ...kernels.launch import COMPILE_VARIABLES
+from ...system.confinement import python_command
 from ..config import BaseQuantization
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ def _warn(missing: str) -> None:
 
 def start_compiler(module: str, argument: str) -> subprocess.Popen[bytes]:
     """Start a process that compiles kernels: `python -m MODULE PARENT ARGUMENT`. It prints what `result_of` reads."""
-    command = [sys.executable, "-m", module, str(os.getpid()), argument]
+    command = python_command(module, str(os.getpid()), argument)
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=os.environ | _ENVIRONMENT)
 
 

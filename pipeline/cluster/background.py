@@ -19,6 +19,7 @@ from typing import Any
 from distributed import Client
 
 from ...jobs.errors import JobFailedError
+from ...system.confinement import python_command
 from ...system.local_cache import file_lock, make_private
 from .background_state import BackgroundCluster
 from .connect import embedded, existing, open_client, page_address
@@ -62,7 +63,7 @@ def start_cluster(path: Path, num_workers: int, gpus_each: int = 1) -> Backgroun
     log_path = path.with_suffix(".log")
     with open(os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(path), str(num_workers), str(gpus_each)],
+            python_command(__name__, str(path), str(num_workers), str(gpus_each)),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

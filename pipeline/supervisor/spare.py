@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from ...system.confinement import python_command
 
 _SERVER = "lorabatch.engine.server.process"
 # Module that a spare process imports while it waits.
@@ -84,7 +85,7 @@ def start_engine_process(log_path: Path, num_threads: int | None, imported: str 
     """
     with log_path.open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", _SERVER, *([imported] if imported else [])],
+            python_command(_SERVER, *([imported] if imported else [])),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -29,7 +30,13 @@ def lorabatch(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*CLI, *words], capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_a_job_runs_to_its_end_and_says_where_the_answers_are(echo_job: EchoJob) -> None:
+def test_a_job_runs_to_its_end_and_says_where_the_answers_are(
+    echo_job: EchoJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Files of the user that have the names of modules, where the command is typed.
+    for name in ("numbers", "queue", "msgpack", "jinja2", "numpy", "pyarrow", "distributed", "torch"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the user')")
+    monkeypatch.chdir(tmp_path)
     rows = make_rows(60)
     echo_job.write_input(rows)
     done = lorabatch(*arguments(echo_job))

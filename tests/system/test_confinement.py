@@ -35,6 +35,19 @@ def test_a_process_that_breaks_a_limit_is_replaced(process: ConfinedProcess) -> 
     assert process.run(PATTERNS, [["a+"], PART, ["aa", "b"]], 1) == [["aa", 0, None]]
 
 
+@pytest.mark.parametrize("name", ["json", "numbers", "jinja2"])
+def test_files_in_the_working_directory_stand_for_no_modules(
+    name: str, process: ConfinedProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Users have files of such names, and strangers may put some where a user works."""
+    (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the user')")
+    monkeypatch.chdir(tmp_path)
+    assert process.run(PATTERNS, [["a+"], PART, ["aa", "b"]], 1) == [["aa", 0, None]]
+    asked = ["{{ messages | length }}", {}, None, [[[{"role": "user", "content": "a"}], 0]], [AS_USUAL], False]
+    (answers, _) = process.run("engine.text.chat.chat_template", asked, 9)
+    assert answers == [[False, "1"]]
+
+
 @pytest.mark.long
 def test_what_a_task_raises_is_said_on_one_line_and_the_process_goes_on(process: ConfinedProcess) -> None:
     with pytest.raises(ConfinedError, match="error: unterminated character set") as raised:
