@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from .jobs.options.types import JobOptions
+from .jobs.progress import counted
 from .jobs.spec import JobSpec
 from .jobs.status.job_status import JobStatus, read_status, request_cancel, wait_for_end, wait_interval_s
 from .jobs.status.logs import log_lines
@@ -402,7 +403,8 @@ class JobPlan:
         return self.to_text()
 
     def __repr__(self) -> str:
-        return f"<JobPlan: {self.num_rows} rows, {self.num_workers} workers, {self.predicted_s:.1f} s predicted>"
+        counts = f"{counted(self.num_rows, 'row')}, {counted(self.num_workers, 'worker')}"
+        return f"<JobPlan: {counts}, {self.predicted_s:,.1f} s predicted>"
 
     def _repr_html_(self) -> str:
         facts = {

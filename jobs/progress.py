@@ -59,6 +59,11 @@ class AdapterCount:
     completion_tokens: int
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things in words: "1 line", "2,000 lines"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def time_left(seconds: float | None, range_s: tuple[float, float] | None, *, is_loading: bool = False) -> str:
     """The time left in words, such as "about 1:15 left (0:50 to 2:00)"; "" when it is not known.
 

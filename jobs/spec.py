@@ -44,11 +44,12 @@ from .options.values import (
     TlsFiles,
     check_prefix,
     markers_of,
+    plain_value,
     replace_forms,
     with_tables,
 )
 from .storage.redaction import redacted_url
-from .storage.urls import absolute, is_hub_id, is_local_path, paths_as_text
+from .storage.urls import absolute, is_hub_id, is_local_path
 
 # Options of sampling that may be written in several ways.
 _READ = tuple(name for name, o in SAMPLING_OPTIONS.items() if get_origin(o.kind) is tuple or name == "json_schema")
@@ -313,6 +314,12 @@ class JobSpec(_SamplingFields):
                 value = {adapter: redacted_url(url) for adapter, url in value.items()}
             yield name, value
 
+    def __dir__(self) -> list[str]:
+        """The options, and what this class adds to those of pydantic: notebooks offer these names."""
+        return sorted(
+            {*JobSpec.model_fields, *(name for name in vars(JobSpec) if not name.startswith(("_", "model_")))}
+        )
+
     @classmethod
     def as_far_as_valid(cls, values: Mapping[str, Any]) -> tuple[JobSpec, list[str], frozenset[str]]:
         """The job as far as its values can be used, every problem, and the fields that hold a placeholder."""
@@ -333,8 +340,10 @@ class JobSpec(_SamplingFields):
         values = {field_name(name): value for name, value in values.items()}
         if "input" in values:
             values["input"] = with_tables(values["input"])
-        values = {name: paths_as_text(value) for name, value in values.items()}
+        values = {name: plain_value(value) for name, value in values.items()}
         known = {name: value for name, value in values.items() if name in JobSpec.model_fields}
+        # pydantic takes True for the number 1; YAML reads `yes` as True.
+        known |= {n: str(v) for n, v in known.items() if isinstance(v, bool) and _is_number(n)}
         problems, wrong = unknown_options(values, JobSpec.model_fields), frozenset[str]()
         problems += replace_forms(known)
         try:
@@ -468,3 +477,10 @@ def _template_place(template: str | None) -> str | None:
 
 def _absolute_if_there(url: str) -> str:
     return absolute(url) if is_local_path(url) else url
+
+
+def _is_number(name: str) -> bool:
+    """Whether an option is a number, and no switch."""
+    annotation = JobSpec.model_fields[name].annotation
+    kinds = {annotation, *get_args(annotation)}
+    return bool(kinds & {int, float}) and bool not in kinds

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
-from ..jobs.progress import AdapterCount, RowTotals
+from ..jobs.progress import AdapterCount, RowTotals, counted
 from ..system.html import facts_table
 
 
@@ -88,8 +88,9 @@ class JobResult:
         return self.to_text()
 
     def __repr__(self) -> str:
-        rows = f"{self.num_rows:,} rows, {self.num_errors:,} errors"
-        return f"<JobResult: {rows}, {self.num_parts:,} parts, {self.seconds:,.1f} s, {self.output}>"
+        counts = ((self.num_rows, "row"), (self.num_errors, "error"), (self.num_parts, "part"))
+        shown = ", ".join(counted(number, noun) for number, noun in counts)
+        return f"<JobResult: {shown}, {self.seconds:,.1f} s, {self.output}>"
 
     def _repr_html_(self) -> str:
         errors = (f"{kind.num_rows:,} x {kind.kind}, first at {kind.location}: {_short(kind)}" for kind in self.errors)

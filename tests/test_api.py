@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -154,6 +156,35 @@ def test_numbers_are_taken_where_text_is_expected(given: dict[str, Any]) -> None
             JobSpec(**given | values)
 
 
+def test_values_of_other_libraries_are_taken_as_the_numbers_and_lists_that_they_are(given: dict[str, Any]) -> None:
+    """A notebook has numbers and lists of numpy, pandas and Arrow."""
+    spec = JobSpec(
+        **given | {"max_tokens": np.int64(9), "output": Path("o")},
+        max_errors=np.int64(5),
+        name=np.int32(7),
+        temperature=np.float32(0.5),
+        choice=np.array(["a", "b"]),
+        bad_words=pd.Series(["x", "y"]).unique(),
+        stop_token_ids=pd.Index([1, 2]),
+        keep=pa.array(["id"]),
+        logit_bias={np.int64(5): np.float64(1)},
+        tools=[{"type": "function", "function": {"name": "f", "parameters": {"maximum": np.int64(3)}}}],
+        engine_threads=np.array(2),
+    )
+    assert (spec.max_tokens, spec.max_errors, spec.name, spec.temperature) == (9, "5", "7", 0.5)
+    assert (spec.choice, spec.bad_words, spec.stop_token_ids) == (("a", "b"), ("x", "y"), (1, 2))
+    assert (spec.keep, spec.logit_bias, spec.engine_threads) == (("id",), ((5, 1.0),), 2)
+    assert spec.tools == '[{"type": "function", "function": {"name": "f", "parameters": {"maximum": 3}}}]'
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "seed", "temperature", "workers", "rows_per_shard"])
+def test_a_switch_is_no_number(name: str, given: dict[str, Any]) -> None:
+    """YAML reads `yes` as True, which would be 1."""
+    with pytest.raises(lorabatch.JobRequestError, match=f"{name}='True': expected a valid (integer|number)"):
+        JobSpec(**given | {name: True})
+    assert JobSpec(**given, overwrite=True, chat=np.bool_(True)).chat is True
+
+
 def test_the_type_of_the_options_is_made_from_the_spec() -> None:
     # after a change of an option: python -m lorabatch.console.option_types
     file = Path(lorabatch.__file__).parent / "jobs" / "options" / "types.py"
@@ -196,7 +227,7 @@ def test_results_are_short_as_text_and_tables_as_html(given: dict[str, Any], tmp
     audited = AdapterAudit("<i>x</i>", tmp_path, "refused", ("r is 0, expected at least 1. " * 30,), (), None)
     agreement = Agreement("job-1", "int8", 32, 30, 0.98, None)
     shown = [result, audited, agreement, lorabatch.plan(**given), lorabatch.Job("<u>out</u>", cluster="tcp://h:1")]
-    assert repr(result) == "<JobResult: 12 rows, 1 errors, 3 parts, 2.0 s, out<put>>"
+    assert repr(result) == "<JobResult: 12 rows, 1 error, 3 parts, 2.0 s, out<put>>"
     for found in shown:
         assert len(repr(found)) < 200, found
         assert repr(found).startswith(f"<{type(found).__name__}: ")
@@ -217,6 +248,9 @@ def test_names_of_the_package_are_its_functions_and_types() -> None:
         *("cancel", "compare", "iter_rows", "job_id", "logs", "output", "result", "status", "wait"),
         *("to_arrow", "to_dask_dataframe", "to_pandas"),
     }
+    offered = set(dir(JobSpec(model="m", input="i", output="o")))
+    assert JobSpec.model_fields.keys() | {"sampling", "error_budget"} <= offered
+    assert not offered & {"construct", "copy", "dict", "json", "parse_obj", "schema", "validate", "model_dump"}
 
 
 def test_paths_are_options_too(given: dict[str, Any], tmp_path: Path) -> None:

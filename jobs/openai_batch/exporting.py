@@ -30,13 +30,14 @@ from ..input.columns import (
     role_values,
 )
 from ..input.completions import OF_ROWS, completions, listed
+from ..progress import counted
 from ..record import JobRecord
 from ..status.job_status import read_status
 from ..storage.redaction import redacted_url, storage_reason
 from ..storage.single_file import replaced_file
 from ..storage.urls import absolute
 from ..store import JobStore, part_name
-from .importing import ERROR_COLUMN, MODEL_COLUMN, counted
+from .importing import ERROR_COLUMN, MODEL_COLUMN
 
 _BATCH_ROWS = 1024
 # Log-probability that OpenAI writes for tokens that are as good as impossible: JSON has no infinite numbers.

@@ -23,6 +23,7 @@ from ...system.untrusted import shown, shown_name
 from ..errors import JobError, JobRequestError, StorageError
 from ..input.file_metadata import SETTINGS_KEY
 from ..options.values import SETTING_ROLES
+from ..progress import counted
 from ..storage.location import Location
 from ..storage.redaction import redacted_url, storage_reason
 from ..storage.single_file import read_lines, replaced_file
@@ -121,11 +122,6 @@ def import_batch(
     except (OSError, sqlite3.Error) as error:
         raise StorageError(f"cannot write a temporary file: {storage_reason(error, {})}") from None
     return imported
-
-
-def counted(number: int, noun: str) -> str:
-    """A number of things in words: "1 line", "2,000 lines"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _check(urls: Sequence[str], output: str, storage_options: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,20 @@ class InputTable(str):
     def kind(self) -> str:
         """The table's type: its package and its class."""
         return self.removeprefix(TABLE_SCHEME)
+
+
+def plain_value(value: Any) -> Any:
+    """A value of an option with text in place of `os.PathLike` objects, and Python's numbers and lists in place of those
+    of numpy, pandas, Polars and Arrow, also inside lists and mappings.
+    """
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, list | tuple):
+        return [plain_value(item) for item in value]
+    if isinstance(value, dict):
+        return {plain_value(key): plain_value(item) for key, item in value.items()}
+    to_list = getattr(value, "tolist", None) or getattr(value, "to_list", None)
+    return to_list() if callable(to_list) and not isinstance(value, type) else value
 
 
 def with_tables(value: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 #: Last part of a URL that stands for the latest checkpoint of a training run.
 LATEST = "latest"
@@ -26,12 +25,3 @@ def is_local_path(url: str) -> bool:
 def absolute(url: str) -> str:
     """A local path made independent of the working directory; URLs come back as they are."""
     return url if "://" in url else os.path.abspath(os.path.expanduser(url))
-
-
-def paths_as_text(value: Any) -> Any:
-    """A value of an option with text in place of `os.PathLike` objects, also inside lists and mappings."""
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, list | tuple):
-        return [paths_as_text(item) for item in value]
-    return {key: paths_as_text(item) for key, item in value.items()} if isinstance(value, dict) else value
