@@ -64,8 +64,8 @@ class InputTable(str):
 
 
 def plain_value(value: Any) -> Any:
-    """A value of an option with text in place of `os.PathLike` objects, and Python's numbers and lists in place of those
-    of numpy, pandas, Polars and Arrow, also inside lists and mappings.
+    """A value of an option with text in place of `os.PathLike` objects, and Python's own numbers and lists in place of
+    those of numpy, pandas, Polars and Arrow, also inside lists and mappings.
     """
     if isinstance(value, os.PathLike):
         return os.fspath(value)
