@@ -30,7 +30,7 @@ app = Commands(
 bench_app = Commands(no_args_is_help=True, help="Benchmarks, beside peers when they are installed.")
 app.add_typer(bench_app, name="bench")
 
-OutputArgument = Annotated[str, typer.Argument(help="The job's output folder or URL.")]
+OutputArgument = Annotated[str, typer.Argument(metavar="OUTPUT", help="The job's output folder or URL.")]
 ModelOption = Annotated[str, shared_option("model")]
 StorageOption = Annotated[str | None, shared_option("storage_options")]
 ClusterOption = Annotated[str | None, shared_option("cluster")]
@@ -89,9 +89,9 @@ def run(job_file: Path | None, options: dict[str, Any], as_json: JsonEndOption =
 
 @app.command()
 def demo(
-    output: Annotated[Path, typer.Option(help="Folder for the answers.")] = Path("demo-output"),
-    workers: Annotated[int, typer.Option(min=1, help="Workers of the embedded cluster.")] = 2,
-    overwrite: Annotated[bool, typer.Option(help="Start over if the folder holds an earlier run.")] = False,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the answers.")] = Path("demo-output"),
+    workers: Annotated[int, typer.Option("--workers", "-w", min=1, help="Workers of the embedded cluster.")] = 2,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start over if the folder holds a run.")] = False,
 ) -> None:
     """The main job on a small real model: trained adapters, a Parquet file of prompts, two workers."""
     with errors_as_exit_codes() as ending:
@@ -127,16 +127,16 @@ def simulate(
     rows: Annotated[int, typer.Option(min=1, help="Rows to draw, without a job file.")] = 2000,
     adapters: Annotated[int, typer.Option(min=0, help="Adapters to draw, without a job file.")] = 32,
     skew: Annotated[float, typer.Option(min=0, help="Exponent of their popularity; 0 is even.")] = 1.0,
-    workers: Annotated[int, typer.Option(min=1)] = 4,
+    workers: Annotated[int, typer.Option("--workers", "-w", min=1, help="Simulated workers.")] = 4,
     speeds: SpeedsOption = None,
-    policy: Annotated[list[str] | None, typer.Option(help="By default all. Repeatable.")] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="Policies to compare; by default all. Repeatable.")] = None,
     placement: Annotated[str, shared_option("placement")] = "planner",
     cost_model: Annotated[
         str | None, typer.Option(help="A file of `profile`, or a known machine; by default the job's, or an H200.")
     ] = None,
-    batch_rows: Annotated[int | None, typer.Option(min=1, help="By default what the engine would choose.")] = None,
-    seed: Annotated[int, typer.Option()] = 0,
-    output: Annotated[Path, typer.Option(help="Folder for table and plots.")] = Path("simulation"),
+    batch_rows: Annotated[int | None, typer.Option(min=1, help="Rows at once; by default the engine's choice.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of what is drawn.")] = 0,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for table and plots.")] = Path("simulation"),
 ) -> None:
     """The scheduler's own code on simulated workers: policies compared on one job, as a table and as plots."""
     with errors_as_exit_codes():
@@ -165,10 +165,12 @@ def simulate(
 @app.command()
 def profile(
     model: ModelOption,
-    workers: Annotated[int | None, typer.Option(min=1, help="Engines at once; 2, or 1 on a GPU.")] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", "-w", min=1, help="Engines at once; 2, or 1 on a GPU.")
+    ] = None,
     engine_threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each; shared out.")] = None,
-    batch_rows: Annotated[int, typer.Option(min=1)] = 64,
-    step_tokens: Annotated[int, typer.Option(min=16)] = 512,
+    batch_rows: Annotated[int, typer.Option(min=1, help="Rows that an engine decodes together.")] = 64,
+    step_tokens: Annotated[int, typer.Option(min=16, help="Most tokens of one forward pass.")] = 512,
     max_seconds: Annotated[float, typer.Option(min=1, help="Nothing new is measured after so long.")] = 120.0,
     dtype: Annotated[str, shared_option("dtype")] = "auto",
     base_quantization: Annotated[str, shared_option("base_quantization")] = "none",
@@ -196,11 +198,15 @@ def profile(
 
 @app.command()
 def audit(
-    adapters: Annotated[list[str], typer.Argument(help="Adapter folders, or folders of them; paths or URLs.")],
+    adapters: Annotated[
+        list[str], typer.Argument(metavar="ADAPTER", help="Adapter folders, or folders of them; paths or URLs.")
+    ],
     model: ModelOption,
     storage_options: StorageOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print every key and tensor as JSON.")] = False,
-    headers_only: Annotated[bool, typer.Option(help="Do not read weights: no check for NaN, no hash.")] = False,
+    headers_only: Annotated[
+        bool, typer.Option("--headers-only", help="Do not read weights: no check for NaN, no hash.")
+    ] = False,
 ) -> None:
     """Say of each adapter whether it is applied exactly, exactly when merged, or refused, and why.
 
@@ -345,7 +351,7 @@ def logs(
 @app.command("list")
 def list_jobs(
     cluster: Annotated[
-        str | None, typer.Option(help="Address of a Dask scheduler; by default the background's.")
+        str | None, typer.Option("--cluster", "-c", help="Address of a Dask scheduler; by default the background's.")
     ] = None,
     scheduler_file: SchedulerFileOption = None,
     tls_ca: TlsCaOption = None,
@@ -379,7 +385,7 @@ def report(
 
 @app.command("import")
 def import_batch(
-    batches: Annotated[list[str], typer.Argument(metavar="BATCH.jsonl...", help="Batch files; paths or URLs.")],
+    batches: Annotated[list[str], typer.Argument(metavar="BATCH.jsonl", help="Batch files; paths or URLs.")],
     output: Annotated[str, typer.Argument(metavar="OUTPUT.parquet", help="The job's input; path or URL. Replaced.")],
     base: Annotated[
         list[str] | None,
@@ -420,9 +426,9 @@ def bench_engine(
             help="Peers beside: peft, vllm, llamacpp, openvino, none; by default those installed. Repeatable."
         ),
     ] = None,
-    rows: Annotated[int, typer.Option(min=1)] = 64,
-    adapters: Annotated[int, typer.Option(min=1)] = 8,
-    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    rows: Annotated[int, typer.Option(min=1, help="Rows that are answered.")] = 64,
+    adapters: Annotated[int, typer.Option(min=1, help="Adapters of the rows.")] = 8,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each system.")] = 3,
     save: Annotated[Path | None, typer.Option(help="JSON file for the result.")] = None,
     runs: Annotated[Path | None, typer.Option(help="File that collects the runs of several calls.")] = None,
     lengths: Annotated[list[str] | None, typer.Option(help="uniform or long-tailed answers; by default both.")] = None,

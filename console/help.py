@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,11 @@ from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
 from .terminal import plain_console
 
-_ARGUMENTS, _OPTIONS = "Arguments", "Options"
+_ARGUMENTS, _OPTIONS, _COMMANDS = "Arguments", "Options", "Commands"
 # Columns around the texts of a panel: its border, and the spaces beside the columns of its table.
 _FRAME_COLUMNS = 8
 # Fewest columns for the texts beside the names; below, texts are printed under their names.
@@ -26,7 +28,8 @@ _FEWEST_TEXT_COLUMNS = 24
 def print_help(command: Any, ctx: Any, is_shown: Callable[[Any], bool], closing: str = "") -> None:
     """Print the help of a command. `is_shown`: which of its parameters are shown. `closing`: a last line."""
     console = plain_console()
-    console.print(Padding(Text(command.get_usage(ctx), "bold"), (1, 1)))
+    # typer puts required arguments into braces
+    console.print(Padding(Text(re.sub(r"\{(.*?)\}", r"\1", command.get_usage(ctx)), "bold"), (1, 1)))
     if command.help:
         console.print(Padding(Text(" ".join(_paragraphs(command.help)[:1])), (0, 1)))
         for paragraph in _paragraphs(command.help)[1:]:
@@ -38,11 +41,15 @@ def print_help(command: Any, ctx: Any, is_shown: Callable[[Any], bool], closing:
             kind = _ARGUMENTS if parameter.param_type_name == "argument" else _OPTIONS
             panels.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append(parameter)
     rows = {title: [_row(parameter, ctx) for parameter in shown] for title, shown in panels.items()}
-    longest = max((name.cell_len for panel in rows.values() for name, _ in panel), default=0)
+    if isinstance(command, TyperGroup):
+        commands = [(name, command.get_command(ctx, name)) for name in command.list_commands(ctx)]
+        rows[_COMMANDS] = [(Text(n, "bold cyan"), Text(_paragraphs(c.help or "")[0])) for n, c in commands if c]
+    longest = max((name.cell_len for title in panels for name, _ in rows[title]), default=0)
     is_beside = console.width - longest - _FRAME_COLUMNS >= _FEWEST_TEXT_COLUMNS
-    for title, panel in sorted(rows.items(), key=lambda item: item[0] == _OPTIONS):
+    for title, panel in sorted(rows.items(), key=lambda item: (item[0] == _OPTIONS) + 2 * (item[0] == _COMMANDS)):
         if panel:
-            table = _table(panel, longest if is_beside else None)
+            columns = longest if title in panels else max(name.cell_len for name, _ in panel)
+            table = _table(panel, columns if is_beside else None)
             console.print(Panel(table, title=title, title_align="left", border_style="dim"))
     if closing:
         console.print(Padding(Text(closing), (0, 1, 1, 1)))

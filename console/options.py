@@ -18,7 +18,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from ..jobs.storage.redaction import scrubbed
 from .help import print_help
@@ -32,6 +32,7 @@ _NAMES = {"columns": "column"}
 _NUMBERS = (int, float)
 # Letters of options that commands without a job share, which are listed without `JobSpec`; a test compares them.
 _SHORT = {"model": "m", "cluster": "c", "workers": "w", "max_errors": "e"}
+_HELP_FLAGS = {"help_option_names": ["--help", "-h"]}
 # Placeholder for the help of a shared option; `StrictCommand.format_help` puts the option's own help in its place.
 _SHARED = "As for `lorabatch run`."
 
@@ -152,14 +153,25 @@ class StrictCommand(TyperCommand):
         }
 
 
+class _Group(TyperGroup):
+    """A group whose help looks as those of its commands."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help: options, and commands with the first sentence about each."""
+        print_help(self, ctx, lambda parameter: True, f"`{ctx.command_path} COMMAND --help` shows the options of one.")
+
+
 class Commands(typer.Typer):
-    """A group of commands, each of them a `StrictCommand`."""
+    """A group of commands, each of them a `StrictCommand`. `-h` shows help too."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(cls=_Group, context_settings=_HELP_FLAGS, **settings)
 
     def command(
         self, name: str | None = None, *, cls: type[TyperCommand] | None = StrictCommand, **settings: Any
     ) -> Callable[[_Function], _Function]:
         """Register a command as `typer.Typer.command` does, by default as a `StrictCommand`."""
-        return super().command(name, cls=cls, **settings)
+        return super().command(name, cls=cls, context_settings=_HELP_FLAGS, **settings)
 
     def job_command(self, name: str) -> Callable[[_JobCall], _JobCall]:
         """Register a command that takes a job: the job file argument and all job options, beside its own parameters.
