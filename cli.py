@@ -54,6 +54,7 @@ def main() -> None:
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # looking for them reads every installed package
     if "_LORABATCH_COMPLETE" in os.environ:
         os.environ["COLUMNS"] = "10000"  # typer would wrap the texts of options, and shells complete words by line
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C would print a trace into the line that is typed
     app()
 
 

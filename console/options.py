@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -91,6 +92,24 @@ class JobOption:
         return [choice for choice in self.choices if choice.startswith(incomplete)]
 
 
+# The error of a command line that cannot be read; typer does not export it.
+_UsageError: Any = typer.BadParameter.__bases__[0]
+
+
+@contextmanager
+def _usage_in_one_line(ctx: Any) -> Iterator[None]:
+    """Prints what is wrong with a command line in the form of all messages, and ends the command with exit code 2."""
+    try:
+        yield
+    except _UsageError as error:
+        said = " ".join(error.format_message().removesuffix(".").split())
+        if not said or type(error).__name__ == "NoArgsIsHelpError":
+            raise
+        end = "" if said.endswith("?") else "."
+        echo(f"lorabatch: {said[0].lower()}{said[1:]}{end} See `{ctx.command_path} --help`.", err=True)
+        raise typer.Exit(2) from None
+
+
 class StrictCommand(TyperCommand):
     """A command that refuses an option given twice, unless it is repeatable: a second value would replace the first.
 
@@ -101,6 +120,10 @@ class StrictCommand(TyperCommand):
         """Parse the arguments. Ends the command with exit code 2 when an option is given twice or cannot be read."""
         if ctx.resilient_parsing:  # the shell asks for completions of an unfinished command
             return super().parse_args(ctx, args)
+        with _usage_in_one_line(ctx):
+            return self._parsed(ctx, args)
+
+    def _parsed(self, ctx: Any, args: list[str]) -> list[str]:
         given = self._given(ctx, args)
         repeated = {flag: values for flag, values in given.items() if len(values) > 1}
         for flag, values in repeated.items():
@@ -154,7 +177,17 @@ class StrictCommand(TyperCommand):
 
 
 class _Group(TyperGroup):
-    """A group whose help looks as those of its commands."""
+    """A group whose help and messages look as those of its commands."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the group's own arguments. Ends the command with exit code 2 when they cannot be read."""
+        with nullcontext() if ctx.resilient_parsing else _usage_in_one_line(ctx):
+            return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command. Ends with exit code 2 when there is none of this name."""
+        with nullcontext() if ctx.resilient_parsing else _usage_in_one_line(ctx):
+            return super().resolve_command(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help: options, and commands with the first sentence about each."""

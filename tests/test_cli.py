@@ -311,3 +311,33 @@ def test_adapters_behind_a_url_are_audited_under_their_own_names(
     code, text = invoke("audit", "--model", str(tiny_llama), "memory://audited/none")
     assert code == 1
     assert "memory://audited/none': not found" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["runn"], "no such command 'runn'. Did you mean 'run'? See `lorabatch --help`."),
+        (["--verbos"], "no such option: --verbos"),
+        (["run", "--max-token", "5"], "no such option: --max-token (Possible options: --max-tokens, "),
+        (["status"], "missing argument 'OUTPUT'. See `lorabatch status --help`."),
+        (["status", "a", "b"], "got unexpected extra argument(s) (b). See `lorabatch status --help`."),
+        (["run", "--model"], "option '--model' requires an argument. See `lorabatch run --help`."),
+        (["bench", "engines"], "no such command 'engines'"),
+    ],
+)
+def test_a_command_line_that_cannot_be_read_is_answered_in_one_line(words: list[str], said: str) -> None:
+    done = CliRunner().invoke(app, words, prog_name="lorabatch")
+    assert done.exit_code == 2
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"lorabatch: {said}")
+    assert done.stderr.endswith("--help`.\n")
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+@pytest.mark.parametrize("words", [[], ["bench"], ["run"], ["audit"], ["status"]], ids=" ".join)
+def test_help_has_a_letter_and_neither_braces_nor_kinds_of_switches(words: list[str], flag: str) -> None:
+    done = CliRunner().invoke(app, [*words, flag], prog_name="lorabatch", env={"COLUMNS": "80"})
+    assert done.exit_code == 0
+    assert "-h, --help " in done.stdout
+    assert not re.search(r"[{}]|<bool>|default: no-", done.stdout)
+    assert max(map(len, done.stdout.splitlines())) <= 80

@@ -83,7 +83,7 @@ def read_job_file(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
         raise JobRequestError(f"job file {path}: not valid YAML (it nests too deeply).") from None
     except (yaml.YAMLError, *MALFORMED) as error:
         # `MALFORMED`: numbers that Python refuses, values that do not fit their tag, and unknown tags.
-        raise JobRequestError(f"job file {path}: not valid YAML ({error}).") from None
+        raise JobRequestError(f"job file {path}: not valid YAML ({_in_one_line(error)}). Correct it there.") from None
     if problems:
         raise JobRequestError(*problems)
     if not isinstance(value, dict):
@@ -183,3 +183,11 @@ def _repeated_keys(root: yaml.Node | None) -> list[str]:
             if len(found) > 1
         ]
     return problems
+
+
+def _in_one_line(error: Exception) -> str:
+    """What an error of YAML says, with its place."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or problem is None:
+        return " ".join(str(error).split())
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"

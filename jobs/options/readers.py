@@ -85,7 +85,8 @@ def check_roles(value: dict[str, str]) -> dict[str, str]:
     unknown = [with_suggestion(f"{role!r} is not a role", role, COLUMN_ROLES) for role in value]
     wrong = [text for role, text in zip(value, unknown, strict=True) if role not in COLUMN_ROLES]
     if wrong:
-        raise ValueError(f"{'; '.join(wrong)}; roles are {', '.join(COLUMN_ROLES)}")
+        has_guess = all("did you mean" in text for text in wrong)
+        raise ValueError("; ".join([*wrong, *([] if has_guess else [f"roles are {', '.join(COLUMN_ROLES)}"])]))
     return value
 
 
