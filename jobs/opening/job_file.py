@@ -186,7 +186,7 @@ def _repeated_keys(root: yaml.Node | None) -> list[str]:
 
 
 def _in_one_line(error: Exception) -> str:
-    """What an error of YAML says, with its place."""
+    """The finding of an error of YAML, with its place."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is None or problem is None:
         return " ".join(str(error).split())
