@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..engine.memory.limits import CpuMemory
+from ..pipeline.planning import prediction
 from ..pipeline.planning.dry_run import AdapterForecast, DryRun
 from ..scheduler.planning.waves import Shard
 from .terminal import plain_console
@@ -286,8 +287,9 @@ def _placement(found: DryRun) -> list[str]:
 
 def _range(found: DryRun) -> list[str]:
     """Lines about the lengths of answers: known from earlier jobs, or assumed, with the resulting range of seconds."""
-    known = len(found.settings.lengths)
-    lines = [f"Answers of {known} adapters are taken to be as long as in earlier jobs"] if known else []
+    known = prediction.known_adapters(found.settings, found.workload)
+    names = "1 adapter" if known == 1 else f"{known} adapters"
+    lines = [f"Answers of {names} are taken to be as long as in earlier jobs, for the same task"] if known else []
     if found.range_s is not None:
         shortest_s, longest_s = found.range_s
         lines.append(

@@ -175,7 +175,7 @@ def test_adapters_that_earlier_jobs_have_had_are_expected_to_answer_as_then(tiny
     settings = settings_for(tiny_llama)
     assert prediction.expected_tokens(settings, rows).tolist() == [50, 50, 6]
     adapter_id = rows.adapters[0].adapter_id
-    learned = replace(settings, lengths={adapter_id: AnswerLengths.of([(1000, 20_000, False)])})
+    learned = replace(settings, lengths={(adapter_id, 0): AnswerLengths.of([(1000, 20_000, False)])})
     assert prediction.expected_tokens(learned, rows) == pytest.approx([50, 20, 12], rel=0.03)
     assert prediction.expected_tokens(learned, rows).max() <= 100
     fixed = replace(rows, fixed_tokens=np.array([0, 3, 12], np.int32))
@@ -187,11 +187,11 @@ def test_lengths_are_a_guess_where_nothing_says_how_long_an_answer_is(tiny_llama
         make_adapters([8]), np.array([-1, 0], np.int32), np.full(2, 9, np.int32), np.full(2, 100, np.int32)
     )
     settings, adapter_id = settings_for(tiny_llama), rows.adapters[0].adapter_id
-    learned = replace(settings, lengths={adapter_id: AnswerLengths.of([(1000, 20_000, False)])})
+    learned = replace(settings, lengths={(adapter_id, 0): AnswerLengths.of([(1000, 20_000, False)])})
     assert prediction.guesses_lengths(settings, rows)
     assert prediction.guesses_lengths(learned, rows), "nothing is known of the base model"
     assert not prediction.guesses_lengths(learned, replace(rows, fixed_tokens=np.array([7, 0], np.int32)))
-    of_all = learned.lengths | {None: AnswerLengths.of([(9, 90, False)])}
+    of_all = learned.lengths | {(None, 0): AnswerLengths.of([(9, 90, False)])}
     assert not prediction.guesses_lengths(replace(learned, lengths=of_all), rows)
     assert not prediction.guesses_lengths(replace(settings, length_share=1.0), rows)
 
