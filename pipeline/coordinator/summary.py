@@ -46,6 +46,8 @@ ENGINE_ERROR = "engine"
 _LISTS = ("completion", "completion_tokens", "finish_reason")
 # Columns of the index that are counted beside the parts' own.
 _NUMBERS = ("max_tokens", "shared_tokens", "error_kind", "is_drawn", "is_scored", "fixed_tokens", "task")
+# Sentences of a kind of error by which the plan's kinds are recognised.
+_MOST_SENTENCES = 100
 # Adapters whose examples a summary has.
 _MOST_WITH_EXAMPLES = 100
 
@@ -120,6 +122,8 @@ class Account:
     adapters: dict[str | None, _Tally] = field(default_factory=dict)
     #: Kind of error -> place and sentence of the first row that was counted.
     first_errors: dict[str, tuple[str, str]] = field(default_factory=dict)
+    #: Kind of error -> some of the sentences of its rows.
+    sentences: dict[str, set[str]] = field(default_factory=dict)
     #: Whether the index of all counted parts was read: seconds, tasks and kinds of errors are known.
     has_numbers: bool = True
     #: Bytes, and hash of the contents, of each part that counts.
@@ -140,10 +144,16 @@ class Account:
         for name, tally in other.adapters.items():
             self.adapters.setdefault(name, _Tally()).add(tally)
         self.first_errors = other.first_errors | self.first_errors
+        for kind, sentences in other.sentences.items():
+            self._add_sentences(kind, sentences)
         self.has_numbers &= other.has_numbers
         self.parts |= other.parts
         self.unusable |= other.unusable
         self.curable |= other.curable
+
+    def _add_sentences(self, kind: str, sentences: Iterable[str]) -> None:
+        found = self.sentences.setdefault(kind, set())
+        found.update(sentence for sentence in sentences if len(found) < _MOST_SENTENCES)
 
     def check_complete(self, plan: JobPlan) -> None:
         """Raise `JobFailedError` unless every row of the plan was counted."""
@@ -173,7 +183,7 @@ class Account:
                 cut_at=(min(tally.cut), max(tally.cut)) if tally.cut else None,
                 errors=dict(sorted(tally.kinds.items())),
                 examples=tuple(example for *_, example in tally.examples) if name in with_examples else (),
-                engine_s=round(tally.engine_s, 3) if self.has_numbers else None,
+                engine_s=round(tally.engine_s, 6) if self.has_numbers else None,
                 rows_per_s=tally.num_rows / working_s if working_s else None,
                 prompt_tokens_per_s=tally.prompt_tokens / working_s if working_s else None,
             )
@@ -201,10 +211,16 @@ class Account:
         names = [name for name in dict.fromkeys((*known, *sorted(counted))) if counted[name]]
         return tuple(
             known[name]
-            if name in known and known[name].num_rows == counted[name]
+            if name in known and self._holds(known[name], counted[name])
             else KindOfError(name, counted[name], *self.first_errors[name])
             for name in names
         )
+
+    def _holds(self, kind: KindOfError, num_rows: int) -> bool:
+        """Whether a kind that the plan has found is as it was: no adapter was repaired, exchanged or lost since."""
+        found = self.sentences.get(kind.kind, set())
+        is_there = not self.has_numbers or kind.sentence in found or len(found) >= _MOST_SENTENCES
+        return kind.num_rows == num_rows and is_there
 
 
 def account_parts(
@@ -298,6 +314,7 @@ class _Counting:
                 tally.kinds[kind] += 1
                 tally.num_errors += 1
                 account.num_errors += 1
+                account._add_sentences(kind, (error,))
                 account.first_errors.setdefault(kind, (f"{id_column}={row[ROW_ID]!r}", error))
                 continue
             is_cut = row["finish_reason"] == "length"

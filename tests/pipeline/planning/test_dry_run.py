@@ -285,7 +285,7 @@ def test_a_plan_says_first_that_compiled_kernels_are_missing(
 ) -> None:
     monkeypatch.setattr("lorabatch.pipeline.cluster.devices.lacks_compiled_kernels", lambda: True)
     found = dry_run(options | {"device": "cpu"})
-    assert found.notes[0].startswith("compiled CPU kernels are missing: about ")
+    assert found.notes[0].startswith("no compiled kernels for this CPU: about ")
     assert "C compiler" in found.notes[0]
     assert dry_run(options | {"cluster": ELSEWHERE, "device": "cuda"}).notes == found.notes[1:]
 
