@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import takewhile
 from typing import Any, Self
 
 #: Answers of each adapter that are shown.
@@ -135,11 +137,12 @@ def prediction_lines(summary: Mapping[str, Any]) -> list[str]:
     lines = []
     # The prediction is for all rows, not for this run's only.
     if predicted_s and not summary.get("num_reused"):
-        basis = "guessed costs and " if summary.get("is_guess") else ""
+        origin = re.split("[,;]", str(summary.get("cost_origin") or ""))[0]
         line = f"answering took {working_s:,.1f} s, {working_s / predicted_s:.2f} times the {predicted_s:,.1f} s that "
-        line += f"the plan predicted with {basis}expected lengths of answers"
+        basis = f"; costs of steps: {origin}" if origin else ""
+        line += f"the plan predicted (lengths of answers as expected{basis})"
         if corrected_s := summary.get("corrected_s"):
-            line += f"; the first steps of the run gave {corrected_s:,.1f} s"
+            line += f"; with the costs of the run's first steps it was {corrected_s:,.1f} s"
         lines.append(line)
     lines.append(bound_line(working_s, summary.get("bound_s")))
     return lines
@@ -161,7 +164,7 @@ def cost_shares(counts: Sequence[AdapterCount]) -> tuple[list[float], str]:
     """
     seconds = [count.engine_s for count in counts]
     if all(s is not None for s in seconds) and sum(s or 0.0 for s in seconds) > 0:
-        weights, basis = [s or 0.0 for s in seconds], "seconds of the cost model, as in `plan`"
+        weights, basis = [s or 0.0 for s in seconds], "seconds of the cost model, as in a plan"
     else:
         weights, basis = [float(count.completion_tokens) for count in counts], "generated tokens"
     whole = sum(weights)
@@ -178,7 +181,8 @@ def cut_note(counts: Sequence[AdapterCount]) -> str:
     limit = f"{least:,}" if least == most else f"{least:,} to {most:,}"
     tokens = "token" if most == 1 else "tokens"
     cut.sort(key=lambda one: (-one[0].num_cut, one[0].adapter))
-    names = ", ".join(f"{count.name} {count.num_cut:,}" for count, _ in cut[:_ADAPTERS_WITH_EXAMPLES])
+    shown = cut[:_ADAPTERS_WITH_EXAMPLES]
+    names = ", ".join(f"{count.name if count.adapter else 'base model'} {count.num_cut:,}" for count, _ in shown)
     more = f" and {len(cut) - _ADAPTERS_WITH_EXAMPLES} more" if len(cut) > _ADAPTERS_WITH_EXAMPLES else ""
     answers = "1 answer was" if number == 1 else f"{number:,} answers were"
     return (
@@ -241,10 +245,24 @@ def example_lines(counts: Sequence[AdapterCount]) -> Iterator[str]:
     shown = sorted(counts, key=lambda count: (-count.num_rows, count.adapter))
     for count in [count for count in shown if count.examples][:_ADAPTERS_WITH_EXAMPLES]:
         yield f"{count.name}:"
+        header = _common_end([example.get("prompt_end") or "" for example in count.examples])
         for example in count.examples:
             prompt = example.get("prompt_end")
+            if prompt is not None and header:
+                prompt = prompt.removesuffix(header) + "…"
             asked = f"{example.get('id')}: " + ("" if prompt is None else f"{_shown(prompt, is_end=True)} -> ")
             yield f"  {asked}{_shown(str(example.get('answer')), is_end=False)}"
+
+
+def _common_end(prompts: Sequence[str]) -> str:
+    """The end that prompts have in common from a special token such as `<|im_end|>` on: the header of an answer; ""
+    without one.
+    """
+    last = zip(*(reversed(prompt) for prompt in prompts), strict=False)
+    common = [characters[0] for characters in takewhile(lambda of_place: len(set(of_place)) == 1, last)]
+    end = "".join(reversed(common)) if len(prompts) > 1 else ""
+    found = re.search(r"<[^\s<>]+>", end)
+    return end[found.start() :] if found else ""
 
 
 def _shown(text: str, *, is_end: bool) -> str:

@@ -69,8 +69,8 @@ class JobResult:
     prompt_tokens_per_s: float | None = None
     #: Generated tokens per second of `working_s`; None as `prompt_tokens_per_s`.
     completion_tokens_per_s: float | None = None
-    #: Whether the plan's costs of steps were a guess: none were measured on this machine before.
-    is_guess: bool = False
+    #: Phrase for people that says how the plan's costs of steps were found; "" in summaries of earlier versions.
+    cost_origin: str = ""
 
     @property
     def totals(self) -> RowTotals:

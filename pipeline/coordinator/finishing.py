@@ -76,7 +76,7 @@ def finish(run: JobRun, plan: JobPlan, account: Account, done: Coordinated) -> J
         rows_per_s=(account.num_rows - account.num_reused) / done.working_s if done.working_s else None,
         prompt_tokens_per_s=account.prompt_tokens / working_s if working_s else None,
         completion_tokens_per_s=account.completion_tokens / working_s if working_s else None,
-        is_guess=run.settings.is_guess,
+        cost_origin=run.settings.cost_origin,
     )
     run.reporter.check_budget(account.num_errors, account.num_rows)
     run.control.check_displaced()

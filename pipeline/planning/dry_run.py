@@ -149,7 +149,7 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None, speeds: str
             (
                 *device.notes,
                 *unknown_note(spec, device),
-                *job_notes(job.record),
+                *job_notes(job.record, indexed.rows_per_adapter.keys()),
                 *messages_note(job.record),
                 *row_notes(job.record, indexed.rows_per_adapter, indexed.peculiar_rows),
             ),

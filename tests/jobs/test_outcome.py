@@ -41,6 +41,7 @@ def test_counts_survive_their_file() -> None:
     ("changes", "said"),
     [
         ({}, "5 answers were cut off at 24 tokens (sql 5): "),
+        ({"adapter": ""}, "5 answers were cut off at 24 tokens (base model 5): "),
         ({"num_cut": 1, "cut_at": (1, 1)}, "1 answer was cut off at 1 token (sql 1): "),
         ({"num_cut": 7_300, "cut_at": (16, 1_024)}, "7,300 answers were cut off at 16 to 1,024 tokens (sql 7,300): "),
     ],
@@ -101,9 +102,20 @@ def test_examples_are_escaped_and_cut_at_the_end_of_the_prompt_and_the_beginning
     assert second == '  b: ""'
 
 
+@pytest.mark.parametrize(
+    "header", ["<|im_end|>\n<|im_start|>assistant\n", "<|eot_id|>", "<end_of_turn>\n<start_of_turn>model\n"]
+)
+def test_the_header_of_an_answer_takes_no_room_from_prompts(header: str) -> None:
+    examples = tuple({"id": i, "prompt_end": f"question {i}?{header}", "answer": "yes"} for i in range(2))
+    _, first, second = example_lines([replace(COUNT, examples=examples)])
+    assert (first, second) == ('  0: "question 0?…" -> "yes"', '  1: "question 1?…" -> "yes"')
+    (_, alone) = example_lines([replace(COUNT, examples=examples[:1])])
+    assert json.dumps(f"question 0?{header}") in alone
+
+
 def test_costs_are_shared_by_the_cost_models_seconds_and_by_tokens_where_these_are_not_known() -> None:
     counts = [replace(COUNT, engine_s=1.0), replace(COUNT, engine_s=3.0)]
-    assert cost_shares(counts) == ([0.25, 0.75], "seconds of the cost model, as in `plan`")
+    assert cost_shares(counts) == ([0.25, 0.75], "seconds of the cost model, as in a plan")
     assert cost_shares([counts[0], replace(COUNT, engine_s=None)]) == ([0.5, 0.5], "generated tokens")
     assert cost_shares([])[0] == []
     assert cost_shares([replace(COUNT, engine_s=0.0, completion_tokens=0)])[0] == [0.0]

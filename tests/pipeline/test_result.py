@@ -57,17 +57,15 @@ def test_prediction_and_bound_say_on_what_they_rest() -> None:
     found = replace(RESULT, predicted_s=10.0, working_s=8.5, bound_s=5.0)
     text = found.to_text()
     assert (
-        "answering took 8.5 s, 0.85 times the 10.0 s that the plan predicted with expected lengths of answers\n" in text
+        "answering took 8.5 s, 0.85 times the 10.0 s that the plan predicted (lengths of answers as expected)\n" in text
     )
     assert (
         "with the speed that engines had in this run, and answers as long as they are, no schedule takes less" in text
     )
     assert "less than 5.0 s to answer these rows; this run took 1.70 times that" in text
-    corrected = replace(found, corrected_s=8.6, is_guess=True).to_text()
-    assert (
-        "predicted with guessed costs and expected lengths of answers; the first steps of the run gave 8.6 s"
-        in corrected
-    )
+    corrected = replace(found, corrected_s=8.6, cost_origin="a guess from a 135M model, one core").to_text()
+    said = "predicted (lengths of answers as expected; costs of steps: a guess from a 135M model); with the costs of"
+    assert f"{said} the run's first steps it was 8.6 s\n" in corrected
     assert "answered these rows are not known" in replace(found, bound_s=None).to_text()
     assert "predicted" not in replace(found, num_reused=1).to_text()
 
