@@ -143,7 +143,11 @@ def simulate(
     seed: Annotated[int, typer.Option()] = 0,
     output: Annotated[Path, typer.Option(help="Folder for table and plots.")] = Path("simulation"),
 ) -> None:
-    """The scheduler's own code on simulated workers: policies compared on one job, as a table and as plots."""
+    """The scheduler's own code on simulated workers: policies compared on one job, as a table and as plots.
+
+    Without a job file rows are drawn and workers are H200s. The smallest example needs no files and takes seconds:
+    lorabatch simulate --rows 200 --adapters 4 --workers 2 --policy planner --policy dlora
+    """
     with errors_as_exit_codes():
         from .console.tables import print_simulation
         from .pipeline.planning.simulate import SimulationRequest, simulate_job

@@ -177,7 +177,7 @@ def print_plan(
     columns: tuple[str, ...] = ("adapter", "rank", "rows", "prompt tokens", "output tokens", "engine s")
     _print_table(console, [_adapter_cells(a) for a in _by_seconds(found)], columns, "adapter")
     columns = ("wave", "mode", "adapters", "shards", "rows", "output tokens", "engine s")
-    _print_table(console, [_wave_cells(wave) for wave in waves(found)], columns, "mode", "adapters")
+    _print_table(console, [_wave_cells(*one) for one in enumerate(waves(found), 1)], columns, "mode", "adapters")
     if found.forecast.placement is not None:
         columns = ("worker", "shards", "rows", "adapters", "their MB", "base files MB", "predicted s")
         _print_table(console, [_worker_cells(worker) for worker in workers(found)], columns)
@@ -331,10 +331,10 @@ def _adapter_cells(adapter: AdapterForecast) -> tuple[str, ...]:
     return (adapter.name or "(base model)", *map(str, counts), f"{adapter.engine_s:.1f}")
 
 
-def _wave_cells(wave: WaveFacts) -> tuple[str, ...]:
+def _wave_cells(place: int, wave: WaveFacts) -> tuple[str, ...]:
     names = ", ".join(wave.adapters[:3]) + (f" and {len(wave.adapters) - 3} more" if len(wave.adapters) > 3 else "")
     counts = (wave.num_shards, wave.num_rows, wave.predicted_output_tokens)
-    return (str(wave.wave_id), wave.mode, names or "-", *map(str, counts), f"{wave.engine_s:.1f}")
+    return (str(place), wave.mode, names or "-", *map(str, counts), f"{wave.engine_s:.1f}")
 
 
 def _worker_cells(worker: WorkerFacts) -> tuple[str, ...]:

@@ -97,7 +97,11 @@ def print_simulation(result: SimulationResult, console: Console | None = None) -
     )
     if result.request.speeds is not None:
         title += f", {result.request.speeds} times as fast as the cost model says"
-    table = Table(title=title)
+    console.print(title, soft_wrap=True)
+    for sentence in result.assumptions:
+        console.print(sentence, soft_wrap=True)
+    # Without lines the nine columns fit into 80 characters.
+    table = Table(box=None, pad_edge=False)
     names = ("policy", "seconds", "x best", "tokens/s", "busy", "rows/step", "merged", "switch", "load")
     for name in names:
         table.add_column(name, justify="left" if name == "policy" else "right")

@@ -282,7 +282,7 @@ def _adapters(counts: Sequence[AdapterCount], shares: Sequence[float], cost: Cos
     for count, share in sorted(zip(counts, shares, strict=True), key=lambda one: (-one[1], one[0].adapter)):
         tokens = (count.answer_tokens.get(name) for name in lengths)
         reasons = (count.finish_reasons.get(name, 0) if count.finish_reasons else None for name in ("stop", "length"))
-        row = [count.adapter or BASE_NAME, count.num_rows, count.num_errors, *reasons]
+        row: list[Any] = [count.adapter or BASE_NAME, count.num_rows, count.num_errors, *reasons]
         row += [count.num_cut if count.finish_reasons else None, *tokens, count.prompt_tokens, count.completion_tokens]
         row += [count.rows_per_s, count.prompt_tokens_per_s, count.engine_s, share]
         rows.append(row if cost is None else [*row, cost[0] * share])

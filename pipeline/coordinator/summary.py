@@ -285,7 +285,7 @@ class _Counting:
             num_parts=1, num_reused=mark.reused_by(self.run_id), parts={shard_id: (num_bytes, mark.contents)}
         )
         is_endless = readable_values(table.column(endless)) if endless else repeat(None)
-        rows = []
+        rows: list[dict[str, Any]] = []
         for of_row, is_asked in zip(zip(*values.values(), strict=True), is_endless, strict=False):
             row = dict(zip(columns, of_row, strict=True)) | {"is_endless": is_asked}
             rows += completions(row, _LISTS) if record.has_lists else [row]
