@@ -57,8 +57,9 @@ class JobResult:
     batch_fill: float | None = None
     #: Share of this run's prompt tokens that were reused, from 0 to 1; None when not counted.
     prefix_hit_rate: float | None = None
-    #: Beginning and end of the run that finished the job, ISO 8601, UTC; "" in summaries of earlier versions.
+    #: Beginning of the run that finished the job, ISO 8601, UTC; "" in summaries of earlier versions.
     started_at: str = ""
+    #: End of that run, as `started_at`.
     ended_at: str = ""
     #: Seconds of each phase of the run, which add up to `seconds`: opening, starting, indexing, planning, loading
     #: engines, answering (`working_s`), finishing. Empty when several coordinators drove the run.

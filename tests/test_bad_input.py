@@ -285,7 +285,6 @@ TABLE: list[tuple[str, int, list[str]]] = [
             "prompt of 10000000 characters: more tokens than the context of 256 tokens.",
         ],
     ),
-    (f"plan {RIGHT} --input {{rows}}/chats.parquet", 0, ["special tokens inside of them are text; --allow-special-to"]),
     (
         f"plan {RIGHT} --input {{rows}}/chats.parquet --allow-special-tokens",
         0,

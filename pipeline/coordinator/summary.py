@@ -54,20 +54,31 @@ _MOST_WITH_EXAMPLES = 100
 
 @dataclass(slots=True)
 class _Tally:
-    """Counts of one adapter's rows in some parts. A key of `answers` is (task, length class, whether cut)."""
+    """Counts of one adapter's rows in some parts."""
 
+    #: Rows, each completion of a row with several.
     num_rows: int = 0
+    #: Rows without an answer.
     num_errors: int = 0
+    #: Tokens of the prompts.
     prompt_tokens: int = 0
+    #: Tokens of the completions.
     completion_tokens: int = 0
+    #: Rows by finish reason.
     reasons: Counter[str] = field(default_factory=Counter)
+    #: Error rows by kind.
     kinds: Counter[str] = field(default_factory=Counter)
+    #: Answers that `max_tokens` cut off, by their tokens; of many numbers only the least and the most.
     cut: Counter[int] = field(default_factory=Counter)
+    #: Answers by task, length class and whether they were cut.
     answers: Counter[tuple[int, int, bool]] = field(default_factory=Counter)
+    #: Tokens of the answers, by the keys of `answers`.
     answer_tokens: Counter[tuple[int, int, bool]] = field(default_factory=Counter)
+    #: Tokens of the shortest and of the longest answer; None without any.
     bounds: tuple[int, int] | None = None
+    #: Seconds of one engine by the cost model.
     engine_s: float = 0.0
-    #: (shard, place in it, example), the first ones.
+    #: Shard, place in it and example of the first answers.
     examples: list[tuple[int, int, dict[str, Any]]] = field(default_factory=list)
 
     def add(self, other: _Tally) -> None:
@@ -251,11 +262,17 @@ def account_parts(
 class _Counting:
     """Counts the parts of one job; the fields are the arguments of `account_parts`."""
 
+    #: Store of the job.
     store: JobStore
+    #: The job as it is recorded.
     record: JobRecord
+    #: Id of the run that counts.
     run_id: str
+    #: Reads the shards of the job.
     shards: ShardReader
+    #: Settings by whose costs rows are priced; None to leave seconds out.
     settings: RunSettings | None
+    #: The job with its secrets; None to leave examples out.
     spec: JobSpec | None
 
     def part(self, shard_id: int, reopens: bool, before: Mapping[str | None, _Tally]) -> Account:
@@ -328,7 +345,7 @@ class _Counting:
                 tally.cut[tokens] += 1
 
     def _has_asked_length(self, row: Mapping[str, Any], fixed_tokens: int) -> bool:
-        """Whether a row's options ask for an answer of just so many tokens, so that none is cut off."""
+        """Whether a row's options ask for an answer of this length, so that none is cut off."""
         own = row["is_endless"]
         return fixed_tokens > 0 or bool(self.record.spec.sampling.ignore_eos if own is None else own)
 

@@ -65,10 +65,10 @@ def test_a_summary_says_of_each_adapter_what_came_out(echo_job: EchoJob, shared_
 @pytest.mark.parametrize(
     ("options", "limits", "cut"),
     [
-        ({"max_tokens": 3}, None, (8, 3, 3)),
+        pytest.param({"max_tokens": 3}, None, (8, 3, 3), marks=pytest.mark.long),
         # rows with limits of their own
-        ({"row_settings": ["max_tokens"]}, [2, 9], (8, 2, 9)),
-        # an answer of just so many tokens is asked for
+        pytest.param({"row_settings": ["max_tokens"]}, [2, 9], (8, 2, 9), marks=pytest.mark.long),
+        # answers of this length are asked for
         ({"ignore_eos": True}, None, None),
     ],
     ids=["job", "rows", "asked"],
@@ -92,6 +92,7 @@ def test_cut_answers_are_told_apart_from_those_of_the_length_that_was_asked_for(
         assert (int(found[1]), int(found[2]), int(found[3] or found[2])) == cut
 
 
+@pytest.mark.long
 def test_examples_are_left_out_where_none_are_wanted(echo_job: EchoJob, shared_client: Client) -> None:
     rows = make_rows(8)
     echo_job.write_input(rows)
@@ -103,6 +104,7 @@ def test_examples_are_left_out_where_none_are_wanted(echo_job: EchoJob, shared_c
     assert not any(answer in everything for answer in answers)
 
 
+@pytest.mark.long
 def test_errors_of_a_repaired_adapter_are_errors_no_more(echo_job: EchoJob, shared_client: Client) -> None:
     rows = make_rows(16, names=("rank8", "late"))
     echo_job.write_input(rows)

@@ -155,7 +155,7 @@ def test_where_earlier_jobs_had_all_adapters_the_plan_says_so_and_gives_no_range
     known = dict.fromkeys(product(adapter_ids, tasks), AnswerLengths.of([(40, 200, False)]))
     learned = replace(found, settings=replace(found.settings, lengths=known), range_s=None)
     lines = totals(learned, None)
-    assert "Answers of 5 adapters are taken to be as long as in earlier jobs, for the same task" in lines
+    assert "Answers of 4 adapters are taken to be as long as in earlier jobs, for the same task" in lines
     assert not any("max_tokens" in line for line in lines)
     some = totals(replace(learned, range_s=(1.0, 2.0)), None)
     said = "Other answers are assumed to have any length up to max_tokens, half of it on average. 1.0 s if they take"
@@ -220,7 +220,7 @@ def test_a_job_file_is_planned_and_what_is_printed_names_adapters_waves_workers_
     found = dry_run({"placement": "planned"}, tmp_path / "job.yaml")
     print_plan(found, None, console)
     text = console.export_text()
-    assert "4 adapters: 4 exact" in text
+    assert "3 adapters: 3 exact" in text
     assert all(word in text for word in ("rank20", "(base model)", "unmerged", "80 rows", "a guess from"))
     assert found.forecast.placement is not None
     assert f"Priced alone, they take {found.forecast.placement.makespan_s:.1f} s" in " ".join(text.split())
