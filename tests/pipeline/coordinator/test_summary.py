@@ -220,3 +220,14 @@ def test_an_index_that_is_gone_costs_seconds_and_tasks_and_no_count(job: Any) ->
     assert [count.engine_s for count in account.adapter_counts()] == [None, None, None]
     planned = (KindOfError("adapter", 4, "in:2", "adapter='broken': refused."),)
     assert account.error_kinds(planned) == planned
+
+
+def test_an_index_of_an_earlier_version_has_one_task(job: Any) -> None:
+    for path in Path(job.store.location.local_path("_lorabatch/index")).iterdir():
+        with pa.ipc.open_file(path) as reader:
+            table = reader.read_all()
+        with pa.ipc.new_file(path, table.schema.remove(table.schema.get_field_index("task"))) as writer:
+            writer.write_table(table.drop_columns("task"))
+    account = counted(job)
+    assert account.has_numbers
+    assert {task for _, task in account.answer_lengths()} == {0}
