@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from .jobs.options.types import JobOptions
+from .jobs.options.values import parse_price
 from .jobs.progress import counted
 from .jobs.spec import JobSpec
 from .jobs.status.job_status import JobStatus, read_status, request_cancel, wait_for_end, wait_interval_s
@@ -125,7 +126,7 @@ def plan(
     job: JobSource = None,
     *,
     speeds: str | Sequence[float] | None = None,
-    gpu_hour_price: float | None = None,
+    gpu_hour_price: str | float | None = None,
     **options: Unpack[JobOptions],
 ) -> JobPlan:
     """Plan a job without running it: adapters, rows and tokens, waves, placement, memory, seconds and money.
@@ -136,7 +137,7 @@ def plan(
 
     job: a `JobSpec`, or the path of a job file; options given beside it take precedence. An output is not needed.
     speeds: speed of each worker, relative to the cost model's.
-    gpu_hour_price: price of one worker's hour.
+    gpu_hour_price: price of one worker's hour, such as 2.5 or "2.5 EUR".
 
     Raises what `run` raises before work starts.
     """
@@ -144,6 +145,7 @@ def plan(
 
     values, job_file = _values(job, options)
     text = speeds if speeds is None or isinstance(speeds, str) else ",".join(map(str, speeds))
+    parse_price(gpu_hour_price)  # raises before anything is looked at
     return JobPlan(dry_run(values, job_file, text), gpu_hour_price)
 
 
@@ -350,7 +352,7 @@ class JobPlan:
     #: The whole plan.
     details: DryRun
     #: Price of one worker's hour; None when no price was given.
-    gpu_hour_price: float | None = None
+    gpu_hour_price: str | float | None = None
 
     @property
     def num_rows(self) -> int:

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..engine.memory.limits import CpuMemory
+from ..jobs.options.values import parse_price
+from ..pipeline.planning import prediction
 from ..pipeline.planning.dry_run import AdapterForecast, DryRun
 from ..scheduler.planning.waves import Shard
 from .terminal import plain_console
@@ -63,7 +65,7 @@ class WorkerFacts:
 
 
 def waves(found: DryRun) -> list[WaveFacts]:
-    """Facts of each wave, the one with the most work first."""
+    """Facts of each wave, in the order in which their first shards are dispatched."""
     forecast = found.forecast
     names: dict[str, list[str]] = {}
     for adapter in found.adapters:
@@ -71,7 +73,8 @@ def waves(found: DryRun) -> list[WaveFacts]:
     members: dict[int, list[Shard]] = {}
     for shard in forecast.plan.shards:
         members.setdefault(shard.wave_id, []).append(shard)
-    facts = [
+    # Shards are numbered in the order of their dispatch.
+    return [
         WaveFacts(
             wave_id,
             shards[0].mode,
@@ -81,9 +84,8 @@ def waves(found: DryRun) -> list[WaveFacts]:
             sum(shard.predicted_output_tokens for shard in shards),
             float(sum(forecast.shard_s[shard.shard_id] for shard in shards)),
         )
-        for wave_id, shards in members.items()
+        for wave_id, shards in sorted(members.items(), key=lambda one: min(shard.shard_id for shard in one[1]))
     ]
-    return sorted(facts, key=lambda wave: (-wave.engine_s, wave.wave_id))
 
 
 def workers(found: DryRun) -> list[WorkerFacts]:
@@ -110,8 +112,9 @@ def workers(found: DryRun) -> list[WorkerFacts]:
     return facts
 
 
-def plan_json(found: DryRun, gpu_hour_price: float | None) -> dict[str, Any]:
+def plan_json(found: DryRun, gpu_hour_price: str | float | None) -> dict[str, Any]:
     """A JSON-ready object with all facts of the printed tables, and more."""
+    hour = parse_price(gpu_hour_price)
     forecast, placement = found.forecast, found.forecast.placement
     return {
         "rows": found.workload.num_rows,
@@ -134,6 +137,7 @@ def plan_json(found: DryRun, gpu_hour_price: float | None) -> dict[str, Any]:
         "placement_method": placement and placement.method,
         "replica_s": forecast.replica_s,
         "price": price(found, gpu_hour_price),
+        "currency": hour[1] if hour and hour[1] else None,
         "device": asdict(found.settings.device),
         "engine_limits": asdict(found.settings.limits),
         "engine_memory": asdict(found.memory) if found.memory else None,
@@ -147,13 +151,16 @@ def plan_json(found: DryRun, gpu_hour_price: float | None) -> dict[str, Any]:
     }
 
 
-def price(found: DryRun, gpu_hour_price: float | None) -> float | None:
-    """Price of all workers for the predicted time of the job; None when no price of an hour was given."""
-    return None if gpu_hour_price is None else found.forecast.replica_s / 3600 * gpu_hour_price
+def price(found: DryRun, gpu_hour_price: str | float | None) -> float | None:
+    """Price of all workers for the predicted time of the job; None when no price of an hour was given. Raises
+    `JobRequestError` for a price that `parse_price` does not read.
+    """
+    hour = parse_price(gpu_hour_price)
+    return None if hour is None else found.forecast.replica_s / 3600 * hour[0]
 
 
 def print_plan(
-    found: DryRun, gpu_hour_price: float | None, console: Console | None = None, *, as_json: bool = False
+    found: DryRun, gpu_hour_price: str | float | None, console: Console | None = None, *, as_json: bool = False
 ) -> None:
     """Print tables of adapters, waves and workers, and the totals last; or all facts as JSON."""
     if as_json:
@@ -170,7 +177,7 @@ def print_plan(
     columns: tuple[str, ...] = ("adapter", "rank", "rows", "prompt tokens", "output tokens", "engine s")
     _print_table(console, [_adapter_cells(a) for a in _by_seconds(found)], columns, "adapter")
     columns = ("wave", "mode", "adapters", "shards", "rows", "output tokens", "engine s")
-    _print_table(console, [_wave_cells(wave) for wave in waves(found)], columns, "mode", "adapters")
+    _print_table(console, [_wave_cells(*one) for one in enumerate(waves(found), 1)], columns, "mode", "adapters")
     if found.forecast.placement is not None:
         columns = ("worker", "shards", "rows", "adapters", "their MB", "base files MB", "predicted s")
         _print_table(console, [_worker_cells(worker) for worker in workers(found)], columns)
@@ -189,7 +196,7 @@ def _example(found: DryRun) -> list[str]:
     return [f"Prompt of row {place}, as the model gets it:", *(f"  {line}" for line in prompt.split("\n"))]
 
 
-def totals(found: DryRun, gpu_hour_price: float | None) -> list[str]:
+def totals(found: DryRun, gpu_hour_price: str | float | None) -> list[str]:
     """Lines with rows, seconds, the placement's bound and gap, the price, and the origin of the cost model."""
     forecast = found.forecast
     output = sum(share.predicted_output_tokens for share in found.shares)
@@ -203,15 +210,22 @@ def totals(found: DryRun, gpu_hour_price: float | None) -> list[str]:
         *_engines(found),
         *_policy(found),
         *_placement(found),
-        f"Cost model: {found.settings.cost_origin}",
+        f"Costs of steps: {found.settings.cost_origin}",
     ]
     if forecast.shared_prompt_tokens:
         reused = f"{forecast.shared_prompt_tokens} prompt tokens are reused: rows of one adapter begin alike"
         lines.insert(1, reused)
-    cost = price(found, gpu_hour_price)
-    if cost is not None:
-        lines.append(f"Price: {cost:.2f} for {forecast.replica_s / 3600:.3f} worker hours")
+    hour, cost = parse_price(gpu_hour_price), price(found, gpu_hour_price)
+    if hour is not None and cost is not None:
+        hours = f"{forecast.replica_s / 3600:.3f} worker hours at {hour[0]:g}"
+        unit = f" {hour[1]}" if hour[1] else ""
+        lines.append(f"Price: {_money(cost)}{unit} for {hours}{unit}" + ("" if unit else ", in the same currency"))
     return lines
+
+
+def _money(cost: float) -> str:
+    """An amount with at least two digits that are not 0."""
+    return f"{cost:,.2f}" if cost >= 1 or cost == 0 else f"{cost:.2g}"
 
 
 def _part_played(found: DryRun) -> str:
@@ -225,10 +239,7 @@ def _speeds(found: DryRun) -> list[str]:
     if found.slowness is None:
         return []
     speeds = ", ".join(f"{1 / slow:g}" for slow in found.slowness)
-    return [
-        f"Workers are taken to be {speeds} times as fast as the cost model says; a run has to find that out. "
-        "The table of workers and the placement take all to be alike"
-    ]
+    return [f"Workers are taken to be {speeds} times as fast as the cost model says"]
 
 
 def _bound(found: DryRun) -> list[str]:
@@ -236,7 +247,10 @@ def _bound(found: DryRun) -> list[str]:
     if not found.bound_s:
         return []
     over = found.forecast.predicted_s / found.bound_s
-    least = f"No run of these rows on as many workers takes less than {found.bound_s:.1f} s"
+    least = (
+        f"With the costs below and answers as long as expected, no schedule on {found.num_workers} workers takes less "
+        f"than {found.bound_s:.1f} s"
+    )
     return [f"{least}; predicted are {over:.2f} times as long"]
 
 
@@ -260,9 +274,8 @@ def _memory(planned: CpuMemory) -> str:
     parts = (planned.unmerged, planned.weights, planned.pool, planned.working, planned.merged)
     whole, weights, pool, working, merged = (f"{part / 1e9:.1f}" for part in parts)
     return (
-        f"Each engine takes at most {whole} GB of memory: {weights} for the base model (shared by engines of a machine "
-        f"where their cache keeps it), {pool} for keys, values and adapters, {working} to compute"
-        + (f"; {merged} more once adapters are merged" if planned.merged else "")
+        f"Each engine takes at most {whole} GB of memory: {weights} for the base model, {pool} for keys, values and "
+        f"adapters, {working} to compute" + (f"; {merged} more once adapters are merged" if planned.merged else "")
     )
 
 
@@ -286,8 +299,9 @@ def _placement(found: DryRun) -> list[str]:
 
 def _range(found: DryRun) -> list[str]:
     """Lines about the lengths of answers: known from earlier jobs, or assumed, with the resulting range of seconds."""
-    known = len(found.settings.lengths)
-    lines = [f"Answers of {known} adapters are taken to be as long as in earlier jobs"] if known else []
+    known = prediction.known_adapters(found.settings, found.workload)
+    names = "1 adapter" if known == 1 else f"{known} adapters"
+    lines = [f"Answers of {names} are taken to be as long as in earlier jobs, for the same task"] if known else []
     if found.range_s is not None:
         shortest_s, longest_s = found.range_s
         lines.append(
@@ -317,10 +331,10 @@ def _adapter_cells(adapter: AdapterForecast) -> tuple[str, ...]:
     return (adapter.name or "(base model)", *map(str, counts), f"{adapter.engine_s:.1f}")
 
 
-def _wave_cells(wave: WaveFacts) -> tuple[str, ...]:
+def _wave_cells(place: int, wave: WaveFacts) -> tuple[str, ...]:
     names = ", ".join(wave.adapters[:3]) + (f" and {len(wave.adapters) - 3} more" if len(wave.adapters) > 3 else "")
     counts = (wave.num_shards, wave.num_rows, wave.predicted_output_tokens)
-    return (str(wave.wave_id), wave.mode, names or "-", *map(str, counts), f"{wave.engine_s:.1f}")
+    return (str(place), wave.mode, names or "-", *map(str, counts), f"{wave.engine_s:.1f}")
 
 
 def _worker_cells(worker: WorkerFacts) -> tuple[str, ...]:

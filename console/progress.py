@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Self
 
@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..jobs.agreement import Agreement
-from ..jobs.errors import JobError
+from ..jobs.errors import JobError, naming_damage
+from ..jobs.outcome import outcome_lines, plain_time
 from ..jobs.progress import clock, wall_clock
 from ..jobs.record import BEGINNING_PHASES, STILL_AFTER_S, JobState
 from ..jobs.spec import JobSpec
@@ -118,6 +119,7 @@ class ConsoleProgress:
 
     def note(self, text: str) -> None:
         """Print a sentence that stays on the screen; as a line of a log, with the time before it."""
+        self._shown_notes.add(text)
         stamp = "" if self._live is not None else f"{wall_clock(time.time())} "
         self._console.print(f"{stamp}{text}", soft_wrap=True)
 
@@ -224,18 +226,24 @@ def print_end(spec: JobSpec | None, message: str, exit_code: int) -> None:
     typer.echo(json.dumps(values))
 
 
+def _outcome(summary: Mapping[str, Any]) -> list[str]:
+    kinds = [f"{kind['num_rows']:,} x {kind['kind']}, first at {kind['location']}" for kind in summary["errors"]]
+    return [*outcome_lines(summary), *(f"errors: {kind}" for kind in kinds)]
+
+
 def status_lines(status: JobStatus) -> list[str]:
     """A job's status as plain lines of text."""
     state, totals = status.state, status.totals
     lines = [
-        f"job       {status.record.job_id}, started {status.record.created_at}",
+        f"job       {status.record.job_id}, begun {plain_time(status.record.created_at)}",
         f"output    {status.output}",
         f"state     {status.headline}",
     ]
     if state is not None and totals is not None:
         lines.append(f"rows      {totals.to_text()}" + (f" ({totals.share_done:.1%} done)" if totals.rows else ""))
         lines.append(f"parts     {status.num_parts:,} of {state.shards:,}")
-        lines.append(f"tokens    {state.prompt_tokens:,} prompt, {state.completion_tokens:,} generated")
+        if status.done_summary is None:
+            lines.append(f"tokens    {state.prompt_tokens:,} prompt, {state.completion_tokens:,} generated")
     if state is not None and not (state.is_final or status.is_stale or status.is_finished):
         speed = f"speed     {state.tokens_per_s:,.0f} generated tokens/s"
         still = f"nothing has moved for {clock(state.still_s)}" if state.still_s >= STILL_AFTER_S else ""
@@ -245,10 +253,14 @@ def status_lines(status: JobStatus) -> list[str]:
             f"{worker.mode or 'idle'}, {worker.prefix_hit_rate:.0%} of prompt tokens reused"
             for worker in state.workers
         ]
-    if state is not None and state.batch_fill is not None:
-        lines.append(f"batches   {state.batch_fill:.1%} full while shards were queued")
-    if state is not None and state.prefix_hit_rate is not None:
-        lines.append(f"prompts   {state.prefix_hit_rate:.1%} of their tokens reused")
+    if status.done_summary is not None:
+        with naming_damage("summary.json"):
+            lines += [f"{'outcome' if i == 0 else '':10}{line}" for i, line in enumerate(_outcome(status.done_summary))]
+    elif state is not None:
+        if state.batch_fill is not None:
+            lines.append(f"batches   {state.batch_fill:.1%} full while shards were queued")
+        if state.prefix_hit_rate is not None:
+            lines.append(f"prompts   {state.prefix_hit_rate:.1%} of their tokens reused")
     if state is not None:
         lines += [f"note      {note}" for note in state.notes]
     if status.message:

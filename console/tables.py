@@ -21,13 +21,9 @@ from ..engine.peft.audit import AUDIT_COLUMNS, audit_rows
 from .terminal import plain_console
 
 if TYPE_CHECKING:  # each takes up to a second to import, and `audit` needs none of them
-    import pyarrow as pa
-
     from ..jobs.cost_profile import CostProfile
     from ..pipeline.planning.simulate import SimulationResult
 
-_SHOWN_PER_ADAPTER = 3
-_CELL_CHARACTERS = 160
 _VERDICT_STYLES = {"exact": "green", "exact-by-merge": "yellow", "refused": "red"}
 
 
@@ -50,17 +46,14 @@ def print_audits(audits: Sequence[AdapterAudit], console: Console | None = None,
     console.print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
 
 
-def print_answers(output: Path, console: Console | None = None) -> None:
-    """Print a few rows per adapter, the numbers of rows in and out, and a command to look at the rest."""
+def print_counts(output: Path, console: Console | None = None) -> None:
+    """Print the numbers of rows in and out of the demo, and a command to look at its answers."""
     import pyarrow.dataset as ds
 
     from ..demo.job import DEMO_FOLDER
 
     console = console or plain_console()
-    answers = ds.dataset(output, format="parquet").to_table()
-    names = sorted(set(answers.column("adapter").to_pylist()), key=lambda name: name or "")
-    for name in names:
-        console.print(_sample(answers, name))
+    answers = ds.dataset(output, format="parquet").to_table(columns=["id"])
     num_prompts = ds.dataset(DEMO_FOLDER / "prompts.parquet").count_rows()
     num_distinct = len(set(answers.column("id").to_pylist()))
     console.print(f"{num_prompts} rows in, {answers.num_rows} rows out, {num_distinct} distinct ids.")
@@ -104,7 +97,11 @@ def print_simulation(result: SimulationResult, console: Console | None = None) -
     )
     if result.request.speeds is not None:
         title += f", {result.request.speeds} times as fast as the cost model says"
-    table = Table(title=title)
+    console.print(title, soft_wrap=True)
+    for sentence in result.assumptions:
+        console.print(sentence, soft_wrap=True)
+    # Without lines the nine columns fit into 80 characters.
+    table = Table(box=None, pad_edge=False)
     names = ("policy", "seconds", "x best", "tokens/s", "busy", "rows/step", "merged", "switch", "load")
     for name in names:
         table.add_column(name, justify="left" if name == "policy" else "right")
@@ -124,18 +121,3 @@ def print_simulation(result: SimulationResult, console: Console | None = None) -
     console.print(table)
     hint = "" if len(result.files) > 1 else " (plots need matplotlib: pip install matplotlib)"
     console.print(f"{result.request.output}: {', '.join(result.files)}{hint}", soft_wrap=True)
-
-
-def _sample(answers: pa.Table, name: str | None) -> Table:
-    rows = [row for row in answers.to_pylist() if row["adapter"] == name]
-    table = Table(title=f"{name or 'base model'}: {len(rows)} rows", title_justify="left", expand=True, show_lines=True)
-    table.add_column("prompt", ratio=3)
-    table.add_column("completion", ratio=2)
-    for row in sorted(rows, key=lambda row: str(row["id"]))[:_SHOWN_PER_ADAPTER]:
-        table.add_row(_shortened(row["messages"][-1]["content"]), _shortened(row["completion"] or row["error"]))
-    return table
-
-
-def _shortened(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _CELL_CHARACTERS else line[: _CELL_CHARACTERS - 1] + "…"

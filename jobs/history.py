@@ -1,8 +1,8 @@
 """`ModelHistory`: measurements of finished jobs on a base model on this machine, for the plans of later jobs.
 
 One small file for each base model, device, dtype and number of threads, beside the profiles. It holds what steps cost
-and how long the answers of each adapter were. Costs are for predictions only: engines and the scheduler decide by the
-cost model that `lorabatch profile` or a preset gives. Lengths are for the plan: which rows are dispatched first.
+and how long the answers of each adapter and task were. Costs are for predictions only: engines and the scheduler decide
+by the cost model that `lorabatch profile` or a preset gives. Lengths are for the plan: which rows are dispatched first.
 `LORABATCH_HISTORY` names another folder, or `off` for none.
 """
 
@@ -19,18 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from ..scheduler.costs.cost import CostModel
-from ..scheduler.estimates.lengths import AnswerLengths
+from ..scheduler.estimates.lengths import AnswerKey, AnswerLengths
 from ..system.local_cache import default_cache_root, file_lock, make_private
 from ..system.untrusted import MALFORMED, parse_json
 from .agreement import Agreement
 from .cost_profile import machine, profile_name
 
 logger = logging.getLogger(__name__)
-_FORMAT = 2
+_FORMAT = 3
+# A format that had lengths by adapter alone, which fit no task.
+_WITHOUT_TASKS = 2
 _VARIABLE, _OFF = "LORABATCH_HISTORY", "off"
-# Most adapters whose answer lengths are kept; the adapters of the latest jobs stay.
-_MAX_ADAPTERS = 2_000
-# Most rows that an adapter's kept lengths count as, so that old answers lose weight against new ones.
+# Most pairs of an adapter and a task whose answer lengths are kept; those of the latest jobs stay.
+_MAX_PAIRS = 4_000
+# Most rows that a pair's kept lengths count as, so that old answers lose weight against new ones.
 _MAX_ROWS = 1_000.0
 
 
@@ -40,40 +42,51 @@ class ModelHistory:
 
     #: Costs of steps, as the latest job measured them; None while no job took long enough.
     cost: CostModel | None = None
-    #: Content hash of an adapter (None: base model) -> lengths of its answers; adapters of the latest jobs last.
-    lengths: Mapping[str | None, AnswerLengths] = field(default_factory=dict)
+    #: Content hash of an adapter (None: base model) and hash of a task -> lengths of its answers; those of the latest
+    #: jobs last.
+    lengths: Mapping[AnswerKey, AnswerLengths] = field(default_factory=dict)
 
-    def joined(self, cost: CostModel | None, lengths: Mapping[str | None, AnswerLengths]) -> ModelHistory:
+    def joined(self, cost: CostModel | None, lengths: Mapping[AnswerKey, AnswerLengths]) -> ModelHistory:
         """The history with the measurements of one more job added."""
-        all_lengths = {adapter_id: found for adapter_id, found in self.lengths.items() if adapter_id not in lengths}
-        for adapter_id, found in lengths.items():
-            before = self.lengths.get(adapter_id)
+        all_lengths = {key: found for key, found in self.lengths.items() if key not in lengths}
+        for key, found in lengths.items():
+            before = self.lengths.get(key)
             both = found if before is None else AnswerLengths.joined([before, found])
-            all_lengths[adapter_id] = both.scaled(min(1.0, _MAX_ROWS / both.num_rows))
-        latest = list(all_lengths.items())[-_MAX_ADAPTERS:]
+            all_lengths[key] = both.scaled(min(1.0, _MAX_ROWS / both.num_rows))
+        latest = list(all_lengths.items())[-_MAX_PAIRS:]
         return ModelHistory(cost or self.cost, dict(latest))
 
     def to_json(self) -> dict[str, Any]:
-        """The history as a JSON object, the form in which it is stored; it names this machine. The base model's key is
-        the empty string, since JSON has no null as a key.
+        """The history as a JSON object, the form in which it is stored; it names this machine. A key of its lengths is
+        the adapter's hash, nothing for the base model, a colon, and the task as 16 hexadecimal digits.
         """
         return {
             "format": _FORMAT,
             "machine": machine(),
             "cost": None if self.cost is None else self.cost.to_json(),
-            "lengths": {adapter_id or "": found.to_json() for adapter_id, found in self.lengths.items()},
+            "lengths": {f"{key[0] or ''}:{key[1]:016x}": found.to_json() for key, found in self.lengths.items()},
         }
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> ModelHistory:
         """The history that `to_json` wrote on this machine. Raises ValueError, KeyError, TypeError, AttributeError."""
-        if raw["format"] != _FORMAT:
+        if raw["format"] not in (_FORMAT, _WITHOUT_TASKS):
             raise ValueError(f"format={raw['format']!r}: this version reads {_FORMAT}")
         if raw["machine"] != machine():
             raise ValueError(f"it was measured on another machine, {raw['machine']!r}")
         cost = None if raw["cost"] is None else CostModel.from_json(raw["cost"])
-        lengths = {adapter_id or None: AnswerLengths.from_json(found) for adapter_id, found in raw["lengths"].items()}
-        return cls(cost, lengths)
+        if raw["format"] == _WITHOUT_TASKS:
+            return cls(cost)
+        return cls(cost, {_key(key): AnswerLengths.from_json(found) for key, found in raw["lengths"].items()})
+
+
+def _key(text: str) -> AnswerKey:
+    """Adapter and task of a key of a stored history. Raises ValueError."""
+    adapter_id, colon, task = text.rpartition(":")
+    number = int(task, 16)
+    if not (colon and 0 <= number < 1 << 64):
+        raise ValueError(f"{text!r}: expected an adapter's hash and a task of 64 bits")
+    return adapter_id or None, number
 
 
 def history_path(model_sha256: str, device: str, dtype: str, threads: int | None, processes: int = 1) -> Path | None:
@@ -93,7 +106,7 @@ def read_history(path: Path | None) -> ModelHistory:
         return ModelHistory()
 
 
-def add_to_history(path: Path | None, cost: CostModel | None, lengths: Mapping[str | None, AnswerLengths]) -> None:
+def add_to_history(path: Path | None, cost: CostModel | None, lengths: Mapping[AnswerKey, AnswerLengths]) -> None:
     """Join a job's measurements with the history at this path. The file is replaced whole; a folder that cannot be
     written is logged and raises nothing.
     """

@@ -256,6 +256,11 @@ class JobSpec(_SamplingFields):
         "Hash the base model's weights and read the input again, also where their files look unchanged. Parts that "
         "were made of other rows are computed again.",
     )
+    examples: bool = _data(
+        True,
+        "Keep three answers of each adapter, with the ends of their prompts, in summary.json, and show them in run, "
+        "status and report.",
+    )
     overwrite: bool = _data(False, "Remove the job that is in the output and start over.", is_common=True)
     migration: bool = _cluster(True, "Move rows from slow or busy workers to others.")
     policy: PolicyName = _cluster("planner", "How rows are batched, dispatched and moved: planner is this project's.")

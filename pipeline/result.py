@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
 
-from ..jobs.progress import AdapterCount, RowTotals, counted
+from ..jobs.outcome import AdapterOutcome, KindOfError, outcome_lines
+from ..jobs.progress import RowTotals, counted
 from ..system.html import facts_table
-
-
-@dataclass(frozen=True, slots=True)
-class KindOfError:
-    """Rows with one kind of error, and the first of them: its place and its sentence."""
-
-    kind: str
-    num_rows: int
-    location: str
-    sentence: str
-
 
 _SENTENCE_CHARS = 200
 # Adapters in the table that a notebook shows.
@@ -47,8 +37,8 @@ class JobResult:
     #: Kinds of error rows, with the first row of each kind.
     errors: tuple[KindOfError, ...]
     #: Counts of each adapter that rows have, in order of names.
-    adapters: tuple[AdapterCount, ...]
-    #: Seconds of the run that finished the job.
+    adapters: tuple[AdapterOutcome, ...]
+    #: Seconds of the run that finished the job, from the beginning of its command to the end.
     seconds: float
     #: Rows that earlier runs had done.
     num_reused: int
@@ -67,6 +57,21 @@ class JobResult:
     batch_fill: float | None = None
     #: Share of this run's prompt tokens that were reused, from 0 to 1; None when not counted.
     prefix_hit_rate: float | None = None
+    #: Beginning of the run that finished the job, ISO 8601, UTC; "" in summaries of earlier versions.
+    started_at: str = ""
+    #: End of that run, as `started_at`.
+    ended_at: str = ""
+    #: Seconds of each phase of the run, which add up to `seconds`: opening, starting, indexing, planning, loading
+    #: engines, answering (`working_s`), finishing. Empty when several coordinators drove the run.
+    phases_s: Mapping[str, float] = field(default_factory=dict)
+    #: Rows of this run per second of `working_s`; None when that is not known.
+    rows_per_s: float | None = None
+    #: Prompt tokens, reused ones too, per second of `working_s`; None when that is not known, or rows were done before.
+    prompt_tokens_per_s: float | None = None
+    #: Generated tokens per second of `working_s`; None as `prompt_tokens_per_s`.
+    completion_tokens_per_s: float | None = None
+    #: Phrase for people that says how the plan's costs of steps were found; "" in summaries of earlier versions.
+    cost_origin: str = ""
 
     @property
     def totals(self) -> RowTotals:
@@ -81,7 +86,7 @@ class JobResult:
     def from_json(cls, raw: Mapping[str, Any]) -> JobResult:
         """The result that `to_json` wrote."""
         errors = tuple(KindOfError(**kind) for kind in raw["errors"])
-        adapters = tuple(AdapterCount(**count) for count in raw["adapters"])
+        adapters = tuple(AdapterOutcome.from_json(count) for count in raw["adapters"])
         return cls(**{**raw, "errors": errors, "adapters": adapters})
 
     def __str__(self) -> str:
@@ -109,25 +114,17 @@ class JobResult:
         return facts_table(f"Job {self.job_id}", facts)
 
     def to_text(self) -> str:
-        """A few lines for people: counts and output of the job, its times, and its errors by kind."""
+        """Lines for people: counts and output of the job, its time and rates, what came out of each adapter, its errors
+        by kind.
+        """
         answered = (
             f"{self.num_rows - self.num_errors:,} of {self.num_rows:,}" if self.num_errors else f"{self.num_rows:,}"
         )
-        lines = [f"{answered} rows answered in {self.num_parts:,} parts: {self.output}"]
+        parts = "1 part" if self.num_parts == 1 else f"{self.num_parts:,} parts"
+        lines = [f"{answered} rows answered in {parts}: {self.output}"]
         if self.num_reused:
             lines.append(f"{self.num_reused:,} of them were done before this run")
-        computed = self.completion_tokens / self.seconds if self.seconds > 0 and not self.num_reused else 0.0
-        rate = f" ({computed:,.0f} generated tokens/s)" if computed else ""
-        lines.append(
-            f"{self.prompt_tokens:,} prompt tokens, {self.completion_tokens:,} generated, {self.seconds:,.1f} s{rate}"
-        )
-        if self.working_s:
-            rows = "this run's rows, " if self.num_reused else ""
-            lines.append(f"{rows}from the first shard opened to the last part written: {self._comparison()}")
-        if self.batch_fill is not None:
-            lines.append(f"batches were {self.batch_fill:.1%} full while shards were queued")
-        if self.prefix_hit_rate is not None:
-            lines.append(f"{self.prefix_hit_rate:.1%} of prompt tokens were reused, not computed")
+        lines += outcome_lines(self.to_json())
         if self.num_errors:
             rows = "1 error row" if self.num_errors == 1 else f"{self.num_errors:,} error rows"
             lines.append(f"{rows}; select with `error IS NOT NULL`:")
@@ -135,22 +132,6 @@ class JobResult:
                 f"  {kind.num_rows:,} x {kind.kind}, first at {kind.location}: {_short(kind)}" for kind in self.errors
             ]
         return "\n".join(lines)
-
-    def _comparison(self) -> str:
-        """A clause with the measured seconds beside the predicted ones and the lower bound."""
-        assert self.working_s, f"measured {self.working_s} s"
-        parts = [f"measured {self.working_s:,.1f} s"]
-        # The prediction is for all rows, not for this run's only.
-        if self.predicted_s and not self.num_reused:
-            parts.append(f"predicted {self.predicted_s:,.1f} s ({self.working_s / self.predicted_s:.2f} times as long)")
-            if self.corrected_s:
-                ratio = self.working_s / self.corrected_s
-                parts.append(f"after the first steps {self.corrected_s:,.1f} s ({ratio:.2f} times as long)")
-        if self.bound_s:
-            parts.append(f"lower bound {self.bound_s:,.1f} s ({self.working_s / self.bound_s:.2f} times as long)")
-        else:
-            parts.append("lower bound not known")
-        return ", ".join(parts)
 
 
 def _short(kind: KindOfError) -> str:

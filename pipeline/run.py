@@ -92,6 +92,7 @@ def run(
 
 
 def _run(spec: JobSpec, client: Client | None, watcher: Progress, engine_factory: str) -> JobResult:
+    began_s = time.time()
     check_suitability(spec, connected, client)
     job = open_job(spec)
     if job.is_finished and not job.changed_adapters:
@@ -100,6 +101,7 @@ def _run(spec: JobSpec, client: Client | None, watcher: Progress, engine_factory
     for line in job_notes(job.record):
         watcher.note(line)
     reporter = JobReporter(job.store, watcher.update, job.spec.error_budget, state_before(job))
+    reporter.phases.append(("opening", began_s))
     try:
         with reporter.ending_recorded(), job_log(job.store), reporter.kept_fresh(lambda: reporter.is_starting):
             reporter.begins("starting")
@@ -162,11 +164,12 @@ def launch(
     with Semaphore(1, f"lorabatch-{job.record.job_id}", client.scheduler, client.loop):
         _refuse_running(client, job)
         reporter.takes_over()
-        return _launch(client, job, rows, engine_factory)
+        opened_s = reporter.phases[0][1] if reporter.phases else None
+        return _launch(client, job, rows, engine_factory, opened_s)
 
 
 def _launch(
-    client: Client, job: OpenedJob, rows: EarlyCheck, engine_factory: str
+    client: Client, job: OpenedJob, rows: EarlyCheck, engine_factory: str, opened_s: float | None
 ) -> tuple[str, Future[JobResult], tuple[str, ...]]:
     show_jobs(client)
     keep_leases(client)
@@ -187,7 +190,7 @@ def _launch(
     rows.raise_problems()
     run_id = register_plugin(client, job.record.job_id, engines, job.store)
     lease_s = parse_timedelta(dask.config.get(LEASE_SETTING, default=_LEASE))
-    arguments = (job, run_id, time.time(), settings, lease_s)
+    arguments = (job, run_id, time.time(), settings, lease_s, opened_s)
     future = client.submit(run_job, *arguments, key=job_key(run_id), priority=_JOB_PRIORITY, pure=False)
     # Dask sends tasks in batches, after the requests that follow them: the next command must find this one's task.
     while not (future.done() or client.run_on_scheduler(_is_known, key=future.key)):

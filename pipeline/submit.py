@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,12 +66,14 @@ def submit(
             f"cluster={spec.cluster!r}: a cluster that is started from its class ends with this command. Use "
             "`lorabatch run`, or start the cluster yourself and give its address, or its --scheduler-file."
         )
+    began_s = time.time()
     check_suitability(spec, connected, client)
     job = open_job(spec)
     shown = redacted_url(job.spec.output)
     if job.is_finished and not job.changed_adapters:
         return SubmittedJob(job.record.job_id, shown)
     reporter = JobReporter(job.store, lambda state: None, job.spec.error_budget, state_before(job))
+    reporter.phases.append(("opening", began_s))
     reporter.begins("starting")
     with (
         reporter.ending_recorded(),

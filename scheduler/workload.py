@@ -52,6 +52,8 @@ class Workload:
     is_scored: NDArray[np.bool_] | None = None
     #: Tokens of each answer that are known before it is generated, 0 where they are not (None: known of no row).
     fixed_tokens: NDArray[np.int32] | None = None
+    #: Equal for rows whose answers are expected to have like lengths, if they have the same adapter (None: all rows).
+    task: NDArray[np.uint64] | None = None
     #: Rises in the order in which the input has the rows (None: the arrays are in that order).
     input_place: NDArray[np.int64] | None = None
     #: Equal for rows that one shard must have, which stand side by side (None: each row is by itself).
@@ -132,6 +134,7 @@ class Workload:
             ("is_drawn", self.is_drawn, np.bool_),
             ("is_scored", self.is_scored, np.bool_),
             ("fixed_tokens", self.fixed_tokens, np.int32),
+            ("task", self.task, np.uint64),
             ("input_place", self.input_place, np.int64),
             ("groups", self.groups, np.int64),
         ]

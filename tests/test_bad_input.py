@@ -183,7 +183,11 @@ TABLE: list[tuple[str, int, list[str]]] = [
     ("simulate --rows many", 2, ["--rows='many': ", "valid integer. See `lorabatch simulate --help`."]),
     ("simulate --rows 0", 2, ["--rows='0': ", " 1. See `lorabatch simulate --help`."]),
     ("wait {folder}/taken --timeout soon", 2, ["--timeout='soon': ", "See `lorabatch wait --help`."]),
-    ("plan --gpu-hour-price dear", 2, ["--gpu-hour-price='dear': ", "See `lorabatch plan --help`."]),
+    (
+        "plan --gpu-hour-price dear",
+        2,
+        ["gpu_hour_price='dear': expected a number, 0 or more", "such as 2.5 or '2.5 EUR'."],
+    ),
     ("bench engine --repeats 1.5", 2, ["--repeats='1.5': ", "See `lorabatch bench engine --help`."]),
     ("run --max-tokens 3 --max-tokens 5", 2, ["--max-tokens: given 2 times, '3' and '5'; keep one."]),
     ("run {folder}/job.yaml", 2, ["max_tokens: given 2 times, line 1 and 3; keep one."]),
@@ -285,7 +289,6 @@ TABLE: list[tuple[str, int, list[str]]] = [
             "prompt of 10000000 characters: more tokens than the context of 256 tokens.",
         ],
     ),
-    (f"plan {RIGHT} --input {{rows}}/chats.parquet", 0, ["special tokens inside of them are text; --allow-special-to"]),
     (
         f"plan {RIGHT} --input {{rows}}/chats.parquet --allow-special-tokens",
         0,

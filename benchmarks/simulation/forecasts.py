@@ -112,7 +112,10 @@ def after_earlier(lengths: Lengths, seeds: Sequence[int]) -> list[str]:
         for seed in seeds:
             generator, num_rows = np.random.default_rng(seed), batch_rows * num_workers * num_batches
             before, job = (four_adapters(lengths, num_rows, generator) for _ in range(2))
-            settings = replace(RunSettings.of_machine(machine, batch_rows=batch_rows), lengths=kept_answers(before))
+            settings = replace(
+                RunSettings.of_machine(machine, batch_rows=batch_rows),
+                lengths={(key, 0): found for key, found in kept_answers(before).items()},
+            )
             predicted_s = prediction.forecast(settings, job, num_workers, max_rows=num_rows).predicted_s
             found.append(predicted_s / prediction.simulate(settings, job, num_workers).metrics.makespan_s - 1)
         sizes = f"{np.mean(found):+.1%} | {np.mean(np.abs(found)):.1%}"

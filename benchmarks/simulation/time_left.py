@@ -63,7 +63,8 @@ class Job:
     def planned(self) -> RunSettings:
         """Settings with which the job is planned: costs that are off by `error`, lengths of an earlier job."""
         engine = replace(self.settings.engine, cost=self.settings.cost.scaled(self.error))
-        return replace(self.settings, engine=engine, lengths=self.earlier)
+        lengths = {(adapter_id, 0): found for adapter_id, found in self.earlier.items()}
+        return replace(self.settings, engine=engine, lengths=lengths)
 
     @property
     def known_lengths(self) -> Mapping[str | None, AnswerLengths] | None:

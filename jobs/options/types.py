@@ -152,6 +152,9 @@ class JobOptions(TypedDict, total=False):
     #: Hash the base model's weights and read the input again, also where their files look unchanged. Parts that were
     #: made of other rows are computed again.
     verify: bool
+    #: Keep three answers of each adapter, with the ends of their prompts, in summary.json, and show them in run, status
+    #: and report.
+    examples: bool
     #: Remove the job that is in the output and start over.
     overwrite: bool
     #: Move rows from slow or busy workers to others.

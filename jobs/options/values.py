@@ -12,15 +12,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+from unicodedata import category
 
 from ...engine.request import SAMPLING_OPTIONS
 from ...engine.structured_output import CONSTRAINTS, FORMS, constraint_of
 from ...engine.text.chat.conversation import RENDERING_OPTIONS
+from ...system.untrusted import shortened
 from ..errors import JobRequestError
 
 #: Prefix of the names of lorabatch's internal columns.
 OUR_PREFIX = "__lb_"
 _MOST_PREFIX_CHARACTERS = 64
+_MOST_CURRENCY_CHARACTERS = 8
 #: Roles of columns that hold prompts.
 PROMPT_ROLES = ("prompt", "messages", "prompt_token_ids")
 SAMPLING_COLUMNS = (*SAMPLING_OPTIONS, *FORMS)
@@ -160,6 +163,30 @@ def check_prefix(text: str) -> str:
             f"expected at most {_MOST_PREFIX_CHARACTERS} printable characters that do not begin with {OUR_PREFIX}"
         )
     return text
+
+
+def parse_price(value: str | float | None) -> tuple[float, str] | None:
+    """Price of an hour and its currency, "" for one that is not named: "2.5 EUR", "2.5" or 2.5; None for no price.
+
+    Raises `JobRequestError`.
+    """
+    if value is None:
+        return None
+    number, _, currency = str(value).strip().partition(" ")
+    try:
+        price = float(number)
+    except ValueError:
+        price = math.nan
+    currency = currency.strip()
+    is_currency = len(currency) <= _MOST_CURRENCY_CHARACTERS and all(
+        c.isalpha() or category(c) == "Sc" for c in currency
+    )
+    if not (0 <= price < math.inf and is_currency):
+        raise JobRequestError(
+            f"gpu_hour_price={shortened(repr(value), 60)}: expected a number, 0 or more, and its currency if you like, "
+            "such as 2.5 or '2.5 EUR'."
+        )
+    return price, currency
 
 
 def parse_speeds(text: str) -> tuple[float, ...]:

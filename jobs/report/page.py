@@ -21,6 +21,8 @@ from ...engine.request import FIRST_OPTIONS, SAMPLING_OPTIONS
 from ..agreement import Agreement
 from ..errors import JobRequestError, naming_damage
 from ..input.columns import output_name, readable_values
+from ..options.values import parse_price
+from ..outcome import BASE_NAME, AdapterOutcome, cost_shares, cut_note, plain_time, prediction_lines, time_line
 from ..record import NOT_RECORDED, JobRecord
 from ..spec import JobSpec
 from ..status.job_status import JobStatus, read_status
@@ -30,9 +32,13 @@ from .tables import TableField, as_csv, search_table
 from .timeline import IDLE, RunTimeline, read_timelines
 
 _SECONDS_PER_HOUR = 3600.0
+_FIRST_FACTS, _ADAPTERS_WITH_EXAMPLES = 4, 30
+_SHOWN_FIELDS = ("adapter", "rows", "errors", "cut off", "mean", "longest", "generated", "engine s", "share", "cost")
 _ERROR_ROWS_SHOWN, _PARTS_SEARCHED = 200, 1000
 # Label, value.
 Fact = tuple[str, str]
+# Money, and its currency; "" for one that was not named.
+Cost = tuple[float, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +56,24 @@ class _ErrorRow:
 
 
 @naming_damage("the job's records")
-def write_report(store: JobStore, gpu_hour_price: float | None = None) -> str:
+def write_report(store: JobStore, gpu_hour_price: str | float | None = None) -> str:
     """The report of the job in `store`, as HTML. Everything that came from outside is escaped.
 
-    `gpu_hour_price`: price of one worker's hour; None leaves costs out. Raises `JobRequestError` when the output holds
-    no job, `StorageError` when it cannot be read.
+    `gpu_hour_price`: price of one worker's hour, as `parse_price` reads it; None leaves costs out. Raises
+    `JobRequestError` for a price that cannot be read and when the output holds no job, `StorageError` when it cannot be
+    read.
     """
+    price = parse_price(gpu_hour_price)
     status = read_status(store)
     is_ended = status.state is not None and status.state.is_final
     runs = read_timelines(store.read_events(), status.state.updated_at_s if status.state and is_ended else None)
     plan = store.read_plan_facts() if store.has_plan_facts() else {}
     summary = status.summary or {}
     worker_hours = sum(run.worker_s for run in runs) / _SECONDS_PER_HOUR
-    cost = None if gpu_hour_price is None else worker_hours * gpu_hour_price
-    adapters = _adapters(summary, cost)
+    cost = None if price is None else (worker_hours * price[0], price[1])
+    counts = [AdapterOutcome.from_json(count) for count in summary.get("adapters", ())]
+    shares, basis = cost_shares(counts)
+    adapters = _adapters(counts, shares, cost)
     served = {adapter.name: adapter.sha256 for adapter in status.record.adapters if not adapter.is_refused}
     adapters_of_shards = {
         shard_id: {name: served[name] for name in names if name in served}
@@ -74,7 +84,7 @@ def write_report(store: JobStore, gpu_hour_price: float | None = None) -> str:
         drawn[f"run {i}"] = run_figures(run, adapters_of_shards)
         drawn[f"workers {i}"] = search_table(*_workers(run), "workers")
     if adapters[1]:
-        drawn["adapters"] = search_table(*adapters, "adapters")
+        drawn["adapters"] = search_table(*_narrow(*adapters), "adapters")
     script, places = components(drawn) if drawn else ("", {})
     num_errors = status.totals.errors if status.totals else 0
     error_rows = _error_rows(store, status.record, plan) if num_errors else []
@@ -85,12 +95,15 @@ def write_report(store: JobStore, gpu_hour_price: float | None = None) -> str:
         headline=status.headline,
         output=status.output,
         message=status.state.message if status.state else "",
-        facts=[*_counts(status, summary, store.read_agreement()), *_times(runs, plan, summary), *_costs(cost, summary)],
-        runs=[_phases(run) for run in runs],
+        first_facts=list(islice(_first_facts(status, summary, cost, counts, runs), _FIRST_FACTS)),
+        lines=_lines(status, summary, counts),
+        facts=[*_counts(summary, status, store.read_agreement()), *_times(runs, plan, summary), *_costs(cost, summary)],
+        runs=[_phases(run, summary if len(runs) == 1 else {}) for run in runs],
         library=Markup(_library() if drawn else ""),
         script=Markup(script),
         places={name: Markup(place) for name, place in places.items()},
-        adapter_caption="Shares are of the generated tokens" + ("." if cost is None else ", and so is the cost."),
+        adapter_caption=f"Shares are by {basis}" + ("." if cost is None else ", and so is the cost."),
+        examples=_with_examples(counts),
         csv=base64.b64encode(as_csv(*adapters).encode()).decode(),
         num_errors=num_errors,
         errors=_kinds(summary, error_rows),
@@ -126,17 +139,57 @@ def _library() -> str:
     return str(Resources(mode="inline", components=["bokeh", "bokeh-widgets", "bokeh-tables"]).render())
 
 
-def _counts(status: JobStatus, summary: Mapping[str, Any], agreement: Agreement | None) -> Iterator[Fact]:
+def _first_facts(
+    status: JobStatus,
+    summary: Mapping[str, Any],
+    cost: Cost | None,
+    counts: Sequence[AdapterOutcome],
+    runs: Sequence[RunTimeline],
+) -> Iterator[Fact]:
+    """The figures of the first row, the most wanted first; more than fit into it."""
     if totals := status.totals:
-        yield "rows answered", f"{totals.answered:,} of {totals.rows:,}"
-        yield "error rows", f"{totals.errors:,}"
-        yield "rows from an earlier run", f"{totals.reused:,}"
+        errors = "" if not totals.errors else ", 1 error" if totals.errors == 1 else f", {totals.errors:,} errors"
+        yield "rows answered", f"{totals.answered:,} of {totals.rows:,}{errors}"
     if status.time_left:
         yield "time left", status.time_left
+    if "seconds" in summary:
+        yield "time of the run", f"{summary['seconds']:,.1f} s"
+    elif runs:
+        yield "time so far, all runs", f"{sum(run.end_s for run in runs):,.1f} s"
+    if (rate := summary.get("rows_per_s")) is not None:
+        yield "rows/s while rows were answered", f"{rate:,.1f}"
+    if cost is not None:
+        yield f"cost{_in(cost)}", f"{cost[0]:,.4f}"
+    if any(count.finish_reasons for count in counts):
+        yield "answers cut off", f"{sum(count.num_cut for count in counts):,}"
+    if totals:
+        yield "rows from an earlier run", f"{totals.reused:,}"
+    if summary:
+        yield "generated tokens", f"{summary['completion_tokens']:,}"
+
+
+def _lines(status: JobStatus, summary: Mapping[str, Any], counts: Sequence[AdapterOutcome]) -> list[str]:
+    """Sentences below the first row: beginning and end, answers that were cut off, prediction and bound."""
+    if "seconds" not in summary:
+        return [f"Begun {plain_time(status.record.created_at)}"]
+    return [
+        line[0].upper() + line[1:]
+        for line in (time_line(summary), cut_note(counts), *prediction_lines(summary))
+        if line
+    ]
+
+
+def _counts(summary: Mapping[str, Any], status: JobStatus, agreement: Agreement | None) -> Iterator[Fact]:
+    if totals := status.totals:
+        yield "error rows", f"{totals.errors:,}"
+        yield "rows from an earlier run", f"{totals.reused:,}"
     if summary:
         yield "parts", f"{summary['num_parts']:,}"
         yield "prompt tokens", f"{summary['prompt_tokens']:,}"
         yield "generated tokens", f"{summary['completion_tokens']:,}"
+        for name, text in (("prompt_tokens", "prompt tokens/s"), ("completion_tokens", "generated tokens/s")):
+            if (rate := summary.get(f"{name}_per_s")) is not None:
+                yield text, f"{rate:,.0f}"
         if (fill := summary.get("batch_fill")) is not None:
             yield "of batches full while shards were queued", f"{fill:.1%}"
     if agreement is not None:
@@ -151,39 +204,37 @@ def _counts(status: JobStatus, summary: Mapping[str, Any], agreement: Agreement 
 def _times(runs: Sequence[RunTimeline], plan: Mapping[str, Any], summary: Mapping[str, Any]) -> Iterator[Fact]:
     if not runs:
         return
-    working_s = summary.get("working_s")
-    if working_s is not None and len(runs) == 1:
+    if len(runs) > 1:
+        yield "all runs, first event to last", f"{sum(run.end_s for run in runs):,.1f} s"
+    if not (working_s := summary.get("working_s")):
+        predicted_s = plan.get("predicted_s")
+        yield "predicted for all rows", "not predicted" if predicted_s is None else f"{predicted_s:,.1f} s"
+    elif len(runs) == 1:
         yield "first shard opened to last part", f"{working_s:,.1f} s"
-    else:
-        yield "with workers, first event to last", f"{sum(run.end_s for run in runs):,.1f} s"
-    predicted_s = plan.get("predicted_s")
-    yield "predicted for all rows", "not predicted" if predicted_s is None else f"{predicted_s:,.1f} s"
-    if working_s and len(runs) == 1:
-        bound_s = summary.get("bound_s")
-        if predicted_s and not summary.get("num_reused"):
-            yield "measured over predicted", f"{working_s / predicted_s:.2f}"
-            if corrected_s := summary.get("corrected_s"):
-                yield "predicted again after the first steps", f"{corrected_s:,.1f} s"
-        yield "lower bound, whatever the schedule", f"{bound_s:,.1f} s" if bound_s else "not known"
-        if bound_s:
-            yield "measured over lower bound", f"{working_s / bound_s:.2f}"
-    yield "mean share of the batch in use", f"{runs[-1].mean_busy:.0%}"
+    yield "of the batch in use, from ready engines to the end", f"{runs[-1].mean_busy:.0%}"
     yield "migrations", str(sum(len(run.moves) for run in runs))
     yield "workers lost", str(sum(len(track.losses) for run in runs for track in run.tracks))
-    yield "worker seconds", f"{sum(run.worker_s for run in runs):,.0f} s"
+    yield "worker seconds, engines' start included", f"{sum(run.worker_s for run in runs):,.0f} s"
     if num_in_part := sum(run.is_in_part for run in runs):
         yield "runs of another version of lorabatch, not all of whose events are shown", str(num_in_part)
 
 
-def _costs(cost: float | None, summary: Mapping[str, Any]) -> Iterator[Fact]:
+def _costs(cost: Cost | None, summary: Mapping[str, Any]) -> Iterator[Fact]:
     if cost is None:
         return
-    yield "cost at the given price", f"{cost:,.4f}"
+    yield f"cost{_in(cost)}", f"{cost[0]:,.4f}"
     if tokens := summary.get("completion_tokens"):
-        yield "per million generated tokens", f"{cost / tokens * 1e6:,.2f}"
+        yield f"per million generated tokens{_in(cost)}", f"{cost[0] / tokens * 1e6:,.2f}"
 
 
-def _phases(run: RunTimeline) -> str:
+def _in(cost: Cost) -> str:
+    return f", {cost[1]}" if cost[1] else ", in the currency of the price"
+
+
+def _phases(run: RunTimeline, summary: Mapping[str, Any]) -> str:
+    """Seconds of the phases of a run by its events; "" if its summary has them, which is shown above."""
+    if summary.get("phases_s"):
+        return ""
     shown = (f"{name} {end_s - start_s:,.1f} s" for name, start_s, end_s in run.phase_spans())
     return ", ".join(shown)
 
@@ -217,19 +268,37 @@ def _workers(run: RunTimeline) -> _Table:
     return fields, rows
 
 
-def _adapters(summary: Mapping[str, Any], cost: float | None) -> _Table:
-    """The table of adapters: rows, errors, tokens and cost of each, the most tokens first."""
-    fields = [TableField("adapter", width=220), TableField("rows", "0,0"), TableField("errors", "0,0")]
-    fields += [TableField("generated tokens", "0,0", 120), TableField("share", "0.0%")]
-    fields += [] if cost is None else [TableField("cost", "0,0.0000")]
-    total = summary.get("completion_tokens") or 0
+def _adapters(counts: Sequence[AdapterOutcome], shares: Sequence[float], cost: Cost | None) -> _Table:
+    """The table of adapters, the largest share of the costs first."""
+    fields = [TableField("adapter", width=150), TableField("rows", "0,0", 60), TableField("errors", "0,0", 55)]
+    fields += [TableField(title, "0,0", 60) for title in ("stop", "length", "cut off")]
+    lengths = {"shortest": "0,0", "mean": "0,0.0", "median": "0,0.0", "p95": "0,0.0", "longest": "0,0"}
+    fields += [TableField(title, number, 60) for title, number in lengths.items()]
+    fields += [TableField("prompt tokens", "0,0", 90), TableField("generated", "0,0", 75)]
+    fields += [TableField("rows/s", "0,0.0", 60), TableField("prompt tokens/s", "0,0", 90)]
+    fields += [TableField("engine s", "0,0.0", 65), TableField("share", "0.0%", 60)]
+    fields += [] if cost is None else [TableField("cost", "0,0.0000", 65)]
     rows = []
-    for count in sorted(summary.get("adapters", ()), key=lambda count: -count["completion_tokens"]):
-        tokens = count["completion_tokens"]
-        share = tokens / total if total else 0.0
-        row = [count["adapter"] or "(base model)", count["num_rows"], count["num_errors"], tokens, share]
-        rows.append(row if cost is None else [*row, cost * share])
+    for count, share in sorted(zip(counts, shares, strict=True), key=lambda one: (-one[1], one[0].adapter)):
+        tokens = (count.answer_tokens.get(name) for name in lengths)
+        reasons = (count.finish_reasons.get(name, 0) if count.finish_reasons else None for name in ("stop", "length"))
+        row: list[Any] = [count.adapter or BASE_NAME, count.num_rows, count.num_errors, *reasons]
+        row += [count.num_cut if count.finish_reasons else None, *tokens, count.prompt_tokens, count.completion_tokens]
+        row += [count.rows_per_s, count.prompt_tokens_per_s, count.engine_s, share]
+        rows.append(row if cost is None else [*row, cost[0] * share])
     return fields, rows
+
+
+def _narrow(fields: list[TableField], rows: list[list[Any]]) -> _Table:
+    """The columns of a table of adapters that a page has room for; the CSV has all."""
+    shown = [i for i, field in enumerate(fields) if field.title in _SHOWN_FIELDS]
+    return [fields[i] for i in shown], [[row[i] for i in shown] for row in rows]
+
+
+def _with_examples(counts: Sequence[AdapterOutcome]) -> list[AdapterOutcome]:
+    """Adapters whose examples are shown, the most rows first."""
+    shown = [count for count in counts if count.examples]
+    return sorted(shown, key=lambda count: (-count.num_rows, count.adapter))[:_ADAPTERS_WITH_EXAMPLES]
 
 
 def _kinds(summary: Mapping[str, Any], error_rows: Sequence[_ErrorRow]) -> list[dict[str, Any]]:

@@ -19,6 +19,8 @@ from ..status.worker_names import WorkerNames
 
 SpanEnd = Literal["committed", "failed", "recalled", "lost", "open"]
 MODES = ("base", "unmerged", "merged", "mixture")
+#: Phase in which a command audits adapters, reads the input's footers and starts or joins a cluster.
+OPENING_JOB = "opening"
 STARTING, OPENING, WAITING = "engine starting", "opening a shard", "waiting for a shard"
 LENT, NONE_LEFT, SILENT = "its rows lent", "no shard left", "no report"
 #: Activity in which a worker computes nothing -> its short name.
@@ -297,8 +299,10 @@ class _RunReader:
         is_first = not self._tracks
         for worker in workers:
             if worker not in self._tracks:
-                # Workers of the first look were in the cluster while rows were indexed.
-                self._enter(worker, 0.0 if is_first else now_s, STARTING)
+                # Workers of the first look were in the cluster while rows were indexed, but not yet while a command
+                # opened the job.
+                began_s = next((at_s for name, at_s in self.timeline.phases if name != OPENING_JOB), 0.0)
+                self._enter(worker, began_s if is_first else now_s, STARTING)
 
     def _find(self, found: Iterable[Any], now_s: float) -> None:
         still_open = set()

@@ -118,6 +118,11 @@ class JobStatus:
         return None if self.state is None else self.state.totals
 
     @property
+    def done_summary(self) -> Mapping[str, Any] | None:
+        """Content of `summary.json` of a job that is done; None while its rows may still change."""
+        return self.summary if self.is_finished else None
+
+    @property
     def is_over(self) -> bool:
         """Whether its last run has ended, well or not. A silent run counts as running."""
         return self.is_finished or (self.state is not None and self.state.is_final)

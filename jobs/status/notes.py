@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import get_args
 
 from ...engine.peft.findings import Verdict
@@ -15,15 +15,17 @@ _NAMES_SHOWN = 8
 _TYPES_SHOWN = 20
 
 
-def job_notes(record: JobRecord) -> list[str]:
+def job_notes(record: JobRecord, asked: Collection[str | None] | None = None) -> list[str]:
     """Notes on a job before a row is read: number of adapters by verdict, refused adapters and why, adapters with a
-    tokenizer or chat template of their own, the base model, unread files, and columns that are settings.
+    tokenizer or chat template of their own, the base model, unread files, and columns that are settings. `asked`:
+    adapters that rows ask for, of which alone the notes tell; None while that is not known.
     """
-    adapters = record.adapters
+    adapters = tuple(adapter for adapter in record.adapters if asked is None or adapter.name in asked)
     notes = []
     if adapters:
         counts = {verdict: sum(adapter.verdict == verdict for adapter in adapters) for verdict in get_args(Verdict)}
-        notes.append(f"{len(adapters)} adapters: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n))
+        number = "1 adapter" if len(adapters) == 1 else f"{len(adapters)} adapters"
+        notes.append(f"{number}: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n))
     notes += [f"  {adapter_problem(a.name, {a.name: a})}" for a in adapters if a.is_refused]
     own = [adapter.name for adapter in adapters if adapter.tokenizer_sha256 and not adapter.is_refused]
     if own:
@@ -130,19 +132,17 @@ def messages_note(record: JobRecord) -> tuple[str, ...]:
         notes.append(f"prompts: column {record.input.roles['prompt']!r} is a message of the user (chat)")
     is_allowed = record.spec.allow_special_tokens
     if not record.renders_messages:
-        return (*notes, _special_tokens_note("columns", is_allowed=is_allowed)) if made else ()
+        return (*notes, *_special_tokens_note("columns", is_allowed=is_allowed)) if made else ()
     if record.spec.chat_template:
         own = [adapter.name for adapter in record.adapters if adapter.tokenizer_sha256 and not adapter.is_refused]
         also = f" and of those that adapters have: {_shown(own)}" if own else ""
         notes.append(f"messages: rendered by the job's chat template, instead of the model's{also}")
-    notes.append(_special_tokens_note("messages", is_allowed=is_allowed))
-    return tuple(notes)
+    return (*notes, *_special_tokens_note("messages", is_allowed=is_allowed))
 
 
-def _special_tokens_note(place: str, *, is_allowed: bool) -> str:
-    if is_allowed:
-        return f"{place}: special tokens inside of them are control tokens (allow_special_tokens)"
-    return f"{place}: special tokens inside of them are text; --allow-special-tokens makes them control tokens"
+def _special_tokens_note(place: str, *, is_allowed: bool) -> tuple[str, ...]:
+    """A note on special tokens in texts that strangers may have written; none where they are text, as usual."""
+    return (f"{place}: special tokens inside of them are control tokens (allow_special_tokens)",) if is_allowed else ()
 
 
 def row_notes(

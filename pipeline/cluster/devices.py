@@ -31,7 +31,7 @@ _ASSUMED_GPU, _ASSUMED_GPU_BYTES = "H200", 141 * 10**9
 _PRODUCTS = {"bfloat16": {"AVX512_BF16"}, "int8": {"AVX512_VNNI", "AVX_VNNI"}}
 # Measured on the demo and on `bench engine`, AVX-512 and two cores: 1.3 to 1.4.
 _SLOW_KERNELS = (
-    "compiled CPU kernels are missing: about 1.3 times slower. A C compiler, such as gcc, builds them when lorabatch "
+    "no compiled kernels for this CPU: about 1.3 times slower. A C compiler, such as gcc, builds them when lorabatch "
     "is installed again: pip install --force-reinstall --no-deps CHECKOUT"
 )
 

@@ -8,11 +8,8 @@ engines have open.
 from __future__ import annotations
 
 import logging
-import os
-import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from distributed import Reschedule, get_worker, secede
@@ -24,7 +21,6 @@ from ...jobs.errors import (
     StorageError,
     error_of_kind,
 )
-from ...jobs.history import add_to_history
 from ...jobs.opening.opened_job import OpenedJob
 from ...jobs.parts import OF_NO_SHARD, in_words
 from ...jobs.record import changed_adapters
@@ -32,8 +28,7 @@ from ...jobs.status.notes import row_notes
 from ...jobs.storage.limits import expect_away
 from ...jobs.storage.redaction import redacted_url
 from ...jobs.store import part_name
-from ...scheduler.costs.cost import CostModel
-from ...scheduler.estimates.lengths import AnswerLengths, LengthEstimator
+from ...scheduler.estimates.lengths import AnswerKey, AnswerLengths, LengthEstimator, lengths_by_adapter
 from ...scheduler.estimates.step_costs import StepCosts
 from ...scheduler.estimates.time_left import PlannedJob, Work
 from ...scheduler.estimates.work_left import WorkLeft
@@ -44,7 +39,6 @@ from ..cluster.security import client_security
 from ..dataset.chunk import ChunkRef, IndexJob
 from ..dataset.index import IndexTotals, check_chunk, deadly_chunk, index_chunk, list_chunks
 from ..dataset.reader import read_shard
-from ..dataset.writer import empty_part
 from ..migration.peers import Peers
 from ..monitoring.job_monitor import JobMonitor
 from ..monitoring.reporter import JobReporter, latest_state, state_before, state_publisher
@@ -56,15 +50,19 @@ from ..worker.registration import is_registered, unregister_plugin
 from .control import JobControl, JobRun
 from .driver import Coordinator
 from .fan_out import FanOut
+from .finishing import HISTORY_S, Coordinated, finish
 from .lease import CoordinatorLease
 from .summary import Account, account_parts
 
 logger = logging.getLogger(__name__)
 
 
-def run_job(job: OpenedJob, run_id: str, began_s: float, settings: RunSettings, lease_s: float) -> JobResult:
+def run_job(
+    job: OpenedJob, run_id: str, began_s: float, settings: RunSettings, lease_s: float, opened_s: float | None = None
+) -> JobResult:
     """Run an opened job whose workers have their plugins. `began_s`: beginning of the run, in seconds since the epoch.
-    `lease_s`: seconds of silence after which another coordinator takes over.
+    `opened_s`: beginning of the command that opened the job, by default the run's. `lease_s`: seconds of silence after
+    which another coordinator takes over.
 
     Raises what `run.run` raises. The plugins are unregistered when it returns or raises.
     """
@@ -83,6 +81,7 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, settings: RunSettings, 
         client.run_on_scheduler(_forgive, key=key)
         publish = state_publisher(client, run_id, redacted_url(job.spec.output))
         reporter = JobReporter(job.store, publish, job.spec.error_budget, state_before(job, run_id))
+        reporter.phases += [("opening", min(opened_s, began_s))] if opened_s is not None else []
         reporter.phases.append(("starting", began_s))
         run = JobRun(client, job, run_id, control, reporter, Peers(worker, run_id), settings)
         try:
@@ -93,7 +92,7 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, settings: RunSettings, 
             ):
                 _raise_error_of_run(job, run_id)
                 WAITS.subscribe(client, run_id, reporter.waits.put)
-                result = _stages(run, began_s)
+                result = _stages(run)
             lease.end()
             return result
         except Exception as error:
@@ -169,19 +168,18 @@ def finished_before(job: OpenedJob) -> JobResult:
     return result
 
 
-def _stages(run: JobRun, began_s: float) -> JobResult:
+def _stages(run: JobRun) -> JobResult:
     # A coordinator that Dask has started again may find a job that was started over.
     run.job.store.check_holder(run.job.record.job_id)
     indexed = index_rows(run)
     plan = plan_shards(run, indexed)
     for turn in range(_TURNS):
-        done = coordinate(run, plan, indexed.rows_per_adapter, turn)
+        done = coordinate(run, plan, indexed, turn)
         account = count_rows(run, plan, turn)
         if not account.unusable:
             break
     unregister_plugin(run.client, run.run_id)
-    # Clocks may be set back meanwhile.
-    return finish(run, plan, account, done, max(time.time() - began_s, done.working_s or 0.0))
+    return finish(run, plan, account, done)
 
 
 def _forgive(dask_scheduler: Any, key: Any) -> None:
@@ -194,8 +192,6 @@ def _forgive(dask_scheduler: Any, key: Any) -> None:
 _PARTS_PER_COUNT = 64
 # Most times that parts are computed and counted: parts that were changed while the job ran are computed again.
 _TURNS = 3
-# Seconds of steps from which on their measured costs are kept for later jobs: the first steps are slower.
-_HISTORY_S = 5.0
 
 
 def index_rows(run: JobRun) -> IndexTotals:
@@ -264,7 +260,8 @@ def plan_shards(run: JobRun, indexed: IndexTotals) -> JobPlan:
             length_share=run.settings.length_share,
             check=run.control.check_displaced,
         )
-    run.reporter.notes = row_notes(job.record, indexed.rows_per_adapter, indexed.peculiar_rows)
+    of_rows = row_notes(job.record, indexed.rows_per_adapter, indexed.peculiar_rows)
+    run.reporter.notes = (*run.settings.device.notes, *of_rows)
     # This process may have been stopped, and the output be another job's or another coordinator's by now.
     run.control.check_displaced()
     job.store.check_holder(job.record.job_id)
@@ -273,31 +270,9 @@ def plan_shards(run: JobRun, indexed: IndexTotals) -> JobPlan:
     return plan
 
 
-@dataclass(frozen=True, slots=True)
-class Coordinated:
-    """Measurements of one `coordinate`; `working_s`, `bound_s`, `corrected_s`, `batch_fill` and `prefix_hit_rate` go
-    into the `JobResult`.
-    """
-
-    #: Seconds from the first shard opened to the last part written; None when another coordinator of the run did some
-    #: of the work.
-    working_s: float | None
-    #: Lower bound of `working_s` by the measured costs of steps; None when it is not known.
-    bound_s: float | None
-    #: Seconds predicted from the first steps; None when the plan's costs of steps were no guess.
-    corrected_s: float | None
-    #: Measured costs of steps; None when fewer than `_HISTORY_S` seconds of steps were seen.
-    measured: CostModel | None
-    #: Share of places in batches that had rows; None when it is not known.
-    batch_fill: float | None
-    #: Share of prompt tokens that engines did not compute; None when it is not known.
-    prefix_hit_rate: float | None
-
-
-def coordinate(run: JobRun, plan: JobPlan, adapter_rows: Mapping[str | None, int], turn: int = 0) -> Coordinated:
+def coordinate(run: JobRun, plan: JobPlan, indexed: IndexTotals, turn: int = 0) -> Coordinated:
     """Run every shard that has no part, or whose part is not what it should be. Errors in existing parts count against
-    the job's budget too. `adapter_rows`: adapter, as rows name it (None: base model) -> rows. `turn`: number of calls
-    before this one in this run.
+    the job's budget too. `turn`: number of calls before this one in this run.
     """
     job = run.job
     # A job without shards may have an empty part, if an earlier run was killed right after it had written the part.
@@ -313,16 +288,15 @@ def coordinate(run: JobRun, plan: JobPlan, adapter_rows: Mapping[str | None, int
             "command to go on."
         )
     names = {adapter.sha256: adapter.name for adapter in job.record.adapters if not adapter.is_refused}
-    known_lengths = None if job.spec.sampling.ignore_eos else run.settings.lengths
+    known_lengths = None if job.spec.sampling.ignore_eos else _known_lengths(run, indexed.rows_per_task)
     before = replace(
         run.reporter.latest,
         rows_error=found.num_errors,
         prompt_tokens=found.prompt_tokens,
         completion_tokens=found.completion_tokens,
     )
-    monitor = JobMonitor(
-        plan.shards, rows_of_part, names, before, found.num_reused, adapter_rows, found.adapter_counts()
-    )
+    done = [outcome.count for outcome in found.adapter_outcomes()]
+    monitor = JobMonitor(plan.shards, rows_of_part, names, before, found.num_reused, indexed.rows_per_adapter, done)
     num_workers = count_workers(run.client)
     settings = replace(
         run.settings.scheduler(num_workers, serving_adapters(job.record)),
@@ -334,7 +308,7 @@ def coordinate(run: JobRun, plan: JobPlan, adapter_rows: Mapping[str | None, int
     coordinator.run()
     is_whole = not coordinator.has_adopted and found.num_reused == found.num_rows
     bound_s = _bound_s(run, coordinator, estimates.costs, monitor.work) if is_whole else None
-    measured = estimates.costs.measured() if estimates.costs.seconds >= _HISTORY_S else None
+    measured = estimates.costs.measured() if estimates.costs.seconds >= HISTORY_S else None
     return Coordinated(
         coordinator.working_s if is_whole else None,
         bound_s,
@@ -343,6 +317,14 @@ def coordinate(run: JobRun, plan: JobPlan, adapter_rows: Mapping[str | None, int
         monitor.batch_fill,
         monitor.prefix_hit_rate,
     )
+
+
+def _known_lengths(run: JobRun, rows_per_task: Mapping[AnswerKey, int]) -> dict[str | None, AnswerLengths]:
+    """Lengths of the answers of each of the job's adapters in earlier jobs, by content hash."""
+    ids: dict[str | None, str | None] = {adapter.name: adapter.sha256 for adapter in run.job.record.adapters}
+    ids[None] = None
+    rows = {(ids[name], task): count for (name, task), count in rows_per_task.items() if name in ids}
+    return lengths_by_adapter(run.settings.lengths, rows)
 
 
 def _take_away(run: JobRun, bad: Mapping[int, str], curable: Mapping[int, str]) -> None:
@@ -393,18 +375,21 @@ def _bound_s(run: JobRun, coordinator: Coordinator, costs: StepCosts, work: JobW
 def count_rows(run: JobRun, plan: JobPlan, turn: int = 0) -> Account:
     """Compare the parts with the plan and count their rows, on the workers."""
     run.reporter.phase("finishing", plan.num_rows, rows_done=plan.num_rows)
-    return _count(run, [shard.shard_id for shard in plan.shards], f"count{turn}")
+    # The lengths that plans expect are no costs, and may be many.
+    settings = replace(run.settings, lengths={})
+    shard_ids = [shard.shard_id for shard in plan.shards]
+    return _count(run, shard_ids, f"count{turn}", settings=settings, spec=run.job.spec)
 
 
-def _count(run: JobRun, shard_ids: Sequence[int], name: str, *, reopens: bool = False) -> Account:
-    """Run `account_parts` on the workers and add its accounts up. `name`: unique name of this count within the run;
-    Dask keeps results by name.
+def _count(run: JobRun, shard_ids: Sequence[int], name: str, **options: Any) -> Account:
+    """Run `account_parts` with these `options` on the workers and add its accounts up. `name`: unique name of this
+    count within the run; Dask keeps results by name.
     """
     groups = [shard_ids[start : start + _PARTS_PER_COUNT] for start in range(0, len(shard_ids), _PARTS_PER_COUNT)]
     total = Account()
     key, attempt = f"{name}-{run.run_id}", run.control.coordinator_id
-    given = {"store": run.job.store, "record": run.job.record, "run_id": run.run_id, "reopens": reopens}
-    counting = FanOut(run.client, account_parts, groups, key, attempt, _refuse_deadly, **given)
+    given = {"store": run.job.store, "record": run.job.record, "run_id": run.run_id}
+    counting = FanOut(run.client, account_parts, groups, key, attempt, _refuse_deadly, **given | options)
     for account in counting.results(run.control):
         total.add(account)
     return total
@@ -416,57 +401,3 @@ def _refuse_deadly(shard_ids: Sequence[int]) -> Any:
         f"output: two workers or more were lost while they counted {parts}. The workers' logs may say more; run the "
         "same command to go on."
     )
-
-
-def finish(run: JobRun, plan: JobPlan, account: Account, done: Coordinated, seconds: float) -> JobResult:
-    """Check that the parts hold every row, write the summary, and report that the job is done."""
-    account.check_complete(plan)
-    job = run.job
-    result = JobResult(
-        output=job.spec.output,
-        job_id=job.record.job_id,
-        num_rows=account.num_rows,
-        num_errors=account.num_errors,
-        num_parts=max(account.num_parts, 1),
-        prompt_tokens=account.prompt_tokens,
-        completion_tokens=account.completion_tokens,
-        errors=(*plan.errors, *account.engine_error_kind()),
-        adapters=account.adapter_counts(),
-        seconds=seconds,
-        num_reused=account.num_reused,
-        predicted_s=plan.predicted_s,
-        working_s=done.working_s,
-        bound_s=done.bound_s,
-        corrected_s=done.corrected_s,
-        batch_fill=done.batch_fill,
-        prefix_hit_rate=done.prefix_hit_rate,
-    )
-    run.reporter.check_budget(account.num_errors, account.num_rows)
-    run.control.check_displaced()
-    job.store.check_current(job.record)
-    # Not by a listing, in which parts that were just written may be missing.
-    parts = dict(sorted(account.parts.items()))
-    if not plan.shards:
-        job.store.commit_part(0, empty_part(job.record, run.run_id))
-        with job.store.open_part(0) as part:
-            parts[0] = (part.seek(0, os.SEEK_END), "")
-    job.store.write_parts(parts)
-    job.store.write_summary(result.to_json())
-    job.store.mark_success()
-    # Reported last, since a client that waits for "done" may read the output.
-    run.reporter.done(result)
-    _keep_history(run, account, done)
-    return result
-
-
-def _keep_history(run: JobRun, account: Account, done: Coordinated) -> None:
-    """Keep the measured costs of steps and lengths of answers for the predictions of later jobs."""
-    lengths: defaultdict[str | None, list[AnswerLengths]] = defaultdict(list)
-    if not run.job.spec.sampling.ignore_eos:
-        hashes: dict[str | None, str | None] = {adapter.name: adapter.sha256 for adapter in run.job.record.adapters}
-        hashes[None] = None
-        for name, found in account.answer_lengths().items():
-            if name in hashes:
-                lengths[hashes[name]].append(found)
-    joined = {adapter_id: AnswerLengths.joined(parts) for adapter_id, parts in lengths.items()}
-    add_to_history(run.settings.history, done.measured, joined)

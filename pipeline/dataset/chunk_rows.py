@@ -119,6 +119,7 @@ def _numbers(drafts: list[RowDraft]) -> pa.RecordBatch:
         "is_drawn": [draft.sampling.is_drawn for draft in drafts],
         "is_scored": [draft.sampling.wants_prompt_logprobs for draft in drafts],
         "fixed_tokens": [draft.fixed_tokens for draft in drafts],
+        "task": [draft.task for draft in drafts],
     }
     columns = {name: pa.array(items, prepared.INDEX_SCHEMA.field(name).type) for name, items in values.items()}
     adapters = pa.array([draft.adapter for draft in drafts], pa.string())

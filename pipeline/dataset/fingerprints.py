@@ -22,6 +22,10 @@ _TOKEN_BYTES = 4
 # Numbers of leading tokens by which prompts are compared, the first that a prompt has: short prompts still meet, long
 # ones do not split too early.
 _PREFIX_TOKENS = (64, 32, 16)
+# Options beside the constraint and `max_tokens` by which answers end earlier or later.
+_ENDING_OPTIONS = (
+    "min_tokens", "stop", "stop_token_ids", "ignore_eos", "allowed_token_ids", "reasoning_markers", "tool_call_parser",
+)  # fmt: skip
 
 
 def row_fingerprint(
@@ -47,6 +51,19 @@ def prefix_hash(tokens: Sequence[int]) -> int:
         if len(tokens) >= count:
             return _hash64(_token_bytes(tokens[:count]))
     return 0
+
+
+@lru_cache(maxsize=4096)
+def task_hash(sampling: SamplingParams, asked: str = "", templates: tuple[tuple[str, str], ...] = ()) -> int:
+    """64-bit hash, never 0, that is equal for rows of one task: answers of like lengths are expected of them, if they
+    have the same adapter. Lengths of earlier jobs are found by it.
+
+    It holds the constraint and the other options that end an answer, and `asked`: system messages and tools of the row.
+    `templates`: role and template of each message that is made of columns. `max_tokens` is left out: lengths are known
+    as a distribution, of which it cuts the end.
+    """
+    ending = [getattr(sampling, name) for name in _ENDING_OPTIONS]
+    return _hash64(json.dumps([sampling.constraint, ending, asked, templates]).encode("utf-8", "backslashreplace"))
 
 
 @lru_cache(maxsize=4096)

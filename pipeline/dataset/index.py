@@ -23,6 +23,7 @@ from ...engine.text.tokenizers.confined_tokenizer import MissingTokenizer, adapt
 from ...engine.text.tokenizers.tokenizer import Tokenizer
 from ...jobs.errors import DamagedRecordError, StorageError
 from ...jobs.input.files import pack_schema, unpack_schema
+from ...jobs.outcome import EXAMPLE_CHARACTERS
 from ...jobs.record import JobRecord
 from ...jobs.spec import JobSpec
 from ...jobs.storage.adapter_copy import adapter_folder
@@ -41,6 +42,8 @@ from .writer import Spell
 _MOST_FILES_TOGETHER = 16
 _MOST_ROWS_TOGETHER = 1024
 _MOST_BYTES_TOGETHER = 1 << 20
+# Most pairs of an adapter and a task that are counted, and those of one chunk.
+_MOST_TASKS_COUNTED, _MOST_TASKS_OF_CHUNK = 20_000, 200
 # Most rows without a prompt before the one that is shown as an example.
 _MOST_PASSED = 16
 
@@ -55,6 +58,8 @@ class IndexTotals:
     num_rows: int = 0
     #: Prepared rows by name of their adapter; None for the base model.
     rows_per_adapter: Counter[str | None] = field(default_factory=Counter)
+    #: Prepared rows by name of their adapter and by task, about: of many tasks the rare ones are left out.
+    rows_per_task: Counter[tuple[str | None, int]] = field(default_factory=Counter)
     #: Rows of the input with a peculiarity that users should know of, by peculiarity.
     peculiar_rows: Counter[str] = field(default_factory=Counter)
     #: Number of a chunk -> why row groups of it cannot be read, a sentence each. Nothing is written or counted of such
@@ -76,6 +81,9 @@ class IndexTotals:
         self.num_chunks += other.num_chunks
         self.num_rows += other.num_rows
         self.rows_per_adapter.update(other.rows_per_adapter)
+        self.rows_per_task.update(other.rows_per_task)
+        if len(self.rows_per_task) > _MOST_TASKS_COUNTED:
+            self.rows_per_task = Counter(dict(self.rows_per_task.most_common(_MOST_TASKS_COUNTED // 2)))
         self.peculiar_rows.update(other.peculiar_rows)
         self.damages |= other.damages
         self.cured |= other.cured
@@ -212,6 +220,20 @@ def spelling(record: JobRecord, model_url: str, storage_options: Mapping[str, An
     return spell
 
 
+def prompt_end(record: JobRecord, spec: JobSpec, adapter: str | None, token_ids: Sequence[int]) -> str | None:
+    """Text of the last tokens of a prompt as the model gets it, special tokens written out, at most
+    `EXAMPLE_CHARACTERS` of it; None if the adapter's tokenizer cannot be read.
+    """
+    try:
+        tokenizer = _tokenizer_of(IndexJob.from_record(record, spec), adapter)
+        if isinstance(tokenizer, MissingTokenizer):
+            return None
+        # A token has seldom fewer characters than one.
+        return tokenizer.text_of(token_ids[-EXAMPLE_CHARACTERS:])[-EXAMPLE_CHARACTERS:]
+    except (TokenizerError, StorageError):
+        return None
+
+
 def _tokenizer_of(job: IndexJob, adapter: str | None) -> Tokenizer:
     """The adapter's tokenizer if it has one of its own, else the base model's.
 
@@ -272,5 +294,9 @@ def _ipc_bytes(batches: Iterable[pa.RecordBatch], key: str) -> memoryview:
 
 def _totals(index: pa.Table, peculiar_rows: Mapping[str, int], cured: Iterable[str] = ()) -> IndexTotals:
     """Counts of one chunk by its index."""
-    adapters = Counter(index.column("adapter").to_pylist())
-    return IndexTotals(1, index.num_rows, adapters, Counter(peculiar_rows), cured=set(cured))
+    names = index.column("adapter").to_pylist()
+    adapters = Counter(names)
+    # an index of an earlier version has no tasks
+    tasks = index.column("task").to_pylist() if "task" in index.column_names else []
+    of_tasks = Counter(zip(names, tasks, strict=False)).most_common(_MOST_TASKS_OF_CHUNK)
+    return IndexTotals(1, index.num_rows, adapters, Counter(dict(of_tasks)), Counter(peculiar_rows), cured=set(cured))

@@ -35,6 +35,7 @@ from ...jobs.input.columns import role_values
 from ...jobs.options.values import PROMPT_ROLES, SAMPLING_COLUMNS
 from .chunk import IndexJob
 from .column_values import column_values, row_values, take_undecodable, template_values
+from .fingerprints import task_hash
 from .row_checks import (
     ErrorKind,
     RowDraft,
@@ -57,6 +58,7 @@ from .row_checks import (
     rejecting,
     set_continuations,
     split_answer,
+    system_text,
     take_tokens,
     templated_messages,
 )
@@ -124,9 +126,12 @@ class PromptReader:
         beside = [name for name in RENDERING_OPTIONS if name in columns]
         adapters = [name or None for name in columns.get("adapter", [None] * len(places))]
         expected: list[str | None] = [None] * len(places)
+        asked = [""] * len(places)
         prompts: list[Any]
         if self._job.renders_messages:
             conversations = self._conversations(columns, given)
+            tools = columns.get("tools", asked)
+            asked = [_asked(*of_row) for of_row in zip(conversations, tools, strict=True)]
             if self._job.expected_field is not None:
                 conversations, expected = self._without_answers(conversations)
             prompts = self._rendered(conversations, adapters, {name: columns[name] for name in beside})
@@ -137,6 +142,7 @@ class PromptReader:
             row_id = columns["id"][row] if "id" in columns else places[row]
             sampling, problems = self._sampling({name: columns[name][row] for name in own}, self._vocab_size(adapter))
             draft = RowDraft(row_id, sampling, row=row, adapter=adapter, expected=expected[row])
+            draft.task = task_hash(sampling, asked[row], self._job.templates)
             drafts.append(draft)
             for problem in undecodable.get(row, ()):
                 draft.reject(ErrorKind.PROMPT, problem)
@@ -387,6 +393,13 @@ def _prompt_template(sources: tuple[str, ...], now: str) -> PromptTemplate:
 def _rows(columns: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
     """Values of columns, by row and by column."""
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _asked(messages: list[dict[str, Any]] | str, tools: Any) -> str:
+    """System messages and tools of a row, which rows of one task have in common; "" for a row without messages."""
+    if isinstance(messages, str):
+        return ""
+    return system_text(messages) + (f"\0{_hashable(tools)}" if tools else "")
 
 
 def _hashable(value: Any) -> Any:

@@ -7,12 +7,13 @@ into memory; remote ones are read by range, several chunks at a time.
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -35,6 +36,8 @@ _CONTENTS = (prepared.FINGERPRINT, prepared.ADAPTER, prepared.ERROR)
 # Most bytes of a shard's rows. Each row group has less, but a shard takes rows of many. Arrow counts the bytes of text
 # in one array by 31 bits.
 _MAX_SHARD_BYTES = 2 << 30
+# Most chunks whose numbers are kept; a chunk of 5,000 rows has 150 KB of them.
+_MOST_INDEXES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ class ShardReader:
         self.adapters: Mapping[str, AdapterRecord] = {adapter.name: adapter for adapter in record.adapters}
         self._sampling = replace(record.spec.sampling, n=1)  # each completion is a request
         self._plan, self._chunks = prepared.MappedFiles(""), prepared.MappedFiles(self._key)
+        self._indexes: OrderedDict[tuple[int, tuple[str, ...]], dict[str, NDArray[Any]]] = OrderedDict()
 
     def close(self) -> None:
         """Close the files that are open."""
@@ -110,11 +114,50 @@ class ShardReader:
         """`ShardRows.contents` of one shard, reading only the columns that it needs. Raises what `rows` raises."""
         return _contents(self._gather(shard_id, _CONTENTS), self._record, self.adapters)
 
-    def _gather(self, shard_id: int, columns: Sequence[str] = ()) -> pa.Table:
-        """The rows of a shard, in the plan's order. `columns`: names of those to read; empty for all."""
+    def tokens(self, shard_id: int, rows: Sequence[int]) -> list[list[int]]:
+        """Tokens of the prompts of some rows of a shard, by their place in it. Raises what `rows` raises."""
+        column = self._gather(shard_id, (prepared.TOKENS,)).column(prepared.TOKENS)
+        return [column[row].as_py() or [] for row in rows]
+
+    def numbers(self, shard_id: int, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+        """Columns of the index (`INDEX_SCHEMA`) for a shard's rows, `[num_rows]` each; 0 where an index of an earlier
+        version lacks one. `names`: columns of numbers. Raises what `rows` raises.
+        """
+        chunk, batch, row = self._places(shard_id)
+        found = {name: np.zeros(len(row), prepared.INDEX_SCHEMA.field(name).type.to_pandas_dtype()) for name in names}
+        for chunk_id in np.unique(chunk).tolist():
+            is_here = chunk == chunk_id
+            index = self._index(chunk_id, names)
+            # The index has its rows in the order of the record batches.
+            place = np.searchsorted(index["batch"], batch[is_here]) + row[is_here]
+            for name in names:
+                if name in index:
+                    found[name][is_here] = index[name][place]
+        return found
+
+    def _index(self, chunk_id: int, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+        """Columns of a chunk's index; those of the chunks that were used last are kept."""
+        key = chunk_id, tuple(names)
+        if key not in self._indexes:
+            with prepared.arrow_file(self._store.index_source(chunk_id), self._key) as reader:
+                there = [name for name in ("batch", *names) if name in reader.schema.names]
+                table = reader.read_all().select(there).combine_chunks()
+            self._indexes[key] = {name: table.column(name).to_numpy() for name in there}
+            if len(self._indexes) > _MOST_INDEXES:
+                self._indexes.popitem(last=False)
+        self._indexes.move_to_end(key)
+        return self._indexes[key]
+
+    def _places(self, shard_id: int) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+        """Chunk, record batch and row in it of each row of a shard, in the plan's order."""
         with self._file(self._plan, self._store.plan_source()) as plan:
             references = plan.get_batch(shard_id)
         chunk, batch, row = (references.column(name).to_numpy() for name in ("chunk", "batch", "row"))
+        return chunk, batch, row
+
+    def _gather(self, shard_id: int, columns: Sequence[str] = ()) -> pa.Table:
+        """The rows of a shard, in the plan's order. `columns`: names of those to read; empty for all."""
+        chunk, batch, row = self._places(shard_id)
         by_place = np.lexsort((row, batch, chunk))
         chunks, starts = np.unique(chunk[by_place], return_index=True)
         pieces = np.split(by_place, starts[1:])

@@ -71,6 +71,8 @@ class RowDraft:
     continuations: tuple[tuple[list[int], tuple[int, ...]], ...] = ()
     #: Tokens that will be computed behind the prompt; 0 when the row's options do not fix the number.
     fixed_tokens: int = 0
+    #: The row's task (`fingerprints.task_hash`).
+    task: int = 0
 
     def samples(self) -> list[RowDraft]:
         """A draft for each of the row's completions; one for a row that is wrong."""
@@ -89,6 +91,12 @@ class RowDraft:
         """
         self.kind = self.kind or kind
         self.problems.append(problem.encode("utf-8", "backslashreplace").decode())
+
+
+def system_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Texts of a conversation's system messages, which say what is asked of every row of a task; "" for none."""
+    texts = (message.get("content") for message in messages if message.get("role") in _SYSTEM_ROLES)
+    return "\n".join(text if isinstance(text, str) else json.dumps(text, default=str) for text in texts)
 
 
 def check_text(draft: RowDraft, value: Any) -> None:

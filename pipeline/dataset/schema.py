@@ -50,6 +50,7 @@ SAMPLE_FIELD = pa.field(SAMPLE, pa.int32())
 # `is_drawn`: whether tokens are drawn at a temperature.
 # `is_scored`: whether the row asks for log-probabilities of its prompt.
 # `fixed_tokens`: tokens computed for the answer, when the row's options or choice fix them; 0 otherwise.
+# `task`: equal for rows of which answers of like lengths are expected (`fingerprints.task_hash`).
 # `batch`, `row`: record batch of the prepared row, and row in it.
 # `place`: number of the row in the chunk as it was read.
 INDEX_SCHEMA = pa.schema(
@@ -64,6 +65,7 @@ INDEX_SCHEMA = pa.schema(
         pa.field("is_drawn", pa.bool_()),
         pa.field("is_scored", pa.bool_()),
         pa.field("fixed_tokens", pa.int32()),
+        pa.field("task", pa.uint64()),
         pa.field("batch", pa.int32()),
         pa.field("row", pa.int32()),
         pa.field("place", pa.int32()),

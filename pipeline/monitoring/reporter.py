@@ -231,7 +231,7 @@ class JobReporter:
             batch_fill=result.batch_fill,
             prefix_hit_rate=result.prefix_hit_rate,
             workers=(),
-            adapters=tuple(count for count in result.adapters if count.adapter in self.latest.adapter_rows),
+            adapters=tuple(done.count for done in result.adapters if done.adapter in self.latest.adapter_rows),
         )
         with self._lock:
             self.latest = last

@@ -21,6 +21,7 @@ from ...engine.memory.limits import CpuMemory, cpu_memory, keeps_merged_copy
 from ...jobs.opening.opened_job import OpenedJob, open_job
 from ...jobs.opening.validation import requested_job
 from ...jobs.options.values import check_speeds, parse_speeds
+from ...jobs.outcome import KindOfError
 from ...jobs.record import AdapterRecord
 from ...jobs.spec import JobSpec
 from ...jobs.status.notes import job_notes, messages_note, row_notes
@@ -33,7 +34,6 @@ from ..cluster.devices import Device, find_device, find_device_of_workers, least
 from ..cluster.suitability import check_suitability, unknown_note
 from ..dataset.chunk import IndexJob
 from ..dataset.index import IndexTotals, example_prompt, index_chunk, list_chunks
-from ..result import KindOfError
 from . import prediction
 from .plan import check_rows
 from .settings import RunSettings
@@ -149,7 +149,7 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None, speeds: str
             (
                 *device.notes,
                 *unknown_note(spec, device),
-                *job_notes(job.record),
+                *job_notes(job.record, indexed.rows_per_adapter.keys()),
                 *messages_note(job.record),
                 *row_notes(job.record, indexed.rows_per_adapter, indexed.peculiar_rows),
             ),

@@ -26,6 +26,7 @@ from ...engine.request import Request
 from ...jobs.errors import DamagedRecordError, InputRowsError, naming_damage
 from ...jobs.input.adapter_names import adapter_problem
 from ...jobs.input.columns import DEFAULT_ID_COLUMN
+from ...jobs.outcome import KindOfError
 from ...jobs.record import JobRecord, index_key
 from ...jobs.store import JobStore
 from ...scheduler.estimates.lengths import PRIOR_SHARE, expected_tokens
@@ -37,7 +38,6 @@ from ..dataset.answers import encode_answers
 from ..dataset.index import IndexTotals
 from ..dataset.reader import ShardRows, read_shard
 from ..dataset.writer import answers_in_part
-from ..result import KindOfError
 from . import prediction
 from .external_sort import INDEXED_ROW, IndexedRows, ScratchFile, SortedRows, are_further, read_chunks
 from .settings import RunSettings
@@ -51,7 +51,9 @@ _BLOCK_ROWS = 65_536
 _SIMULATED_ROWS = 5_000
 _FACTS_KEY = b"lorabatch.plan"
 # Columns of the index that planning uses.
-_PLANNED = "prompt_tokens", "max_tokens", "prefix_hash", "shared_tokens", "is_drawn", "is_scored", "fixed_tokens"
+_PLANNED = (
+    "prompt_tokens", "max_tokens", "prefix_hash", "shared_tokens", "is_drawn", "is_scored", "fixed_tokens", "task",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ class CheckedRows:
         """Blocks of rows in order of their adapters, and the planner's view of each: error rows have no work in it."""
         for rows in self.rows.blocks(block_rows, together=self.together):
             is_error = self.errors.is_error(rows)
-            prompt, output, prefix, shared, is_drawn, is_scored, fixed = (
+            prompt, output, prefix, shared, is_drawn, is_scored, fixed, task = (
                 np.where(is_error, INDEXED_ROW[name].type(0), rows[name]) for name in _PLANNED
             )
             yield (
@@ -115,6 +117,7 @@ class CheckedRows:
                     is_drawn=is_drawn,
                     is_scored=is_scored,
                     fixed_tokens=fixed,
+                    task=task,
                     input_place=(rows["chunk"].astype(np.int64) << 32) + rows["place"],
                     groups=np.cumsum(~are_further(rows)) if self.together else None,
                 ),

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ...engine.memory.limits import ROWS_GROW, adapter_growth
 from ...scheduler.batchers.batching import Batcher, ReplicaFacts
-from ...scheduler.estimates.lengths import AnswerModel, spread_quantiles
+from ...scheduler.estimates.lengths import OTHER_TASKS, AnswerKey, AnswerModel, frequent_tasks, spread_quantiles
 from ...scheduler.forecast import (
     CutRows,
     Forecast,
@@ -30,7 +30,7 @@ from ...scheduler.planning.waves import ShardPlan, shard_rows, with_whole_groups
 from ...scheduler.policies import POLICIES, RowsToDeal, dealing
 from ...scheduler.simulation.replica import ReplicaSettings
 from ...scheduler.simulation.run import PolicyRun, run_planned
-from ...scheduler.workload import AdapterInfo, Workload
+from ...scheduler.workload import Workload
 from .settings import RunSettings
 
 # Most steps of an exact leap of the simulator: shards that arrive meanwhile wait for its end.
@@ -124,9 +124,10 @@ def _cut(
 
 def expected_tokens(settings: RunSettings, rows: Workload, length_share: float | None = None) -> NDArray[np.float64]:
     """Tokens that rows will generate on average, float64 `[num_rows]`: their fixed number, else as in earlier jobs
-    with their adapter, else a share of `max_tokens`.
+    with their adapter and task, else a share of `max_tokens`.
     """
-    expected = _answers(settings, rows.adapters, length_share).mean(rows.max_tokens, rows.adapter_index)
+    model, group = _answers(settings, rows, length_share)
+    expected = model.mean(rows.max_tokens, group)
     fixed = rows.fixed_tokens
     return expected if fixed is None else np.where(fixed > 0, fixed, expected)
 
@@ -142,22 +143,52 @@ def with_answers(
     """
     if quantile is None:
         quantile = spread_quantiles(rows.places)
-    model = _answers(settings, rows.adapters, length_share)
-    drawn, fixed = model.drawn(rows.max_tokens, rows.adapter_index, quantile), rows.fixed_tokens
+    model, group = _answers(settings, rows, length_share)
+    drawn, fixed = model.drawn(rows.max_tokens, group, quantile), rows.fixed_tokens
     return replace(rows, output_tokens=drawn if fixed is None else np.where(fixed > 0, fixed, drawn))
 
 
-def _answers(settings: RunSettings, adapters: Sequence[AdapterInfo], length_share: float | None) -> AnswerModel:
-    earlier = [settings.lengths.get(key) for key in (*(adapter.adapter_id for adapter in adapters), None)]
-    return AnswerModel(settings.length_share if length_share is None else length_share, earlier)
+def _answers(
+    settings: RunSettings, rows: Workload, length_share: float | None
+) -> tuple[AnswerModel, NDArray[np.int64]]:
+    """The model of the rows' answers, and the number of each row's group in it, int64 `[num_rows]`."""
+    keys, group = answer_groups(rows)
+    model = AnswerModel(
+        settings.length_share if length_share is None else length_share, [settings.lengths.get(key) for key in keys]
+    )
+    return model, group
+
+
+def answer_groups(rows: Workload) -> tuple[list[AnswerKey], NDArray[np.int64]]:
+    """Adapter and task of each group of rows whose answers are expected to have like lengths, and the number of each
+    row's group, int64 `[num_rows]`. Of an adapter with many tasks, the rare ones are one group.
+    """
+    pairs = np.empty(rows.num_rows, np.dtype([("adapter", np.int32), ("task", np.uint64)]))
+    pairs["adapter"] = rows.adapter_index
+    pairs["task"] = OTHER_TASKS if rows.task is None else rows.task
+    found, group, counts = np.unique(pairs, return_inverse=True, return_counts=True)
+    ids = (*(adapter.adapter_id for adapter in rows.adapters), None)
+    of_adapter: dict[int, dict[int, float]] = {}
+    for (adapter, task), count in zip(found.tolist(), counts.tolist(), strict=True):
+        of_adapter.setdefault(adapter, {})[task] = count
+    frequent = {adapter: frequent_tasks(tasks) for adapter, tasks in of_adapter.items()}
+    keys = [(ids[adapter], task if task in frequent[adapter] else OTHER_TASKS) for adapter, task in found.tolist()]
+    number = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+    return list(number), np.array([number[key] for key in keys], np.int64)[group]
+
+
+def known_adapters(settings: RunSettings, rows: Workload) -> int:
+    """Number of adapters that rows ask for, the base model included, of which earlier jobs say how long answers are."""
+    keys, _ = answer_groups(rows.part(np.flatnonzero(rows.max_tokens > 0)))
+    return len({adapter_id for adapter_id, task in keys if (adapter_id, task) in settings.lengths})
 
 
 def guesses_lengths(settings: RunSettings, rows: Workload) -> bool:
     """Whether there are rows whose length of answer is a guess: it is not fixed, and earlier jobs did not have the
-    row's adapter.
+    row's adapter with the row's task.
     """
-    adapter_ids = (*(adapter.adapter_id for adapter in rows.adapters), None)
-    is_known = np.array([adapter_id in settings.lengths for adapter_id in adapter_ids])[rows.adapter_index]
+    keys, group = answer_groups(rows)
+    is_known = np.array([key in settings.lengths for key in keys], np.bool_)[group]
     if rows.fixed_tokens is not None:
         is_known |= rows.fixed_tokens > 0
     return settings.length_share < 1 and bool((~is_known & (rows.max_tokens > 0)).any())

@@ -44,7 +44,7 @@ from ...scheduler.assignment.migration import ReplicaMemory
 from ...scheduler.batchers.batching import Batcher, ReplicaFacts
 from ...scheduler.costs.cost import CostModel
 from ...scheduler.costs.machines import MACHINES
-from ...scheduler.estimates.lengths import PRIOR_SHARE, AnswerLengths
+from ...scheduler.estimates.lengths import PRIOR_SHARE, AnswerKey, AnswerLengths
 from ...scheduler.forecast import WaveMode
 from ...scheduler.policies import POLICIES, dealing
 from ...scheduler.settings import SchedulerSettings
@@ -97,8 +97,8 @@ class RunSettings:
     #: Costs of steps as earlier jobs have measured them; None to use the cost model. Predictions use them, decisions
     #: do not: engines can then be shared, and do the same whatever ran before.
     prices: CostModel | None = None
-    #: Adapter's id (None for the base model) -> lengths of its answers in earlier jobs.
-    lengths: Mapping[str | None, AnswerLengths] = field(default_factory=dict)
+    #: Adapter's id (None for the base model) and task -> lengths of its answers in earlier jobs.
+    lengths: Mapping[AnswerKey, AnswerLengths] = field(default_factory=dict)
     #: Path of the file that keeps measured costs and lengths for later jobs; None when no history is kept.
     history: Path | None = None
     #: Whether the costs of steps are a guess: none were measured on this machine.
@@ -158,7 +158,7 @@ class RunSettings:
             prices=before.cost if has_history else None,
             lengths={}
             if spec.sampling.ignore_eos
-            else {adapter_id: found for adapter_id, found in before.lengths.items() if adapter_id in known},
+            else {key: found for key, found in before.lengths.items() if key[0] in known},
             history=history,
             is_guess=is_guess and not has_history,
         )

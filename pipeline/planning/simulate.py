@@ -36,6 +36,7 @@ from ...scheduler.workload import BASE_MODEL, Workload
 from . import prediction
 from .dry_run import dry_run
 from .settings import RunSettings
+from .step_prices import MACHINE_TITLES
 
 _RANKS = (8, 16, 32, 64, 128)
 _MAX_TOKENS = 2048
@@ -91,6 +92,8 @@ class SimulationResult:
     runs: tuple[PolicyRun, ...]
     #: Names of the files written to `request.output`.
     files: tuple[str, ...]
+    #: Sentences for people: the rows, and the machine that each worker is taken to be.
+    assumptions: tuple[str, str]
 
 
 def simulate_job(request: SimulationRequest) -> SimulationResult:
@@ -118,11 +121,37 @@ def simulate_job(request: SimulationRequest) -> SimulationResult:
     request.output.mkdir(parents=True, exist_ok=True)
     results = {"rows": workload.num_rows, "workers": request.workers, "speeds": request.speeds}
     results |= {"cost_model": settings.cost_origin, "placement": request.placement}
+    assumptions = _rows_of(request), _machine_of(request, settings)
+    results |= {"rows_are": assumptions[0], "machine": assumptions[1]}
     metrics = {run.policy: asdict(run.metrics) for run in runs}
     text = json.dumps(results | {"seed": request.seed, "policies": metrics}, indent=1)
     (request.output / "simulation.json").write_text(text + "\n", encoding="utf-8")
     files = ("simulation.json", *plot_runs(runs, request.output))
-    return SimulationResult(request, workload, settings, tuple(runs), files)
+    return SimulationResult(request, workload, settings, tuple(runs), files, assumptions)
+
+
+def _rows_of(request: SimulationRequest) -> str:
+    if request.job_file is not None:
+        return f"Rows: those of {request.job_file}, with answers as long as its plan expects"
+    ranks = ", ".join(map(str, _RANKS[: request.adapters]))
+    adapters = f"{request.adapters} adapters of ranks {ranks}" if request.adapters else "no adapters"
+    lengths = f"lengths of {request.trace}" if request.trace else "log-normal lengths, medians 600 and 130 tokens"
+    return f"Rows: {request.rows:,} drawn with seed {request.seed}: {lengths}, {adapters}"
+
+
+def _machine_of(request: SimulationRequest, settings: RunSettings) -> str:
+    """A sentence on the machine that each simulated worker is taken to be."""
+    if request.job_file is not None:
+        costs = MACHINE_TITLES.get(settings.cost_origin, settings.cost_origin)
+        return f"Each worker: an engine of the job on {settings.device.title}; costs of steps: {costs}"
+    title = MACHINE_TITLES[settings.device.name]
+    if settings.cost_origin != settings.device.name:
+        return f"Each worker: limits of {title}; costs of steps: {settings.cost_origin}"
+    others = ", ".join(name for name in MACHINES if name != settings.device.name)
+    return (
+        f"Each worker: {title} (preset {settings.device.name}, not this machine). --cost-model takes a file of "
+        f"`lorabatch profile`, or {others}"
+    )
 
 
 def make_job(request: SimulationRequest) -> tuple[Workload, RunSettings]:

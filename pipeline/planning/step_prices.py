@@ -96,4 +96,13 @@ MACHINE_MODELS: Mapping[str, tuple[DeviceKind, int, Mapping[str, Any]]] = Mappin
         "loraserve-a100-llama-7b": ("cuda", 160 * 10**9, _LLAMA_2_7B),
     }
 )
-assert MACHINE_MODELS.keys() == MACHINES.keys(), "a preset cost model without a machine"
+#: Name of a preset -> model and device that its costs were measured or derived for, for people.
+MACHINE_TITLES: Mapping[str, str] = MappingProxyType(
+    {
+        "cpu-smollm2-135m": "SmolLM2-135M in fp32 on one core of an AMD EPYC, 17 GB",
+        "h200-llama-3-8b": "Llama-3-8B in bf16 on one H200, 141 GB",
+        "dlora-a800-llama-2-7b": "Llama-2-7B on one A800, 86 GB, by the paper of dLoRA",
+        "loraserve-a100-llama-7b": "Llama-7B on four A100 that count as one, 160 GB, by the paper of LoRAServe",
+    }
+)
+assert MACHINE_MODELS.keys() == MACHINE_TITLES.keys() == MACHINES.keys(), "a preset cost model without a machine"

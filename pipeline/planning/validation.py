@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from ...jobs.errors import ErrorBudgetError, InputRowsError
 from ...jobs.options.values import ErrorBudget
+from ...jobs.outcome import KindOfError
 from ...jobs.store import JobStore
 from ..dataset import schema as prepared
 from ..dataset.row_checks import ErrorKind
-from ..result import KindOfError
 from .external_sort import IndexedRows, ScratchFile, read_row
 
 IDS_SHOWN = 5

@@ -148,41 +148,71 @@ def _sum(one: tuple[float, float, float], other: tuple[float, float, float]) -> 
     return one[0] + other[0], one[1] + other[1], one[2] + other[2]
 
 
+#: Adapter's id (None: base model) and hash of a task, by which lengths of answers are known.
+AnswerKey = tuple[str | None, int]
+#: The task of all rows of an adapter that belong to none of its `MOST_TASKS` tasks with the most rows.
+OTHER_TASKS = 0
+#: Tasks of an adapter whose lengths are kept apart: rows may each have a system message of their own.
+MOST_TASKS = 64
+
+
+def frequent_tasks(rows_of_task: Mapping[int, float]) -> set[int]:
+    """The tasks of an adapter whose lengths are kept apart, those with the most rows."""
+    ordered = sorted(rows_of_task, key=lambda task: (-rows_of_task[task], task))
+    return set(ordered[:MOST_TASKS])
+
+
+def lengths_by_adapter(
+    known: Mapping[AnswerKey, AnswerLengths], rows: Mapping[AnswerKey, int]
+) -> dict[str | None, AnswerLengths]:
+    """Lengths of each adapter's answers in earlier jobs, its tasks weighted as in this job. `rows`: rows of this job by
+    adapter and task. An adapter without a known task is left out.
+    """
+    parts: defaultdict[str | None, list[AnswerLengths]] = defaultdict(list)
+    of_adapter: defaultdict[str | None, dict[int, float]] = defaultdict(dict)
+    for (adapter_id, task), count in rows.items():
+        of_adapter[adapter_id][task] = count
+    for adapter_id, tasks in of_adapter.items():
+        frequent, whole = frequent_tasks(tasks), sum(tasks.values())
+        for task, num_rows in tasks.items():
+            lengths = known.get((adapter_id, task if task in frequent else OTHER_TASKS))
+            if lengths is not None:
+                parts[adapter_id].append(lengths.scaled(num_rows / whole))
+    return {adapter_id: AnswerLengths.joined(found) for adapter_id, found in parts.items()}
+
+
 class AnswerModel:
     """Expected lengths of a job's answers, before it runs.
 
-    An answer may have any length around a share of `max_tokens` alike or, when earlier jobs have had its adapter, a
-    length as in those. A few rows of all such adapters are added to an adapter's own.
+    An answer may have any length around a share of `max_tokens` alike or, when earlier jobs have had its group, a
+    length as in those. A group is the rows of one adapter and one task. A few rows of all groups that earlier jobs have
+    had are added to a group's own.
     """
 
     def __init__(self, length_share: float, earlier: Sequence[AnswerLengths | None]) -> None:
-        """`earlier`: lengths of each adapter in earlier jobs, the base model's last; None for one without any."""
+        """`earlier`: lengths of each group in earlier jobs; None for one without any."""
         self._length_share = length_share
         had = [lengths for lengths in earlier if lengths is not None]
         num_rows = sum(lengths.num_rows for lengths in had)
-        # Share of answers that may have any length although earlier jobs have had their adapter.
+        # Share of answers that may have any length although earlier jobs have had their group.
         self._guessed = (_FEW_ANSWERS / (_FEW_ANSWERS + num_rows)) ** 2
         pooled = AnswerLengths.joined(had).scaled(_PRIOR_ROWS / max(1.0, num_rows))
         self._earlier = [None if lengths is None else AnswerLengths.joined([lengths, pooled]) for lengths in earlier]
 
-    def mean(self, max_tokens: NDArray[np.int32], adapter_index: NDArray[np.int32]) -> NDArray[np.float64]:
-        """Expected output tokens, float64 `[num_rows]`; 0 where `max_tokens` is 0. `adapter_index`: -1 is the base
-        model.
-        """
+    def mean(self, max_tokens: NDArray[np.int32], group: Integers) -> NDArray[np.float64]:
+        """Expected output tokens, float64 `[num_rows]`; 0 where `max_tokens` is 0. `group`: an index into `earlier`."""
         mean = expected_tokens(max_tokens, self._length_share)
-        for rows, lengths in self._known(max_tokens, adapter_index):
+        for rows, lengths in self._known(max_tokens, group):
             limits, number = np.unique(max_tokens[rows], return_inverse=True)
             of_earlier = lengths.mean(limits)[number]
             mean[rows] = np.maximum(1.0, self._guessed * mean[rows] + (1 - self._guessed) * of_earlier)
         return mean
 
-    def drawn(
-        self, max_tokens: NDArray[np.int32], adapter_index: NDArray[np.int32], quantile: NDArray[np.float64]
-    ) -> NDArray[np.int32]:
+    def drawn(self, max_tokens: NDArray[np.int32], group: Integers, quantile: NDArray[np.float64]) -> NDArray[np.int32]:
         """Output tokens, int32 `[num_rows]`, at these quantiles of what is expected, from 0 to below 1."""
         expected = expected_tokens(max_tokens, self._length_share)
         around, place = np.minimum(expected, max_tokens - expected), quantile.copy()
-        known = list(self._known(max_tokens, adapter_index))
+        known = list(self._known(max_tokens, group))
         for rows, _ in known:
             place[rows] /= self._guessed
         drawn = np.ceil(expected + around * (2 * place - 1))
@@ -193,14 +223,13 @@ class AnswerModel:
         return np.clip(drawn, np.minimum(1, max_tokens), max_tokens).astype(np.int32)
 
     def _known(
-        self, max_tokens: NDArray[np.int32], adapter_index: NDArray[np.int32]
+        self, max_tokens: NDArray[np.int32], group: Integers
     ) -> Iterator[tuple[NDArray[np.int64], AnswerLengths]]:
-        """Rows of each adapter that earlier jobs have had, but for those that ask for nothing."""
+        """Rows of each group that earlier jobs have had, but for those that ask for nothing."""
         if not any(self._earlier):
             return
-        number = adapter_index % len(self._earlier)
-        order = np.argsort(number, kind="stable")
-        ends = np.bincount(number, minlength=len(self._earlier)).cumsum()
+        order = np.argsort(group, kind="stable")
+        ends = np.bincount(group, minlength=len(self._earlier)).cumsum()
         for lengths, rows in zip(self._earlier, np.split(order, ends[:-1]), strict=True):
             if lengths is not None and len(rows):
                 yield rows[max_tokens[rows] > 0], lengths

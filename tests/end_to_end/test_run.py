@@ -58,7 +58,7 @@ def test_a_run_says_once_that_compiled_kernels_are_missing(
     monkeypatch.setattr(run_module.SilentProgress, "note", lambda _, text: notes.append(text))
     echo_job.write_input(make_rows(20))
     echo_job.run(shared_client, device="cpu")
-    assert sum(note.startswith("compiled CPU kernels are missing: about ") for note in notes) == 1
+    assert sum(note.startswith("no compiled kernels for this CPU: about ") for note in notes) == 1
 
 
 def test_a_job_that_finishes_while_its_failure_is_recorded_is_done(

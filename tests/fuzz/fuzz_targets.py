@@ -401,7 +401,7 @@ def _journal_cases() -> SearchStrategy[Case]:
         ),
     ]
     whole = encode_answers(rows) + encode_begun([BegunRow(b"h" * 16, None, (1, 2), ())])
-    history = ModelHistory(CPU_SMOLLM2_135M, {None: AnswerLengths.of([(3, 40, False), (1, 64, True)])}).to_json()
+    history = ModelHistory(CPU_SMOLLM2_135M, {(None, 5): AnswerLengths.of([(3, 40, False), (1, 64, True)])}).to_json()
     profile = {
         "format": 1, "model_sha256": "m", "machine": "x", "measured_at": "now", "device": "cpu", "dtype": "float32",
         "engine_threads": 1, "num_engines": 1, "batch_rows": 8, "quality": {}, "cost": CPU_SMOLLM2_135M.to_json(),

@@ -33,32 +33,45 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_jobs_are_joined_and_the_latest_cost_counts(path: Path) -> None:
     assert read_history(path) == ModelHistory()
-    add_to_history(path, CPU_SMOLLM2_135M, {"a": answers(10, 100), None: answers(4, 8)})
-    add_to_history(path, COST, {"a": answers(30, 60)})
+    add_to_history(path, CPU_SMOLLM2_135M, {("a", 1): answers(10, 100), (None, 1): answers(4, 8)})
+    add_to_history(path, COST, {("a", 1): answers(30, 60), ("a", 2): answers(5, 500)})
     # Too short for its steps to be measured.
-    add_to_history(path, None, {"b": answers(1, 7)})
+    add_to_history(path, None, {("b", 1): answers(1, 7)})
     found = read_history(path)
     assert found.cost == COST
     of_both = AnswerLengths.of([(10, 100, False), (30, 60, False)])
-    assert found.lengths == {None: answers(4, 8), "a": of_both, "b": answers(1, 7)}
-    assert list(found.lengths) == [None, "a", "b"]
+    assert found.lengths == {
+        (None, 1): answers(4, 8),
+        ("a", 1): of_both,
+        ("a", 2): answers(5, 500),
+        ("b", 1): answers(1, 7),
+    }
+    assert list(found.lengths) == [(None, 1), ("a", 1), ("a", 2), ("b", 1)]
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
 def test_answers_of_long_ago_give_way() -> None:
-    history = ModelHistory(lengths={"a": answers(1_000_000, 100_000_000)})
+    history = ModelHistory(lengths={("a", 7): answers(1_000_000, 100_000_000)})
     for _ in range(5):
-        history = history.joined(None, {"a": answers(1_000, 10_000)})
-    assert history.lengths["a"].num_rows == pytest.approx(1_000)
-    assert history.lengths["a"].mean(np.array([1_000])) < 20
+        history = history.joined(None, {("a", 7): answers(1_000, 10_000)})
+    assert history.lengths["a", 7].num_rows == pytest.approx(1_000)
+    assert history.lengths["a", 7].mean(np.array([1_000])) < 20
 
 
 def test_adapters_of_long_ago_are_forgotten(path: Path) -> None:
-    history = ModelHistory().joined(None, {f"a{i}": answers(1, 1) for i in range(2_500)})
-    again = history.joined(None, {"a600": answers(1, 1), "new": answers(1, 1)})
-    assert len(again.lengths) == 2_000
-    assert {"a600", "new", "a2499"} <= again.lengths.keys()
-    assert "a499" not in again.lengths
+    history = ModelHistory().joined(None, {(f"a{i}", 3): answers(1, 1) for i in range(4_500)})
+    again = history.joined(None, {("a600", 3): answers(1, 1), ("new", 3): answers(1, 1)})
+    assert len(again.lengths) == 4_000
+    assert {("a600", 3), ("new", 3), ("a4499", 3)} <= again.lengths.keys()
+    assert ("a499", 3) not in again.lengths
+
+
+def test_a_history_of_lengths_without_tasks_gives_its_costs_alone(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    add_to_history(path, COST, {("a", 1): answers(1, 7)})
+    before = json.loads(path.read_text()) | {"format": 2, "lengths": {"a": [[3, 1, 0, 2]], "": [[3, 1, 0, 2]]}}
+    path.write_text(json.dumps(before))
+    assert read_history(path) == ModelHistory(COST)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
@@ -67,13 +80,17 @@ def test_adapters_of_long_ago_are_forgotten(path: Path) -> None:
         {"machine": "an abacus"},
         {"format": 9},
         {"cost": {"step_s": 1.0}},
-        {"lengths": {"a": [[3, 0, 0, 3]]}},
-        {"lengths": {"a": []}},
-        {"lengths": ["a"]},
-        {"lengths": {"a": [[3, "many", 0, 3]]}},
-        {"lengths": {"a": [[3, 1, 0, 2], [3, 1, 0, 2]]}},
-        {"lengths": {"a": [[9e9, 1, 0, 2]]}},
-        {"lengths": {"a": [[3, 1, -1, 2]]}},
+        {"lengths": {"a:1": [[3, 0, 0, 3]]}},
+        {"lengths": {"a:1": []}},
+        {"lengths": ["a:1"]},
+        {"lengths": {"a:1": [[3, "many", 0, 3]]}},
+        {"lengths": {"a:1": [[3, 1, 0, 2], [3, 1, 0, 2]]}},
+        {"lengths": {"a:1": [[9e9, 1, 0, 2]]}},
+        {"lengths": {"a:1": [[3, 1, -1, 2]]}},
+        {"lengths": {"a": [[3, 1, 0, 2]]}},
+        {"lengths": {"b:": [[3, 1, 0, 2]]}},
+        {"lengths": {"a:-1": [[3, 1, 0, 2]]}},
+        {"lengths": {"a:10000000000000000": [[3, 1, 0, 2]]}},
     ],
     ids=lambda change: str(next(iter(change.items()))),
 )

@@ -95,6 +95,7 @@ FREE_VALUES: dict[str, Any] = {
     "name": "renamed",
     "migration": False,
     "verify": True,
+    "examples": False,
     "generation_config": True,
     "storage_options": {"key": "x"},
     "scheduler_file": "/scheduler.json",

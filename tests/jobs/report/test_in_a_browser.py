@@ -142,7 +142,7 @@ def test_errors_are_on_top_with_links_to_their_rows(browser: Browser, store: Job
     row = browser.evaluate("document.querySelector(':target').innerText")
     assert row.split("\t") == ["8", "tenant", "part-00000.parquet, row 2", "too long"]
     heads = browser.evaluate("[...document.querySelectorAll('h2')].map(head => head.innerText)")
-    assert heads == ["Errors: 2 rows", "Timeline", "Workers", "Adapters", "Job"]
+    assert heads == ["Errors: 2 rows", "What came out", "Timeline", "Workers", "Job"]
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ import csv
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,7 +73,7 @@ def finish(store: JobStore, adapter: str = "tenant") -> None:
 def test_it_tells_counts_errors_and_time(store: JobStore) -> None:
     finish(store)
     text = _Page(write_report(store)).text
-    for part in ("1,198", "4,000", "36.0 s", "too long", "not predicted"):
+    for part in ("1,198", "4,000", "40.0 s", "too long", "not predicted"):
         assert part in text
 
 
@@ -88,11 +89,11 @@ def test_adapters_are_a_csv_too(store: JobStore) -> None:
     finish(store, adapter='a "quoted", name')
     (address,) = _Page(write_report(store, gpu_hour_price=100.0)).addresses
     rows = list(csv.reader(base64.b64decode(address.partition("base64,")[2]).decode().splitlines()))
-    assert rows == [
-        ["adapter", "rows", "errors", "generated tokens", "share", "cost"],
-        ['a "quoted", name', "10", "0", "3000", "0.75", "0.75"],
-        ["(base model)", "10", "0", "1000", "0.25", "0.25"],
-    ]
+    head, first, second = rows
+    shown = dict(zip(head, first, strict=True))
+    assert shown["adapter"] == 'a "quoted", name'
+    assert [shown[name] for name in ("rows", "generated", "share", "cost")] == ["10", "3000", "0.75", "0.75"]
+    assert dict(zip(head, second, strict=True))["adapter"] == "(base model)"
 
 
 def test_names_and_messages_from_outside_are_text_not_markup(store: JobStore) -> None:
@@ -130,19 +131,62 @@ def test_without_a_job_the_error_says_so(tmp_path: Path) -> None:
         write_report(JobStore(str(tmp_path)))
 
 
-def test_what_was_predicted_stands_beside_what_it_took(store: JobStore) -> None:
+def test_what_was_predicted_and_the_bound_stand_beside_what_it_took_and_say_on_what_they_rest(store: JobStore) -> None:
     finish(store)
-    store.write_summary({**(store.read_summary() or {}), "working_s": 36.5})
-    store.write_plan_facts({"predicted_s": 30.0, "shards": []})
+    store.write_summary({**(store.read_summary() or {}), "working_s": 36.5, "predicted_s": 30.0})
     text = _Page(write_report(store)).text
-    assert "first shard opened to last part36.5 s\npredicted for all rows30.0 s\nmeasured over predicted1.22\n" in text
-    assert "lower bound, whatever the schedulenot known" in text
+    assert "Answering took 36.5 s, 1.22 times the 30.0 s that the plan predicted" in text
+    assert "could have answered these rows are not known" in text
     store.write_summary({**(store.read_summary() or {}), "bound_s": 18.25})
     text = _Page(write_report(store)).text
-    assert "lower bound, whatever the schedule18.2 s\nmeasured over lower bound2.00\n" in text
+    assert "no schedule takes less than 18.2 s to answer these rows; this run took 2.00 times that" in text
     # The plan is of all rows, and a run that goes on has answered some of them.
     store.write_summary({**(store.read_summary() or {}), "num_reused": 3})
-    assert "measured over predicted" not in _Page(write_report(store)).text
+    assert "times the 30.0 s" not in _Page(write_report(store)).text
+
+
+def test_the_first_row_has_four_figures_and_the_others_are_folded(store: JobStore) -> None:
+    finish(store)
+    for price in (None, "100 EUR"):
+        first, _, rest = write_report(store, price).partition('<dl class="facts first">')[2].partition("</dl>")
+        assert first.count("<dt>") == 4
+        assert "rows answered" in first
+        assert ("cost, EUR" in first) == (price is not None)
+        assert "<details><summary>More figures</summary>" in rest
+
+
+@pytest.mark.parametrize("price", ["much", "-1", "nan", "2.5 EUR a day", "2.5 <b>", True, "1e999"])
+def test_a_price_that_cannot_be_read_is_refused(store: JobStore, price: Any) -> None:
+    with pytest.raises(JobRequestError, match=r"gpu_hour_price=.*expected a number"):
+        write_report(store, price)
+
+
+def test_examples_are_text_and_folded(store: JobStore) -> None:
+    finish(store)
+    found = store.read_summary() or {}
+    examples = [{"id": ATTACK, "prompt_end": f"ask {ATTACK}", "answer": f"line\n{ATTACK}", "finish_reason": "stop"}]
+    found["adapters"][0] |= {"examples": examples, "finish_reasons": {"stop": 10}, "num_cut": 0}
+    store.write_summary(found)
+    html = write_report(store)
+    assert ATTACK not in html
+    assert f"line\n{ATTACK}" in _Page(html).text
+    assert "<details><summary>tenant: 1 of 10 answers</summary>" in html
+
+
+def test_costs_are_shared_by_the_seconds_of_the_cost_model(store: JobStore) -> None:
+    finish(store)
+    found = store.read_summary() or {}
+    for count, seconds in zip(found["adapters"], (1.0, 9.0), strict=True):
+        count["engine_s"] = seconds
+    store.write_summary(found)
+    html = write_report(store, gpu_hour_price=100.0)
+    (address,) = _Page(html).addresses
+    rows = list(csv.DictReader(base64.b64decode(address.partition("base64,")[2]).decode().splitlines()))
+    assert [(row["adapter"], row["share"], row["cost"]) for row in rows] == [
+        ("(base model)", "0.9", "0.9"),
+        ("tenant", "0.1", "0.1"),
+    ]
+    assert "by seconds of the cost model, as in a plan" in html
 
 
 def test_reused_prompts_are_a_number_of_the_job_where_they_were_counted(store: JobStore) -> None:

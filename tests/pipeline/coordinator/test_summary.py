@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -13,6 +14,7 @@ import pytest
 
 from lorabatch.engine.errors import RUN_AGAIN
 from lorabatch.jobs.errors import JobFailedError
+from lorabatch.jobs.outcome import KindOfError
 from lorabatch.jobs.parts import PartMark, changed_parts, missing_parts, read_mark
 from lorabatch.jobs.store import JobStore, part_name
 from lorabatch.pipeline.coordinator.summary import Account, account_parts
@@ -183,5 +185,49 @@ def test_rows_with_an_empty_name_and_without_one_are_counted_together(
     for rows in job.shards():
         job.store.commit_part(rows.shard_id, part_bytes(rows, answer_by_echo(rows), job.record, "run"))
     account = counted(job)
-    assert [(count.adapter, count.num_rows) for count in account.adapter_counts()] == [("", 3), ("alpha", 1)]
-    assert account.answer_lengths().keys() == {None, "alpha"}
+    assert [(count.adapter, count.num_rows) for count in account.adapter_outcomes()] == [("", 3), ("alpha", 1)]
+    assert {name for name, _ in account.answer_lengths()} == {None, "alpha"}
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        {"regex": ["a+", None, "b+", None]},
+        {"choice": [["a", "b"], None, ["c"], None]},
+        {"stop": [["x"], None, ["y", "z"], None]},
+    ],
+    ids=lambda column: next(iter(column)),
+)
+def test_lengths_are_counted_by_the_constraints_and_stops_of_rows(
+    prepare_job: Prepare, answer_by_echo: Echo, column: dict[str, Any]
+) -> None:
+    table = pa.table({"id": range(4), "adapter": ["alpha"] * 4, "prompt": ["p"] * 4} | column)
+    job = prepare_job(table, row_settings="all")
+    for rows in job.shards():
+        job.store.commit_part(rows.shard_id, part_bytes(rows, answer_by_echo(rows), job.record, "run"))
+    lengths = counted(job).answer_lengths()
+    assert sorted(found.num_rows for found in lengths.values()) == [1, 1, 2]
+
+
+def test_an_index_that_is_gone_costs_seconds_and_tasks_and_no_count(job: Any) -> None:
+    whole = counted(job)
+    assert whole.has_numbers
+    for path in Path(job.store.location.local_path("_lorabatch/index")).iterdir():
+        path.unlink()
+    account = counted(job)
+    assert not account.has_numbers
+    assert (account.num_rows, account.num_errors) == (whole.num_rows, whole.num_errors) == (12, 4)
+    assert [count.engine_s for count in account.adapter_outcomes()] == [None, None, None]
+    planned = (KindOfError("adapter", 4, "in:2", "adapter='broken': refused."),)
+    assert account.error_kinds(planned) == planned
+
+
+def test_an_index_of_an_earlier_version_has_one_task(job: Any) -> None:
+    for path in Path(job.store.location.local_path("_lorabatch/index")).iterdir():
+        with pa.ipc.open_file(path) as reader:
+            table = reader.read_all()
+        with pa.ipc.new_file(path, table.schema.remove(table.schema.get_field_index("task"))) as writer:
+            writer.write_table(table.drop_columns("task"))
+    account = counted(job)
+    assert account.has_numbers
+    assert {task for _, task in account.answer_lengths()} == {0}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorabatch.engine.request import SamplingParams
-from lorabatch.pipeline.dataset.fingerprints import id_hash, prefix_hash, row_fingerprint, shared_tokens
+from lorabatch.pipeline.dataset.fingerprints import id_hash, prefix_hash, row_fingerprint, shared_tokens, task_hash
 
 OTHER: dict[str, Any] = {
     "max_tokens": 7,
@@ -102,3 +102,25 @@ def test_what_is_left_to_compute_are_the_nodes_of_the_tree_of_all_prompts(
     adapters, prompts = [adapter for adapter, _ in rows], [prompt for _, prompt in rows]
     nodes = {(adapter, *prompt[: end + 1]) for adapter, prompt in rows for end in range(len(prompt))}
     assert sum(map(len, prompts)) - shared_tokens(adapters, prompts).sum() == len(nodes)
+
+
+# Options by which answers end earlier or later, beside max_tokens.
+ENDS_ANSWERS = {
+    *("json_schema", "regex", "choice", "grammar", "stop", "stop_token_ids", "min_tokens", "ignore_eos"),
+    *("allowed_token_ids", "reasoning_markers", "tool_call_parser"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(OTHER))
+def test_rows_are_of_another_task_where_an_option_ends_their_answers_otherwise(name: str) -> None:
+    changed = replace(SamplingParams(), **{name: OTHER[name]})
+    assert (task_hash(changed) != task_hash(SamplingParams())) == (name in ENDS_ANSWERS)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"asked": "Label the review."}, {"asked": "Write a story."}, {"templates": (("user", "{{ question }}"),)}],
+)
+def test_rows_are_of_another_task_where_something_else_is_asked(asked: dict[str, Any]) -> None:
+    assert task_hash(SamplingParams(), **asked) != task_hash(SamplingParams())
+    assert task_hash(SamplingParams(), **asked) == task_hash(replace(SamplingParams(), seed=5, max_tokens=9), **asked)

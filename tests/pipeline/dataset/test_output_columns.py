@@ -95,7 +95,7 @@ def test_a_prefix_stands_before_every_column_of_ours_and_the_output_is_an_input(
     assert {f"answer_{name}" for name in [*OURS, "sample", "choice", "token_ids"]} <= set(found.column_names)
     assert set(found.column("completion").to_pylist()) == {"gold"}
     account = account_parts(job.store.committed_parts(), job.store, job.record, "run")
-    assert (account.num_rows, sum(account.rows.values())) == (3, 3)
+    assert (account.num_rows, sum(count.num_rows for count in account.adapter_outcomes())) == (3, 3)
     results = tmp_path / "results.jsonl"
     exported = export_batch(job.store, str(results), {})
     assert exported.endswith(": 1 response, 1 error")
@@ -117,7 +117,7 @@ def test_a_table_of_prompts_and_completions_runs_as_it_is_and_so_does_its_output
     assert found.column_names == [*table.column_names, *(f"answer_{name}" for name in OURS)]
     assert found.select(table.column_names).to_pydict() == table.to_pydict()
     account = account_parts(job.store.committed_parts(), job.store, job.record, "run")
-    assert sum(account.rows.values()) == 2
+    assert account.num_rows == 2
     assert export_batch(job.store, str(tmp_path / "results.jsonl"), {}).endswith(": 1 response, 1 error")
     again = answered(prepare_job(found), answer_by_echo)
     assert again.column_names == [*found.column_names, *(f"answer2_{name}" for name in OURS)]

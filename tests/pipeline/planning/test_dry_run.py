@@ -5,6 +5,7 @@ import re
 import shutil
 from dataclasses import replace
 from io import StringIO
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -150,10 +151,11 @@ def test_where_lengths_are_unknown_the_plan_says_what_it_assumes_and_how_far_it_
 def test_where_earlier_jobs_had_all_adapters_the_plan_says_so_and_gives_no_range(options: dict[str, Any]) -> None:
     found = dry_run(options)
     adapter_ids = (None, *(adapter.adapter_id for adapter in found.workload.adapters))
-    known = dict.fromkeys(adapter_ids, AnswerLengths.of([(40, 200, False)]))
+    tasks = np.unique(found.workload.task).tolist()
+    known = dict.fromkeys(product(adapter_ids, tasks), AnswerLengths.of([(40, 200, False)]))
     learned = replace(found, settings=replace(found.settings, lengths=known), range_s=None)
     lines = totals(learned, None)
-    assert "Answers of 5 adapters are taken to be as long as in earlier jobs" in lines
+    assert "Answers of 4 adapters are taken to be as long as in earlier jobs, for the same task" in lines
     assert not any("max_tokens" in line for line in lines)
     some = totals(replace(learned, range_s=(1.0, 2.0)), None)
     said = "Other answers are assumed to have any length up to max_tokens, half of it on average. 1.0 s if they take"
@@ -218,7 +220,7 @@ def test_a_job_file_is_planned_and_what_is_printed_names_adapters_waves_workers_
     found = dry_run({"placement": "planned"}, tmp_path / "job.yaml")
     print_plan(found, None, console)
     text = console.export_text()
-    assert "4 adapters: 4 exact" in text
+    assert "3 adapters: 3 exact" in text
     assert all(word in text for word in ("rank20", "(base model)", "unmerged", "80 rows", "a guess from"))
     assert found.forecast.placement is not None
     assert f"Priced alone, they take {found.forecast.placement.makespan_s:.1f} s" in " ".join(text.split())
@@ -283,7 +285,7 @@ def test_a_plan_says_first_that_compiled_kernels_are_missing(
 ) -> None:
     monkeypatch.setattr("lorabatch.pipeline.cluster.devices.lacks_compiled_kernels", lambda: True)
     found = dry_run(options | {"device": "cpu"})
-    assert found.notes[0].startswith("compiled CPU kernels are missing: about ")
+    assert found.notes[0].startswith("no compiled kernels for this CPU: about ")
     assert "C compiler" in found.notes[0]
     assert dry_run(options | {"cluster": ELSEWHERE, "device": "cuda"}).notes == found.notes[1:]
 

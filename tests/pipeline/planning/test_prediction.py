@@ -24,7 +24,7 @@ from lorabatch.pipeline.planning.prediction import some_of
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.batchers.batching import Batcher, ReplicaFacts
 from lorabatch.scheduler.costs.machines import CPU_SMOLLM2_135M
-from lorabatch.scheduler.estimates.lengths import AnswerLengths
+from lorabatch.scheduler.estimates.lengths import MOST_TASKS, OTHER_TASKS, AnswerLengths
 from lorabatch.scheduler.simulation import run as simulated
 from lorabatch.scheduler.simulation.replica import SimulatedReplica
 from lorabatch.scheduler.simulation.synthetic import make_adapters, make_workload
@@ -175,11 +175,51 @@ def test_adapters_that_earlier_jobs_have_had_are_expected_to_answer_as_then(tiny
     settings = settings_for(tiny_llama)
     assert prediction.expected_tokens(settings, rows).tolist() == [50, 50, 6]
     adapter_id = rows.adapters[0].adapter_id
-    learned = replace(settings, lengths={adapter_id: AnswerLengths.of([(1000, 20_000, False)])})
+    learned = replace(settings, lengths={(adapter_id, 0): AnswerLengths.of([(1000, 20_000, False)])})
     assert prediction.expected_tokens(learned, rows) == pytest.approx([50, 20, 12], rel=0.03)
     assert prediction.expected_tokens(learned, rows).max() <= 100
     fixed = replace(rows, fixed_tokens=np.array([0, 3, 12], np.int32))
     assert prediction.expected_tokens(learned, fixed, length_share=1.0) == pytest.approx([100, 3, 12])
+
+
+def test_lengths_of_one_task_say_nothing_of_another_task_of_the_same_adapter(tiny_llama: Path) -> None:
+    rows = make_workload(
+        make_adapters([8]), np.array([0, 0, -1, -1], np.int32), np.full(4, 9, np.int32), np.full(4, 100, np.int32)
+    )
+    rows = replace(rows, task=np.array([7, 8, 7, 8], np.uint64))
+    adapter_id = rows.adapters[0].adapter_id
+    lengths = {
+        (adapter_id, 7): AnswerLengths.of([(1000, 20_000, False)]),
+        (None, 8): AnswerLengths.of([(1000, 70_000, False)]),
+    }
+    learned = replace(settings_for(tiny_llama), lengths=lengths)
+    assert prediction.expected_tokens(learned, rows) == pytest.approx([20, 50, 50, 70], rel=0.05)
+    assert prediction.guesses_lengths(learned, rows)
+    assert prediction.known_adapters(learned, rows) == 2
+    of_known = rows.part(np.array([0, 3]))
+    assert not prediction.guesses_lengths(learned, of_known)
+    assert prediction.known_adapters(learned, of_known.part(np.array([0]))) == 1
+
+
+def test_rare_tasks_of_an_adapter_are_one_group(tiny_llama: Path) -> None:
+    """Rows that each have a system message of their own."""
+    count = 300
+    rows = make_workload(
+        make_adapters([8]),
+        np.zeros(count, np.int32),
+        np.full(count, 9, np.int32),
+        np.full(count, 100, np.int32),
+    )
+    rows = replace(rows, task=np.maximum(np.arange(count), 100).astype(np.uint64) + np.uint64(1))
+    keys, group = prediction.answer_groups(rows)
+    adapter_id = rows.adapters[0].adapter_id
+    assert len(keys) == MOST_TASKS + 1
+    assert keys[group[0]] == (adapter_id, 101), "the task of 101 rows is one by itself"
+    assert np.bincount(group)[keys.index((adapter_id, OTHER_TASKS))] == count - 101 - (MOST_TASKS - 1)
+    learned = replace(
+        settings_for(tiny_llama), lengths={(adapter_id, OTHER_TASKS): AnswerLengths.of([(1000, 20_000, False)])}
+    )
+    assert prediction.expected_tokens(learned, rows)[[0, -1]] == pytest.approx([50, 20], rel=0.05)
 
 
 def test_lengths_are_a_guess_where_nothing_says_how_long_an_answer_is(tiny_llama: Path) -> None:
@@ -187,11 +227,11 @@ def test_lengths_are_a_guess_where_nothing_says_how_long_an_answer_is(tiny_llama
         make_adapters([8]), np.array([-1, 0], np.int32), np.full(2, 9, np.int32), np.full(2, 100, np.int32)
     )
     settings, adapter_id = settings_for(tiny_llama), rows.adapters[0].adapter_id
-    learned = replace(settings, lengths={adapter_id: AnswerLengths.of([(1000, 20_000, False)])})
+    learned = replace(settings, lengths={(adapter_id, 0): AnswerLengths.of([(1000, 20_000, False)])})
     assert prediction.guesses_lengths(settings, rows)
     assert prediction.guesses_lengths(learned, rows), "nothing is known of the base model"
     assert not prediction.guesses_lengths(learned, replace(rows, fixed_tokens=np.array([7, 0], np.int32)))
-    of_all = learned.lengths | {None: AnswerLengths.of([(9, 90, False)])}
+    of_all = learned.lengths | {(None, 0): AnswerLengths.of([(9, 90, False)])}
     assert not prediction.guesses_lengths(replace(learned, lengths=of_all), rows)
     assert not prediction.guesses_lengths(replace(settings, length_share=1.0), rows)
 

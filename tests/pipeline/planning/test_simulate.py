@@ -68,7 +68,7 @@ def test_answers_of_a_job_are_as_long_on_average_as_its_plan_expects() -> None:
     drawn = prediction.with_answers(settings, rows).output_tokens
     assert (drawn.min(), drawn.max()) == (1, 100)
     assert drawn.mean() == pytest.approx(50, rel=0.05)
-    learned = replace(settings, lengths={rows.adapters[0].adapter_id: AnswerLengths.of([(1000, 80_000, False)])})
+    learned = replace(settings, lengths={(rows.adapters[0].adapter_id, 0): AnswerLengths.of([(1000, 80_000, False)])})
     drawn = prediction.with_answers(learned, rows).output_tokens
     assert drawn[adapter].mean() == pytest.approx(80, rel=0.05)
     assert drawn[base].mean() == pytest.approx(50, rel=0.05)

@@ -258,7 +258,7 @@ def test_lengths_are_stored_whole(groups: list[tuple[int, int, bool]]) -> None:
 def test_an_adapter_that_had_few_rows_is_expected_to_be_like_the_others() -> None:
     many, few = answers((1000, 20, False)), answers((4, 100, False))
     model = AnswerModel(0.5, [many, few, None, None])
-    most, adapter = limits(1000, 1000, 1000, 1000), np.array([0, 1, 2, -1], np.int32)
+    most, adapter = limits(1000, 1000, 1000, 1000), np.array([0, 1, 2, 3], np.int32)
     of_many, of_few, unknown, of_base = model.mean(most, adapter)
     assert of_many == pytest.approx(20, rel=0.05)
     assert of_few == pytest.approx((16 * 20 + 4 * 100) / 20, rel=0.05)
