@@ -5,7 +5,7 @@
 | `FOLDER` | one for each folder or `.gguf` file right below it, by its name |
 | `runs/*/checkpoint-*` | one for each folder that matches, by the parts that wildcards stand for: `a-checkpoint-500` |
 | `RUN/latest`, also at the end of a glob | the checkpoint of the largest number, by the name of the run |
-| `ORG/NAME` | the hub's, as `NAME` |
+| `ORG/NAME`, `ORG/NAME@REVISION` | the hub's, as `NAME` |
 | a hub's cache | one for each repository with an adapter, as `NAME`, or `ORG--NAME` where two have one name |
 """
 
@@ -20,11 +20,10 @@ from typing import Any
 
 from ...engine.peft.folder import CONFIG_NAME, GGUF_SUFFIX, PICKLE_NAMES, is_adapter
 from ..errors import JobRequestError, StorageError
-from ..storage.adapter_copy import HUB_REPOSITORY
-from ..storage.local_copy import local_path
+from ..storage.local_copy import HUB_REPOSITORY, local_path
 from ..storage.location import Location
 from ..storage.redaction import redacted_url
-from ..storage.urls import LATEST, absolute, is_hub_id
+from ..storage.urls import LATEST, absolute, hub_parts, is_hub_id
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d{1,18})")
 _GLOB_SIGNS = "*?["
@@ -39,7 +38,7 @@ def adapters_at(url: str, storage_options: Mapping[str, Any]) -> dict[str, str]:
             return _matching(url, storage_options)
         if is_hub_id(url):
             local_path(url, storage_options, pickles=PICKLE_NAMES)
-            return {url.rpartition("/")[2]: url}
+            return {hub_parts(url)[1]: url}
         run = _run_of(url, storage_options)
         if run is not None:
             return {run.rpartition("/")[2]: latest_checkpoint(url, storage_options)}
