@@ -11,9 +11,11 @@ from collections.abc import Collection, Mapping, Sequence
 import pyarrow as pa
 
 from ..errors import JobRequestError
-from ..record import InputFile, PartitionValues
-from .files import Footer
+from ..record import InputFile, InputRecord, PartitionValues
+from .files import Footer, pack_schema, unpack_schema
 
+#: Role of the column that names adapters, and the column's name where nothing gives it another.
+ADAPTER_ROLE = "adapter"
 _SHOWN = 3
 
 
@@ -46,6 +48,20 @@ def with_partitions(
         for footer in footers
     )
     return files, whole
+
+
+def with_sole_adapter(given: InputRecord, name: str) -> InputRecord:
+    """The input with a column `adapter` that has this name in all rows, as if it were a folder's."""
+    schema = unpack_schema(given.schema_ipc).append(pa.field(ADAPTER_ROLE, pa.string()))
+    files = [file.model_copy(update={"partition": {**file.partition, ADAPTER_ROLE: name}}) for file in given.files]
+    return given.model_copy(
+        update={
+            "files": tuple(files),
+            "roles": given.roles | {ADAPTER_ROLE: ADAPTER_ROLE},
+            "schema_ipc": pack_schema(schema),
+            "sole_adapter": name,
+        }
+    )
 
 
 def _segments(folder: str) -> list[tuple[str, str]]:

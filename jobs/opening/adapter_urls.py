@@ -2,7 +2,7 @@
 
 | given | adapters |
 |---|---|
-| `FOLDER` | one for each folder or `.gguf` file right below it, by its name |
+| `FOLDER` | itself if it is an adapter, else one for each folder or `.gguf` file right below it, by its name |
 | `runs/*/checkpoint-*` | one for each folder that matches, by the parts that wildcards stand for: `a-checkpoint-500` |
 | `RUN/latest`, also at the end of a glob | the checkpoint of the largest number, by the name of the run |
 | `ORG/NAME`, `ORG/NAME@REVISION` | the hub's, as `NAME` |
@@ -142,16 +142,14 @@ def _walk(place: Location, folder: str, segments: list[str]) -> Iterator[tuple[s
 
 
 def _below(folder: Location) -> dict[str, str]:
+    """The adapter in a folder, or those right below it."""
     entries, shown = folder.list(), redacted_url(folder.url)
     if folder.is_local:
         cached = _in_hub_cache(Path(folder.path()), entries)
         if cached:
             return cached
     if CONFIG_NAME in entries:
-        raise JobRequestError(
-            f"adapters={shown!r}: is one adapter, not a folder of adapters. Give the folder above it, or a name "
-            f"for it: --adapters NAME={shown}."
-        )
+        return {folder.url.rstrip("/").rpartition("/")[2]: folder.url}
     found = {
         name.removesuffix(GGUF_SUFFIX) if size is not None else name: f"{folder.url}/{name}"
         for name, size in entries.items()

@@ -31,7 +31,7 @@ from ..input.conversion.converter import Converter
 from ..input.file_metadata import kept_metadata, settings_of_files
 from ..input.files import distinct_kinds, pack_schema, read_footers, unified_schema, unpack_schema
 from ..input.finding import endings, would_read
-from ..input.partitions import with_partitions
+from ..input.partitions import ADAPTER_ROLE, with_partitions, with_sole_adapter
 from ..input.spark_metadata import spark_type_problems
 from ..options.values import PROMPT_ROLES, SETTING_ROLES, TABLE_SCHEME
 from ..record import InputRecord
@@ -156,7 +156,8 @@ def _check_with_input(
         problems += prompt_problems(spec, chat, model.tokenizer, given)
         problems += _check_fit(spec, model, given)
     if adapters and given:
-        problems += _check_names(spec, adapters, given)
+        named = _tried(problems, lambda: _with_names(spec, adapters, given))
+        given = named or given
     if problems:
         raise JobRequestError(*dict.fromkeys(problems))
     assert model is not None, "a model that cannot be used is a problem"
@@ -331,17 +332,23 @@ def _check_fit(spec: JobSpec, model: CheckedModel, given: InputRecord) -> list[s
     return problems
 
 
-def _check_names(spec: JobSpec, adapters: Mapping[str, str], given: InputRecord) -> list[str]:
-    """Problem of a job with adapters and no adapter column: the base model would answer every row."""
-    if "adapter" in given.roles or not given.num_rows:
-        return []
-    count = f"{len(adapters)} adapters are given" if len(adapters) > 1 else "1 adapter is given"
+def _with_names(spec: JobSpec, adapters: Mapping[str, str], given: InputRecord) -> InputRecord:
+    """The input with names of adapters: of its own column, else that of the only adapter in all rows.
+
+    Raises `JobRequestError` for a job with adapters that no row can name: the base model would answer every row.
+    """
+    if ADAPTER_ROLE in given.roles or not given.num_rows:
+        return given
     found = columns_with_names(given, adapters, spec.storage_options)
+    if len(adapters) == 1 and not found:
+        return with_sole_adapter(given, next(iter(adapters)))
+    count = f"{len(adapters)} adapters are given" if len(adapters) > 1 else "1 adapter is given"
     hints = [
         f"`{column}` holds {n} of the {len(adapters)} adapter names: add --column adapter={column}."
         for column, n in list(found.items())[:_COLUMNS_SHOWN]
     ] or [
-        "No column holds one of their names. Name the column with --column adapter=NAME, or leave --adapters out to "
-        "ask the base model."
+        "No column holds one of their names. Name the column with --column adapter=NAME, give one adapter alone to "
+        "have it answer every row (--adapters NAME=URL), or leave --adapters out to ask the base model."
     ]
-    return [f"adapters: {count}, and no row can name one: the input has no column 'adapter'. {' '.join(hints)}"]
+    problem = f"adapters: {count}, and no row can name one: the input has no column 'adapter'. {' '.join(hints)}"
+    raise JobRequestError(problem)

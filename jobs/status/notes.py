@@ -51,9 +51,10 @@ def _input_notes(record: JobRecord) -> list[str]:
     from ..input.finding import DELTA_LOG
 
     given, notes = record.input, []
+    made = {"adapter"} if given.sole_adapter else ()
     if given.converted:
         schema = unpack_schema(given.schema_ipc)
-        shown = [f"{shown_name(column.name)} {column.type}" for column in schema]
+        shown = [f"{shown_name(column.name)} {column.type}" for column in schema if column.name not in made]
         notes.append(
             f"input: {', '.join(given.converted)}, read as {len(shown)} columns: {_shown(shown, _TYPES_SHOWN)}"
         )
@@ -64,7 +65,10 @@ def _input_notes(record: JobRecord) -> list[str]:
         notes.append(f"input: files that are not read{counts}: {_shown(given.unread, len(given.unread))}")
     if DELTA_LOG in given.unread:
         notes.append("input: the log of a Delta table is not read; files that the table has removed are read too")
-    folders = {name for file in given.files for name in file.partition}
+    if given.sole_adapter:
+        name = shown_name(given.sole_adapter)
+        notes.append(f"input: no column names adapters; {name}, the only one of the job, answers all rows")
+    folders = {name for file in given.files for name in file.partition if name not in made}
     if folders:
         schema = unpack_schema(given.schema_ipc)
         shown = [f"{column.name} ({column.type})" for column in schema if column.name in folders]
