@@ -20,7 +20,7 @@ from ..spec import JobSpec
 from .answer_type import answer_type
 from .completions import listed
 from .files import unpack_schema
-from .known_tables import messages_hint, table_hint, template_hint
+from .known_tables import is_turn, messages_hint, table_hint, template_hint
 
 # Columns that every output adds; input columns must leave these names free.
 ANSWER_FIELDS = (
@@ -416,7 +416,7 @@ def _is_message(kind: pa.DataType) -> bool:
     if not t.is_struct(kind):
         return False
     names = [kind.field(i).name for i in range(kind.num_fields)]
-    return "role" in names and "content" in names
+    return ("role" in names and "content" in names) or is_turn(names)
 
 
 def _is_struct(kind: pa.DataType) -> bool:

@@ -85,6 +85,8 @@ def train(work: Path) -> None:
                 "learning_rate": 1e-2, "adapter_path": str(folder), "fine_tune_type": "lora", "num_layers": 16,
                 "seed": 1, **settings,
             }  # fmt: skip
+            if (folder / "logits.npy").exists():
+                continue
             folder.parent.mkdir(parents=True, exist_ok=True)
             (work / "config.yaml").write_text(json.dumps(config))
             command = [sys.executable, "-m", "mlx_lm", "lora", "-c", str(work / "config.yaml")]
@@ -104,7 +106,7 @@ def train(work: Path) -> None:
 
 def compare(work: Path) -> None:
     """Print for each adapter the verdict, and the largest difference of a logit among mlx-lm, PEFT and the engine."""
-    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "engine" / "peft")]
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "oracle")]
     import numpy as np
 
     from lorabatch.engine.config import read_model_config
