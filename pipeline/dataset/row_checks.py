@@ -132,7 +132,8 @@ def blank_prompt(option: str) -> str:
 
 def read_messages(value: Any, system_prompt: str | None) -> list[dict[str, Any]] | str:
     """Convert `messages`, a list of objects with role and content or its JSON, to the form that chat templates read;
-    objects with from and value are ShareGPT's (`turns_as_messages`). `system_prompt`: put before messages without a system message. Returns a sentence if the value is wrong.
+    objects with from and value are ShareGPT's. `system_prompt`: put before messages without a system message. Returns a
+    sentence if the value is wrong.
     """
     if isinstance(value, str):
         try:
