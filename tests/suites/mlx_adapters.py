@@ -61,7 +61,11 @@ def make_bases(work: Path) -> None:
     from conftest import write_model
 
     for name, settings in BASES.items():
-        write_model(work / "bases" / name, **settings)
+        config_file = write_model(work / "bases" / name, **settings) / "config.json"
+        config = json.loads(config_file.read_text())
+        # transformers 4's spelling: mlx-lm takes a default of its own for some families without it
+        config["rope_theta"] = config["rope_parameters"]["rope_theta"]
+        config_file.write_text(json.dumps(config))
     rows = [{"prompt": f"the {word} is", "completion": f"a {word}, {i}"} for word in ("sea", "sun") for i in range(8)]
     (work / "data").mkdir(exist_ok=True)
     for part in ("train", "valid"):
