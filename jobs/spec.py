@@ -135,7 +135,10 @@ class JobSpec(_SamplingFields):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
     )
     columns: dict[str, str] = _data(
-        {}, "role=name: an input column under another name. Repeatable (in a job file a mapping).", short="C"
+        {},
+        "role=name: an input column under another name; role= for none, so that a column of the role's name is data. "
+        "Repeatable (in a job file a mapping).",
+        short="C",
     )
     row_settings: tuple[str, ...] = _data(
         (),

@@ -181,7 +181,7 @@ def _typed_columns(spec: JobSpec) -> tuple[list[str], list[str], list[str]]:
     columns, asked = spec.columns, {*spec.row_settings, *spec.columns}
     settings = SETTING_ROLES if "all" in asked else [name for name in SETTING_ROLES if name in asked]
     numbers = [columns.get(name, name) for name in settings if is_number(name)]
-    texts = [columns.get(role, role) for role in ("adapter", *PROMPT_ROLES)]
+    texts = [columns.get(role) or role for role in ("adapter", *PROMPT_ROLES)]
     as_json = [columns.get(name, name) for name in JSON_SETTINGS]
     return texts, numbers, as_json
 
@@ -251,7 +251,7 @@ def _check_input(spec: JobSpec, templates: Sequence[str], converter: Converter) 
         )
     footers, unread = read_footers(spec.inputs, spec.storage_options, converter.convert)
     # An adapter's name is text, whatever it looks like.
-    texts = (spec.columns.get("adapter", "adapter"),)
+    texts = (spec.columns.get(ADAPTER_ROLE) or ADAPTER_ROLE,)
     files, schema = with_partitions(footers, unified_schema(footers), texts)
     asked = {*spec.row_settings, *spec.columns}
     settings, problems = settings_of_files(footers, set(schema.names) if "all" in asked else asked, SETTING_ROLES)
@@ -339,9 +339,11 @@ def _with_names(spec: JobSpec, adapters: Mapping[str, str], given: InputRecord) 
     """
     if ADAPTER_ROLE in given.roles or not given.num_rows:
         return given
-    found = columns_with_names(given, adapters, spec.storage_options)
+    # "": the user has said that no column names adapters
+    is_said = spec.columns.get(ADAPTER_ROLE) == ""
+    found = {} if is_said else columns_with_names(given, adapters, spec.storage_options)
     if len(adapters) == 1 and not found:
-        return with_sole_adapter(given, next(iter(adapters)))
+        return with_sole_adapter(given, next(iter(adapters)), spec.output_prefix)
     count = f"{len(adapters)} adapters are given" if len(adapters) > 1 else "1 adapter is given"
     hints = [
         f"`{column}` holds {n} of the {len(adapters)} adapter names: add --column adapter={column}."

@@ -51,7 +51,7 @@ def _input_notes(record: JobRecord) -> list[str]:
     from ..input.finding import DELTA_LOG
 
     given, notes = record.input, []
-    made = {"adapter"} if given.sole_adapter else ()
+    made = {given.roles["adapter"]} if given.sole_adapter else ()
     if given.converted:
         schema = unpack_schema(given.schema_ipc)
         shown = [f"{shown_name(column.name)} {column.type}" for column in schema if column.name not in made]

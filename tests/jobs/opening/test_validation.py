@@ -305,6 +305,24 @@ def test_the_only_adapter_answers_the_rows_of_an_input_that_names_none(given: di
     assert "`tenant` holds 1 of the 1 adapter names: add --column adapter=tenant." in problem
 
 
+def test_a_role_that_is_given_to_nothing_leaves_its_column_as_data(given: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "adapters" / "judge").mkdir(parents=True)
+    adapters = {"judge": str(tmp_path / "adapters" / "judge")}
+    pq.write_table(pa.table({"prompt": ["x", "y"], "adapter": ["a", "judge"]}), given["input"])
+    job = given | {"columns": ["adapter="]}
+    checked = check_job(JobSpec(**job))
+    assert "adapter" not in checked.input.roles
+    assert "adapter" in unpack_schema(checked.input.schema_ipc).names
+    assert check_job(JobSpec(**given)).input.roles["adapter"] == "adapter"
+    # the only adapter answers all rows, and its name stands beside the data
+    (problem,) = problems(job, adapters=adapters)
+    assert "column 'adapter' of the input is data" in problem
+    checked = check_job(JobSpec(**job, adapters=adapters, output_prefix="judge_"))
+    assert checked.input.roles["adapter"] == "judge_adapter"
+    assert [file.partition for file in checked.input.files] == [{"judge_adapter": "judge"}]
+    assert JobSpec(**given | {"columns": {"adapter": None}}).columns == {"adapter": ""}
+
+
 def test_a_folder_name_may_be_the_adapters_name(given: dict[str, Any], tmp_path: Path) -> None:
     for number in ("1", "2"):
         (tmp_path / "adapters" / number).mkdir(parents=True)
