@@ -113,8 +113,8 @@ class JobSpec(_SamplingFields):
     )
     adapters: str | dict[str, str] | None = _adapters(
         None,
-        "Folder or URL with one folder per adapter, a glob of such folders, or a hub id; or NAME=URL, repeated (in a "
-        "job file a mapping). RUN/latest is the checkpoint of the largest number.",
+        "Folder or URL of an adapter, or with one folder per adapter; a glob of them; a hub id, as ORG/NAME@REVISION; "
+        "NAME=URL, repeated (in a job file a mapping). RUN/latest is the checkpoint of the largest number.",
         short="a",
     )
     input: str | tuple[str, ...] = _data(

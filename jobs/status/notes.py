@@ -23,7 +23,8 @@ def job_notes(record: JobRecord) -> list[str]:
     notes = []
     if adapters:
         counts = {verdict: sum(adapter.verdict == verdict for adapter in adapters) for verdict in get_args(Verdict)}
-        notes.append(f"{len(adapters)} adapters: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n))
+        verdicts = ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n)
+        notes.append(f"{_count(len(adapters), 'adapter')}: {verdicts}")
     notes += [f"  {adapter_problem(a.name, {a.name: a})}" for a in adapters if a.is_refused]
     own = [adapter.name for adapter in adapters if adapter.tokenizer_sha256 and not adapter.is_refused]
     if own:
@@ -56,7 +57,8 @@ def _input_notes(record: JobRecord) -> list[str]:
         schema = unpack_schema(given.schema_ipc)
         shown = [f"{shown_name(column.name)} {column.type}" for column in schema if column.name not in made]
         notes.append(
-            f"input: {', '.join(given.converted)}, read as {len(shown)} columns: {_shown(shown, _TYPES_SHOWN)}"
+            f"input: {', '.join(given.converted)}, read as {_count(len(shown), 'column')}: "
+            f"{_shown(shown, _TYPES_SHOWN)}"
         )
     if given.json_columns:
         notes.append(f"input: values of several types, kept as their JSON: {_shown(given.json_columns)}")
@@ -194,6 +196,10 @@ def _adapter_notes(record: JobRecord, rows_per_adapter: Mapping[str | None, int]
         verb = "is" if len(unused) == 1 else "are"
         return (f"{len(unused)} of {len(names)} adapters {verb} named by no row: {_shown(unused)}",)
     return ()
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _shown(names: Sequence[str], most: int = _NAMES_SHOWN) -> str:
