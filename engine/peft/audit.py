@@ -403,7 +403,7 @@ def audit_rows(audits: Sequence[AdapterAudit]) -> tuple[list[tuple[str, ...]], l
         for note in audit.notes:
             holders.setdefault(note, []).append(audit.name)
     shared = {note: names for note, names in holders.items() if len(names) > 1}
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             audit.name,
             audit.verdict,
