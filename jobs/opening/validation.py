@@ -156,7 +156,7 @@ def _check_with_input(
         problems += prompt_problems(spec, chat, model.tokenizer, given)
         problems += _check_fit(spec, model, given)
     if adapters and given:
-        named = _tried(problems, lambda: _with_names(spec, adapters, given))
+        named = _tried(problems, partial(_with_names, spec, adapters, given))
         given = named or given
     if problems:
         raise JobRequestError(*dict.fromkeys(problems))

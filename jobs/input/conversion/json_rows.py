@@ -248,7 +248,7 @@ def _items(text: TextFile) -> Iterator[tuple[str, bytes]]:
             yield f"line {number}", line
 
 
-def _entries(file: io.BufferedReader, begun: bytes) -> Iterator[tuple[str, bytes]]:
+def _entries(file: io.BufferedReader[TextFile], begun: bytes) -> Iterator[tuple[str, bytes]]:
     """The JSON of each entry of a list, which is found by its commas and brackets. `begun`: what was read of the list,
     without its first bracket.
     """
@@ -288,7 +288,7 @@ def _entries(file: io.BufferedReader, begun: bytes) -> Iterator[tuple[str, bytes
 _SIGNS = re.compile(rb'\\.|["\[\]{},]', re.DOTALL)
 
 
-def _check_end(rest: bytes, file: io.BufferedReader) -> None:
+def _check_end(rest: bytes, file: io.BufferedReader[TextFile]) -> None:
     while rest:
         if rest.strip():
             found = shown(rest.strip()[:_SHOWN_BYTES].decode(errors="replace"))
