@@ -218,7 +218,7 @@ def find_roles(
     ]
     wanted = SETTING_ROLES if ALL_SETTINGS in row_settings else row_settings
     for role in COLUMN_ROLES:
-        is_other_prompt = role in PROMPT_ROLES and (is_made or any(prompt in roles for prompt in PROMPT_ROLES))
+        is_other_prompt = role in PROMPT_ROLES and (is_made or any(map(columns.get, PROMPT_ROLES)))
         is_asked = role not in SETTING_ROLES or role in wanted or (role == "tools" and "messages" in roles)
         if role not in columns and role in schema.names and is_asked and not is_other_prompt:
             roles[role] = role
