@@ -44,7 +44,7 @@ _LOOP = {"for", "done"}
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """What one task takes with one system."""
+    """Counts of one task with one system."""
 
     num_lines: int
     num_steps: int

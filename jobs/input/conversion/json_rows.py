@@ -284,7 +284,7 @@ def _entries(file: io.BufferedReader[TextFile], begun: bytes) -> Iterator[tuple[
     raise UnreadableSourceError(f"entry {number}: the list has no end, expected ']'. The file may be cut off.")
 
 
-# What ends or nests an entry, and pairs with a backslash.
+# Signs that end or nest an entry, and pairs with a backslash.
 _SIGNS = re.compile(rb'\\.|["\[\]{},]', re.DOTALL)
 
 
