@@ -37,12 +37,15 @@ def print_audits(audits: Sequence[AdapterAudit], console: Console | None = None,
     table = Table()
     for column in AUDIT_COLUMNS:
         table.add_column(column, overflow="fold")
-    for row in audit_rows(audits):
+    rows, shared = audit_rows(audits)
+    for row in rows:
         verdict = row[1]
         table.add_row(row[0], Text(verdict, style=_VERDICT_STYLES[verdict]), *row[2:])
     counts = {verdict: sum(audit.verdict == verdict for audit in audits) for verdict in _VERDICT_STYLES}
     console = console or plain_console()
     console.print(table)
+    for note in shared:
+        console.print(note, soft_wrap=True)
     console.print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
 
 

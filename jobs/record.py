@@ -159,6 +159,8 @@ class InputRecord(_Frozen):
     unread: tuple[str, ...] = ()
     #: Columns that the job's prompt template reads. Dropped ones are read all the same.
     template_columns: tuple[str, ...] = ()
+    #: The only adapter of the job, which answers all rows where no column names one; "" where a column does.
+    sole_adapter: str = ""
     #: Number of unread files by their ending, in words.
     unread_endings: str = ""
     #: Columns that the output lacks. Dropped columns with a role are read all the same.

@@ -113,8 +113,8 @@ class JobSpec(_SamplingFields):
     )
     adapters: str | dict[str, str] | None = _adapters(
         None,
-        "Folder or URL with one folder per adapter, a glob of such folders, or a hub id; or NAME=URL, repeated (in a "
-        "job file a mapping). RUN/latest is the checkpoint of the largest number.",
+        "Folder or URL of an adapter, or with one folder per adapter; a glob of them; a hub id, as ORG/NAME@REVISION; "
+        "NAME=URL, repeated (in a job file a mapping). RUN/latest is the checkpoint of the largest number.",
         short="a",
     )
     input: str | tuple[str, ...] = _data(
@@ -135,7 +135,10 @@ class JobSpec(_SamplingFields):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
     )
     columns: dict[str, str] = _data(
-        {}, "role=name: an input column under another name. Repeatable (in a job file a mapping).", short="C"
+        {},
+        "role=name: an input column under another name; role= for none, so that a column of the role's name is data. "
+        "Repeatable (in a job file a mapping).",
+        short="C",
     )
     row_settings: tuple[str, ...] = _data(
         (),

@@ -334,9 +334,9 @@ TABLE: list[tuple[str, int, list[str]]] = [
         ["adapters='", "no adapter folders there"],
     ),
     (
-        f"plan {RIGHT} --input {{rows}}/good.parquet --adapters {{folder}}/one",
-        2,
-        ["is one adapter, not a folder of ada"],
+        f"plan {RIGHT} --input {{rows}}/chats.parquet --adapters {{folder}}/one",
+        0,
+        ["no column names adapters; one, the only one of the job, answers all rows"],
     ),
     *(
         (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -40,7 +40,7 @@ from .folder import (
 from .names import LORA_ROLES, BaseLayout, Renaming, TensorName, base_layout, choose_renaming, parse_name
 from .other_engines import EngineFindings, in_words, other_engines
 from .parameters import Changes, resized_shapes
-from .sites import Contents, LoraSite, ParameterChange, find_sites, targeted_modules
+from .sites import MAX_NAMES_IN_NOTE, Contents, LoraSite, ParameterChange, find_sites, targeted_modules
 from .tensor_file import FLOAT_TYPES, MAX_SHARED, MAX_SHARED_BYTES, TensorEntry
 
 logger = logging.getLogger(__name__)
@@ -287,7 +287,8 @@ def _judgement(content: bytes | None, files: AdapterFolder, layout: BaseLayout) 
     with _refusing(ledger):
         if content is None:
             return judged
-        config, judged.entries = translate(files.dialect, parse_config(content), files.headers, layout, ledger)
+        raw = parse_config(content)
+        config, judged.entries = translate(files.dialect, raw, files.headers, layout, ledger)
         if layout.says_tied:
             _judge_ties(config, ledger)
         if not files.headers:
@@ -300,7 +301,7 @@ def _judgement(content: bytes | None, files: AdapterFolder, layout: BaseLayout) 
         contents = _contents(config, layout, judged.entries, ledger)
         judged.vocab_size = contents.shapes[f"{layout.embedding}.weight"][0]
         judged.sites = find_sites(contents, ledger)
-        judged.other_engines = other_engines(contents, judged.sites, targeted_modules(contents))
+        judged.other_engines = other_engines(contents, raw, files.entries, files.dialect, targeted_modules(contents))
         judged.changes = find_changes(contents, judged.sites, ledger)
         _check_all_used(contents, judged.changes, ledger)
     return judged
@@ -393,9 +394,16 @@ def _check_all_used(contents: Contents, changes: Changes, ledger: Ledger) -> Non
 AUDIT_COLUMNS = ("adapter", "verdict", "rank", "layers", "MB", "remarks")
 
 
-def audit_rows(audits: Iterable[AdapterAudit]) -> list[tuple[str, ...]]:
-    """One row per adapter, in the order of `AUDIT_COLUMNS`; remarks are the reasons, then the notes."""
-    return [
+def audit_rows(audits: Sequence[AdapterAudit]) -> tuple[list[tuple[str, ...]], list[str]]:
+    """One row per adapter, in the order of `AUDIT_COLUMNS`; remarks are the reasons, then the notes. Behind the rows,
+    the notes that several adapters share, each once with the adapters' names.
+    """
+    holders: dict[str, list[str]] = {}
+    for audit in audits:
+        for note in audit.notes:
+            holders.setdefault(note, []).append(audit.name)
+    shared = {note: names for note, names in holders.items() if len(names) > 1}
+    rows: list[tuple[str, ...]] = [
         (
             audit.name,
             audit.verdict,
@@ -405,7 +413,7 @@ def audit_rows(audits: Iterable[AdapterAudit]) -> list[tuple[str, ...]]:
             "\n".join(
                 (
                     *audit.reasons,
-                    *audit.notes,
+                    *(note for note in audit.notes if note not in shared),
                     *([audit.tokenizer] if audit.tokenizer else []),
                     *in_words(audit.other_engines),
                 )
@@ -413,3 +421,9 @@ def audit_rows(audits: Iterable[AdapterAudit]) -> list[tuple[str, ...]]:
         )
         for audit in audits
     ]
+    return rows, [f"{_few_names(names)}: {note}" for note, names in shared.items()]
+
+
+def _few_names(names: Sequence[str]) -> str:
+    more = len(names) - MAX_NAMES_IN_NOTE
+    return ", ".join(names[:MAX_NAMES_IN_NOTE]) + (f" and {more} more" if more > 0 else "")

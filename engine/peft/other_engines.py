@@ -1,35 +1,57 @@
 """Says how other engines read an adapter, where that is known: tensors that they leave out, and what they refuse.
 
 PEFT: the rules of `set_peft_model_state_dict` (0.21), which loads tensors by name and passes over the others without a
-word; a test compares them with PEFT. vLLM: the rules of its loader as its source has them (`vllm/lora/lora_model.py`,
-`peft_helper.py`, `utils.py` at the end of 2025); vLLM was not run.
+word; a test compares them with PEFT. vLLM: the rules of its loader as the source of 0.33.0 has them (`PEFTHelper` in
+`vllm/lora/peft_helper.py`, `LoRAModel` in `lora_model.py`, `activate_adapter` in `model_manager.py`, `utils.py`); vLLM
+was not run.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from typing import Any
 
-from .names import LORA_ROLES, parse_name
-from .sites import Contents, LoraSite
+from ...system.untrusted import shown
+from ..model_config.model import HEAD
+from .names import LORA_ROLES, BaseLayout, parse_name
+from .sites import Contents
+from .tensor_file import TensorEntry
 
 #: Findings about one engine by kind: `leaves_out` (tensors), `refuses` and `differs` (clauses).
 EngineFindings = Mapping[str, tuple[str, ...]]
-_VLLM_PAIR = re.compile(r"\.lora_[AB]\.weight$|\.lora_embedding_[AB]$")
+_ROOT = "base_model.model."
+_VLLM_PAIR = re.compile(r"(?P<module>.+)\.(?:lora_[AB]\.weight|lora_embedding_[AB])")
 _VLLM_SKIPPED = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
-# Largest rank that vLLM serves unless `--max-lora-rank` says otherwise.
-_VLLM_RANK = 16
+# Values of --max-lora-rank; the default is 16.
+_VLLM_RANKS, _VLLM_RANK = (1, 8, 16, 32, 64, 128, 256, 320, 512), 16
+_VLLM_REQUIRED = ("r", "lora_alpha", "target_modules")
+_VLLM_REFUSED_KEYS = (
+    "modules_to_save", "use_dora", "lora_bias", "alora_invocation_tokens", "layer_replication", "use_bdlora",
+    "use_qalora",
+)  # fmt: skip
+_VLLM_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+# Families whose class names no embedding_modules, so that pairs on embedding and head are unexpected modules.
+_VLLM_WITHOUT_EMBEDDING = ("qwen2", "gemma", "gemma2", "gemma3_text", "opt")
 
 
 def other_engines(
-    contents: Contents, sites: Collection[LoraSite], targeted: Collection[str]
+    contents: Contents,
+    raw: Mapping[str, Any],
+    stored: Mapping[str, TensorEntry],
+    dialect: str,
+    targeted: Collection[str],
 ) -> dict[str, EngineFindings]:
     """Engine -> what is known of how it reads this adapter; only findings that there are.
 
+    `raw`: keys of its configuration. `stored`: tensors as the files name them. `dialect`: whose form the files have.
     `targeted`: modules of the trained model that the configuration targets.
     """
-    found = {"peft": {"leaves_out": _left_out_by_peft(contents, targeted)}, "vllm": _vllm(contents, sites)}
+    stray = _stray_pairs(contents, targeted)
+    found = {
+        "peft": {"leaves_out": sorted({*stray, *(key for key in contents.entries if parse_name(key) is None)})},
+        "vllm": _vllm(contents, raw, stored, stray) if dialect == "peft" else {"refuses": [_FORMS[dialect]]},
+    }
     return {
         engine: kinds
         for engine, findings in found.items()
@@ -37,31 +59,58 @@ def other_engines(
     }
 
 
-def _left_out_by_peft(contents: Contents, targeted: Collection[str]) -> list[str]:
-    """LoRA tensors of modules that PEFT gives no pair, and tensors whose name PEFT never makes."""
-    stray = {name.key for name in contents.names if name.role in LORA_ROLES and name.module not in targeted}
-    return sorted(stray | {key for key in contents.entries if parse_name(key) is None})
+_FORMS = {"mlx": "files of mlx-lm, expected adapter_model.safetensors and PEFT's keys", "gguf": "adapters in GGUF"}
 
 
-def _vllm(contents: Contents, sites: Iterable[LoraSite]) -> dict[str, list[str]]:
-    config = contents.config
-    skipped = sorted(key for key in contents.entries if key.endswith(_VLLM_SKIPPED))
-    other = sorted(key for key in contents.entries if not (_VLLM_PAIR.search(key) or key.endswith(_VLLM_SKIPPED)))
-    refuses = ["modules_to_save"] if config.modules_to_save else []
-    refuses += ["use_dora"] if config.use_dora else []
+def _stray_pairs(contents: Contents, targeted: Collection[str]) -> list[str]:
+    """LoRA tensors of modules that PEFT gives no pair."""
+    return sorted(name.key for name in contents.names if name.role in LORA_ROLES and name.module not in targeted)
+
+
+def _vllm(
+    contents: Contents, raw: Mapping[str, Any], stored: Mapping[str, TensorEntry], stray: Collection[str]
+) -> dict[str, list[str]]:
+    layout, tensors = contents.layout, [key for key in stored if not key.endswith(_VLLM_SKIPPED)]
+    pairs = {key: match["module"].replace(_ROOT, "") for key in tensors if (match := _VLLM_PAIR.fullmatch(key))}
+    other = sorted(key for key in tensors if key not in pairs)
+    known = _vllm_modules(layout)
+    unexpected = sorted({name for name in pairs.values() if name.rpartition(".")[2] not in known})
+    # A module of a known name is looked up by its path; where the model has none of that path, nothing is said.
+    lost = [key for key, name in pairs.items() if name not in layout.adaptable and name.rpartition(".")[2] in known]
+    applied = [key for key in stray if key in pairs and key not in lost and pairs[key] not in unexpected]
+    refuses = _keys_that_vllm_refuses(contents, raw)
     refuses += [f"{len(other)} tensors that are no LoRA pair, first {other[0]}"] if other else []
-    refuses += [f"r={config.r} without --max-lora-rank {config.r}"] if config.r > _VLLM_RANK else []
-    plain = replace(config, rank_pattern={}, alpha_pattern={})
-    # One factor for all modules: patterns are not read.
-    factor = plain.scalings(["any"])["any"] if config.r > 0 else 0.0
-    scaled = sorted(site.module for site in sites if site.scaling != factor)
-    differs = []
-    if scaled:
-        differs.append(
-            f"{len(scaled)} layers, first {scaled[0]}, are scaled by {factor:g}: rank_pattern and alpha_pattern are "
-            "not read"
-        )
-    return {"leaves_out": skipped, "refuses": refuses, "differs": differs}
+    refuses += [f"pairs on {len(unexpected)} modules, first {unexpected[0]}"] if unexpected else []
+    refuses += [
+        f"a vocabulary of {stored[key].shape[1]} tokens, the base has {layout.vocab_size}"
+        for key in pairs
+        if key.endswith("lora_embedding_A") and stored[key].shape[1:] not in ((), (layout.vocab_size,))
+    ]
+    differs = [f"applies {len(applied)} tensors that are not targeted, first {applied[0]}"] if applied else []
+    skipped = [key for key in stored if key.endswith(_VLLM_SKIPPED)]
+    return {"leaves_out": sorted([*skipped, *lost]), "refuses": refuses, "differs": differs}
+
+
+def _vllm_modules(layout: BaseLayout) -> set[str]:
+    """Last parts of the names of modules that may have a pair in vLLM."""
+    has_embedding = layout.family not in _VLLM_WITHOUT_EMBEDDING
+    ends = {name.rpartition(".")[2] for name in layout.linear} - {HEAD}
+    return ends | {layout.embedding.rpartition(".")[2], HEAD} if has_embedding else ends
+
+
+def _keys_that_vllm_refuses(contents: Contents, raw: Mapping[str, Any]) -> list[str]:
+    refuses = [f"a configuration without {key}" for key in _VLLM_REQUIRED if key not in raw]
+    refuses += [key for key in _VLLM_REFUSED_KEYS if raw.get(key)]
+    refuses += [f"bias={shown(raw['bias'])}"] if raw.get("bias", "none") != "none" else []
+    start = raw.get("init_lora_weights")
+    if isinstance(start, str) and start.lower() not in _VLLM_STARTS:
+        refuses.append(f"init_lora_weights={shown(start)}")
+    rank = max(contents.config.r, *contents.config.rank_pattern.values(), 0)
+    if rank > _VLLM_RANK:
+        enough = next((limit for limit in _VLLM_RANKS if limit >= rank), None)
+        without = f" without --max-lora-rank {enough}" if enough else f", at most {_VLLM_RANKS[-1]}"
+        refuses.append(f"rank {rank}{without}")
+    return refuses
 
 
 def in_words(found: Mapping[str, EngineFindings]) -> list[str]:

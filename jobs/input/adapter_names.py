@@ -35,6 +35,11 @@ def adapter_problem(name: str | None, adapters: Mapping[str, AdapterRecord]) -> 
         reasons = (reason.removeprefix(f"adapter {name!r}: ") for reason in adapter.reasons)
         why = " ".join(reasons) or "its folder could not be read."
         return f"adapter={name!r}: refused. {why}" if adapter.is_refused else None
+    if not adapters:
+        return (
+            f"adapter={name!r}: the job has no adapters. Give them with --adapters, or have the base model answer all "
+            "rows: --column adapter= (no column names adapters then)"
+        )
     close = difflib.get_close_matches(name, adapters, n=1)
     known = ", ".join(sorted(adapters)[:_NAMES_SHOWN]) + (", …" if len(adapters) > _NAMES_SHOWN else ".")
     if twin := next((other for other in adapters if normalize("NFC", other) == normalize("NFC", name)), None):
@@ -42,7 +47,7 @@ def adapter_problem(name: str | None, adapters: Mapping[str, AdapterRecord]) -> 
             f"adapter={name!a}: not among this job's adapters; {twin!a} looks the same, written with other characters. "
             "Write both alike."
         )
-    hint = f"did you mean {close[0]!r}?" if close else f"known: {known if adapters else 'none.'}"
+    hint = f"did you mean {close[0]!r}?" if close else f"known: {known}"
     return f"adapter={name!r}: not among this job's adapters; {hint}"
 
 

@@ -20,7 +20,7 @@ from ..spec import JobSpec
 from .answer_type import answer_type
 from .completions import listed
 from .files import unpack_schema
-from .known_tables import messages_hint, table_hint, template_hint
+from .known_tables import is_turn, messages_hint, table_hint, template_hint
 
 # Columns that every output adds; input columns must leave these names free.
 ANSWER_FIELDS = (
@@ -201,12 +201,13 @@ def find_roles(
     one: the id, the adapter, the prompt, tools beside messages, fields of a struct `sampling_params`, and settings only
     where `row_settings` has their name or `all`. `asked`: the job's options that add columns to the output; see
     `asked_options`. `copied`: input columns that the output has, by default all. `prefix`: before the names of
-    lorabatch's own columns. `is_made`: a template of the job makes the prompts, so that no column has them.
+    lorabatch's own columns. `is_made`: a template of the job makes the prompts, so that no column has them. A role that
+    is given to "" is played by no column.
     """
-    roles = dict(columns)
+    roles = {role: name for role, name in columns.items() if name}
     problems = [
         f"column {role}={name!r}: the input has no such column. Name one of {_names(schema) or 'none'}."
-        for role, name in columns.items()
+        for role, name in roles.items()
         if name not in schema.names
     ]
     problems += [
@@ -217,9 +218,9 @@ def find_roles(
     ]
     wanted = SETTING_ROLES if ALL_SETTINGS in row_settings else row_settings
     for role in COLUMN_ROLES:
-        is_other_prompt = role in PROMPT_ROLES and (is_made or any(prompt in columns for prompt in PROMPT_ROLES))
+        is_other_prompt = role in PROMPT_ROLES and (is_made or any(map(columns.get, PROMPT_ROLES)))
         is_asked = role not in SETTING_ROLES or role in wanted or (role == "tools" and "messages" in roles)
-        if role not in roles and role in schema.names and is_asked and not is_other_prompt:
+        if role not in columns and role in schema.names and is_asked and not is_other_prompt:
             roles[role] = role
     problems += [] if is_made else _prompt_problems(roles, schema)
     for role, name in roles.items():
@@ -416,7 +417,7 @@ def _is_message(kind: pa.DataType) -> bool:
     if not t.is_struct(kind):
         return False
     names = [kind.field(i).name for i in range(kind.num_fields)]
-    return "role" in names and "content" in names
+    return ("role" in names and "content" in names) or is_turn(names)
 
 
 def _is_struct(kind: pa.DataType) -> bool:

@@ -1,4 +1,4 @@
-"""Recognises tables in the layouts of other tools, and says what to write for them.
+"""Recognises tables in the layouts of other tools, and says what to write for them; reads ShareGPT's turns as messages.
 
 Known are Alpaca's columns (instruction, input, output), ShareGPT's conversations (lists of structs with from and value)
 and lists of messages in the column `prompt`, as TRL has them.
@@ -6,7 +6,9 @@ and lists of messages in the column `prompt`, as TRL has them.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from shlex import quote
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.types as t
@@ -15,8 +17,9 @@ from ...system.untrusted import shown_name
 
 _ALPACA = "{{ instruction }}{% if input %}\\n\\n{{ input }}{% endif %}"
 _ALPACA_ALONE = "{{ instruction }}"
-# ShareGPT's names of speakers -> roles.
-_SPEAKERS = {"human": "user", "gpt": "assistant"}
+# ShareGPT's names of speakers -> roles. Every other name stays what it is.
+_SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
+_TURN = {"from", "value"}
 
 
 def list_fields(kind: pa.DataType) -> frozenset[str]:
@@ -27,12 +30,29 @@ def list_fields(kind: pa.DataType) -> frozenset[str]:
     return frozenset(item.field(i).name for i in range(item.num_fields)) if t.is_struct(item) else frozenset()
 
 
+def is_turn(names: Collection[str]) -> bool:
+    """Whether these are the fields of a turn in ShareGPT's conversations: a speaker and what they said."""
+    return {*names} >= _TURN and not {"role", "content"} & {*names}
+
+
+def turns_as_messages(value: Any) -> Any:
+    """ShareGPT's turns as messages with role and content; every other value as it is."""
+    if not isinstance(value, list) or not all(isinstance(turn, dict) and is_turn(turn) for turn in value):
+        return value
+    return [
+        {"role": _SPEAKERS.get(turn["from"], turn["from"]) if isinstance(turn["from"], str) else turn["from"]}
+        | {"content": turn["value"]}
+        | {name: item for name, item in turn.items() if name not in _TURN}
+        for turn in value
+    ]
+
+
 def messages_hint(name: str, kind: pa.DataType) -> str:
     """A sentence that says what to write for a prompt column that holds conversations; "" for other types."""
     fields = list_fields(kind)
     if {"role", "content"} <= fields:
         return f"It holds lists of messages: add --column {quote(f'messages={name}')}."
-    return _share_gpt_hint(name) if {"from", "value"} <= fields else ""
+    return _share_gpt_hint(name) if is_turn(fields) else ""
 
 
 def table_hint(schema: pa.Schema) -> str:
@@ -41,7 +61,7 @@ def table_hint(schema: pa.Schema) -> str:
         fields = list_fields(column.type)
         if {"role", "content"} <= fields:
             return f"Column {column.name!r} holds lists of messages: add --column {quote(f'messages={column.name}')}."
-        if {"from", "value"} <= fields:
+        if is_turn(fields):
             return _share_gpt_hint(column.name)
     if {"instruction", "output"} <= {*schema.names} or {"instruction", "input"} <= {*schema.names}:
         template = _ALPACA if "input" in schema.names else _ALPACA_ALONE
@@ -57,16 +77,7 @@ def template_hint(schema: pa.Schema) -> str:
 
 
 def _share_gpt_hint(name: str) -> str:
-    """A command that makes messages of ShareGPT's conversations."""
-    column = name if name.isidentifier() else '"' + name.replace('"', '""') + '"'
-    cases = " ".join(f"WHEN '{speaker}' THEN '{role}'" for speaker, role in _SPEAKERS.items())
-    message = f"{{'role': CASE m['from'] {cases} ELSE m['from'] END, 'content': m['value']}}"
-    query = (
-        f"COPY (SELECT * EXCLUDE ({column}), [{message} FOR m IN {column}] AS messages FROM 'rows.parquet') "
-        "TO 'messages.parquet'"
-    )
-    shown = f'"{query}"' if name.isidentifier() else quote(query)
     return (
-        f"Column {shown_name(name)!r} holds ShareGPT's conversations (from, value), expected messages (role, content). "
-        f"Convert it, for example: duckdb -c {shown}; --split-answer takes a last answer out of the prompt."
+        f"Column {shown_name(name)!r} holds ShareGPT's conversations: add --column {quote(f'messages={name}')}, and "
+        "--split-answer to take a last answer out of the prompt."
     )

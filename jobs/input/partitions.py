@@ -11,9 +11,11 @@ from collections.abc import Collection, Mapping, Sequence
 import pyarrow as pa
 
 from ..errors import JobRequestError
-from ..record import InputFile, PartitionValues
-from .files import Footer
+from ..record import InputFile, InputRecord, PartitionValues
+from .files import Footer, pack_schema, unpack_schema
 
+#: Role of the column that names adapters, and the column's name where nothing gives it another.
+ADAPTER_ROLE = "adapter"
 _SHOWN = 3
 
 
@@ -46,6 +48,31 @@ def with_partitions(
         for footer in footers
     )
     return files, whole
+
+
+def with_sole_adapter(given: InputRecord, name: str, prefix: str) -> InputRecord:
+    """The input with a column that has the name of an adapter in all rows, as if it were a folder's. The column is
+    `adapter`, or where the input has data of that name, it begins with `prefix`.
+
+    Raises `JobRequestError` where both names are taken.
+    """
+    schema = unpack_schema(given.schema_ipc)
+    taken = {*schema.names, *given.dropped}
+    column = ADAPTER_ROLE if ADAPTER_ROLE not in taken else f"{prefix}{ADAPTER_ROLE}"
+    if column in taken:
+        raise JobRequestError(
+            f"adapters: column {column!r} of the input is data, so the output's own needs another name. Add "
+            "--output-prefix answer_, or a text of your own."
+        )
+    files = [file.model_copy(update={"partition": {**file.partition, column: name}}) for file in given.files]
+    return given.model_copy(
+        update={
+            "files": tuple(files),
+            "roles": given.roles | {ADAPTER_ROLE: column},
+            "schema_ipc": pack_schema(schema.append(pa.field(column, pa.string()))),
+            "sole_adapter": name,
+        }
+    )
 
 
 def _segments(folder: str) -> list[tuple[str, str]]:

@@ -2,10 +2,10 @@
 
 | given | adapters |
 |---|---|
-| `FOLDER` | one for each folder or `.gguf` file right below it, by its name |
+| `FOLDER` | itself if it is an adapter, else one for each folder or `.gguf` file right below it, by its name |
 | `runs/*/checkpoint-*` | one for each folder that matches, by the parts that wildcards stand for: `a-checkpoint-500` |
 | `RUN/latest`, also at the end of a glob | the checkpoint of the largest number, by the name of the run |
-| `ORG/NAME` | the hub's, as `NAME` |
+| `ORG/NAME`, `ORG/NAME@REVISION` | the hub's, as `NAME` |
 | a hub's cache | one for each repository with an adapter, as `NAME`, or `ORG--NAME` where two have one name |
 """
 
@@ -20,11 +20,10 @@ from typing import Any
 
 from ...engine.peft.folder import CONFIG_NAME, GGUF_SUFFIX, PICKLE_NAMES, is_adapter
 from ..errors import JobRequestError, StorageError
-from ..storage.adapter_copy import HUB_REPOSITORY
-from ..storage.local_copy import local_path
+from ..storage.local_copy import HUB_REPOSITORY, local_path
 from ..storage.location import Location
 from ..storage.redaction import redacted_url
-from ..storage.urls import LATEST, absolute, is_hub_id
+from ..storage.urls import LATEST, absolute, hub_parts, is_hub_id
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d{1,18})")
 _GLOB_SIGNS = "*?["
@@ -39,7 +38,7 @@ def adapters_at(url: str, storage_options: Mapping[str, Any]) -> dict[str, str]:
             return _matching(url, storage_options)
         if is_hub_id(url):
             local_path(url, storage_options, pickles=PICKLE_NAMES)
-            return {url.rpartition("/")[2]: url}
+            return {hub_parts(url)[1]: url}
         run = _run_of(url, storage_options)
         if run is not None:
             return {run.rpartition("/")[2]: latest_checkpoint(url, storage_options)}
@@ -143,16 +142,14 @@ def _walk(place: Location, folder: str, segments: list[str]) -> Iterator[tuple[s
 
 
 def _below(folder: Location) -> dict[str, str]:
+    """The adapter in a folder, or those right below it."""
     entries, shown = folder.list(), redacted_url(folder.url)
     if folder.is_local:
         cached = _in_hub_cache(Path(folder.path()), entries)
         if cached:
             return cached
     if CONFIG_NAME in entries:
-        raise JobRequestError(
-            f"adapters={shown!r}: is one adapter, not a folder of adapters. Give the folder above it, or a name "
-            f"for it: --adapters NAME={shown}."
-        )
+        return {folder.url.rstrip("/").rpartition("/")[2]: folder.url}
     found = {
         name.removesuffix(GGUF_SUFFIX) if size is not None else name: f"{folder.url}/{name}"
         for name, size in entries.items()

@@ -87,12 +87,11 @@ def audit_folders(
     """
     model_folder = local_folder(model, storage_options)
     config = read_model_config(model_folder)
-    found: dict[str, Path] = {}
+    found: dict[str, str | Path] = {}
     empty = []
     for url in urls:
         if stands_for_adapters(url, storage_options):
-            for name, at in adapters_at(url, storage_options).items():
-                found[name] = local_path(at, storage_options, pickles=PICKLE_NAMES)
+            found |= adapters_at(url, storage_options)
             continue
         folder = local_path(url, storage_options, pickles=PICKLE_NAMES) if "://" in url else Path(url)
         if folder.is_file() and folder.suffix == GGUF_SUFFIX:
@@ -114,12 +113,12 @@ def audit_folders(
         raise JobRequestError(*empty)
     with ThreadPoolExecutor(MAX_PROCESSES) as threads, Auditors(model_folder, config, model) as auditors:
 
-        def audit(item: tuple[str, Path]) -> AdapterAudit:
+        def audit(item: tuple[str, str | Path]) -> AdapterAudit:
             name, path = item
             try:
-                return auditors.audit(name, adapter_folder(str(path), {}), check_values=check_values)
+                return auditors.audit(name, adapter_folder(str(path), storage_options), check_values=check_values)
             except (StorageError, AdapterRefusedError) as error:
-                return AdapterAudit(name, path, "refused", (reason(name, str(error)),), (), None)
+                return AdapterAudit(name, Path(path), "refused", (reason(name, str(error)),), (), None)
 
         return list(threads.map(audit, found.items()))
 

@@ -27,6 +27,7 @@ from ...engine.text.tokenizers.tokenizer import Tokenizer
 from ...system.codec import MessageError, from_plain, to_plain
 from ...system.confinement import MEMORY_BYTES, ConfinedError, ConfinedProcess
 from ..storage.redaction import redacted_url
+from ..storage.urls import hub_parts, is_hub_id
 
 MAX_PROCESSES = 4
 _TASK = "jobs.opening.confined_audit"
@@ -133,6 +134,8 @@ def run(payload: Mapping[str, Any]) -> dict[str, Any]:
 
 def _name_of_base(given: str) -> str:
     """Name of a base for messages: the last part of where it was found, in a hub's cache that of its repository."""
+    if is_hub_id(given):
+        return hub_parts(given)[1]
     parts = redacted_url(given).rstrip("/").split("/")
     repository = next((part for part in parts if part.startswith("models--")), "")
     return repository.rpartition("--")[2] if repository else parts[-1].removesuffix(".gguf")

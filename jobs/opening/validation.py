@@ -31,7 +31,7 @@ from ..input.conversion.converter import Converter
 from ..input.file_metadata import kept_metadata, settings_of_files
 from ..input.files import distinct_kinds, pack_schema, read_footers, unified_schema, unpack_schema
 from ..input.finding import endings, would_read
-from ..input.partitions import with_partitions
+from ..input.partitions import ADAPTER_ROLE, with_partitions, with_sole_adapter
 from ..input.spark_metadata import spark_type_problems
 from ..options.values import PROMPT_ROLES, SETTING_ROLES, TABLE_SCHEME
 from ..record import InputRecord
@@ -156,7 +156,8 @@ def _check_with_input(
         problems += prompt_problems(spec, chat, model.tokenizer, given)
         problems += _check_fit(spec, model, given)
     if adapters and given:
-        problems += _check_names(spec, adapters, given)
+        named = _tried(problems, partial(_with_names, spec, adapters, given))
+        given = named or given
     if problems:
         raise JobRequestError(*dict.fromkeys(problems))
     assert model is not None, "a model that cannot be used is a problem"
@@ -180,7 +181,7 @@ def _typed_columns(spec: JobSpec) -> tuple[list[str], list[str], list[str]]:
     columns, asked = spec.columns, {*spec.row_settings, *spec.columns}
     settings = SETTING_ROLES if "all" in asked else [name for name in SETTING_ROLES if name in asked]
     numbers = [columns.get(name, name) for name in settings if is_number(name)]
-    texts = [columns.get(role, role) for role in ("adapter", *PROMPT_ROLES)]
+    texts = [columns.get(role) or role for role in ("adapter", *PROMPT_ROLES)]
     as_json = [columns.get(name, name) for name in JSON_SETTINGS]
     return texts, numbers, as_json
 
@@ -250,7 +251,7 @@ def _check_input(spec: JobSpec, templates: Sequence[str], converter: Converter) 
         )
     footers, unread = read_footers(spec.inputs, spec.storage_options, converter.convert)
     # An adapter's name is text, whatever it looks like.
-    texts = (spec.columns.get("adapter", "adapter"),)
+    texts = (spec.columns.get(ADAPTER_ROLE) or ADAPTER_ROLE,)
     files, schema = with_partitions(footers, unified_schema(footers), texts)
     asked = {*spec.row_settings, *spec.columns}
     settings, problems = settings_of_files(footers, set(schema.names) if "all" in asked else asked, SETTING_ROLES)
@@ -331,17 +332,25 @@ def _check_fit(spec: JobSpec, model: CheckedModel, given: InputRecord) -> list[s
     return problems
 
 
-def _check_names(spec: JobSpec, adapters: Mapping[str, str], given: InputRecord) -> list[str]:
-    """Problem of a job with adapters and no adapter column: the base model would answer every row."""
-    if "adapter" in given.roles or not given.num_rows:
-        return []
+def _with_names(spec: JobSpec, adapters: Mapping[str, str], given: InputRecord) -> InputRecord:
+    """The input with names of adapters: of its own column, else that of the only adapter in all rows.
+
+    Raises `JobRequestError` for a job with adapters that no row can name: the base model would answer every row.
+    """
+    if ADAPTER_ROLE in given.roles or not given.num_rows:
+        return given
+    # "": the user has said that no column names adapters
+    is_said = spec.columns.get(ADAPTER_ROLE) == ""
+    found = {} if is_said else columns_with_names(given, adapters, spec.storage_options)
+    if len(adapters) == 1 and not found:
+        return with_sole_adapter(given, next(iter(adapters)), spec.output_prefix)
     count = f"{len(adapters)} adapters are given" if len(adapters) > 1 else "1 adapter is given"
-    found = columns_with_names(given, adapters, spec.storage_options)
     hints = [
         f"`{column}` holds {n} of the {len(adapters)} adapter names: add --column adapter={column}."
         for column, n in list(found.items())[:_COLUMNS_SHOWN]
     ] or [
-        "No column holds one of their names. Name the column with --column adapter=NAME, or leave --adapters out to "
-        "ask the base model."
+        "No column holds one of their names. Name the column with --column adapter=NAME, give one adapter alone to "
+        "have it answer every row (--adapters NAME=URL), or leave --adapters out to ask the base model."
     ]
-    return [f"adapters: {count}, and no row can name one: the input has no column 'adapter'. {' '.join(hints)}"]
+    problem = f"adapters: {count}, and no row can name one: the input has no column 'adapter'. {' '.join(hints)}"
+    raise JobRequestError(problem)

@@ -156,7 +156,7 @@ def conflicts(spec: Any) -> list[str]:
 def _template_problems(spec: Any) -> list[str]:
     """Problems of options that say of which columns prompts are made, as sentences."""
     given = [name for name in TEMPLATE_OPTIONS if getattr(spec, name) is not None]
-    columns = [f"column {role}={spec.columns[role]!r}" for role in PROMPT_ROLES if role in spec.columns]
+    columns = [f"column {role}={spec.columns[role]!r}" for role in PROMPT_ROLES if spec.columns.get(role)]
     problems = []
     if len(given) + len(columns) > 1 and given:
         problems.append(f"{', '.join([*given, *columns])}: each says what the prompts are. Give one of them.")

@@ -75,9 +75,12 @@ def keep_tables(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
 
 
 def read_columns(value: Any) -> Any:
-    """A list of `role=name` becomes a mapping."""
-    pairs = pairs_of(value, "role=name", "prompt=text") if isinstance(value, list | tuple) else value
-    return {} if pairs is None else pairs
+    """A list of `role=name` becomes a mapping. No name, or null, says that no column has the role."""
+    if isinstance(value, list | tuple):
+        return pairs_of(value, "role=name", "prompt=text", may_be_empty=True)
+    if isinstance(value, dict):
+        return {role: "" if name is None else name for role, name in value.items()}
+    return {} if value is None else value
 
 
 def check_roles(value: dict[str, str]) -> dict[str, str]:

@@ -73,8 +73,8 @@ class JobOptions(TypedDict, total=False):
     tool_call_parser: str
     #: Base model: local folder, GGUF file, Hugging Face hub id or fsspec URL.
     model: str | PathLike[str]
-    #: Folder or URL with one folder per adapter, a glob of such folders, or a hub id; or NAME=URL, repeated (in a job
-    #: file a mapping). RUN/latest is the checkpoint of the largest number.
+    #: Folder or URL of an adapter, or with one folder per adapter; a glob of them; a hub id, as ORG/NAME@REVISION;
+    #: NAME=URL, repeated (in a job file a mapping). RUN/latest is the checkpoint of the largest number.
     adapters: str | PathLike[str] | Mapping[str, str | PathLike[str]] | Sequence[str] | None
     #: File of Parquet, CSV, JSON Lines, Arrow or ORC, folder or glob; any fsspec URL. Repeatable (in a job file a
     #: list). In Python also a table.
@@ -83,7 +83,8 @@ class JobOptions(TypedDict, total=False):
     output: str | PathLike[str]
     #: A name for the job, the first part of its id.
     name: str | None
-    #: role=name: an input column under another name. Repeatable (in a job file a mapping).
+    #: role=name: an input column under another name; role= for none, so that a column of the role's name is data.
+    #: Repeatable (in a job file a mapping).
     columns: Mapping[str, str] | Sequence[str]
     #: Columns that are settings of their rows, such as max_tokens,seed; or all: every column with a setting's name.
     #: Without, columns of such names are data.

@@ -97,14 +97,16 @@ def _is_table(value: Any) -> bool:
     return is_pandas or any(hasattr(value, name) for name in _TABLE_ATTRIBUTES)
 
 
-def pairs_of(value: list[Any] | tuple[Any, ...], shape: str, example: str) -> dict[str, str]:
+def pairs_of(
+    value: list[Any] | tuple[Any, ...], shape: str, example: str, *, may_be_empty: bool = False
+) -> dict[str, str]:
     """The mapping behind items such as `NAME=URL`. Raises ValueError, with the `shape` that was expected and an
-    `example`, for others and for names that are given twice.
+    `example`, for others and for names that are given twice. `may_be_empty`: whether `NAME=` is right.
     """
     pairs: dict[str, str] = {}
     for item in value:
         name, equals, target = str(item).partition("=")
-        if not (name and equals and target):
+        if not (name and equals and (target or may_be_empty)):
             raise ValueError(f"{item!r}: expected {shape}, for example {example}")
         if name in pairs:
             raise ValueError(f"{name!r} is given twice: {pairs[name]!r} and {target!r}; keep one")

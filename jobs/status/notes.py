@@ -9,6 +9,7 @@ from ...engine.peft.findings import Verdict
 from ...engine.text.chat.conversation import FINAL_ANSWER, PLAIN, header_note
 from ...system.untrusted import shown_name
 from ..input.adapter_names import adapter_problem
+from ..progress import counted
 from ..record import JobRecord
 
 _NAMES_SHOWN = 8
@@ -24,8 +25,8 @@ def job_notes(record: JobRecord, asked: Collection[str | None] | None = None) ->
     notes = []
     if adapters:
         counts = {verdict: sum(adapter.verdict == verdict for adapter in adapters) for verdict in get_args(Verdict)}
-        number = "1 adapter" if len(adapters) == 1 else f"{len(adapters)} adapters"
-        notes.append(f"{number}: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n))
+        verdicts = ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n)
+        notes.append(f"{counted(len(adapters), 'adapter')}: {verdicts}")
     notes += [f"  {adapter_problem(a.name, {a.name: a})}" for a in adapters if a.is_refused]
     own = [adapter.name for adapter in adapters if adapter.tokenizer_sha256 and not adapter.is_refused]
     if own:
@@ -53,11 +54,13 @@ def _input_notes(record: JobRecord) -> list[str]:
     from ..input.finding import DELTA_LOG
 
     given, notes = record.input, []
+    made = {given.roles["adapter"]} if given.sole_adapter else ()
     if given.converted:
         schema = unpack_schema(given.schema_ipc)
-        shown = [f"{shown_name(column.name)} {column.type}" for column in schema]
+        shown = [f"{shown_name(column.name)} {column.type}" for column in schema if column.name not in made]
         notes.append(
-            f"input: {', '.join(given.converted)}, read as {len(shown)} columns: {_shown(shown, _TYPES_SHOWN)}"
+            f"input: {', '.join(given.converted)}, read as {counted(len(shown), 'column')}: "
+            f"{_shown(shown, _TYPES_SHOWN)}"
         )
     if given.json_columns:
         notes.append(f"input: values of several types, kept as their JSON: {_shown(given.json_columns)}")
@@ -66,7 +69,10 @@ def _input_notes(record: JobRecord) -> list[str]:
         notes.append(f"input: files that are not read{counts}: {_shown(given.unread, len(given.unread))}")
     if DELTA_LOG in given.unread:
         notes.append("input: the log of a Delta table is not read; files that the table has removed are read too")
-    folders = {name for file in given.files for name in file.partition}
+    if given.sole_adapter:
+        name = shown_name(given.sole_adapter)
+        notes.append(f"input: no column names adapters; {name}, the only one of the job, answers all rows")
+    folders = {name for file in given.files for name in file.partition if name not in made}
     if folders:
         schema = unpack_schema(given.schema_ipc)
         shown = [f"{column.name} ({column.type})" for column in schema if column.name in folders]

@@ -7,10 +7,8 @@ adapter's files. The program reads the converted folder alone.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +17,8 @@ from ...engine.peft.folder import CONFIG_NAME, PICKLE_NAMES, WEIGHTS_NAME, check
 from ...engine.tokenizer_files import NAMES as TOKENIZER_NAMES
 from ...system.confinement import MEMORY_BYTES, ConfinedError, confined
 from ...system.local_cache import default_cache_root, file_lock, make_private, temporary_folder
-from ...system.untrusted import read_regular
-from ..errors import StorageError
 from .local_copy import file_sha256, local_path, sha256_of_files
 
-#: Folder of a repository in a hub's cache.
-HUB_REPOSITORY = re.compile(r"models--(?P<owner>.+?)--(?P<name>.+)")
-_MAX_REVISION_BYTES = 200
 # Part of every converted folder's name: raise it when the same files would convert to others.
 _VERSION = 1
 _TASK = "engine.peft.dialects.pickled"
@@ -43,10 +36,9 @@ def adapter_folder(url: str, storage_options: Mapping[str, Any], cache_root: Pat
     weights that hold more than tensors, and `NoProcessError` when the machine cannot start the process that reads them.
     """
     root = cache_root or default_cache_root()
-    path = local_path(url, storage_options, cache_root, pickles=PICKLE_NAMES)
-    if path.is_file():
-        return _folder_of_file(path, root)
-    folder = hub_snapshot(path)
+    folder = local_path(url, storage_options, cache_root, pickles=PICKLE_NAMES)
+    if folder.is_file():
+        return _folder_of_file(folder, root)
     pickle = next((folder / name for name in PICKLE_NAMES if (folder / name).is_file()), None)
     if pickle is None or holds_weights(folder):
         return folder
@@ -55,24 +47,6 @@ def adapter_folder(url: str, storage_options: Mapping[str, Any], cache_root: Pat
     except AdapterRefusedError:
         return folder  # the audit refuses it, with this reason
     return _converted(folder, pickle, root)
-
-
-def hub_snapshot(folder: Path) -> Path:
-    """The snapshot of a repository's folder in a hub's cache: the one of `refs/main`, else the only one. Every other
-    folder is its own. Raises `StorageError` where it is unclear which one is meant.
-    """
-    if HUB_REPOSITORY.fullmatch(folder.name) is None or not (folder / "snapshots").is_dir():
-        return folder
-    snapshots = sorted(path for path in (folder / "snapshots").iterdir() if path.is_dir())
-    with suppress(OSError, ValueError):
-        revision = read_regular(folder / "refs" / "main", _MAX_REVISION_BYTES).decode().strip()
-        snapshots = [path for path in snapshots if path.name == revision] or snapshots
-    if len(snapshots) != 1:
-        raise StorageError(
-            f"{folder}: {len(snapshots)} snapshots, and refs/main names none of them. Give the one that is meant: "
-            f"NAME={folder}/snapshots/REVISION."
-        )
-    return snapshots[0]
 
 
 def _converted(folder: Path, pickle: Path, root: Path) -> Path:

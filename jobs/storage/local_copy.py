@@ -5,7 +5,8 @@
 | local folder | itself |
 | local or remote `.gguf` file | the model folder it converts to |
 | fsspec URL of a folder | a copy in the cache, keyed by the names, sizes and versions of its files |
-| `owner/name` | the hub's snapshot, through `huggingface_hub` |
+| `owner/name`, `owner/name@revision` | the hub's snapshot, through `huggingface_hub` |
+| folder of a repository in a hub's cache | its snapshot, see `hub_snapshot` |
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -26,12 +29,13 @@ from ...engine.model_config.folder import READ, weight_files
 from ...engine.models.gguf.converted import resolve_gguf
 from ...system.local_cache import default_cache_root, file_lock, make_private, temporary_folder
 from ...system.long_work import LongWork
+from ...system.untrusted import read_regular
 from ..errors import StorageError
 from .limits import note_moved
 from .location import options_for
 from .redaction import redacted_url, storage_reason
 from .stores import open_store
-from .urls import is_hub_id
+from .urls import hub_parts, is_hub_id
 
 # Not fetched: pickles can run code when read, and nothing here reads those of models. Their names are kept as empty
 # files, so that messages can say what the folder holds.
@@ -39,6 +43,10 @@ _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack")
 _VERSION_KEYS = ("ETag", "etag", "LastModified", "mtime", "created", "md5Hash", "content_md5")
 # Seconds before a copy reports its progress; most adapters take less and report nothing.
 _QUIET_S = 1.0
+#: Folder of a repository in a hub's cache.
+HUB_REPOSITORY = re.compile(r"models--(?P<owner>.+?)--(?P<name>.+)")
+_MAX_REVISION_BYTES = 200
+_MAX_LISTED = 5
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 
 
@@ -62,7 +70,36 @@ def local_folder(
     cannot be converted.
     """
     path = local_path(url, storage_options, cache_root, pickles=pickles)
-    return path if path.is_dir() else resolve_gguf(path, cache_root or default_cache_root())
+    if path.is_file():
+        return resolve_gguf(path, cache_root or default_cache_root())
+    cached = sorted(match["owner"] + "/" + match["name"] for match in _repositories(path))
+    if cached:
+        shown = ", ".join(cached[:_MAX_LISTED]) + (", …" if len(cached) > _MAX_LISTED else "")
+        raise StorageError(f"{redacted_url(url)!r}: a hub's cache. Name one of its models: {shown}.")
+    return path
+
+
+def _repositories(folder: Path) -> list[re.Match[str]]:
+    """The repositories in the root of a hub's cache; none for every other folder."""
+    return [match for path in folder.glob("models--*") if (match := HUB_REPOSITORY.fullmatch(path.name))]
+
+
+def hub_snapshot(folder: Path) -> Path:
+    """The snapshot of a repository's folder in a hub's cache: the one of `refs/main`, else the only one. Every other
+    folder is its own. Raises `StorageError` where it is unclear which one is meant.
+    """
+    if HUB_REPOSITORY.fullmatch(folder.name) is None or not (folder / "snapshots").is_dir():
+        return folder
+    snapshots = sorted(path for path in (folder / "snapshots").iterdir() if path.is_dir())
+    with suppress(OSError, ValueError):
+        revision = read_regular(folder / "refs" / "main", _MAX_REVISION_BYTES).decode().strip()
+        snapshots = [path for path in snapshots if path.name == revision] or snapshots
+    if len(snapshots) != 1:
+        raise StorageError(
+            f"{folder}: {len(snapshots)} snapshots, and refs/main names none of them. Give the one that is meant: "
+            f"{folder}/snapshots/REVISION."
+        )
+    return snapshots[0]
 
 
 def local_path(
@@ -77,7 +114,7 @@ def local_path(
     if not path.is_dir() and not (path.is_file() and path.suffix == ".gguf"):
         found = "a file" if path.exists() else "nothing"
         raise StorageError(f"{redacted_url(url)!r}: expected a folder, found {found} there. Check the path.")
-    return path
+    return hub_snapshot(path)
 
 
 def _fetched(url: str, storage_options: Mapping[str, Any], root: Path, pickles: Collection[str]) -> Path:
@@ -174,16 +211,18 @@ def _hub_snapshot(hub_id: str, pickles: Collection[str]) -> Path:
             f"{hub_id!r}: no such local folder. To take it from the hub: pip install huggingface_hub; or give the "
             "path of a folder."
         ) from None
+    repository, _, revision = hub_parts(hub_id)
     try:
-        folder = Path(snapshot_download(hub_id, allow_patterns=list(_HUB_FILES)))
+        folder = Path(snapshot_download(repository, revision=revision, allow_patterns=list(_HUB_FILES)))
         if pickles and not any(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(hub_id, allow_patterns=[*_HUB_FILES, *pickles, "*.gguf"]))
+            files = [*_HUB_FILES, *pickles, "*.gguf"]
+            folder = Path(snapshot_download(repository, revision=revision, allow_patterns=files))
         return folder
     except Exception as error:
         why = " ".join(str(error).split())
         raise StorageError(
-            f"{hub_id!r}: no such local folder, and the hub did not give it ({why}). Check the name, the network and "
-            "HF_TOKEN, or give the path of a folder."
+            f"{hub_id!r}: no such local folder, and the hub did not give it ({why}). Check the name, the revision, the "
+            "network and HF_TOKEN, or give the path of a folder."
         ) from None
 
 

@@ -8,12 +8,22 @@ from pathlib import Path
 
 #: Last part of a URL that stands for the latest checkpoint of a training run.
 LATEST = "latest"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# A revision is a branch, a tag, a commit, or a reference such as refs/pr/1.
+_HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/(?P<name>[A-Za-z0-9][\w.-]*))(?:@(?P<revision>\w[\w./-]*))?")
 
 
 def is_hub_id(url: str) -> bool:
-    """Whether this is the id of a repository on the Hugging Face hub: `owner/name`, and no path that exists."""
+    """Whether this is the id of a repository on the Hugging Face hub, `OWNER/NAME` or `OWNER/NAME@REVISION`, and no
+    path that exists.
+    """
     return _HUB_ID.fullmatch(url) is not None and not is_local_path(url)
+
+
+def hub_parts(hub_id: str) -> tuple[str, str, str | None]:
+    """Id and name of a repository, and the revision; None for the newest. `hub_id`: as `is_hub_id` accepts it."""
+    match = _HUB_ID.fullmatch(hub_id)
+    assert match is not None, hub_id
+    return match["id"], match["name"], match["revision"]
 
 
 def is_local_path(url: str) -> bool:

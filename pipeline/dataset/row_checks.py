@@ -22,6 +22,7 @@ from ...engine.text.chat.conversation import RenderOptions, content_text, read_t
 from ...engine.text.chat.literal import RenderedMessages
 from ...engine.text.tokenizers.boundary import first_merged, texts_behind
 from ...engine.text.tokenizers.tokenizer import Tokenizer
+from ...jobs.input.known_tables import turns_as_messages
 from ...system.untrusted import parse_json
 
 _SHOWN_CHARS = 60
@@ -138,14 +139,16 @@ def blank_prompt(option: str) -> str:
 
 
 def read_messages(value: Any, system_prompt: str | None) -> list[dict[str, Any]] | str:
-    """Convert `messages`, a list of objects with role and content or its JSON, to the form that chat templates read.
-    `system_prompt`: put before messages without a system message. Returns a sentence if the value is wrong.
+    """Convert `messages`, a list of objects with role and content or its JSON, to the form that chat templates read;
+    objects with from and value are ShareGPT's. `system_prompt`: put before messages without a system message. Returns a
+    sentence if the value is wrong.
     """
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
             return f"messages={_shown(value)}: not JSON ({error}). Write a list of objects with role and content."
+    value = turns_as_messages(value)
     problem = _messages_problem(value)
     if problem is not None:
         return problem

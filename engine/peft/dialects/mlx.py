@@ -13,7 +13,7 @@ Facts of mlx-lm 0.32 (`tuner/lora.py`, `tuner/dora.py`, `tuner/utils.py`):
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +49,8 @@ def read_mlx(
             f"{adapted[0]}: DoRA of mlx-lm on an embedding, with lengths of tokens and not, as in PEFT, of features. "
             "Train it without the embedding"
         )
+    if layout.is_tied and HEAD in (keys or ()) and HEAD not in modules:
+        ledger.notes.append(f"key {HEAD} names no module of mlx-lm's, since the head is the embedding")
     config = AdapterConfig(
         r=rank,
         lora_alpha=scale * rank,
@@ -121,7 +123,7 @@ def _read_num_layers(raw: Mapping[str, Any], ledger: Ledger) -> int:
 
 
 def _targets(
-    keys: tuple[str, ...] | None, modules: Iterable[str], num_layers: int, layout: BaseLayout
+    keys: tuple[str, ...] | None, modules: Collection[str], num_layers: int, layout: BaseLayout
 ) -> tuple[str, ...]:
     """Modules that are adapted, by the ends of their names, which are the same in the trained model and the base."""
     first = max(layout.num_layers - num_layers, 0) if num_layers > 0 else 0
@@ -132,6 +134,8 @@ def _targets(
         found = map(in_layers.fullmatch, modules)
         keys = tuple(sorted({match["key"] for match in found if match}))
     targets: list[str] = []
+    # The model of mlx-lm has no module of this name where the head is the embedding, and passes over the key.
+    keys = tuple(key for key in keys if not (key == HEAD and layout.is_tied and HEAD not in modules))
     for key in keys:
         names = [f"{layer}.{key}" for layer in chosen if f"{layout.layers}.{layer}.{key}" in layout.linear]
         # A key without a module is mlx-lm's to ignore; it is kept, to be named.

@@ -1,4 +1,4 @@
-"""Reads JSON Lines: one object on each line.
+"""Reads JSON Lines, one object on each line, and files that are one list of objects.
 
 Texts stay texts, also those that look like times, and integers stay integers: Arrow's own reader makes timestamps and
 doubles of some. A column has the same type on all lines; integers may stand beside fractions. Objects and lists become
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from .tables import Spool
 
 _BLOCK_ROWS, _BLOCK_BYTES = 4096, 8 << 20
 _READ_BYTES = 1 << 20
+_SHOWN_BYTES = 40
 _MAX_COLUMNS = 10_000
 # Most fields and levels of the type of a column; values of a larger one are kept as JSON.
 _MAX_FIELDS, _MAX_LEVELS = 500, 32
@@ -220,10 +222,10 @@ def _blocks(text: TextFile) -> Iterator[tuple[list[dict[str, Any]], list[str]]]:
     rows: list[dict[str, Any]] = []
     places: list[str] = []
     num_bytes = 0
-    for number, line in _lines(text):
-        rows.append(_row(line, number))
-        places.append(f"line {number}")
-        num_bytes += len(line)
+    for place, item in _items(text):
+        rows.append(_row(item, place))
+        places.append(place)
+        num_bytes += len(item)
         if len(rows) == _BLOCK_ROWS or num_bytes >= _BLOCK_BYTES:
             yield rows, places
             rows, places, num_bytes = [], [], 0
@@ -231,35 +233,92 @@ def _blocks(text: TextFile) -> Iterator[tuple[list[dict[str, Any]], list[str]]]:
         yield rows, places
 
 
-def _lines(text: TextFile) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, each after its number."""
-    number, lines = 0, io.BufferedReader(text, _READ_BYTES)
+def _items(text: TextFile) -> Iterator[tuple[str, bytes]]:
+    """The JSON of each row, after its place: an entry where the file is a list, else a line that is not blank."""
+    number, is_first, lines = 0, True, io.BufferedReader(text, _READ_BYTES)
     while line := lines.readline(MAX_ROW_BYTES + 1):
         number += 1
+        if is_first and line.lstrip().startswith(b"["):
+            yield from _entries(lines, line.lstrip()[1:])
+            return
         if len(line) > MAX_ROW_BYTES:
-            raise UnreadableSourceError(f"line {number}: more than {MAX_ROW_BYTES >> 20} MiB, expected at most that.")
+            raise _too_long(f"line {number}")
         if line.strip():
-            yield number, line
+            is_first = False
+            yield f"line {number}", line
 
 
-def _row(line: bytes, number: int) -> dict[str, Any]:
+def _entries(file: io.BufferedReader[TextFile], begun: bytes) -> Iterator[tuple[str, bytes]]:
+    """The JSON of each entry of a list, which is found by its commas and brackets. `begun`: what was read of the list,
+    without its first bracket.
+    """
+    entry, number, depth, in_text = bytearray(), 1, 0, False
+    while begun:
+        # a backslash and its sign stay together
+        if (len(begun) - len(begun.rstrip(b"\\"))) % 2:
+            begun += file.read(1)
+        start = 0
+        for match in _SIGNS.finditer(begun):
+            sign = match[0]
+            if sign == b'"':
+                in_text = not in_text
+            elif in_text or len(sign) > 1:
+                continue
+            elif sign in b"[{":
+                depth += 1
+            elif depth and sign in b"]}":
+                depth -= 1
+            elif not depth and sign != b"}":
+                entry += begun[start : match.start()]
+                if sign == b"," or entry.strip() or number > 1:
+                    yield f"entry {number}", bytes(entry)
+                if sign != b",":
+                    _check_end(begun[match.end() :], file)
+                    return
+                entry.clear()
+                number, start = number + 1, match.end()
+        entry += begun[start:]
+        if len(entry) > MAX_ROW_BYTES:
+            raise _too_long(f"entry {number}")
+        begun = file.read1(_READ_BYTES)
+    raise UnreadableSourceError(f"entry {number}: the list has no end, expected ']'. The file may be cut off.")
+
+
+# Signs that end or nest an entry, and pairs with a backslash.
+_SIGNS = re.compile(rb'\\.|["\[\]{},]', re.DOTALL)
+
+
+def _check_end(rest: bytes, file: io.BufferedReader[TextFile]) -> None:
+    while rest:
+        if rest.strip():
+            found = shown(rest.strip()[:_SHOWN_BYTES].decode(errors="replace"))
+            raise UnreadableSourceError(
+                f"text behind the list: {found}. Take it out, or write one object on each line."
+            )
+        rest = file.read1(_READ_BYTES)
+
+
+def _too_long(place: str) -> UnreadableSourceError:
+    return UnreadableSourceError(f"{place}: more than {MAX_ROW_BYTES >> 20} MiB, expected at most that.")
+
+
+def _row(item: bytes, place: str) -> dict[str, Any]:
     try:
-        value = parse_json(line.decode(), object_pairs_hook=_each_once, parse_constant=_no_number)
+        value = parse_json(item.decode(), object_pairs_hook=_each_once, parse_constant=_no_number)
     except ValueError as error:
-        if number == 1 and line.strip() in (b"{", b"["):
-            raise UnreadableSourceError(f"line 1: JSON on several lines, {_ONE_LINE}") from None
-        raise UnreadableSourceError(f"line {number}: not valid JSON ({error}). Correct the line.") from None
-    if isinstance(value, list) and number == 1:
-        raise UnreadableSourceError(f"line 1: a JSON list, {_ONE_LINE}")
+        if place == "line 1" and item.strip() == b"{":
+            raise UnreadableSourceError(f"{place}: JSON on several lines, {_ONE_LINE}") from None
+        what = "line" if place.startswith("line") else "entry"
+        raise UnreadableSourceError(f"{place}: not valid JSON ({error}). Correct the {what}.") from None
     if not isinstance(value, dict):
         word = "null" if value is None else _WORDS[type(value)]
         raise UnreadableSourceError(
-            f"line {number}: {word}, expected an object with a field for each column. Correct the line or take it out."
+            f"{place}: {word}, expected an object with a field for each column. Correct it or take it out."
         )
     return value
 
 
-_ONE_LINE = "expected one object on each line. Convert it, for example: jq -c '.[]' FILE > rows.jsonl"
+_ONE_LINE = "expected one object on each line, or a list of objects. Convert it, for example: jq -c . FILE > rows.jsonl"
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -374,7 +374,7 @@ def test_one_row_tells_verdict_size_and_remarks(plain: Any, train: Any, llama: A
     dora = train(llama, use_dora=True).audit()
     broken = train(llama, r=3)
     broken.configure(r=5, target_modules=["q_proj", "wte"])
-    first, second, third = audit_rows([plain.audit(), dora, broken.audit()])
+    (first, second, third), _ = audit_rows([plain.audit(), dora, broken.audit()])
     assert first == ("zoo", "exact", "2", "8", "0.0", "its rows are tokenised by its own tokenizer.json")
     assert second[:4] == ("zoo", "exact-by-merge", "2", "2")
     assert second[5].startswith("adapter 'zoo': use_dora=True: ")
@@ -382,6 +382,16 @@ def test_one_row_tells_verdict_size_and_remarks(plain: Any, train: Any, llama: A
     assert "has rank 3, expected 5" in third[5]
     assert "wte, which this base does not have" in third[5]
     assert len(AUDIT_COLUMNS) == len(first)
+
+
+def test_a_note_that_adapters_share_stands_below_the_rows_once(plain: Any) -> None:
+    notes = {"a": ("own", "all"), "b": ("all",), "c": ()}
+    audits = [replace(plain.audit(), name=name, notes=notes[name]) for name in notes]
+    rows, shared = audit_rows(audits)
+    assert [row[5] for row in rows] == ["own", "", ""]
+    assert shared == ["a, b: all"]
+    _, shared = audit_rows([replace(audits[1], name=str(number)) for number in range(9)])
+    assert shared == ["0, 1, 2, 3, 4 and 4 more: all"]
 
 
 def test_every_tensor_has_its_use(plain: Any) -> None:

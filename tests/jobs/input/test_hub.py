@@ -28,6 +28,7 @@ class Hub(ThreadingHTTPServer):
     """One data set, `team/rows`. `files`: path in it -> content."""
 
     files: dict[str, bytes]
+    asked: list[str]
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -67,6 +68,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         url = urlparse(self.path)
         path = unquote(url.path)
+        self.server.asked.append(path)
         if path.startswith("/api/datasets/team/rows/tree/"):
             folder = path.removeprefix("/api/datasets/team/rows/tree/").partition("/")[2]
             names = [name for name in self.server.files if not folder or name.startswith(f"{folder}/")]
@@ -100,6 +102,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub() -> Iterator[tuple[Hub, dict[str, Any]]]:
     server = Hub(("127.0.0.1", 0), Handler)
+    server.asked = []
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield server, {"endpoint": f"http://127.0.0.1:{server.server_port}", "token": False}
@@ -134,6 +137,16 @@ def test_a_data_set_of_parquet_files(hub: tuple[Hub, dict[str, Any]]) -> None:
     assert not has_changed(fs, path, version)
     server.files["data/train-00000.parquet"] = parquet(pa.table({"prompt": ["a", "x"]}))
     assert has_changed(fs, path, version)
+
+
+def test_a_revision_of_a_data_set(hub: tuple[Hub, dict[str, Any]]) -> None:
+    server, options = hub
+    server.files = {"data/train.parquet": parquet(pa.table({"prompt": ["a"]}))}
+    footers, _ = read_footers(["hf://datasets/team/rows@v1.0/data/*.parquet"], options)
+    assert [footer.file.name for footer in footers] == ["train.parquet"]
+    revisions = {path.partition("/tree/")[2].partition("/")[0] for path in server.asked if "/tree/" in path}
+    revisions |= {path.partition("/resolve/")[2].partition("/")[0] for path in server.asked if "/resolve/" in path}
+    assert revisions == {"v1.0"}
 
 
 def test_a_data_set_of_json_lines(hub: tuple[Hub, dict[str, Any]], tmp_path: Path) -> None:

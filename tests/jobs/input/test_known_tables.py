@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 
-import duckdb
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from lorabatch.engine.text.chat.prompt_template import PromptTemplate
 from lorabatch.jobs.input.columns import find_roles
-from lorabatch.jobs.input.known_tables import table_hint
+from lorabatch.jobs.input.known_tables import table_hint, turns_as_messages
+from lorabatch.pipeline.dataset.row_checks import read_messages
 
 TURN = pa.list_(pa.struct([("from", pa.string()), ("value", pa.string())]))
 MESSAGE = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -39,29 +39,30 @@ def test_alpaca_s_columns_get_a_template_that_renders_them(with_input: bool) -> 
 
 
 @pytest.mark.parametrize("name", ["conversations", "prompt", "my talk"])
-def test_share_gpt_s_conversations_get_a_command_that_converts_them(
-    name: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    talk = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}, {"from": "system", "value": "s"}]
-    table = pa.table({"id": [1, 2], name: pa.array([talk, talk[:1]], TURN)})
-    said = problem(table.schema)
-    assert "holds ShareGPT's conversations (from, value), expected messages (role, content)" in said
-    words = shlex.split(said[said.index("duckdb -c") :].replace(";", " ; "))
-    monkeypatch.chdir(tmp_path_factory.mktemp("rows"))
-    pq.write_table(table, "rows.parquet")
-    duckdb.sql(words[2])
-    found = pq.read_table("messages.parquet")
-    assert find_roles(found.schema, {})[1] == []
-    assert found.column("messages").to_pylist() == [
-        [
-            {"role": "user", "content": "hi"},
-            {"role": "assistant", "content": "yes"},
-            {"role": "system", "content": "s"},
-        ],
-        [{"role": "user", "content": "hi"}],
+def test_share_gpt_s_conversations_get_the_option_that_reads_them(name: str) -> None:
+    schema = pa.schema([pa.field("id", pa.int64()), pa.field(name, TURN)])
+    said = problem(schema)
+    assert "holds ShareGPT's conversations: add --column " in said
+    role, _, column = shlex.split(said[said.index("--column") :].replace(",", " "))[1].partition("=")
+    assert find_roles(schema, {role: column}) == ({"id": "id", "messages": name}, [])
+
+
+def test_turns_of_share_gpt_are_messages() -> None:
+    turns = [
+        {"from": "system", "value": "s"},
+        {"from": "human", "value": "hi", "weight": 0},
+        {"from": "gpt", "value": "yes"},
+        {"from": "observation", "value": "42"},
     ]
-    if name == "conversations":
-        assert problem(table.schema, {"messages": name}).endswith("takes a last answer out of the prompt.")
+    roles = ("system", "user", "assistant", "observation")
+    expected = [{"role": role, "content": turn["value"]} for role, turn in zip(roles, turns, strict=True)]
+    expected[1]["weight"] = 0
+    assert turns_as_messages(turns) == expected
+    assert read_messages(json.dumps(turns[:2]), None) == expected[:2]
+    assert read_messages(turns[1:2], "be brief") == [{"role": "system", "content": "be brief"}, expected[1]]
+    assert "messages[0].content=" in str(read_messages([{"from": "human", "value": None}], None))
+    for other in ("text", [], [1], [{"role": "user", "content": "a", "from": "x", "value": "y"}], [turns[0], {}]):
+        assert turns_as_messages(other) == other
 
 
 @pytest.mark.parametrize("name", ["prompt", "chat", "two words"])

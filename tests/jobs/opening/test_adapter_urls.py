@@ -12,14 +12,16 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from other_forms import CONFIG, PICKLE, as_mlx, as_pickle
 
-from lorabatch.jobs.errors import JobRequestError
+from lorabatch.jobs.errors import JobRequestError, StorageError
 from lorabatch.jobs.opening.adapters import audit_folders, find_adapters
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.storage.adapter_copy import adapter_folder
+from lorabatch.jobs.storage.local_copy import local_folder
 from lorabatch.jobs.storage.location import Location
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
@@ -167,7 +169,7 @@ def test_a_hub_cache_without_adapters_is_refused(material: tuple[Path, Path], tm
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Speaks what huggingface_hub asks of the hub for a snapshot. `repositories`: id -> folder."""
+    """Speaks what huggingface_hub asks of the hub for a snapshot. `repositories`: id, or id@revision -> folder."""
 
     repositories: dict[str, Path]
     asked: list[str]
@@ -182,11 +184,18 @@ class Hub(BaseHTTPRequestHandler):
 
     def _answer(self, *, with_body: bool) -> None:
         self.asked.append(self.path)
-        parts = self.path.partition("?")[0].strip("/").split("/")
+        parts = [unquote(part) for part in self.path.partition("?")[0].strip("/").split("/")]
         is_api = parts[:2] == ["api", "models"]
-        folder = self.repositories.get("/".join(parts[2:4] if is_api else parts[:2]))
-        if folder is None:
+        hub_id, parts = "/".join(parts[2:4] if is_api else parts[:2]), parts[4:] if is_api else parts[2:]
+        # behind `revision`, `tree` or `resolve`
+        revision = parts[1] if len(parts) > 1 else "main"
+        name = next((name for name in self.repositories if revision in (commit_of(name), name.partition("@")[2])), None)
+        name = hub_id if revision == "main" else name
+        folder = self.repositories.get(name or "")
+        if hub_id not in {name.partition("@")[0] for name in self.repositories}:
             self._send(404, b"{}", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "not there"}, with_body)
+        elif folder is None:
+            self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound", "X-Error-Message": "not there"}, with_body)
         elif is_api and "tree" in parts:
             files = [
                 {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": "0" * 40}
@@ -195,13 +204,13 @@ class Hub(BaseHTTPRequestHandler):
             self._send(200, json.dumps(files).encode(), {}, with_body)
         elif is_api:
             names = [{"rfilename": file.name} for file in sorted(folder.iterdir())]
-            about = {"id": "/".join(parts[2:4]), "modelId": "x", "sha": REVISION, "siblings": names}
+            about = {"id": hub_id, "modelId": "x", "sha": commit_of(name), "siblings": names}
             about |= {"private": False, "tags": [], "downloads": 0, "likes": 0}
             self._send(200, json.dumps(about).encode(), {}, with_body)
         else:
             data = (folder / parts[-1]).read_bytes()
             etag = hashlib.sha256(data).hexdigest()
-            self._send(200, data, {"ETag": f'"{etag}"', "X-Repo-Commit": REVISION}, with_body)
+            self._send(200, data, {"ETag": f'"{etag}"', "X-Repo-Commit": commit_of(name)}, with_body)
 
     def _send(self, status: int, body: bytes, headers: dict[str, str], with_body: bool) -> None:
         self.send_response(status)
@@ -213,6 +222,11 @@ class Hub(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         """Print nothing."""
+
+
+def commit_of(name: str | None) -> str:
+    """The commit of a repository at a revision, as 40 digits."""
+    return hashlib.sha1((name or "").encode()).hexdigest()
 
 
 @pytest.fixture
@@ -263,3 +277,45 @@ def test_adapters_are_taken_from_the_hub_by_id(material: tuple[Path, Path], tmp_
     code, _, err = audited(hub, tmp_path / "cache", model, "org/missing")
     assert code != 0
     assert "'org/missing': no such local folder, and the hub did not give it" in " ".join(err.split())
+
+
+def test_a_revision_of_the_hub_is_pinned_for_adapter_and_base(
+    material: tuple[Path, Path], make_adapter: Callable[..., Path], tmp_path: Path, hub: Any
+) -> None:
+    model, adapter = material
+    newer = make_adapter(tmp_path / "newer", model, target_modules=["q_proj"], seed=5)
+    hub.repositories |= {
+        "org/one": newer,
+        "org/one@v1.0": adapter,
+        "org/one@refs/pr/1": adapter,
+        "org/Base-1B": tmp_path,
+        "org/Base-1B@v2": model,
+    }
+    commit = "org/one@" + commit_of("org/one@v1.0")
+    code, out, err = audited(hub, tmp_path / "cache", Path("org/Base-1B@v2"), "org/one@v1.0")
+    assert code == 0, err
+    (pinned,) = json.loads(out)
+    assert (pinned["name"], pinned["verdict"]) == ("one", "exact")
+    assert any(note.endswith("the one that is served is Base-1B") for note in pinned["notes"])
+    hashes = []
+    for hub_id in ("org/one", commit, "org/one@refs/pr/1"):
+        _, out, err = audited(hub, tmp_path / "cache", model, hub_id)
+        hashes += [audit["content_sha256"] for audit in json.loads(out)]
+    assert [found == pinned["content_sha256"] for found in hashes] == [False, True, True]
+    code, _, err = audited(hub, tmp_path / "cache", model, "org/one@v9")
+    assert code != 0
+    assert "'org/one@v9': no such local folder, and the hub did not give it" in " ".join(err.split())
+    spec = JobSpec(model="org/Base-1B@v2", adapters="org/one@v1.0", input="in.parquet", output="out")
+    spec = spec.with_absolute_paths()
+    assert (spec.model, spec.adapters) == ("org/Base-1B@v2", "org/one@v1.0")
+
+
+def test_a_base_is_read_from_a_hubs_cache(material: tuple[Path, Path], tmp_path: Path) -> None:
+    model, adapter = material
+    base = cached(tmp_path / "hub", model, "models--org--base", ("0" * 40, REVISION))
+    cached(tmp_path / "hub", adapter, "models--org--one")
+    assert local_folder(str(base), {}) == base / "snapshots" / REVISION
+    (audit,) = audit_folders([str(adapter)], str(base), {}, check_values=True)
+    assert audit.verdict == "exact"
+    with pytest.raises(StorageError, match=r"a hub's cache\. Name one of its models: org/base, org/one\."):
+        local_folder(str(tmp_path / "hub"), {})

@@ -27,10 +27,13 @@ def test_names_with_urls_are_taken_as_they_are() -> None:
     assert find_adapters(None, {}) == {}
 
 
-def test_a_folder_that_is_itself_an_adapter_says_how_to_name_it(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(JobRequestError, match=r"is one adapter, not a folder of adapters.*--adapters NAME="):
-        find_adapters(str(tmp_path), {})
+def test_a_folder_that_is_itself_an_adapter_is_that_one(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-500"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "global_step500").mkdir()
+    assert find_adapters(str(folder), {}) == {"checkpoint-500": str(folder)}
+    assert find_adapters(f"{folder}/", {}) == {"checkpoint-500": str(folder)}
 
 
 def test_a_folder_without_adapters_is_refused(tmp_path: Path) -> None:

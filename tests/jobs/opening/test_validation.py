@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lorabatch.jobs.errors import JobRequestError
+from lorabatch.jobs.input.files import unpack_schema
 from lorabatch.jobs.opening.validation import check_job, requested_job
 from lorabatch.jobs.spec import JobSpec
 
@@ -283,6 +284,43 @@ def test_adapters_that_no_row_can_name_are_refused_with_the_columns_that_look_li
     (problem,) = problems(given, adapters=adapters)
     assert "No column holds one of their names. Name the column with --column adapter=NAME" in problem
     check_job(JobSpec(**given))
+
+
+def test_the_only_adapter_answers_the_rows_of_an_input_that_names_none(given: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "adapters" / "a").mkdir(parents=True)
+    adapters = {"a": str(tmp_path / "adapters" / "a")}
+    pq.write_table(pa.table({"prompt": ["x", "y"], "note": ["q", None]}), given["input"])
+    checked = check_job(JobSpec(**given, adapters=adapters, keep=("note",)))
+    assert (checked.input.sole_adapter, checked.input.roles["adapter"]) == ("a", "adapter")
+    assert [file.partition for file in checked.input.files] == [{"adapter": "a"}]
+    assert unpack_schema(checked.input.schema_ipc).field("adapter").type == pa.string()
+    # with another name it is another input, and with a column of its own it is that column
+    renamed = check_job(JobSpec(**given, adapters={"b": adapters["a"]}))
+    assert renamed.input != checked.input
+    pq.write_table(pa.table({"prompt": ["x"], "adapter": pa.array([None], pa.string())}), given["input"])
+    assert check_job(JobSpec(**given, adapters=adapters)).input.sole_adapter == ""
+    # a column that has the name is likelier meant
+    pq.write_table(pa.table({"prompt": ["x", "y"], "tenant": ["a", "b"]}), given["input"])
+    (problem,) = problems(given, adapters=adapters)
+    assert "`tenant` holds 1 of the 1 adapter names: add --column adapter=tenant." in problem
+
+
+def test_a_role_that_is_given_to_nothing_leaves_its_column_as_data(given: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "adapters" / "judge").mkdir(parents=True)
+    adapters = {"judge": str(tmp_path / "adapters" / "judge")}
+    pq.write_table(pa.table({"prompt": ["x", "y"], "adapter": ["a", "judge"]}), given["input"])
+    job = given | {"columns": ["adapter="]}
+    checked = check_job(JobSpec(**job))
+    assert "adapter" not in checked.input.roles
+    assert "adapter" in unpack_schema(checked.input.schema_ipc).names
+    assert check_job(JobSpec(**given)).input.roles["adapter"] == "adapter"
+    # the only adapter answers all rows, and its name stands beside the data
+    (problem,) = problems(job, adapters=adapters)
+    assert "column 'adapter' of the input is data" in problem
+    checked = check_job(JobSpec(**job, adapters=adapters, output_prefix="judge_"))
+    assert checked.input.roles["adapter"] == "judge_adapter"
+    assert [file.partition for file in checked.input.files] == [{"judge_adapter": "judge"}]
+    assert JobSpec(**given | {"columns": {"adapter": None}}).columns == {"adapter": ""}
 
 
 def test_a_folder_name_may_be_the_adapters_name(given: dict[str, Any], tmp_path: Path) -> None:

@@ -96,6 +96,22 @@ def test_keys_that_no_layer_has_are_named(served_base: Any, train: Any, tmp_path
     assert any("attn.Wqkv" in note for note in audit.notes)
 
 
+def test_a_key_of_the_head_is_passed_over_where_the_head_is_the_embedding(
+    served_base: Any, train: Any, tmp_path: Path
+) -> None:
+    base = served_base("llama", True)
+    trained = train(base, target_modules=["v_proj"])
+    keys = {"keys": ["self_attn.v_proj", "lm_head"]}
+    folder = write_mlx(tmp_path / "mlx", mlx_tensors(trained.folder), rank=2, scale=2.5, lora_parameters=keys)
+    audit = audit_adapter(folder, base.config, "mlx")
+    assert (audit.verdict, audit.content_sha256) == ("exact", trained.audit().content_sha256)
+    assert any("key lm_head names no module" in note for note in audit.notes)
+    untied = served_base("qwen3", False)
+    trained = train(untied, target_modules=["v_proj"])
+    folder = write_mlx(tmp_path / "untied", mlx_tensors(trained.folder), rank=2, scale=2.5, lora_parameters=keys)
+    assert "lm_head: the configuration targets it" in audit_adapter(folder, untied.config, "mlx").reasons[0]
+
+
 def without(part: str) -> Callable[[dict[str, Any]], None]:
     def change(tensors: dict[str, Any]) -> None:
         del tensors[next(key for key in tensors if part in key)]

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorabatch.jobs.errors import JobRequestError
+from lorabatch.jobs.input.conversion import json_rows
 
 
 def lines(*rows: Any) -> bytes:
@@ -26,6 +27,29 @@ def test_texts_that_look_like_times_and_large_integers_stay_what_they_are(conver
     table = convert("JSON Lines", lines(*rows))
     assert types(table) == {"t": "string", "n": "int64", "x": "double", "b": "bool"}
     assert table.to_pylist() == rows
+
+
+VALUES = st.recursive(
+    st.text('[]{},"\\\\ \\n', max_size=8),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(VALUES, min_size=1, max_size=5), st.sampled_from([None, 0, 2]), st.integers(1, 9))
+def test_a_file_that_is_one_list_has_the_rows_of_its_lines(
+    convert: Any, values: list[Any], indent: int | None, read_bytes: int
+) -> None:
+    rows = [{"id": number, "value": json.dumps(value)} for number, value in enumerate(values)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_rows, "_READ_BYTES", read_bytes)
+        listed = convert("JSON Lines", f" \n{json.dumps(rows, indent=indent)}\n ".encode())
+    assert listed.to_pylist() == rows
+    assert listed.schema == convert("JSON Lines", lines(*rows)).schema
+
+
+def test_an_empty_list_has_no_rows(convert: Any) -> None:
+    assert convert("JSON Lines", b"[ ]\n", lines({"a": 1})).to_pylist() == [{"a": 1}]
 
 
 def test_fields_may_come_late_and_lack_anywhere(convert: Any) -> None:
@@ -92,7 +116,15 @@ def test_settings_with_objects_of_their_own_are_json(convert: Any) -> None:
         (b'{"a": 1}\n\n[1]\n', "line 3: a list, expected an object"),
         (b'{"a": 1}\nnull\n', "line 2: null, expected an object"),
         (b'{"a": 1}\n"x"\n', "line 2: text, expected an object"),
-        (b'[{"a": 1}]', "line 1: a JSON list, expected one object on each line.*jq"),
+        (b'[{"a": 1}, 2]', "entry 2: a number, expected an object"),
+        (b'\n [{"a": 1},\n]', "entry 2: not valid JSON"),
+        (b'[{"a": 1}, {"a": "x]}]', "entry 2: the list has no end, expected ']'"),
+        (b'[{"a": 1}]\n[{"a": 2}]', "text behind the list: '.*Take it out, or write one object on each line"),
+        (b'[{"a": 1}}]', "entry 1: not valid JSON"),
+        (b"[}", "entry 1: the list has no end"),
+        (b'[{"a": 1}, {"a": "x"}]', "column 'a': a number at entry 1, text at entry 2"),
+        (b'[{"a": "' + b"x" * (17 << 20) + b'"}]', "entry 1: more than 16 MiB"),
+        (b'[{"a": 1}, {"a": "\\', "entry 2: the list has no end"),
         (b'{\n"a": 1}', "line 1: JSON on several lines"),
         (b'{"a": 1', "line 1: not valid JSON"),
         (b'{"a": 1} {"a": 2}', "line 1: not valid JSON"),
@@ -113,7 +145,7 @@ def test_settings_with_objects_of_their_own_are_json(convert: Any) -> None:
         (b"{" + b",".join(b'"k%d": 1' % number for number in range(10_001)) + b"}", "line 1: more than 10000 columns"),
         (lines({"custom_id": "1", "method": "POST", "url": "/v1", "body": {"a": 1}}), "lorabatch import FILE.jsonl"),
     ],
-    ids=range(23),
+    ids=range(31),
 )
 def test_a_line_that_is_wrong_is_named(convert: Any, text: bytes, expected: str) -> None:
     with pytest.raises(JobRequestError, match=f"(?s)input.*{expected}"):

@@ -1,0 +1,26 @@
+# Not run.
+import os
+import uuid
+
+import ray
+from ray.data.llm import build_processor, vLLMEngineProcessorConfig
+
+config = vLLMEngineProcessorConfig(
+    model_source="base",
+    engine_kwargs={"enable_lora": True, "max_lora_rank": 16},
+    concurrency=1,
+    batch_size=64,
+)
+ask = "Is the sentiment of this text positive or negative?\n\n"
+processor = build_processor(
+    config,
+    preprocess=lambda row: {
+        "model": os.path.abspath("adapters/sentiment"),
+        "messages": [{"role": "user", "content": ask + row["body"]}],
+        "sampling_params": {"temperature": 0, "max_tokens": 128},
+    },
+    postprocess=lambda row: {**row, "completion": row["generated_text"]},
+)
+known = {row["ticket_id"] for row in ray.data.read_parquet("answers").select_columns("ticket_id").take_all()}
+rows = ray.data.read_csv("tickets.csv").filter(lambda row: row["ticket_id"] not in known)
+processor(rows).write_parquet(f"answers/{uuid.uuid4()}")

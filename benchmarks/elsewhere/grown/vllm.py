@@ -1,0 +1,16 @@
+# Not run.
+import pandas
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+
+old = pandas.read_parquet("answers.parquet")
+rows = pandas.read_csv("tickets.csv")
+rows = rows[~rows["ticket_id"].isin(old["ticket_id"])].reset_index(drop=True)
+ask = "Is the sentiment of this text positive or negative?\n\n"
+chats = [[{"role": "user", "content": ask + body}] for body in rows["body"]]
+llm = LLM(model="base", enable_lora=True)
+sampling = SamplingParams(temperature=0, max_tokens=128)
+adapter = LoRARequest("sentiment", 1, "adapters/sentiment")
+outputs = llm.chat(chats, sampling, lora_request=adapter)
+rows["completion"] = [output.outputs[0].text for output in outputs]
+pandas.concat([old, rows]).to_parquet("answers.parquet")

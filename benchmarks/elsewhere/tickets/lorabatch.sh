@@ -1,0 +1,2 @@
+lorabatch run --model base --adapters adapters/sentiment --input tickets.csv --output answers \
+    --prompt-template 'Is the sentiment of this text positive or negative?\n\n{{ body }}'
