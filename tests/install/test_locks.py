@@ -38,6 +38,7 @@ def test_the_locks_have_all_that_lorabatch_and_its_demo_need_and_torch_stands_ap
     without_torch, with_cuda = (pins(name).keys() for name in LOCKS)
     assert of_demo.keys() <= without_torch | with_cuda
     assert {"torch"} == with_cuda & of_demo.keys()
+    assert "triton" in with_cuda
     assert {"s3fs", "huggingface-hub"} <= without_torch
     assert not without_torch & with_cuda
     assert not [package for package in without_torch if package.startswith(("nvidia", "cuda"))]
