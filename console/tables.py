@@ -151,7 +151,7 @@ def print_comparison(found: Comparison, *, as_json: bool = False) -> None:
     console.print(f"Joined by {found.key}: {found}.", soft_wrap=True)
 
 
-_COUNTED = ("equal", "different", "only first", "only second", "tokens a row, first", "second")
+_COUNTED = ("equal", "different", "only first", "only second", "mean tokens, first", "second")
 
 
 def _counts(part: Comparison) -> list[str]:
