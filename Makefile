@@ -47,6 +47,7 @@ release: $(VENV)/tools/release/.installed
 		requirements - --pyproject pyproject.toml --output-reproducible -o dist/sbom.cdx.json
 	$(BIN)/python install/audit_package.py build/audit dist
 	$(VENV)/tools/release/bin/python -m build --wheel --outdir dist build/audit
+	$(VENV)/tools/release/bin/twine check --strict dist/*.whl dist/*.tar.gz
 
 # torch first: which build of it depends on the machine
 $(VENV)/.torch: constraints.txt
@@ -73,7 +74,7 @@ PACKAGES_prefect := 'prefect>=3.4,<4' 'fastapi<0.150'
 PACKAGES_snakemake := 'snakemake>=9,<10'
 PACKAGES_notebook := nbclient ipykernel
 PACKAGES_stores := adlfs paramiko asyncssh
-PACKAGES_release := build cyclonedx-bom
+PACKAGES_release := build cyclonedx-bom twine
 OURS := import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")
 
 $(VENV)/.tools: $(TOOLS:%=$(VENV)/tools/%/.installed) $(VENV)/tools/azurite/.installed
