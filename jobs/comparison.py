@@ -344,7 +344,7 @@ def _runs(column: pa.ChunkedArray) -> list[tuple[str, int]]:
 
 
 def _changes(first: _Side, second: _Side) -> Iterator[str]:
-    """What differs between the jobs of the two sides, one line each."""
+    """Options, model, input and adapters that are not the same in both jobs, one line each."""
     for line in differences(first.record, second.record):
         yield line.replace("have changed since the job was started", "are not the same")
     for name in sorted(changed_adapters(first.record, second.record)):
