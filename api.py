@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from .engine.peft.audit import AdapterAudit
     from .jobs.agreement import Agreement
+    from .jobs.comparison import Comparison
     from .pipeline.planning.dry_run import DryRun
     from .pipeline.result import JobResult
     from .pipeline.run import Progress
@@ -284,6 +285,25 @@ class Job:
         spec = self.status().record.job_spec(dict(self._store.location.storage_options))
         with _shown(progress) as shown:
             return compare(self._store, spec, rows, client=client, progress=shown)
+
+    def compare_with(
+        self, other: Job, *, adapters: tuple[str | None, str | None] = (None, None), on: str | None = None
+    ) -> Comparison:
+        """Join the answers of this finished job with those of another, by row; returns how they differ.
+
+        >>> job = lorabatch.Job("answers")
+        >>> job.compare_with(job).is_equal
+        True
+
+        other: the other job; this job itself for two of its adapters.
+        adapters: for each side the adapter ("": base model) whose rows are taken; None for all rows.
+        on: column of both outputs that names rows; None for their ids.
+
+        Raises `JobRequestError` for jobs that have not finished and rows that cannot be joined, and `StorageError`.
+        """
+        from .jobs.comparison import compare_answers
+
+        return compare_answers(self._store, other._store, adapters=adapters, on=on)
 
     def logs(self, *, follow: bool = False) -> Iterator[str]:
         """Events and log lines in order of time, as `lorabatch logs` prints them; with `follow`, until the job ends."""

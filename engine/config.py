@@ -117,6 +117,13 @@ def products_format(kind: DeviceKind, dtype: str, base_quantization: BaseQuantiz
     return dtype_on(kind, dtype) if base_quantization == "none" else base_quantization
 
 
+#: Sentence for an engine on a GPU where Triton is not installed.
+TRITON_IS_MISSING = (
+    "engines on GPUs need Triton, which is not installed. Take a build of torch with CUDA, which needs it too, or: "
+    "pip install triton"
+)
+
+
 def format_problem(
     kind: DeviceKind, dtype: str, base_quantization: BaseQuantization, products: Collection[str], name: str
 ) -> str:

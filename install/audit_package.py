@@ -9,6 +9,7 @@ what it needs, with hashes.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
@@ -25,6 +26,8 @@ _UNUSED = ("huggingface-hub",)
 _ROOMS = ("console", "engine", "jobs", "system")
 _MODULES = ("cli.py", "version.py", "py.typed")
 _PIN = re.compile(r"^([\w.-]+)==.*\n(?: .+\n)*", re.MULTILINE)
+_SUMMARY = "Says of LoRA adapters whether they are applied exactly; the command audit of lorabatch."
+_README = f"# lorabatch-audit\n\n{_SUMMARY} It needs no torch: `lorabatch-audit --model BASE ADAPTERS`."
 _INIT = '"""lorabatch-audit: says of LoRA adapters whether they are applied exactly, without torch."""\n'
 
 
@@ -54,7 +57,8 @@ def _pyproject(package: Path) -> str:
         "[project]",
         "name = 'lorabatch-audit'",
         f"version = {project['version']!r}",
-        "description = 'Says of LoRA adapters whether they are applied exactly; the command audit of lorabatch.'",
+        f"description = {_SUMMARY!r}",
+        f"readme = {{ text = {json.dumps(_README)}, content-type = 'text/markdown' }}",
         f"requires-python = {project['requires-python']!r}",
         f"license = {project['license']!r}",
         f"dependencies = {needed!r}",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 _PROCESSOR = Path("/proc/cpuinfo")
@@ -25,6 +26,11 @@ def lacks_compiled_kernels() -> bool:
     """Whether the CPU kernels for processors of this kind were not built when the package was installed."""
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     return is_x86 and not any(Path(__file__).parent.glob("native/_avx*.so"))
+
+
+def lacks_triton() -> bool:
+    """Whether the package Triton is not installed, which engines on GPUs need."""
+    return find_spec("triton") is None
 
 
 def cpu_instructions() -> tuple[str, ...]:

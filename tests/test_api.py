@@ -245,7 +245,7 @@ def test_names_of_the_package_are_its_functions_and_types() -> None:
     assert dir(lorabatch) == sorted(lorabatch.__all__)
     public = {name for name in dir(lorabatch.Job) if not name.startswith("_")}
     assert public == {
-        *("cancel", "compare", "iter_rows", "job_id", "logs", "output", "result", "status", "wait"),
+        *("cancel", "compare", "compare_with", "iter_rows", "job_id", "logs", "output", "result", "status", "wait"),
         *("to_arrow", "to_dask_dataframe", "to_pandas"),
     }
     offered = set(dir(JobSpec(model="m", input="i", output="o")))

@@ -29,7 +29,7 @@ ROOMS = {
     ),
     "jobs": (LIGHT - {"pyarrow", "pandas"}, ("lorabatch.jobs.spec", "lorabatch.jobs.store")),
     "tensors": (
-        {"dask", "distributed", "pyarrow", "transformers", "typer"},
+        {"dask", "distributed", "pyarrow", "transformers", "triton", "typer"},
         ("lorabatch.kernels.segment_lora", "lorabatch.engine.engine"),
     ),
     "pipeline": (

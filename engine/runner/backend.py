@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...kernels import lacks_triton
 from ...kernels.interpreted import fix_products
 from ...kernels.launch import is_interpreted
 from ...kernels.layouts.pages import PageLayout
@@ -28,7 +29,15 @@ from ...kernels.paged_attention.libraries import PromptAttention, choose_prompt_
 from ...kernels.paged_attention.types import AttentionRule
 from ...scheduler.costs.cost import CostModel
 from ...scheduler.costs.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
-from ..config import FP8_CAPABILITY, DeviceKind, EngineConfig, dtype_on, format_problem, pool_format
+from ..config import (
+    FP8_CAPABILITY,
+    TRITON_IS_MISSING,
+    DeviceKind,
+    EngineConfig,
+    dtype_on,
+    format_problem,
+    pool_format,
+)
 from ..errors import EngineError
 from ..memory.allocation import host_tier_bytes, zeroed_memory
 from ..memory.copies import AdapterCopies, CopyStream
@@ -376,10 +385,12 @@ def backend_type(config: EngineConfig, device: torch.device) -> type[Backend]:
 
     Raises EngineError where the Triton kernels cannot run.
     """
+    if device.type != "cuda" and config.kernels != "triton":
+        return CpuBackend
+    if lacks_triton():
+        raise EngineError(f"device={config.device!r}: {TRITON_IS_MISSING}")
     if device.type == "cuda":
         return GpuBackend
-    if config.kernels != "triton":
-        return CpuBackend
     if not is_interpreted():
         raise EngineError(
             "kernels='triton': on a CPU they run in Triton's interpreter only. Set TRITON_INTERPRET=1 before the "

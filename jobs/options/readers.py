@@ -53,8 +53,11 @@ def read_adapters(value: Any) -> Any:
 
 
 def read_input(value: Any) -> Any:
-    """A list of one input is that input."""
-    return one_or_all(value) if isinstance(value, list | tuple) else value
+    """A list of one input is that input. A list with a number is refused as a number is: it is no name of a file."""
+    if not isinstance(value, list | tuple):
+        return value
+    wrong = [one for one in value if not isinstance(one, str | InputTable)]
+    return wrong[0] if wrong else one_or_all(value)
 
 
 def check_input(value: str | tuple[str, ...]) -> str | tuple[str, ...]:

@@ -19,7 +19,7 @@ from distributed import Client
 
 from ...engine.config import FP8_CAPABILITY, DeviceKind
 from ...engine.memory.limits import total_host_bytes
-from ...kernels import cpu_instructions, lacks_compiled_kernels
+from ...kernels import cpu_instructions, lacks_compiled_kernels, lacks_triton
 from .worker_process import visible_gpus
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,8 @@ class Device:
     num_sharing: int = 1
     #: Id of the GPU that the most workers have named; "" when none has named one.
     shared_uuid: str = ""
+    #: Whether a GPU's kernels cannot be compiled, since Triton is not installed.
+    lacks_triton: bool = False
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -190,4 +192,5 @@ def _gpu(place: int) -> Device | None:
         return None
     shown = name.value.decode(errors="replace")
     products = ("fp8",) if (major.value, minor.value) >= FP8_CAPABILITY else ()
-    return Device("cuda", shown, int(memory.total), products=products, uuids=(uuid.value.decode(errors="replace"),))
+    uuids = (uuid.value.decode(errors="replace"),)
+    return Device("cuda", shown, int(memory.total), lacks_triton=lacks_triton(), products=products, uuids=uuids)

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, suppress
 
 from distributed import Client
 
-from ...engine.config import format_problem
+from ...engine.config import TRITON_IS_MISSING, format_problem
 from ...jobs.errors import JobError, JobRequestError, StorageError
 from ...jobs.opening.validation import check_job
 from ...jobs.spec import JobSpec
@@ -91,4 +91,6 @@ def _problem(spec: JobSpec, device: Device) -> str:
         )
     if device.assumption:
         return ""
+    if device.lacks_triton:
+        return f"device={spec.device!r}: {TRITON_IS_MISSING}."
     return format_problem(device.kind, spec.dtype, spec.base_quantization, device.products, device.name)

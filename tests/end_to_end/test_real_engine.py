@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -23,8 +24,17 @@ MAX_TOKENS = 12
 PROMPTS = ("the quick brown fox", "once upon a midnight dreary, while I", "name: Ada Lovelace, phone", "SELECT id FROM")
 
 
+@pytest.fixture
+def without_triton(tmp_path: Path) -> dict[str, str]:
+    """Environment variables with which Triton cannot be imported, as on CPUs, where it is not installed."""
+    folder = tmp_path / "without triton"
+    folder.mkdir()
+    (folder / "triton.py").write_text("raise ModuleNotFoundError(\"No module named 'triton'\", name='triton')")
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
 def test_two_workers_answer_as_transformers_and_peft_do(
-    tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path
+    tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path, without_triton: dict[str, str]
 ) -> None:
     names = [None, *sorted(tiny_adapters)]
     rows = [
@@ -41,7 +51,8 @@ def test_two_workers_answer_as_transformers_and_peft_do(
         str(tmp_path / "input.parquet"),
     ]
     command += ["--output", str(tmp_path / "output"), "--max-tokens", str(MAX_TOKENS), "--rows-per-shard", "8"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    environment = os.environ | without_triton
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     parts = [pq.read_table(part) for part in sorted((tmp_path / "output").glob("part-*.parquet"))]
     found = {row["id"]: row for row in pa.concat_tables(parts).to_pylist()}

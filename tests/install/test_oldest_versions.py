@@ -25,7 +25,7 @@ from lorabatch.install.packages import CPU_BUILDS, ROOT, pinned_versions
 from lorabatch.tests.end_to_end.bucket import Bucket, s3_server
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(sys.platform != "linux", reason="builds of torch are chosen for it")]
-EXTRAS = ("demo", "s3", "hub")
+EXTRAS = ("demo", "s3", "gpu")
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 

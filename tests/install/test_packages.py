@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 import tomllib
@@ -108,22 +107,65 @@ def test_compiled_modules_share_no_source_and_list_all_that_they_include() -> No
         assert set(module["depends"]) == kernels - set(sources)
 
 
-#: Packages that messages name and that tests have not: for storage and programs that are not part of them.
-NOT_PINNED = {"xllamacpp", "openvino-genai", "smbprotocol", "libarchive-c", "webdav4[fsspec]"}
+#: Packages that messages and documents name and no extra has: for other stores and programs, or for one look.
+WITHOUT_EXTRA = {
+    *("smbprotocol", "libarchive-c", "webdav4[fsspec]", "xllamacpp", "openvino-genai", "pip-audit"),
+    "jsonschema-specifications",  # what an extra brings
+}
+# Options of pip that a value follows.
+WITH_VALUE = {"-r", "-c", "--index-url", "--extra-index-url"}
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS: dict[str, list[str]] = SETTINGS["optional-dependencies"]
 
 
-def test_what_messages_say_to_install_can_be_installed() -> None:
-    """This package is on no index: its extras are named by what they have."""
-    listed = subprocess.check_output(["git", "ls-files", "*.py", ":!tests"], cwd=ROOT, text=True).split()
-    files = [ROOT / name for name in listed]
-    said = [line for path in files for line in re.findall(r"pip install ([^\n;)]*)", path.read_text("utf-8"))]
-    words = {word for line in said if "{" not in line for word in shlex.split(line.rstrip("\"',: ").replace('"', ""))}
-    words |= {shlex.split(word)[0] for word in INSTALLS.values()}
-    named = {word for word in words if not word.startswith("-") and word != "CHECKOUT"} - NOT_PINNED
-    assert {"pandas", "peft", "duckdb", "matplotlib", "huggingface_hub", "dask[dataframe]"} <= named
-    assert "lorabatch" not in {Requirement(word).name for word in named}
-    found = subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--no-deps", *sorted(named)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert found.returncode == 0, found.stderr
+def installations() -> list[tuple[str, list[str]]]:
+    """Name of a file, and the words behind `pip install` there, for all that the repository says to install."""
+    command = ["git", "ls-files", "*.py", "*.md", "Makefile", "install", ":!tests", ":!docs/adr"]
+    names = subprocess.check_output(command, cwd=ROOT, text=True).split()
+    lines = [
+        (name, line)
+        for name in names
+        for line in re.findall(r"pip install ([^\n;)`#]+)", (ROOT / name).read_text("utf-8"))
+        if not re.search(r"[{$]", line)
+    ]
+    lines += [("INSTALLS", words) for words in INSTALLS.values()]
+    words = ((name, re.split(r"[\s\"']+", line)) for name, line in lines)
+    return [(name, [bare for word in found if (bare := word.strip(",:"))]) for name, found in words]
+
+
+def test_what_messages_and_documents_say_to_install_is_what_the_extras_have() -> None:
+    """This package is on no index: a checkout is installed with extras, and what else is needed by its own name."""
+    needed = {Requirement(line).name for line in SETTINGS["dependencies"]}
+    extras = {extra: {named(line) for line in lines} for extra, lines in EXTRAS.items()}
+    seen: set[str] = set()
+    for place, words in installations():
+        packages: set[str] = set()
+        for word, before in zip(words, ["", *words], strict=False):
+            if word.startswith("-") or before in WITH_VALUE or word.endswith(".whl") or word in (".", "CHECKOUT"):
+                continue
+            if word.startswith(".["):
+                assert set(word[2:-1].split(",")) <= EXTRAS.keys(), f"{place}: {word}"
+            else:
+                packages.add(named(word))
+        assert "lorabatch" not in packages, place
+        seen |= packages
+        rest = packages - WITHOUT_EXTRA - {"torch"}
+        has_all = [extra for extra in extras if rest <= extras[extra] | needed]
+        assert has_all or rest <= extras["test"] | extras["bench"] | needed, f"{place}: no extra has {sorted(rest)}"
+    assert {"pandas", "peft", "duckdb", "matplotlib", "huggingface_hub", "dask[dataframe]", "triton", "s3fs"} <= seen
+    assert seen >= WITHOUT_EXTRA
+
+
+def named(requirement: str) -> str:
+    """Name of a requirement, with its extras."""
+    found = Requirement(requirement)
+    return found.name + (f"[{','.join(sorted(found.extras))}]" if found.extras else "")
+
+
+def test_the_extras_are_listed_with_what_they_add() -> None:
+    table = re.findall(r"^\| `(\w+)` \| (.+) \|$", (ROOT / "docs/start/install.md").read_text("utf-8"), re.MULTILINE)
+    assert sorted(name for name, _ in table) == sorted(EXTRAS)
+    needed = {re.split(r"\W", line)[0] for line in SETTINGS["dependencies"]}
+    for extra, lines in EXTRAS.items():
+        added = {Requirement(line).name for line in lines} - needed
+        assert added, f"{extra} adds nothing to what is installed anyway"

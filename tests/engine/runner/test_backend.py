@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +46,23 @@ def tokens(model: Path, adapters: dict[str, Path], make_backend: MakeBackend) ->
     results = serve(engine, rows)
     assert [result.error for result in results.values()] == [None] * len(rows)
     return {key: result.token_ids for key, result in results.items()}
+
+
+@pytest.mark.parametrize(
+    ("config", "device"),
+    [
+        (EngineConfig(), torch.device("cuda", 0)),
+        (EngineConfig(device="cuda"), torch.device("cuda")),
+        (EngineConfig(device="cpu", kernels="triton"), CPU),
+    ],
+)
+def test_triton_kernels_without_triton_are_refused_with_what_to_install(
+    config: EngineConfig, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)  # as where it is not installed
+    with pytest.raises(EngineError, match=rf"device='{config.device}': engines on GPUs need .*pip install triton"):
+        backend_type(config, device)
+    assert backend_type(EngineConfig(), CPU) is CpuBackend
 
 
 @pytest.mark.parametrize(

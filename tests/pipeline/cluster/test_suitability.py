@@ -26,6 +26,7 @@ PLAIN = Device("cpu", "CPU", 8 << 30, instructions=("AVX2",))
 RECENT = Device("cpu", "CPU", 8 << 30, products=("bfloat16", "int8"))
 A100 = Device("cuda", "A100", 80 << 30)
 H100 = Device("cuda", "H100", 80 << 30, products=("fp8",))
+WITHOUT_TRITON = Device("cuda", "H100", 80 << 30, lacks_triton=True, products=("fp8",))
 ASSUMED = Device("cuda", "H200", 141 << 30, "no worker has named its device: a GPU is assumed")
 
 
@@ -62,6 +63,15 @@ def test_workers_that_cannot_are_counted() -> None:
     [problem] = device_problems(make_spec(base_quantization="fp8"), [H100, A100, H100, A100, A100])
     assert "A100 does not multiply in 8-bit floating point" in problem
     assert problem.endswith("3 of 5 workers cannot.")
+
+
+@pytest.mark.parametrize("options", [{}, {"device": "cuda:1"}, {"base_quantization": "fp8"}])
+def test_gpus_without_triton_are_refused_with_what_to_install(options: dict[str, Any]) -> None:
+    [problem] = device_problems(make_spec(**options), [WITHOUT_TRITON])
+    assert problem.startswith(f"device={options.get('device', 'auto')!r}: engines on GPUs need Triton")
+    assert problem.endswith("pip install triton.")
+    [problem] = device_problems(make_spec(**options), [H100, WITHOUT_TRITON, H100])
+    assert problem.endswith("pip install triton. 1 of 3 workers cannot.")
 
 
 def test_what_is_not_known_is_noted() -> None:

@@ -86,7 +86,7 @@ def as_polars_reads(path: Path, names: list[str]) -> Any:
 DEEP = pa.struct([("k", pa.list_(pa.int8())), ("to", US)])
 PYARROW = {
     "i": pa.array([1, None, 3], pa.uint8()),
-    "f16": pa.array([1.5, None, 2.5], pa.float16()),
+    "f16": pa.array([np.float16(1.5), None, np.float16(2.5)], pa.float16()),
     "text": pa.array(["a", None, ""], pa.large_string()),
     "raw": pa.array([b"a", None, b""], pa.binary()),
     "fixed": pa.array([b"ab", None, b"cd"], pa.binary(2)),

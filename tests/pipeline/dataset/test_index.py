@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -304,7 +305,7 @@ def nested_table(num_rows: int) -> pa.Table:
                 pa.list_(pa.struct([("k", pa.large_list(pa.int16())), ("v", pa.struct([("x", pa.string())]))])),
             ),
             "map": pa.array([[("a", i % 100)] for i in range(num_rows)], pa.map_(pa.string(), pa.int8())),
-            "half": pa.array([float(i) for i in range(num_rows)], pa.float16()),
+            "half": pa.array([np.float16(i) for i in range(num_rows)], pa.float16()),
             "bytes": pa.array([bytes([i % 256]) for i in range(num_rows)], pa.binary(1)),
             "vector": pa.array([[i, i] for i in range(num_rows)], pa.list_(pa.float32(), 2)),
             "nothing": pa.nulls(num_rows),

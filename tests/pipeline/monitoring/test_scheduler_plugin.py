@@ -63,7 +63,8 @@ def fetch(client: Client, path: str) -> tuple[int, str]:
         with urllib.request.urlopen(address(client, path), timeout=20) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
-        return error.code, ""
+        with error:  # Python 3.14 warns of one that is left open
+            return error.code, ""
 
 
 def test_jobs_are_shown_as_page_json_and_metrics(client: Client) -> None:

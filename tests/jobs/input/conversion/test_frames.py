@@ -81,7 +81,9 @@ def test_several_tables_and_urls_keep_their_order() -> None:
     assert pickle.loads(pickle.dumps(spec.inputs[2])).data == [{"prompt": "b"}]
 
 
-@pytest.mark.parametrize("wrong", [3, [3], [{"prompt": "a"}, 3], {"prompt": 3}, np.zeros(3), [], object()])
+@pytest.mark.parametrize(
+    "wrong", [3, [3], [3, 4], ["a.csv", 3], [{"prompt": "a"}, 3], {"prompt": 3}, np.zeros(3), [], object()]
+)
 def test_what_is_no_table_is_refused(wrong: Any) -> None:
     with pytest.raises(JobRequestError, match="input"):
         JobSpec(model="m", output="o", input=wrong)
