@@ -56,6 +56,7 @@ def write_report(store: JobStore, gpu_hour_price: float | None = None) -> str:
     `gpu_hour_price`: price of one worker's hour; None leaves costs out. Raises `JobRequestError` when the output holds
     no job, `StorageError` when it cannot be read.
     """
+    store = store.latest()
     status = read_status(store)
     is_ended = status.state is not None and status.state.is_final
     runs = read_timelines(store.read_events(), status.state.updated_at_s if status.state and is_ended else None)

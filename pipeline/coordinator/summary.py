@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from ...jobs.errors import JobFailedError, MissingFileError
 from ...jobs.input.columns import readable_values
 from ...jobs.input.completions import completions
+from ...jobs.opening.opened_job import ENGINE_ERROR
 from ...jobs.parts import (
     ROW_ADAPTER,
     ROW_ID,
@@ -32,7 +33,6 @@ from ..dataset.reader import ShardReader
 from ..planning.plan import JobPlan
 from ..result import KindOfError
 
-ENGINE_ERROR = "engine"
 _LISTS = ("completion", "completion_tokens", "finish_reason")
 
 
