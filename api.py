@@ -243,7 +243,7 @@ class Job:
 
         Raises `JobRequestError` when the output holds no job, `StorageError` when it cannot be read.
         """
-        return read_status(self._store)
+        return read_status(self._store.latest())
 
     def wait(self, timeout_s: float | None = None, *, progress: bool | Progress = False) -> JobStatus:
         """Wait until the job's run has ended, well or not; returns its status. `progress`: see `run`.
@@ -264,7 +264,7 @@ class Job:
         import asyncio
 
         began_s = time.monotonic()
-        while not (found := await asyncio.to_thread(read_status, self._store)).has_ended:
+        while not (found := await asyncio.to_thread(self.status)).has_ended:
             await asyncio.sleep(wait_interval_s(self._store, time.monotonic() - began_s))
         return _result_of(found)
 
@@ -282,7 +282,7 @@ class Job:
         """
         from .pipeline.compare import compare
 
-        spec = self.status().record.job_spec(dict(self._store.location.storage_options))
+        spec = read_status(self._store).record.job_spec(dict(self._store.location.storage_options))
         with _shown(progress) as shown:
             return compare(self._store, spec, rows, client=client, progress=shown)
 

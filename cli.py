@@ -244,7 +244,7 @@ def status(output: OutputArgument, storage_options: StorageOption = None, as_jso
         from .console.progress import print_status
         from .jobs.status.job_status import read_status
 
-        found = read_status(_store(output, storage_options))
+        found = read_status(_store(output, storage_options).latest())
         print_status(found, as_json=as_json)
     if as_json:
         raise typer.Exit(found.exit_code)
@@ -304,8 +304,10 @@ def resume(
     with errors_as_exit_codes(as_json=as_json) as ending:
         from .jobs.status.job_status import read_status
 
-        record = read_status(_store(output, storage_options)).record
-        _run(record.job_spec(_storage_options(storage_options), **given), ending)
+        store = _store(output, storage_options).latest()
+        record = read_status(store).record
+        options = _storage_options(storage_options)
+        _run(record.job_spec(options, update=bool(store.update) or None, **given), ending)
 
 
 @app.command()

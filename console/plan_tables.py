@@ -120,6 +120,7 @@ def plan_json(found: DryRun, gpu_hour_price: str | float | None) -> dict[str, An
         "rows": found.workload.num_rows,
         "error_rows": sum(kind.num_rows for kind in found.errors),
         "errors": [asdict(kind) for kind in found.errors],
+        "update": found.update and asdict(found.update),
         "prompt_tokens": int(found.workload.prompt_tokens.sum()),
         "shared_prompt_tokens": forecast.shared_prompt_tokens,
         "predicted_output_tokens": sum(share.predicted_output_tokens for share in found.shares),
@@ -201,6 +202,7 @@ def totals(found: DryRun, gpu_hour_price: str | float | None) -> list[str]:
     forecast = found.forecast
     output = sum(share.predicted_output_tokens for share in found.shares)
     lines = [
+        *([found.update.to_text()] if found.update else []),
         f"{found.workload.num_rows} rows, {int(found.workload.prompt_tokens.sum())} prompt tokens, about {output} "
         f"output tokens, {len(forecast.plan.shards)} shards on {found.num_workers} workers",
         f"Predicted: {forecast.predicted_s:.1f} s (simulated on predicted lengths{_part_played(found)})",
@@ -214,7 +216,7 @@ def totals(found: DryRun, gpu_hour_price: str | float | None) -> list[str]:
     ]
     if forecast.shared_prompt_tokens:
         reused = f"{forecast.shared_prompt_tokens} prompt tokens are reused: rows of one adapter begin alike"
-        lines.insert(1, reused)
+        lines.insert(2 if found.update else 1, reused)
     hour, cost = parse_price(gpu_hour_price), price(found, gpu_hour_price)
     if hour is not None and cost is not None:
         hours = f"{forecast.replica_s / 3600:.3f} worker hours at {hour[0]:g}"

@@ -64,6 +64,34 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateCounts:
+    """The rows of an update's input, each in one of the first four counts, and the rows that have left it."""
+
+    #: Rows that keep their answers.
+    kept: int
+    #: Rows whose ids the output does not have.
+    new: int
+    #: Rows that ask something else than before, or whose adapter, or the base model, has other content.
+    changed: int
+    #: Rows that are as they were and have no answer: errors, and rows that the earlier job had not come to.
+    unanswered: int
+    #: Rows of the output whose ids the input does not have any more.
+    removed: int
+    #: Why no answer can be kept, a clause each; empty when nothing stands against it.
+    reasons: tuple[str, ...] = ()
+
+    def to_text(self) -> str:
+        """The counts in words, such as "update: 900 rows keep their answers, 100 new"."""
+        parts = [f"{self.kept:,} rows keep their answers" if self.kept != 1 else "1 row keeps its answer"]
+        parts += [f"{count:,} {word}" for word, count in (("new", self.new), ("changed", self.changed)) if count]
+        parts += [f"{self.unanswered:,} without an answer so far"] if self.unanswered else []
+        parts += [f"{self.removed:,} removed"] if self.removed else []
+        parts += [] if self.new or self.changed or self.unanswered else ["none is computed"]
+        why = f" ({'; '.join(self.reasons)})" if self.reasons else ""
+        return f"update: {', '.join(parts)}{why}"
+
+
 def time_left(seconds: float | None, range_s: tuple[float, float] | None, *, is_loading: bool = False) -> str:
     """The time left in words, such as "about 1:15 left (0:50 to 2:00)"; "" when it is not known.
 

@@ -34,6 +34,7 @@ IDENTITY_FIELDS = (
     "input", "columns", *SAMPLING_OPTIONS, "mode", "dtype", "load_format", "rows_per_shard", "system_prompt",
     "allow_special_tokens", "chat_template", *RENDERING_OPTIONS, "policy", "placement", "base_quantization", "samples",
     "row_settings", "keep", "drop", "output_prefix", "split_answer", "prompt_template", "messages_template", "chat",
+    "id_from_content",
 )  # fmt: skip
 # Identity fields that the first version did not have. They enter an index's key only with a value that is not the
 # default, so that indexes of earlier versions stay valid.
@@ -41,10 +42,10 @@ _LATER = (
     *(name for name in SAMPLING_OPTIONS if name not in FIRST_OPTIONS),
     "system_prompt", "allow_special_tokens", "chat_template", *RENDERING_OPTIONS, "policy", "placement",
     "base_quantization", "samples", "row_settings", "keep", "drop", "output_prefix", "split_answer",
-    "prompt_template", "messages_template", "chat",
+    "prompt_template", "messages_template", "chat", "id_from_content",
 )  # fmt: skip
 #: Options that `job.json` leaves out.
-NOT_RECORDED = {"storage_options", "cluster_options", "overwrite"}
+NOT_RECORDED = {"storage_options", "cluster_options", "overwrite", "update"}
 _SHOWN_CHARACTERS = 300
 AdapterVerdict = Literal["exact", "exact-by-merge", "refused"]
 
@@ -218,6 +219,14 @@ class JobRecord(_Frozen):
     input: InputRecord
     #: Whether parts have the columns of tokens and their log-probabilities.
     with_logprobs: bool
+    #: Folders, below the records of OUTPUT, of the jobs whose answers an update keeps, oldest first; "" for the job in
+    #: OUTPUT itself. Empty for a job that is no update.
+    sources: tuple[str, ...] = ()
+
+    @property
+    def has_own_ids(self) -> bool:
+        """Whether a row's id stays with the row when the input changes."""
+        return "id" in self.input.roles or self.spec.id_from_content
 
     @property
     def renders_messages(self) -> bool:

@@ -265,6 +265,15 @@ class JobSpec(_SamplingFields):
         "status and report.",
     )
     overwrite: bool = _data(False, "Remove the job that is in the output and start over.", is_common=True)
+    update: bool = _data(
+        False,
+        "Keep the answers in the output whose rows are unchanged, compute new and changed rows, and let removed ones "
+        "leave. Needs ids: a column, or --id-from-content.",
+        is_common=True,
+    )
+    id_from_content: bool = _data(
+        False, "Ids are hashes of what the rows ask (adapter, prompt, settings), for input without a column of ids."
+    )
     migration: bool = _cluster(True, "Move rows from slow or busy workers to others.")
     policy: PolicyName = _cluster("planner", "How rows are batched, dispatched and moved: planner is this project's.")
     placement: PlacementName = _cluster(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -33,6 +33,9 @@ _AGREEMENT = f"{OURS}/agreement.json"
 #: Folder in which `compare` answers some rows again.
 COMPARISON = f"{OURS}/compare"
 _INPUT = "input"
+# Folders of records that only a running job needs.
+_OF_A_RUN = ("rows", "wip", "tmp")
+_UPDATE_NAME = re.compile(r"update-(\d+)")
 _CANCEL = f"{OURS}/CANCEL"
 _WIP_NAME = re.compile(r"(?P<attempt>[A-Za-z0-9_-]+)\.wip(\..+)?")
 _LOG_NAME = re.compile(r"(?P<source>[A-Za-z0-9_-]+)\.log(\..+)?")
@@ -116,19 +119,49 @@ class JobStore:
     # The latest content of `job.json` and the record parsed from it, which is needed before and after every shard.
     _last_read: tuple[bytes, JobRecord] | None = None
 
-    def __init__(self, output_url: str, storage_options: Mapping[str, Any] | None = None) -> None:
-        self.location = Location(output_url, storage_options, scratch=f"{OURS}/tmp")
+    def __init__(self, output_url: str, storage_options: Mapping[str, Any] | None = None, *, update: str = "") -> None:
+        #: Name of the folder of an update, a job whose answers will replace those in OUTPUT; "" for OUTPUT's own job.
+        self.update = update
+        url = f"{output_url.rstrip('/')}/{OURS}/{update}" if update else output_url
+        self.location = Location(url, storage_options, scratch=f"{OURS}/tmp")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"location": self.location}
+        return {"location": self.location, "update": self.update}
 
     def __repr__(self) -> str:
-        return f"JobStore({redacted_url(self.url)!r})"
+        return f"JobStore({redacted_url(self.location.url)!r})"
 
     @property
     def url(self) -> str:
-        """OUTPUT, as given."""
-        return self.location.url
+        """OUTPUT, as given; for an update the output that it is for."""
+        return self.location.url.removesuffix(f"/{OURS}/{self.update}") if self.update else self.location.url
+
+    def source(self, update: str) -> JobStore:
+        """The store of an update of OUTPUT, which need not be there; with "" of OUTPUT's own job."""
+        return JobStore(self.url, self.location.storage_options, update=update)
+
+    def updates(self) -> list[JobStore]:
+        """The updates of OUTPUT that are at work or were left, oldest first; empty for the store of an update."""
+        found = (self.source(name) for name in self.update_names())
+        return [store for store in found if store.location.exists(_JOB)]
+
+    def next_update(self) -> JobStore:
+        """The store of an update that is not there yet."""
+        number = max((int(name.partition("-")[2]) for name in self.update_names()), default=0)
+        return self.source(f"update-{number + 1:03d}")
+
+    def latest(self) -> JobStore:
+        """The store of the latest update that is there, else this one."""
+        return (self.updates() or [self])[-1]
+
+    def settled(self) -> JobStore:
+        """The store that has the job: this one, or OUTPUT's once the update was put in place."""
+        return self if not self.update or self.location.exists(_JOB) else self.source("")
+
+    def update_names(self) -> list[str]:
+        """Folders of updates, oldest first, also of those that were never frozen, or not removed whole."""
+        names = () if self.update else self.location.list(OURS)
+        return sorted((name for name in names if _UPDATE_NAME.fullmatch(name)), key=lambda name: int(name[7:]))
 
     def input_place(self) -> Location:
         """Folder of the input that was converted to Parquet; see `conversion/converter.py`."""
@@ -193,7 +226,7 @@ class JobStore:
 
     def clean_up(self) -> None:
         """Remove what only a running job needs: prepared rows, unfinished work, temporary files."""
-        self.location.remove([f"{OURS}/rows", f"{OURS}/wip", f"{OURS}/tmp"])
+        self.location.remove([f"{OURS}/{name}" for name in _OF_A_RUN])
 
     def overwrite(self, *, keep_input: bool = False) -> None:
         """Remove the job in OUTPUT, parts and records; `job.json` goes last, so that a killed removal can be repeated.
@@ -207,9 +240,13 @@ class JobStore:
             self.location.remove([SUCCESS])
         self.location.remove([part_name(shard_id) for shard_id in contents.parts])
         kept = f"{OURS}/{_INPUT}" if keep_input else ""
-        records = [f"{OURS}/{name}" for name in self.location.list(OURS)]
-        self.location.remove([name for name in records if name not in (_JOB, kept)])
+        self.remove_records({_JOB, kept})
         self.location.remove([_JOB] if keep_input else [_JOB, OURS])
+
+    def remove_records(self, kept: Collection[str]) -> None:
+        """Remove all records but those with a name in `kept`, from OUTPUT on."""
+        records = [f"{OURS}/{name}" for name in self.location.list(OURS)]
+        self.location.remove([name for name in records if name not in kept])
 
     def check_ownership(self, contents: OutputContents) -> None:
         """Raise `OutputConflictError` when OUTPUT holds files that no job of ours put there."""
@@ -377,7 +414,7 @@ class JobStore:
 
     def append_log(self, source: str, text: str) -> None:
         """Add lines to the log of `source` (letters, digits, `_`, `-`)."""
-        self.location.append(f"{OURS}/logs/{source}.log", text.encode())
+        self.settled().location.append(f"{OURS}/logs/{source}.log", text.encode())
 
     def read_logs(self) -> dict[str, str]:
         """Source -> its log."""

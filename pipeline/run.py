@@ -96,7 +96,8 @@ def _run(spec: JobSpec, client: Client | None, watcher: Progress, engine_factory
     check_suitability(spec, connected, client)
     job = open_job(spec)
     if job.is_finished and not job.changed_adapters:
-        watcher.note("This job is done already. Nothing was run.")
+        since = ", and nothing has changed since" if job.spec.update else ""
+        watcher.note(f"This job is done already{since}. Nothing was run.")
         return finished_before(job)
     for line in job_notes(job.record):
         watcher.note(line)

@@ -9,8 +9,9 @@ import logging
 import platform
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -27,6 +28,7 @@ from ..spec import JobSpec
 from ..storage.local_copy import model_sha256
 from ..storage.redaction import redacted_url
 from ..store import JobStore, OutputContents
+from ..updates import put_in_place
 from .adapters import audit_all
 from .generation_config import generation_defaults
 from .validation import CheckedJob, check_job
@@ -36,6 +38,8 @@ logger = logging.getLogger(__name__)
 # second; a coordinator that hangs is replaced after this time.
 SILENCE_S = 20.0
 _LOOK_INTERVAL_S = 0.5
+#: Kind of error rows, in summaries, that an engine gave up.
+ENGINE_ERROR = "engine"
 _RECORDED_PACKAGES = ("lorabatch", "torch", "dask", "distributed", "pyarrow", "tokenizers", "numpy")
 
 
@@ -73,20 +77,63 @@ def open_job(spec: JobSpec) -> OpenedJob:
 def _opened(checked: CheckedJob) -> OpenedJob:
     """Freeze a checked job, or resume the same one; see `open_job`."""
     spec, converter = checked.spec, checked.converter
+    left = checked.store.latest() if checked.output.has_job else checked.store
+    if left.update and left.is_finished():
+        checked = replace(checked, output=put_in_place(left).contents())
     holder = _holder(checked.store) if checked.output.has_job else None
     record = make_record(checked)
     if checked.output.is_empty or spec.overwrite or _makes_way(checked, record):
         if checked.output.has_records:
             check_silent(checked.store)
+            check_silent(checked.store.latest())
             if not spec.overwrite and _holder(checked.store) != holder:
-                return _resumed(checked, record)  # another command was faster
+                return _resumed(checked, record, checked.store)  # another command was faster
             # Removes the leftovers of a job that was never frozen too: its plan would be taken for this job's.
             checked.store.overwrite(keep_input=bool(converter.key))
         record = record.model_copy(update={"input": converter.put_in_place(record.input)})
         if checked.store.freeze(record):
             converter.remove_others()
             return OpenedJob(checked.spec, checked.store, record, checked.model.folder, False, frozenset())
-    return _resumed(checked, record)
+    return _updated(checked, record) if spec.update else _resumed(checked, record, checked.store)
+
+
+def _updated(checked: CheckedJob, record: JobRecord) -> OpenedJob:
+    """An update of the job in the output: the one that was begun, if it is this one, else a new one. A job that is
+    this one goes on, or is done.
+    """
+    left = checked.store.latest()
+    frozen = left.read_record()
+    if not differences(frozen, record) and (left.update or not _is_to_redo(left, frozen, record)):
+        return _resumed(checked, record, left)
+    check_silent(checked.store)
+    check_silent(left)
+    store = checked.store.next_update()
+    record = updating(record, [checked.store, *checked.store.updates()])
+    record = record.model_copy(update={"input": checked.converter.put_in_place(record.input)})
+    if not store.freeze(record):
+        return _resumed(checked, record, store)  # another command was faster
+    return OpenedJob(checked.spec, store, record, checked.model.folder, False, frozenset())
+
+
+def updating(record: JobRecord, sources: Sequence[JobStore]) -> JobRecord:
+    """The record of a job that keeps answers of earlier ones, the output's own job first. Its chat templates see the
+    time that the first job's have seen: a date in prompts would make every row another one.
+    """
+    first = sources[0].read_record()
+    time_zone = first.time_zone if first.local_time else ""
+    names = tuple(source.update for source in sources)
+    given = {"local_time": first.local_time or first.created_at, "time_zone": time_zone, "sources": names}
+    return record.model_copy(update=given)
+
+
+def _is_to_redo(store: JobStore, frozen: JobRecord, record: JobRecord) -> bool:
+    """Whether the output's job is done, and some of its answers are not what they would be now: an adapter has changed,
+    or an engine has given rows up, which may be right now.
+    """
+    if not store.is_finished():
+        return False
+    errors = (store.read_summary() or {}).get("errors", ())
+    return bool(changed_adapters(frozen, record)) or any(kind["kind"] == ENGINE_ERROR for kind in errors)
 
 
 def check_silent(store: JobStore, silence_s: float = SILENCE_S) -> None:
@@ -146,38 +193,38 @@ def _makes_way(checked: CheckedJob, record: JobRecord) -> bool:
     return state is not None and state.is_final and bool(differences(store.read_record(), record))
 
 
-def _resumed(checked: CheckedJob, record: JobRecord) -> OpenedJob:
-    """The job that is frozen in the output, if it is this one."""
+def _resumed(checked: CheckedJob, record: JobRecord, store: JobStore) -> OpenedJob:
+    """The job that is frozen in the output, if it is this one. `store`: that of the output, or of an update of it."""
     shown = redacted_url(checked.spec.output)
-    frozen = checked.store.read_record()
+    frozen = store.read_record()
     reasons = differences(frozen, record)
     if reasons:
         raise OutputConflictError(
             f"output={shown!r}: holds another job, {frozen.job_id} of {frozen.created_at}: {'; '.join(reasons)}. "
-            "Choose another output, or start over with --overwrite."
+            "Choose another output, keep what is unchanged with --update, or start over with --overwrite."
         )
     record = record.model_copy(update={"input": checked.converter.put_in_place(record.input)})
     changed = changed_adapters(frozen, record)
-    is_finished = _is_still_finished(checked)
+    is_finished = _is_still_finished(store, is_verified=checked.spec.verify)
     # The input files may have been copied or touched meanwhile. Rows that were prepared but not planned come from the
     # files as they were; for planned rows, each part records what it was made of.
-    is_read_again = not checked.store.has_plan() and _versions_of(frozen.input) != _versions_of(record.input)
+    is_read_again = not store.has_plan() and _versions_of(frozen.input) != _versions_of(record.input)
     if is_read_again or (checked.spec.verify and not is_finished):
-        check_silent(checked.store)
-        checked.store.remove_index()
+        check_silent(store)
+        store.remove_index()
     resumed = frozen.model_copy(update={"adapters": record.adapters, "spec": record.spec, "input": record.input})
-    return OpenedJob(checked.spec, checked.store, resumed, checked.model.folder, is_finished, changed)
+    return OpenedJob(checked.spec, store, resumed, checked.model.folder, is_finished, changed)
 
 
 def _versions_of(given: InputRecord) -> list[tuple[str, float] | None]:
     return [(file.version.tag, file.version.modified_s) if file.version else None for file in given.files]
 
 
-def _is_still_finished(checked: CheckedJob) -> bool:
-    """Whether the job was done and all its parts are unchanged since. If they are not, or with `verify`, `_SUCCESS` is
-    removed: the run compares the parts with the plan and computes again what is missing.
+def _is_still_finished(store: JobStore, *, is_verified: bool) -> bool:
+    """Whether the job was done and all its parts are unchanged since. If they are not, or if the job `is_verified`,
+    `_SUCCESS` is removed: the run compares the parts with the plan and computes again what is missing.
     """
-    store, contents = checked.store, checked.store.contents()
+    contents = store.contents()
     if not contents.is_finished:
         return False
     try:
@@ -186,7 +233,7 @@ def _is_still_finished(checked: CheckedJob) -> bool:
         reasons = reasons or ("its parts.json is gone" if _has_lost_its_list(store, contents) else "")
     except DamagedRecordError as error:
         reasons = str(error)  # written again at the end
-    if not reasons and not checked.spec.verify:
+    if not reasons and not is_verified:
         return True
     logger.warning("the job in %s was done and is compared again: %s", redacted_url(store.url), reasons or "--verify")
     store.unmark_success()

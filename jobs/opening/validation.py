@@ -264,6 +264,7 @@ def _check_input(spec: JobSpec, templates: Sequence[str], converter: Converter) 
     read_by_templates, of_templates = template_columns(spec, templates, schema)
     kinds = distinct_kinds(footers)
     of_spark = spark_type_problems([(footer.file.name, footer.metadata) for footer in footers], copied)
+    problems += id_problems(spec, roles)
     problems += [*of_roles, *of_templates, *of_names, *(of_spark | type_problems(schema, copied, kinds)).values()]
     if problems:
         raise JobRequestError(*problems)
@@ -286,6 +287,21 @@ def _check_input(spec: JobSpec, templates: Sequence[str], converter: Converter) 
         converted=converter.formats,
         json_columns=converter.json_columns,
     )
+
+
+def id_problems(spec: JobSpec, roles: Mapping[str, str]) -> list[str]:
+    """Problems of an update with the ids of its rows, as sentences. `roles`: role -> input column."""
+    if spec.id_from_content and "id" in roles:
+        return [
+            f"id_from_content: the input has ids in column {roles['id']!r}. Leave the option out, or leave the column "
+            "out of the input."
+        ]
+    if spec.update and not spec.id_from_content and "id" not in roles:
+        return [
+            "update: the input has no column 'id', and ids of file and row number change with the input. Name a column "
+            "that tells its rows apart with --column id=NAME, or make ids of what the rows ask with --id-from-content."
+        ]
+    return []
 
 
 def _output_prefix(spec: JobSpec, given: InputRecord) -> str:

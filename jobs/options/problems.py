@@ -130,6 +130,10 @@ def conflicts(spec: Any) -> list[str]:
             "add_generation_prompt, continue_final_message: a prompt ends with one of the two. Give one of them."
         )
     problems += _template_problems(spec)
+    if spec.update and spec.overwrite:
+        problems.append(
+            "update, overwrite: one keeps the answers in the output, the other removes them. Give one of them."
+        )
     if spec.keep and spec.drop:
         problems.append("keep, drop: each says which columns are copied. Give one of them.")
     if spec.scheduler_file is not None and spec.cluster != "local":

@@ -158,6 +158,11 @@ class JobOptions(TypedDict, total=False):
     examples: bool
     #: Remove the job that is in the output and start over.
     overwrite: bool
+    #: Keep the answers in the output whose rows are unchanged, compute new and changed rows, and let removed ones
+    #: leave. Needs ids: a column, or --id-from-content.
+    update: bool
+    #: Ids are hashes of what the rows ask (adapter, prompt, settings), for input without a column of ids.
+    id_from_content: bool
     #: Move rows from slow or busy workers to others.
     migration: bool
     #: How rows are batched, dispatched and moved: planner is this project's.

@@ -64,6 +64,7 @@ def write_report(store: JobStore, gpu_hour_price: str | float | None = None) -> 
     read.
     """
     price = parse_price(gpu_hour_price)
+    store = store.latest()
     status = read_status(store)
     is_ended = status.state is not None and status.state.is_final
     runs = read_timelines(store.read_events(), status.state.updated_at_s if status.state and is_ended else None)

@@ -192,10 +192,12 @@ class JobStatus:
 
 
 def read_status(store: JobStore, now_s: float | None = None) -> JobStatus:
-    """Read a job's status. `now_s`: seconds since the epoch, by default the clock's.
+    """Read a job's status. `store`: that of the output, or of an update (`JobStore.latest`). `now_s`: seconds since the
+    epoch, by default the clock's.
 
     Raises `JobRequestError` when the output holds no job, `StorageError` when it cannot be read.
     """
+    store = store.settled()
     try:
         record = store.read_record()
     except MissingFileError:
@@ -214,7 +216,8 @@ def read_status(store: JobStore, now_s: float | None = None) -> JobStatus:
     # The summary is written before `_SUCCESS`. Without it, and without the state that follows, `_SUCCESS` was copied
     # from elsewhere.
     has_ended = summary is not None or (state is not None and state.phase == "done")
-    was_finished = contents.is_finished and not begins_anew and has_ended
+    # The answers of an update count once they are in OUTPUT.
+    was_finished = contents.is_finished and not begins_anew and has_ended and not store.update
     changed = missing_parts(store, contents) if was_finished else {}
     return JobStatus(
         output=redacted_url(store.url),
@@ -247,7 +250,7 @@ def wait_for_end(
     give_up_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
     began_s = time.monotonic()
     while True:
-        status = read_status(store)
+        status = read_status(store.latest())
         if status.state is not None:
             # The job is finished before its state says so.
             show(replace(status.state, phase="done") if status.is_finished else status.state)
@@ -265,6 +268,7 @@ def wait_interval_s(store: JobStore, waited_s: float) -> float:
 
 def request_cancel(store: JobStore) -> bool:
     """Ask the run of a job to stop; False when it has ended already. Raises what `read_status` raises."""
+    store = store.latest()
     if read_status(store).is_over:
         return False
     store.request_cancel()

@@ -44,11 +44,11 @@ def log_lines(store: JobStore, *, follow: bool = False) -> Iterator[str]:
 
     Raises `JobRequestError` when the output holds no job, `StorageError` when it cannot be read.
     """
-    reader = _LogReader(store)
+    reader = _LogReader(store.latest())
     interval_s = _FOLLOW_INTERVAL_S if store.location.is_local else _REMOTE_INTERVAL_S
     while True:
         # The status is read before the logs, so that the last lines of a job that ends are seen.
-        status = read_status(store)
+        status = read_status(reader.store)
         is_last = status.is_resting or not follow
         with naming_damage("the job's records"):
             lines = [line for _, line in reader.new_lines(status, is_last=is_last)]
@@ -87,14 +87,15 @@ class _LogReader:
         lines = [] if self._has_begun else list(_frozen(status))
         self._has_begun = True
         self._opened_s = datetime.fromisoformat(status.record.created_at).timestamp()
-        records, self._num_event_bytes = self.store.read_new_events(self._num_event_bytes)
-        if self.store.has_plan_facts() and self._story.plan is None:
-            self._story.plan = self.store.read_plan_facts()
+        store = self.store.settled()
+        records, self._num_event_bytes = store.read_new_events(self._num_event_bytes)
+        if store.has_plan_facts() and self._story.plan is None:
+            self._story.plan = store.read_plan_facts()
         for record in records:
             # Ignores a record of another shape than ours.
             with suppress(*MALFORMED):
                 lines += self._story.read(record)
-        for name, text in self.store.read_logs().items():
+        for name, text in store.read_logs().items():
             lines += self._lines_of(name, text, is_last)
         lines.sort(key=itemgetter(0))
         return lines + (list(_standing(status)) if is_last else [])

@@ -24,20 +24,22 @@ def follow_rows(store: JobStore, columns: Sequence[str] | None = None) -> Iterat
     Raises `JobRequestError` for unknown columns, an output without a job, and one that another job has taken over; the
     error that ended the job, after its last row; `JobFailedError` when a part that was read was computed again.
     """
-    began_s, job_id = time.monotonic(), read_status(store).record.job_id
+    began_s, job_id = time.monotonic(), read_status(store.latest()).record.job_id
     # Shard id -> bytes of its part when it was read.
     read: dict[int, int] = {}
     while True:
         # The status is read before the listing: the parts of a job that is done are all in it.
-        status = read_status(store)
+        place = store.latest()
+        status = read_status(place)
         if status.record.job_id != job_id:
             raise JobRequestError(f"output={status.output!r}: another job has taken the place of {job_id}.")
-        parts = store.committed_parts() if _has_planned(status) else {}
+        place = place.settled()
+        parts = place.committed_parts() if _has_planned(status) else {}
         _check_unchanged(status, read, parts)
         new = sorted(parts.keys() - read.keys())
         for shard_id in new:
             try:
-                yield from _rows_of_part(store, shard_id, columns)
+                yield from _rows_of_part(place, shard_id, columns)
             except MissingFileError:
                 continue  # taken away since the listing, and written again later
             read[shard_id] = parts[shard_id]

@@ -215,6 +215,20 @@ class Location:
                 self._forget(name)
                 self.fs.rm(self.path(name), recursive=True)
 
+    def put(self, name: str, target: str) -> None:
+        """Give the file `name` the name `target`, in place of another file there; a reader sees one of both, whole.
+        An object store copies the file, and `name` stays until it is removed.
+        """
+        with self._translated("write", target):
+            if self.is_local:
+                self._rename(self.local_path(name), self.local_path(target))
+                return
+            self._forget(name)
+            self._forget(target)
+            put = self.fs.mv if self.url.startswith(RENAMING_PROTOCOLS) else self.fs.cp_file
+            self._make_folders(*([self.path(target)] if self.url.startswith(RENAMING_PROTOCOLS) else []))
+            put(self.path(name), self.path(target))
+
     def _conditional_put(self, name: str, data: bytes) -> bool:
         if self.exists(name):
             return False

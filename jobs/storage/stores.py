@@ -36,7 +36,8 @@ _UNSENT_BYTES = 1 << 18
 _LEAST_BYTES_PER_S = 50_000
 # Call of a filesystem that is limited -> verb for messages.
 _CALLS: Mapping[str, str] = {
-    "cat_file": "read", "exists": "look for", "find": "list", "get_file": "read", "glob": "list", "info": "look for",
+    "cat_file": "read", "cp_file": "copy", "exists": "look for", "find": "list", "get_file": "read", "glob": "list",
+    "info": "look for",
     "isdir": "look for", "isfile": "look for", "ls": "list", "makedirs": "make the folder", "mv": "move",
     "open": "read", "pipe_file": "write", "put_file": "write", "rm": "remove", "rm_file": "remove",
 }  # fmt: skip

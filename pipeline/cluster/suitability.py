@@ -50,9 +50,9 @@ def check_suitability(spec: JobSpec, connect: _Connect, client: Client | None = 
 
 
 def _is_done(spec: JobSpec) -> bool:
-    """Whether the output holds a job that is done and is not to be started over."""
+    """Whether the output holds a job that is done and is not to be started over or updated."""
     with suppress(StorageError):
-        return not spec.overwrite and JobStore(spec.output, spec.storage_options).is_finished()
+        return not (spec.overwrite or spec.update) and JobStore(spec.output, spec.storage_options).is_finished()
     return False
 
 

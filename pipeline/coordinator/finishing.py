@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from itertools import pairwise
 
 from ...jobs.history import add_to_history
+from ...jobs.updates import put_in_place
 from ...scheduler.costs.cost import CostModel
 from ...scheduler.estimates.lengths import OTHER_TASKS, AnswerKey, AnswerLengths, frequent_tasks
 from ..dataset.writer import empty_part
@@ -90,6 +91,7 @@ def finish(run: JobRun, plan: JobPlan, account: Account, done: Coordinated) -> J
     job.store.write_parts(parts)
     job.store.write_summary(result.to_json())
     job.store.mark_success()
+    put_in_place(job.store)
     # Reported last, since a client that waits for "done" may read the output.
     run.reporter.done(result)
     _keep_history(run, account, done)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ...jobs.errors import DamagedRecordError, JobFailedError, MissingFileError
 from ...jobs.input.columns import readable_values
 from ...jobs.input.completions import completions
+from ...jobs.opening.opened_job import ENGINE_ERROR
 from ...jobs.outcome import EXAMPLE_CHARACTERS, NUM_EXAMPLES, AdapterOutcome, KindOfError
 from ...jobs.parts import (
     ROW_ADAPTER,
@@ -42,7 +43,6 @@ from ..planning.plan import JobPlan, serving_adapters
 from ..planning.settings import RunSettings
 from ..planning.validation import ADAPTER_ERROR
 
-ENGINE_ERROR = "engine"
 _LISTS = ("completion", "completion_tokens", "finish_reason")
 # Columns of the index that are counted beside the parts' own.
 _NUMBERS = ("max_tokens", "shared_tokens", "error_kind", "is_drawn", "is_scored", "fixed_tokens", "task")

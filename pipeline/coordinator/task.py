@@ -28,6 +28,7 @@ from ...jobs.status.notes import row_notes
 from ...jobs.storage.limits import expect_away
 from ...jobs.storage.redaction import redacted_url
 from ...jobs.store import part_name
+from ...jobs.updates import put_in_place
 from ...scheduler.estimates.lengths import AnswerKey, AnswerLengths, LengthEstimator, lengths_by_adapter
 from ...scheduler.estimates.step_costs import StepCosts
 from ...scheduler.estimates.time_left import PlannedJob, Work
@@ -47,6 +48,7 @@ from ..planning.plan import JobPlan, plan_job, read_plan, reopen_shard, reopen_s
 from ..planning.settings import RunSettings
 from ..result import JobResult
 from ..worker.registration import is_registered, unregister_plugin
+from ..worker.run_shard import keep_shards
 from .control import JobControl, JobRun
 from .driver import Coordinator
 from .fan_out import FanOut
@@ -127,9 +129,10 @@ def has_finished(job: OpenedJob) -> bool:
     have finished it: Dask starts a coordinator again when the worker that has its result is lost.
     """
     try:
-        if not job.store.is_finished():
+        store = job.store.settled()
+        if not store.is_finished():
             return False
-        frozen = job.store.read_record()
+        frozen = store.read_record()
     except StorageError:
         return False
     return frozen.job_id == job.record.job_id and not changed_adapters(frozen, job.record)
@@ -140,7 +143,7 @@ def _holds_output(job: OpenedJob) -> bool:
     would take half a minute.
     """
     try:
-        job.store.check_holder(job.record.job_id)
+        job.store.settled().check_holder(job.record.job_id)
     except (OutputConflictError, StorageError):
         return False
     return True
@@ -152,12 +155,13 @@ def finished_before(job: OpenedJob) -> JobResult:
     An attempt that was killed before it had cleaned up, or that began while another one ended and then hung, leaves
     files and the state of a running job behind: both are put right.
     """
-    summary = job.store.read_summary()
+    store = put_in_place(job.store)
+    summary = store.read_summary()
     if summary is None:
         raise DamagedRecordError("summary.json: is gone, and _SUCCESS is there. Run the same command again.")
     result = JobResult.from_json(summary)
-    reporter = JobReporter(job.store, lambda state: None, job.spec.error_budget)
-    state = latest_state(job.store)
+    reporter = JobReporter(store, lambda state: None, job.spec.error_budget)
+    state = latest_state(store)
     if state is not None and state.phase == "done":
         reporter.clean_up()
         return result
@@ -261,7 +265,8 @@ def plan_shards(run: JobRun, indexed: IndexTotals) -> JobPlan:
             check=run.control.check_displaced,
         )
     of_rows = row_notes(job.record, indexed.rows_per_adapter, indexed.peculiar_rows)
-    run.reporter.notes = (*run.settings.device.notes, *of_rows)
+    of_update = [plan.update.to_text()] if plan.update else []
+    run.reporter.notes = (*of_update, *run.settings.device.notes, *of_rows)
     # This process may have been stopped, and the output be another job's or another coordinator's by now.
     run.control.check_displaced()
     job.store.check_holder(job.record.job_id)
@@ -275,6 +280,8 @@ def coordinate(run: JobRun, plan: JobPlan, indexed: IndexTotals, turn: int = 0) 
     the job's budget too. `turn`: number of calls before this one in this run.
     """
     job = run.job
+    if job.record.sources and not any(shard.has_engine_work for shard in plan.shards):
+        _keep_all(run, plan, turn)
     # A job without shards may have an empty part, if an earlier run was killed right after it had written the part.
     there = job.store.committed_parts() if plan.shards else {}
     strange = {shard_id: OF_NO_SHARD for shard_id in there if shard_id >= len(plan.shards)}
@@ -325,6 +332,24 @@ def _known_lengths(run: JobRun, rows_per_task: Mapping[AnswerKey, int]) -> dict[
     ids[None] = None
     rows = {(ids[name], task): count for (name, task), count in rows_per_task.items() if name in ids}
     return lengths_by_adapter(run.settings.lengths, rows)
+
+
+def _keep_all(run: JobRun, plan: JobPlan, turn: int) -> None:
+    """Write the parts of an update in which no row is computed. Shards of which that is not true after all are left for
+    engines; nothing else waits for one.
+    """
+    groups = _in_groups([shard.shard_id for shard in plan.shards])
+    given = {"store": run.job.store, "record": run.job.record, "spec": run.job.spec, "run_id": run.run_id}
+    name, attempt = f"keep{turn}-{run.run_id}", run.control.coordinator_id
+    writing = FanOut(run.client, keep_shards, groups, name, attempt, lambda shard_ids: 0, **given)
+    num_done = 0
+    for num_written in writing.results(run.control):
+        num_done += num_written
+        run.reporter.phase("running", plan.num_rows, rows_done=plan.num_rows * num_done // len(plan.shards))
+
+
+def _in_groups(shard_ids: Sequence[int]) -> list[Sequence[int]]:
+    return [shard_ids[start : start + _PARTS_PER_COUNT] for start in range(0, len(shard_ids), _PARTS_PER_COUNT)]
 
 
 def _take_away(run: JobRun, bad: Mapping[int, str], curable: Mapping[int, str]) -> None:
@@ -385,7 +410,7 @@ def _count(run: JobRun, shard_ids: Sequence[int], name: str, **options: Any) -> 
     """Run `account_parts` with these `options` on the workers and add its accounts up. `name`: unique name of this
     count within the run; Dask keeps results by name.
     """
-    groups = [shard_ids[start : start + _PARTS_PER_COUNT] for start in range(0, len(shard_ids), _PARTS_PER_COUNT)]
+    groups = _in_groups(shard_ids)
     total = Account()
     key, attempt = f"{name}-{run.run_id}", run.control.coordinator_id
     given = {"store": run.job.store, "record": run.job.record, "run_id": run.run_id}

@@ -138,6 +138,8 @@ class IndexJob:
     prepared_apart: Mapping[str, AdapterRecord] = field(default_factory=dict)
     #: Columns of the input that are not copied to the output.
     dropped: tuple[str, ...] = ()
+    #: Whether ids are made of what rows ask, see `content_id`; else of file and row number, without a column of ids.
+    id_from_content: bool = False
     #: Content hash of the base model without its weights, which its tokenizer must have; "" for any.
     tokenizer_sha256: str = ""
 
@@ -166,6 +168,7 @@ class IndexJob:
             storage_options=spec.storage_options,
             prepared_apart={adapter.name: adapter for adapter in record.adapters if adapter.is_prepared_apart},
             dropped=record.input.dropped,
+            id_from_content=record.spec.id_from_content,
             tokenizer_sha256=record.model.tokenizer_sha256,
         )
 

@@ -38,13 +38,14 @@ class ChunkRows:
             batch = batch.take(pa.array([draft.row for draft in drafts]))
         first, job = self._num_prepared, replace(self._job.sampling, n=1)
         self._num_prepared += len(drafts)
+        fingerprints = [row_fingerprint(d.row_id, d.tokens or (), d.sampling, d.sample) for d in drafts]
         ours = (
             [f"{self._chunk_id}:{number}" for number in range(first, self._num_prepared)],
             [draft.adapter for draft in drafts],
             [draft.tokens for draft in drafts],
             [None if d.problems else sampling_overrides(job, d.sampling) for d in drafts],
             [" ".join(draft.problems) or None for draft in drafts],
-            [row_fingerprint(d.row_id, d.tokens or (), d.sampling, d.sample) for d in drafts],
+            fingerprints,
             [places[draft.row] for draft in drafts],
         )
         fields = [field for field in batch.schema if field.name not in self._job.dropped]
@@ -62,7 +63,7 @@ class ChunkRows:
             fields.append(column)
             columns.append(pa.array(values, column.type))
         self._batches.append(pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields)))
-        self._numbers.append(_numbers(drafts))
+        self._numbers.append(_numbers(drafts, fingerprints))
 
     def order(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Rows sorted by adapter, the base model first, otherwise as in the input; and the beginnings of record
@@ -108,8 +109,9 @@ class ChunkRows:
         return shared_tokens(adapters, prompts)
 
 
-def _numbers(drafts: list[RowDraft]) -> pa.RecordBatch:
+def _numbers(drafts: list[RowDraft], fingerprints: list[bytes]) -> pa.RecordBatch:
     """The rows' numbers for the index. Error rows have `max_tokens` 0: they need no engine."""
+    halves = prepared.fingerprint_numbers(fingerprints)
     values = {
         "prompt_tokens": [len(draft.tokens or ()) for draft in drafts],
         "max_tokens": [0 if draft.problems else draft.sampling.max_tokens for draft in drafts],
@@ -120,6 +122,8 @@ def _numbers(drafts: list[RowDraft]) -> pa.RecordBatch:
         "is_scored": [draft.sampling.wants_prompt_logprobs for draft in drafts],
         "fixed_tokens": [draft.fixed_tokens for draft in drafts],
         "task": [draft.task for draft in drafts],
+        "fingerprint_high": halves[:, 0],
+        "fingerprint_low": halves[:, 1],
     }
     columns = {name: pa.array(items, prepared.INDEX_SCHEMA.field(name).type) for name, items in values.items()}
     adapters = pa.array([draft.adapter for draft in drafts], pa.string())

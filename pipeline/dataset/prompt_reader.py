@@ -5,6 +5,7 @@ It takes the columns of a batch, renders messages by the chat template, tokenise
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -102,6 +103,10 @@ class PromptReader:
         self._check_options(drafts)
         for draft in drafts:
             check_length(draft, self._job.max_context_tokens)
+            if self._job.id_from_content and not draft.problems:
+                draft.row_id = content_id(
+                    {**columns, **{f"column {name}": of for name, of in given.items()}}, draft.row
+                )
         drafts = [sample for draft in drafts for sample in draft.samples()]
         for draft in drafts:
             draft.fixed_tokens = self._fixed_tokens(draft)
@@ -388,6 +393,12 @@ def _together(drafts: list[RowDraft]) -> Iterator[list[RowDraft]]:
 @lru_cache(maxsize=8)
 def _prompt_template(sources: tuple[str, ...], now: str) -> PromptTemplate:
     return PromptTemplate(sources, datetime.fromisoformat(now) if now else None)
+
+
+def content_id(columns: Mapping[str, list[Any]], row: int) -> str:
+    """Id of a row by the values of all that its answer depends on: 32 hexadecimal digits."""
+    asked = {name: values[row] for name, values in sorted(columns.items()) if values[row] is not None}
+    return hashlib.blake2b(json.dumps(asked, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
 def _rows(columns: Mapping[str, list[Any]]) -> list[dict[str, Any]]:

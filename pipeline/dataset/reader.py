@@ -110,6 +110,17 @@ class ShardReader:
             fingerprints=tuple(table.column(prepared.FINGERPRINT).to_pylist()),
         )
 
+    def sources(self, shard_id: int) -> list[int]:
+        """Places of the answers that rows of a shard keep (`reference_schema`), each once; empty unless the job is an
+        update.
+        """
+        with self._file(self._plan, self._store.plan_source()) as plan:
+            batch = plan.get_batch(shard_id)
+        if prepared.SOURCE not in batch.schema.names:
+            return []
+        found: list[int] = np.unique(batch.column(prepared.SOURCE)).tolist()
+        return [place for place in found if place >= 0]
+
     def contents(self, shard_id: int) -> str:
         """`ShardRows.contents` of one shard, reading only the columns that it needs. Raises what `rows` raises."""
         return _contents(self._gather(shard_id, _CONTENTS), self._record, self.adapters)

@@ -9,15 +9,18 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from ...jobs.errors import DamagedRecordError
 from ...jobs.options.values import OUR_PREFIX
+from ...jobs.record import JobRecord
 
 BATCH_ROWS = 256
 # Most mapped files that stay open.
@@ -53,6 +56,7 @@ SAMPLE_FIELD = pa.field(SAMPLE, pa.int32())
 # `task`: equal for rows of which answers of like lengths are expected (`fingerprints.task_hash`).
 # `batch`, `row`: record batch of the prepared row, and row in it.
 # `place`: number of the row in the chunk as it was read.
+# `fingerprint_high`, `fingerprint_low`: the row's fingerprint, as two numbers; 0 in files of earlier versions.
 INDEX_SCHEMA = pa.schema(
     [
         pa.field("adapter", pa.dictionary(pa.int32(), pa.string())),
@@ -69,12 +73,37 @@ INDEX_SCHEMA = pa.schema(
         pa.field("batch", pa.int32()),
         pa.field("row", pa.int32()),
         pa.field("place", pa.int32()),
+        pa.field("fingerprint_high", pa.uint64()),
+        pa.field("fingerprint_low", pa.uint64()),
     ]
 )
-# Columns of `plan.arrow`. Record batch `i` has the places of the rows of shard `i`, in the plan's order.
-REFERENCE_SCHEMA = pa.schema(
-    [pa.field("chunk", pa.int32()), pa.field("batch", pa.int32()), pa.field("row", pa.int32())]
-)
+#: Columns of `plan.arrow` by which an update finds the rows of a job again.
+IDENTITY_COLUMNS = ("id_hash", "fingerprint_high", "fingerprint_low")
+SOURCE = "source"
+
+
+def reference_schema(record: JobRecord) -> pa.Schema:
+    """The columns of a job's `plan.arrow`. Record batch `i` has the rows of shard `i`, in the plan's order: their
+    places, for a job with ids `IDENTITY_COLUMNS`, for an update `SOURCE`, the place of the answer that a row keeps (-1:
+    none): number of the job in `record.sources` in the upper 32 bits, of its shard in the lower ones.
+    """
+    names = ["chunk", "batch", "row", *(IDENTITY_COLUMNS if record.has_own_ids else ())]
+    sources = [pa.field(SOURCE, pa.int64())] if record.sources else []
+    return pa.schema([*(INDEX_SCHEMA.field(name) if name != "chunk" else _CHUNK for name in names), *sources])
+
+
+_CHUNK = pa.field("chunk", pa.int32())
+
+
+def fingerprint_numbers(fingerprints: Iterable[bytes]) -> NDArray[np.uint64]:
+    """Upper and lower halves of fingerprints of 16 bytes, uint64 `[num_rows, 2]`."""
+    return np.frombuffer(b"".join(fingerprints), ">u8").astype(np.uint64).reshape(-1, 2)
+
+
+def fingerprints_of(high: NDArray[np.uint64], low: NDArray[np.uint64]) -> list[bytes]:
+    """The fingerprints that `fingerprint_numbers` has taken apart."""
+    data = np.stack([high, low], axis=1).astype(">u8").tobytes()
+    return [data[start : start + 16] for start in range(0, len(data), 16)]
 
 
 def passthrough_schema(schema: pa.Schema) -> pa.Schema:

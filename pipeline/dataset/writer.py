@@ -127,9 +127,6 @@ def answers_in_part(
     ids = rows.table.column(id_column)
     if record.has_lists:
         ids = ids.take(pa.array(_first_of_rows(rows)))
-    # the other columns follow from these and from the request
-    names = [field.name for field in completion_fields(record) if field.name in RowAnswer.__dataclass_fields__]
-    columns = {name: output_name(record, name) for name in names}
     try:
         table = pq.read_table(part)
         mark = PartMark.of(table.schema)
@@ -139,13 +136,9 @@ def answers_in_part(
     is_ours = (mark.job_id, mark.shard_id) == (record.job_id, str(rows.shard_id))
     if not is_ours or not table.column(id_column).equals(ids):
         return None
-    there = [name for name, column in columns.items() if column in table.column_names]
-    answers = table.select([columns[name] for name in there]).rename_columns(there).to_pylist()
-    if record.has_lists:
-        lists = {name for name in names if name not in OF_ROWS}
-        answers = [each for row in answers for each in completions(row, lists)]
+    answers = answer_values(table, record)
     return {
-        request.request_id: _answer(answer, fingerprint)
+        request.request_id: row_answer(answer, fingerprint)
         for request, fingerprint, answer in zip(rows.requests, rows.fingerprints, answers, strict=True)
         if not isinstance(request, RowAnswer)
         and (with_errors or answer["error"] is None)
@@ -153,7 +146,26 @@ def answers_in_part(
     }
 
 
-def _answer(values: dict[str, Any], fingerprint: bytes) -> RowAnswer:
+def has_answers_as_written(part: pa.Table, record: JobRecord) -> bool:
+    """Whether a part, with all its columns, has the answers that its job wrote."""
+    return _answers_hash(part, record) == PartMark.of(part.schema).answers
+
+
+def answer_values(part: pa.Table, record: JobRecord) -> list[dict[str, Any]]:
+    """The fields of `RowAnswer` of each completion in a part, as far as the table has their columns. The other columns
+    of a part follow from these and from the request.
+    """
+    names = [field.name for field in completion_fields(record) if field.name in RowAnswer.__dataclass_fields__]
+    columns = {name: column for name in names if (column := output_name(record, name)) in part.column_names}
+    answers: list[dict[str, Any]] = part.select(list(columns.values())).rename_columns(list(columns)).to_pylist()
+    if record.has_lists:
+        lists = {name for name in columns if name not in OF_ROWS}
+        answers = [each for row in answers for each in completions(row, lists)]
+    return answers
+
+
+def row_answer(values: dict[str, Any], fingerprint: bytes) -> RowAnswer:
+    """The answer of a row with these values of `answer_values`, which are changed."""
     for name in ("token_ids", "token_logprobs"):
         values[name] = None if values.get(name) is None else tuple(values[name])
     if values.get("tool_calls") is not None:

@@ -235,14 +235,14 @@ class JobReporter:
         )
         with self._lock:
             self.latest = last
-            self._store.write_last_state(last)
+            self._store.settled().write_last_state(last)
         self.clean_up()
         self._show(last)
 
     def clean_up(self) -> None:
         """Remove files that only a running job needs. Files that cannot be removed are logged."""
         try:
-            self._store.clean_up()
+            self._store.settled().clean_up()
         except StorageError as error:
             logger.warning("left in the output: %s", error)
 
@@ -312,7 +312,8 @@ class JobReporter:
         try:
             with self._lock:
                 self.latest = state
-                write = self._store.write_last_state if state.is_final else self._store.write_state
+                store = self._store.settled()
+                write = store.write_last_state if state.is_final else store.write_state
                 write(state)
         except StorageError as error:
             # Storage that fails for a moment costs one update. Storage that stays away fails the shards; the state may
@@ -348,7 +349,7 @@ def state_before(job: OpenedJob, run_id: str = "") -> JobState:
 def latest_state(store: JobStore) -> JobState | None:
     """The job's latest state; None when there is none, or it is damaged and will be replaced."""
     try:
-        return store.read_state()
+        return store.settled().read_state()
     except DamagedRecordError:
         return None
 

@@ -18,13 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.memory.limits import CpuMemory, cpu_memory, keeps_merged_copy
-from ...jobs.opening.opened_job import OpenedJob, open_job
+from ...jobs.errors import JobRequestError
+from ...jobs.opening.job_file import read_job_file
+from ...jobs.opening.opened_job import OpenedJob, open_job, updating
 from ...jobs.opening.validation import requested_job
 from ...jobs.options.values import check_speeds, parse_speeds
 from ...jobs.outcome import KindOfError
+from ...jobs.progress import UpdateCounts
 from ...jobs.record import AdapterRecord
 from ...jobs.spec import JobSpec
 from ...jobs.status.notes import job_notes, messages_note, row_notes
+from ...jobs.storage.urls import absolute
+from ...jobs.store import JobStore
 from ...scheduler.forecast import Forecast
 from ...scheduler.workload import BASE_MODEL, Workload
 from ...system.local_cache import temporary_folder
@@ -35,7 +40,7 @@ from ..cluster.suitability import check_suitability, unknown_note
 from ..dataset.chunk import IndexJob
 from ..dataset.index import IndexTotals, example_prompt, index_chunk, list_chunks
 from . import prediction
-from .plan import check_rows
+from .plan import CheckedRows, check_rows
 from .settings import RunSettings
 
 # Rows of the largest job that is played whole; of a larger one a sample is. Playing this many takes some ten seconds.
@@ -93,6 +98,8 @@ class DryRun:
     notes: tuple[str, ...]
     #: Place of a row (`file:row`) and its prompt as the model gets it, where templates make prompts; else None.
     example: tuple[str, str] | None = None
+    #: Counts of an update's rows; None for a job that is no update.
+    update: UpdateCounts | None = None
 
     @property
     def memory(self) -> CpuMemory | None:
@@ -112,19 +119,23 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None, speeds: str
     """
     slowness = None if speeds is None else parse_speeds(speeds)
     with temporary_folder() as folder:
-        # `output` in a job file is overridden too: a plan must not read or change the job's output.
-        given = dict(values) | {"output": str(folder), "overwrite": True}
+        # `output` in a job file is overridden too: a plan must not change the job's output.
+        given = dict(values) | {"output": str(folder), "overwrite": False}
         spec = requested_job(given, job_file)
+        sources = _sources(spec, values, job_file) if spec.update else []
         check_suitability(spec, connected, is_plan=True)
         job = open_job(spec)
+        if sources:
+            job = replace(job, record=updating(job.record, sources))
         num_workers, device = _workers(spec)
         check_speeds(slowness, num_workers)
         settings = RunSettings.of(job, num_workers, device)
         indexed = _index(job)
-        with check_rows(job.store, job.record, indexed) as checked:
+        with check_rows(job.store, job.record, indexed, sources) as checked:
             names = checked.names
             rows, workload = checked.whole()
             name_number = np.where(workload.adapter_index == BASE_MODEL, BASE_MODEL, rows["adapter"])
+            is_computed = rows["source"] < 0
         predict = partial(
             prediction.forecast, settings, workload, num_workers, max_rows=_SIMULATED_ROWS, slowness=slowness
         )
@@ -142,7 +153,7 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None, speeds: str
             weight_bytes,
             settings,
             forecast,
-            adapter_forecasts(names, name_number, workload, forecast),
+            adapter_forecasts(names, name_number, workload, forecast, is_computed),
             prediction.bound(settings, workload, num_workers, slowness).seconds,
             range_s,
             slowness,
@@ -154,7 +165,25 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None, speeds: str
                 *row_notes(job.record, indexed.rows_per_adapter, indexed.peculiar_rows),
             ),
             example_prompt(job.record, job.spec) if job.record.makes_prompts else None,
+            _counts(checked, spec),
         )
+
+
+def _sources(spec: JobSpec, values: Mapping[str, Any], job_file: Path | None) -> list[JobStore]:
+    """Stores of the jobs whose answers an update would keep; none where the output is empty. Raises `JobRequestError`
+    for an update without an output.
+    """
+    output = (read_job_file(job_file, values) if job_file else values).get("output")
+    if not output:
+        raise JobRequestError("update: needs the output whose answers are kept. Name it with --output.")
+    store = JobStore(absolute(str(output)), spec.storage_options)
+    return [store, *store.updates()] if store.contents().has_job else []
+
+
+def _counts(checked: CheckedRows, spec: JobSpec) -> UpdateCounts | None:
+    if checked.earlier is not None:
+        return checked.earlier.counts
+    return UpdateCounts(0, checked.rows.num_rows, 0, 0, 0) if spec.update else None
 
 
 def _workers(spec: JobSpec) -> tuple[int, Device]:
@@ -176,18 +205,24 @@ def _index(job: OpenedJob) -> IndexTotals:
 
 
 def adapter_forecasts(
-    names: Sequence[str], name_number: NDArray[np.int32], workload: Workload, forecast: Forecast
+    names: Sequence[str],
+    name_number: NDArray[np.int32],
+    workload: Workload,
+    forecast: Forecast,
+    is_counted: NDArray[np.bool_] | None = None,
 ) -> tuple[AdapterForecast, ...]:
     """Share of each adapter that has rows, the base model's last. Two names of the same content have a share each.
 
     `name_number` int32 `[num_rows]`: index of the name of each row's adapter in `names`, -1 for the base model.
+    `is_counted` bool `[num_rows]`: rows of the shares; None for all.
     """
-    number = name_number % (len(names) + 1)
-    columns = (workload.prompt_tokens, forecast.predicted, forecast.row_s)
+    rows = np.arange(len(name_number)) if is_counted is None else np.flatnonzero(is_counted)
+    number = name_number[rows] % (len(names) + 1)
+    columns = (workload.prompt_tokens[rows], forecast.predicted[rows], forecast.row_s[rows])
     prompt, output, seconds = (np.bincount(number, weights=column, minlength=len(names) + 1) for column in columns)
     shares = []
     for i, first, num_rows in zip(*np.unique(number, return_index=True, return_counts=True), strict=True):
-        index = int(workload.adapter_index[first])
+        index = int(workload.adapter_index[rows[first]])
         shares.append(
             AdapterForecast(
                 name=None if index == BASE_MODEL else names[i],

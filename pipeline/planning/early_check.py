@@ -102,7 +102,8 @@ class EarlyCheck:
             if self._is_left.is_set():
                 return
             totals.add(index_chunk(chunk, index_job, job.store))
-        with check_rows(job.store, job.record, totals):
+        sources = [job.store.source(name) for name in job.record.sources]
+        with check_rows(job.store, job.record, totals, sources):
             pass
 
     def _check_ids(self, chunks: Sequence[ChunkRef]) -> None:

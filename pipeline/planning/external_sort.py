@@ -1,6 +1,6 @@
 """Sorts the index of all rows by adapter, in a file of this machine.
 
-Each row takes some 50 bytes, and a job may have more rows than memory has room for. Rows are therefore written to a
+Each row takes some 70 bytes, and a job may have more rows than memory has room for. Rows are therefore written to a
 file and read back a block at a time (`SortedRows` over `ScratchFile`). Prompts and ids stay in the prepared rows.
 """
 
@@ -29,7 +29,8 @@ _NUMBERS = [(field.name, field.type.to_pandas_dtype()) for field in prepared.IND
 # `adapter`: code of the adapter, -1 for the base model.
 # `error_kind`: 0 for a row in which the index has seen no error.
 # `chunk`, `batch`, `row`: place of the prepared row; `place`: number of the row in its chunk as it was read.
-INDEXED_ROW = np.dtype([("adapter", np.int32), ("chunk", np.int32), *_NUMBERS])
+# `source`: number of the shard of an earlier job whose answer the row keeps (`EarlierRows.places`); -1 for none.
+INDEXED_ROW = np.dtype([("adapter", np.int32), ("chunk", np.int32), ("source", np.int32), *_NUMBERS])
 IndexedRows = NDArray[np.void]
 
 
@@ -54,7 +55,7 @@ def _read_chunk(store: JobStore, key: str, chunk_id: int, codes: Mapping[str, in
             else:
                 # an index of an earlier version: rows count as greedy, and as read in the order of the index
                 rows[name] = np.arange(table.num_rows) if name == "place" else 0
-        rows["chunk"] = chunk_id
+        rows["chunk"], rows["source"] = chunk_id, -1
         rows["adapter"] = -1
         for part in table.column("adapter").chunks:  # one chunk; none in an empty table
             of_name = np.array([codes[name] for name in part.dictionary.to_pylist()] + [-1], np.int32)
@@ -63,13 +64,16 @@ def _read_chunk(store: JobStore, key: str, chunk_id: int, codes: Mapping[str, in
 
 
 class SortedRows:
-    """Rows in a file of this machine, adapter after adapter, those of one adapter in the order of their `add`.
+    """Rows in a file of this machine, adapter after adapter, those of one adapter in the order of their `add`. Rows
+    that keep answers come last, source after source, so that few shards read the same part of an earlier job.
 
-    `rows_per_code`: number of rows that each adapter will have, by code; the base model's last.
+    `rows_per_code`: number of rows to compute that each adapter will have, by code; the base model's last.
+    `rows_per_source`: number of rows that keep answers, by source.
     """
 
-    def __init__(self, rows_per_code: Sequence[int]) -> None:
-        counts = np.array(rows_per_code, np.int64)
+    def __init__(self, rows_per_code: Sequence[int], rows_per_source: Sequence[int] = ()) -> None:
+        self._num_codes = len(rows_per_code)
+        counts = np.array([*rows_per_code, *rows_per_source], np.int64)
         self._next = np.cumsum(counts) - counts
         #: Rows of the job.
         self.num_rows = int(counts.sum())
@@ -83,9 +87,10 @@ class SortedRows:
 
     def add(self, rows: IndexedRows) -> None:
         """Write rows of any adapters to the file."""
-        place = rows["adapter"] % len(self._next)
-        by_place = rows[np.argsort(place, kind="stable")]
-        places, firsts = np.unique(by_place["adapter"] % len(self._next), return_index=True)
+        codes = np.where(rows["source"] >= 0, self._num_codes + rows["source"], rows["adapter"] % self._num_codes)
+        order = np.argsort(codes, kind="stable")
+        by_place = rows[order]
+        places, firsts = np.unique(codes[order], return_index=True)
         for code, first, end in zip(places, firsts, np.append(firsts, len(rows))[1:], strict=True):
             self._file.write(by_place[first:end].tobytes(), int(self._next[code]) * INDEXED_ROW.itemsize)
             self._next[code] += end - first

@@ -27,6 +27,7 @@ from ...jobs.errors import DamagedRecordError, InputRowsError, naming_damage
 from ...jobs.input.adapter_names import adapter_problem
 from ...jobs.input.columns import DEFAULT_ID_COLUMN
 from ...jobs.outcome import KindOfError
+from ...jobs.progress import UpdateCounts
 from ...jobs.record import JobRecord, index_key
 from ...jobs.store import JobStore
 from ...scheduler.estimates.lengths import PRIOR_SHARE, expected_tokens
@@ -39,6 +40,7 @@ from ..dataset.index import IndexTotals
 from ..dataset.reader import ShardRows, read_shard
 from ..dataset.writer import answers_in_part
 from . import prediction
+from .earlier import EarlierRows
 from .external_sort import INDEXED_ROW, IndexedRows, ScratchFile, SortedRows, are_further, read_chunks
 from .settings import RunSettings
 from .validation import DuplicateIds, RowErrors, check_budget
@@ -70,6 +72,8 @@ class JobPlan:
     adapter_names: tuple[tuple[str, ...], ...]
     #: Seconds predicted from the first shard opened to the last part written.
     predicted_s: float
+    #: Counts of an update's rows; None for a job that is no update.
+    update: UpdateCounts | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,23 +95,27 @@ class CheckedRows:
     number: NDArray[np.int32]
     #: Whether completions of one row of the input must be in one shard.
     together: bool = False
+    #: The earlier jobs of an update; None for a job that is no update.
+    earlier: EarlierRows | None = None
 
     def whole(self) -> tuple[IndexedRows, Workload]:
         """All rows at once, and the planner's view of them."""
         return next(self.blocks(max(self.rows.num_rows, 1)))
 
     def blocks(self, block_rows: int) -> Iterator[tuple[IndexedRows, Workload]]:
-        """Blocks of rows in order of their adapters, and the planner's view of each: error rows have no work in it."""
+        """Blocks of rows in order of their adapters, and the planner's view of each: error rows, and rows that keep
+        their answers, have no work in it.
+        """
         for rows in self.rows.blocks(block_rows, together=self.together):
-            is_error = self.errors.is_error(rows)
+            is_idle = self.errors.is_error(rows) | (rows["source"] >= 0)
             prompt, output, prefix, shared, is_drawn, is_scored, fixed, task = (
-                np.where(is_error, INDEXED_ROW[name].type(0), rows[name]) for name in _PLANNED
+                np.where(is_idle, INDEXED_ROW[name].type(0), rows[name]) for name in _PLANNED
             )
             yield (
                 rows,
                 Workload(
                     adapters=self.serving,
-                    adapter_index=np.where(is_error, np.int32(BASE_MODEL), self.number[rows["adapter"] + 1]),
+                    adapter_index=np.where(is_idle, np.int32(BASE_MODEL), self.number[rows["adapter"] + 1]),
                     prompt_tokens=prompt,
                     # engines compute more tokens for a choice of many texts than its answer has
                     max_tokens=np.maximum(output, fixed),
@@ -137,7 +145,9 @@ def plan_job(
 
     Returns the plan of another run if that has written one meanwhile.
     """
-    with check_rows(store, record, indexed) as checked, _ShardDraft() as draft:
+    sources = [store.source(name) for name in record.sources]
+    schema = prepared.reference_schema(record)
+    with check_rows(store, record, indexed, sources) as checked, _ShardDraft(schema, checked.earlier) as draft:
         num_rows = checked.rows.num_rows
         sample = prediction.sample(settings, num_rows, num_replicas, max_rows=_SIMULATED_ROWS)
         if settings.is_dealt:
@@ -154,6 +164,7 @@ def plan_job(
             errors=checked.kinds,
             adapter_names=draft.adapter_names,
             predicted_s=sample.predict(partial(prediction.play_expected, settings)),
+            update=None if checked.earlier is None else checked.earlier.counts,
         )
         with draft.references({_FACTS_KEY: json.dumps(plan_facts(plan))}) as references:
             is_ours = store.write_plan(references)
@@ -164,8 +175,11 @@ def plan_job(
 
 
 @contextmanager
-def check_rows(store: JobStore, record: JobRecord, indexed: IndexTotals) -> Iterator[CheckedRows]:
-    """Check the whole index; the rows stay in a file until the context is closed.
+def check_rows(
+    store: JobStore, record: JobRecord, indexed: IndexTotals, sources: Sequence[JobStore] = ()
+) -> Iterator[CheckedRows]:
+    """Check the whole index; the rows stay in a file until the context is closed. `sources`: stores of the jobs whose
+    answers an update keeps.
 
     Raises `InputRowsError` for row groups that cannot be read and for duplicate ids, all at once, and
     `ErrorBudgetError` when more rows are wrong than the job's `max_errors` allows.
@@ -179,13 +193,23 @@ def check_rows(store: JobStore, record: JobRecord, indexed: IndexTotals) -> Iter
     codes = {name: code for code, name in enumerate(names)}
     errors = RowErrors([adapter_problem(name, known) for name in names])
     num_rows = indexed.num_rows
-    with SortedRows([*(counts[name] for name in names), indexed.rows_per_adapter[None]]) as rows:
+    read = partial(read_chunks, store, index_key(record), indexed.num_chunks, codes)
+    earlier = EarlierRows(sources, record, names) if sources else None
+    kept = [] if earlier is None else [earlier.find(chunk, errors.is_error(chunk)) for chunk in read()]
+    rows_per_code = np.array([*(counts[name] for name in names), indexed.rows_per_adapter[None]], np.int64)
+    if earlier is not None:
+        rows_per_code -= earlier.rows_per_code
+    rows_per_source = [] if earlier is None else earlier.rows_per_source.tolist()
+    with SortedRows(rows_per_code.tolist(), rows_per_source) as rows:
         with DuplicateIds(num_rows, _BLOCK_ROWS) as ids:
-            for chunk in read_chunks(store, index_key(record), indexed.num_chunks, codes):
+            for chunk_id, chunk in enumerate(read()):
+                if kept:
+                    chunk["source"] = kept[chunk_id]
                 rows.add(chunk)
                 ids.add(chunk)
                 errors.add(chunk)
-            ids.refuse(store, record.input.roles.get("id", DEFAULT_ID_COLUMN))
+            id_column = record.input.roles.get("id", DEFAULT_ID_COLUMN)
+            ids.refuse(store, id_column, is_from_content=record.spec.id_from_content)
         kinds = errors.kinds(store)
         check_budget(record.spec.error_budget, kinds, num_rows)
         serving = serving_adapters(record)
@@ -199,6 +223,7 @@ def check_rows(store: JobStore, record: JobRecord, indexed: IndexTotals) -> Iter
             serving,
             np.array([BASE_MODEL, *(served.get(name, BASE_MODEL) for name in names)], np.int32),
             record.has_lists,
+            earlier,
         )
 
 
@@ -222,12 +247,14 @@ def read_plan(store: JobStore) -> JobPlan:
 
 def _plan_of(facts: Mapping[str, Any]) -> JobPlan:
     with naming_damage("plan.json"):
+        update = facts.get("update")
         return JobPlan(
             shards=tuple(Shard.from_json(shard) for shard in facts["shards"]),
             num_rows=facts["num_rows"],
             errors=tuple(KindOfError(**kind) for kind in facts["errors"]),
             adapter_names=tuple(tuple(names) for names in facts["adapter_names"]),
             predicted_s=facts["predicted_s"],
+            update=update and UpdateCounts(**update | {"reasons": tuple(update["reasons"])}),
         )
 
 
@@ -243,14 +270,16 @@ def _first_facts(store: JobStore) -> dict[str, Any]:
         return facts
 
 
-_COLUMNS = tuple(prepared.REFERENCE_SCHEMA.names)
-_PLACE = np.dtype([(name, np.int32) for name in _COLUMNS])
-
-
 class _ShardDraft:
-    """Collects the shards of a job block by block; the places of their rows are kept in a file of this machine."""
+    """Collects the shards of a job block by block; the places of their rows are kept in a file of this machine.
+    `schema`: columns of the plan. `earlier`: the earlier jobs of an update.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, schema: pa.Schema, earlier: EarlierRows | None = None) -> None:
+        self._schema = schema
+        self._columns = np.dtype([(column.name, column.type.to_pandas_dtype()) for column in schema])
+        # the last entry is for rows that keep no answer
+        self._sources = np.array([*(earlier.places if earlier else ()), -1], np.int64)
         #: Shards so far.
         self.shards: tuple[Shard, ...] = ()
         #: Names of all adapters that the rows of each shard ask for, including refused and unknown ones.
@@ -268,11 +297,12 @@ class _ShardDraft:
     def add(self, rows: IndexedRows, names: Sequence[str], plan: ShardPlan) -> None:
         """Add the shards of one more block. `names`: names of adapters by code."""
         plan.check_integrity()
-        places = np.empty(len(rows), _PLACE)
-        for name in _COLUMNS:
-            places[name] = rows[name][plan.row_order]
+        places = np.empty(len(rows), self._columns)
+        for name in self._schema.names:
+            values = self._sources[rows[name]] if name == prepared.SOURCE else rows[name]
+            places[name] = values[plan.row_order]
         start = self._file.write(places.tobytes())
-        self._starts += tuple((start + plan.shard_offsets[:-1] * _PLACE.itemsize).tolist())
+        self._starts += tuple((start + plan.shard_offsets[:-1] * self._columns.itemsize).tolist())
         codes = (np.unique(rows["adapter"][plan.rows_of(shard.shard_id)]) for shard in plan.shards)
         self.adapter_names += tuple(tuple(names[code] for code in found if code >= 0) for found in codes)
         self.shards += tuple(replace(s, wave_id=s.wave_id + self._num_waves) for s in plan.shards)
@@ -288,13 +318,14 @@ class _ShardDraft:
     @contextmanager
     def references(self, metadata: Mapping[bytes, str]) -> Iterator[memoryview]:
         """The bytes of `plan.arrow`: record batch i has the places of shard i's rows, the schema has `metadata`."""
-        schema = prepared.REFERENCE_SCHEMA.with_metadata(metadata)
+        schema = self._schema.with_metadata(metadata)
         with temporary_folder() as folder:
             path = folder / "plan.arrow"
             with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
                 for shard, start in zip(self.shards, self._starts, strict=True):
-                    places = np.frombuffer(self._file.read(start, shard.num_rows * _PLACE.itemsize), _PLACE)
-                    columns = [pa.array(np.ascontiguousarray(places[name])) for name in _COLUMNS]
+                    data = self._file.read(start, shard.num_rows * self._columns.itemsize)
+                    places = np.frombuffer(data, self._columns)
+                    columns = [pa.array(np.ascontiguousarray(places[name])) for name in schema.names]
                     writer.write_batch(pa.record_batch(columns, schema=schema))
             with pa.memory_map(str(path)) as mapped:
                 yield memoryview(mapped.read_buffer())

@@ -56,7 +56,7 @@ class DuplicateIds:
         for i in np.unique(number):
             self._files[int(i)].write(found[number == i].tobytes())
 
-    def refuse(self, store: JobStore, id_column: str) -> None:
+    def refuse(self, store: JobStore, id_column: str, *, is_from_content: bool = False) -> None:
         """Raise `InputRowsError`, naming examples and their places, when two rows have one id.
 
         Ids with equal hashes are compared themselves, so that no collision is taken for a duplicate.
@@ -69,6 +69,8 @@ class DuplicateIds:
                 found = _repeated(store, group, id_column)
                 num_repeated -= not found
                 examples += found
+        if examples and is_from_content:
+            raise _equal_rows(num_repeated, examples[:IDS_SHOWN])
         if examples:
             raise double_ids(id_column, num_repeated, examples[:IDS_SHOWN])
 
@@ -90,6 +92,15 @@ def double_ids(id_column: str, num_repeated: int, examples: Sequence[str]) -> In
     return InputRowsError(
         f"column {id_column!r} (id): {ids} in more than one row: {'; '.join(examples)}. Every row needs an id of its "
         "own: make them unique, or name another column with --column id=NAME."
+    )
+
+
+def _equal_rows(num_repeated: int, examples: Sequence[str]) -> InputRowsError:
+    """The error that refuses rows whose ids are made of equal content."""
+    return InputRowsError(
+        f"id_from_content: {num_repeated} ids have more than one row, with one adapter, prompt and settings: "
+        f"{'; '.join(examples)}. Leave out all but one of each, ask for several answers with --n, or give every row an "
+        "id of its own in a column, and name it with --column id=NAME."
     )
 
 

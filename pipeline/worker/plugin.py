@@ -32,6 +32,7 @@ from ...jobs.store import JobStore
 from ...version import __version__
 from ..cluster.versions import sent_to_workers
 from ..cluster.worker_process import keep_warnings, leave_on_sigterm, let_pools_wait, revive_pools, worker_log_path
+from ..dataset.earlier import EarlierAnswers
 from ..dataset.index import spelling
 from ..dataset.reader import ShardReader
 from ..dataset.writer import Spell
@@ -112,6 +113,7 @@ class RunPlugin(WorkerPlugin):
         self.address: str = worker.address
         self._record: JobRecord | None = None
         self._shards: ShardReader | None = None
+        self._earlier: EarlierAnswers | None = None
         self._lock = threading.Lock()
         self._claims: dict[int, Future[ShardOutcome]] = {}
 
@@ -182,6 +184,14 @@ class RunPlugin(WorkerPlugin):
             if self._shards is None:
                 self._shards = ShardReader(self.store, record)
             return self._shards
+
+    def earlier(self) -> EarlierAnswers:
+        """The answers of earlier jobs that the job keeps, if it is an update."""
+        record = self.record()
+        with self._lock:
+            if self._earlier is None:
+                self._earlier = EarlierAnswers([self.store.source(name) for name in record.sources])
+            return self._earlier
 
     def spelling(self) -> Spell:
         """The function that gives the bytes of tokens in the run's output."""

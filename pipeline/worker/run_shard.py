@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from uuid import uuid4
 
@@ -20,11 +21,14 @@ from ...engine.request import ExportedRow, Request
 from ...jobs.parts import PartMark, read_mark
 from ...jobs.progress import AdapterCount
 from ...jobs.record import JobRecord
+from ...jobs.spec import JobSpec
 from ...jobs.store import JobStore
 from ...scheduler.messages import RunShard
 from ...scheduler.planning.bound import JobWork
 from ..dataset.answers import BegunRow, RowAnswer, decode_journal, encode_answers, encode_begun
-from ..dataset.reader import ShardRows
+from ..dataset.earlier import EarlierAnswers
+from ..dataset.index import spelling
+from ..dataset.reader import ShardReader, ShardRows
 from ..dataset.writer import answers_in_part, part_bytes
 from ..messages import PromptReuse, ShardAbandonedError, ShardOutcome
 from ..supervisor.open_shard import OpenShard, ServedRow
@@ -63,6 +67,8 @@ def _answer_and_commit(plugin: RunPlugin, command: RunShard, run_id: str) -> Sha
         num_reused = mark.reused_by(run_id) if isinstance(mark, PartMark) else 0
         return _outcome(plugin, rows, done, num_reused, JobWork())
     kept = read_kept(plugin.store, record, rows, run_id)
+    if record.sources:
+        kept.keep_earlier(rows, plugin.earlier().of(plugin.shards().sources(command.shard_id)))
     answers = kept.answers
     reused = frozenset(answers)
     asked = [r for r in rows.requests if isinstance(r, Request) and r.request_id not in answers]
@@ -192,6 +198,16 @@ class KeptRows:
     #: Request ids of rows with an answer of an earlier run.
     earlier: set[str] = field(default_factory=set)
 
+    def keep_earlier(self, rows: ShardRows, answers: Mapping[bytes, RowAnswer]) -> None:
+        """Keep the answers of earlier jobs that hold. `answers`: by fingerprint."""
+        for request, fingerprint in zip(rows.requests, rows.fingerprints, strict=True):
+            answer = answers.get(fingerprint)
+            if answer is None or isinstance(request, RowAnswer) or answer.adapter_sha256 != request.adapter_id:
+                continue
+            if request.request_id not in self.answers:
+                self.answers[request.request_id] = answer
+                self.earlier.add(request.request_id)
+
 
 def _journals_of(run_id: str) -> str:
     """Beginning of the names of a run's journals."""
@@ -232,6 +248,31 @@ def read_kept(store: JobStore, record: JobRecord, rows: ShardRows, run_id: str =
         store.append_wip(rows.shard_id, f"part-{uuid4().hex[:8]}", encode_answers(in_part.values()))
         store.remove_part(rows.shard_id)
     return kept
+
+
+def keep_shards(shard_ids: Sequence[int], store: JobStore, record: JobRecord, spec: JobSpec, run_id: str) -> int:
+    """Write the parts of an update's shards whose rows all keep their answers, or cannot be answered: no engine is
+    needed. Returns the number of parts written. Safe to repeat, and to run twice at once.
+
+    `spec`: the job's options with those of storage. Raises `StorageError`, and `OutputConflictError` when the output is
+    another job's by now.
+    """
+    spell = spelling(record, spec.model, spec.storage_options)
+    earlier = EarlierAnswers([store.source(name) for name in record.sources])
+    num_written = 0
+    with closing(ShardReader(store, record)) as shards:
+        for shard_id in shard_ids:
+            rows = shards.rows(shard_id)
+            if read_done(store, record, rows) is not None:
+                continue
+            kept = read_kept(store, record, rows, run_id)
+            kept.keep_earlier(rows, earlier.of(shards.sources(shard_id)))
+            if any(isinstance(r, Request) and r.request_id not in kept.answers for r in rows.requests):
+                continue  # a part of before was lost meanwhile
+            part = part_bytes(rows, kept.answers, record, run_id, len(kept.earlier), spell)
+            store.check_current(record)
+            num_written += store.commit_part(shard_id, part)
+    return num_written
 
 
 def read_done(store: JobStore, record: JobRecord, rows: ShardRows) -> dict[str, RowAnswer] | None:

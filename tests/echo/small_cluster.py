@@ -346,6 +346,8 @@ class SmallCluster:
             scheduler=self.scheduler,
             security=SimpleNamespace(tls_ca_file=None),
             get_current_task=lambda: "coordinator",
+            loop=SimpleNamespace(add_callback=lambda call, *arguments: call(*arguments)),
+            log_event=self.log_event,
         )
         self._set_up(self.workers[address])
 

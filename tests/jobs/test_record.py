@@ -80,6 +80,7 @@ OTHER_VALUES: dict[str, Any] = {
     "row_settings": ["seed"],
     "keep": ["note"],
     "drop": ["note"],
+    "id_from_content": True,
     "output_prefix": "answer_",
     "policy": "s-lora",
     "placement": "loraserve",
@@ -108,7 +109,17 @@ def test_a_record_read_back_is_the_record(record: Record) -> None:
 
 def test_every_option_is_judged_to_be_part_of_the_job_or_not() -> None:
     judged = set(OTHER_VALUES) | set(FREE_VALUES)
-    judged |= {"model", "output", "overwrite", "device", "step_tokens", "pool_bytes", "cost_model", "cluster_options"}
+    judged |= {
+        "model",
+        "output",
+        "overwrite",
+        "update",
+        "device",
+        "step_tokens",
+        "pool_bytes",
+        "cost_model",
+        "cluster_options",
+    }
     judged |= {"tensor_parallel", *TLS_FIELDS, *FORMS}
     assert set(JobSpec.model_fields) == judged
     assert set(IDENTITY_FIELDS) == set(OTHER_VALUES)
@@ -171,6 +182,7 @@ def test_a_record_of_the_version_before_is_the_same_job_with_the_same_index() ->
     data = Path(__file__).with_name("recorded_job.json").read_bytes()
     frozen = JobRecord.from_json(data)
     written = json.loads(frozen.to_json())
+    assert written.pop("sources") == []  # which it did not have either
     expected = json.loads(data)
     later = sorted(written["spec"].keys() - expected["spec"].keys())
     assert "scheduler_file" in later, "an option that the version before did not have"

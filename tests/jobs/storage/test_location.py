@@ -156,6 +156,21 @@ def test_removing_takes_files_and_folders_and_minds_nothing_missing(location: Lo
     assert set(location.list()) - {"_scratch"} == {"keep"}
 
 
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_file_is_put_in_place_of_another_one_and_whole(location: Location, is_taken: bool) -> None:
+    location.write("below/there/new", b"new")
+    if is_taken:
+        location.write("part", b"old and longer")
+    for _ in range(2 - location.is_local):  # what a store copies can be put again
+        location.put("below/there/new", "part")
+        assert location.read("part") == b"new"
+    location.remove(["below"])
+    assert {"part"} <= location.list().keys() <= {"part", "_scratch"}
+    with pytest.raises(MissingFileError):
+        location.put("below/there/new", "part")
+    assert location.read("part") == b"new"
+
+
 def test_reading_what_is_missing_says_where_it_was_looked_for(location: Location) -> None:
     with pytest.raises(MissingFileError, match=r"place/gone\.txt"):
         location.read("gone.txt")

@@ -35,16 +35,23 @@ def test_adapters_of_all_chunks_are_distinguished(prepare_job: Callable[..., Any
 
 
 @given(
-    chunks=st.lists(st.lists(st.integers(-1, 3), max_size=20), max_size=6),
+    chunks=st.lists(
+        st.lists(st.tuples(st.integers(-1, 3), st.sampled_from([-1, -1, -1, 0, 1])), max_size=20), max_size=6
+    ),
     block_rows=st.integers(1, 30),
 )
-def test_blocks_hold_all_rows_sorted_by_adapter_and_then_as_they_came(chunks: list[list[int]], block_rows: int) -> None:
-    flat = [code for codes in chunks for code in codes]
+def test_blocks_hold_all_rows_sorted_by_adapter_and_then_as_they_came(
+    chunks: list[list[tuple[int, int]]], block_rows: int
+) -> None:
+    """Rows that keep answers are behind the others, sorted by the source of the answer."""
+    flat = [pair for pairs in chunks for pair in pairs]
+    sources = [source for _, source in flat]
     made = []
-    with SortedRows([flat.count(code) for code in (0, 1, 2, 3, -1)]) as rows:
-        for number, codes in enumerate(chunks):
-            chunk = np.zeros(len(codes), INDEXED_ROW)
-            chunk["adapter"], chunk["chunk"], chunk["row"] = codes, number, np.arange(len(codes))
+    with SortedRows([flat.count((code, -1)) for code in (0, 1, 2, 3, -1)], list(map(sources.count, (0, 1)))) as rows:
+        for number, pairs in enumerate(chunks):
+            chunk = np.zeros(len(pairs), INDEXED_ROW)
+            chunk["chunk"], chunk["row"] = number, np.arange(len(pairs))
+            chunk["adapter"], chunk["source"] = np.array(pairs, np.int32).reshape(-1, 2).T
             rows.add(chunk)
             made += chunk.tolist()
         blocks = list(rows.blocks(block_rows))
@@ -52,7 +59,7 @@ def test_blocks_hold_all_rows_sorted_by_adapter_and_then_as_they_came(chunks: li
     sizes = {len(block) for block in blocks}
     assert max(sizes) - min(sizes) <= 1
     found = [row for block in blocks for row in block.tolist()]
-    assert found == sorted(made, key=lambda row: row[0] % 5)
+    assert found == sorted(made, key=lambda row: 5 + row[2] if row[2] >= 0 else row[0] % 5)
 
 
 def test_what_is_written_anywhere_is_read_back() -> None:
