@@ -7,7 +7,7 @@ import uuid
 from dataclasses import dataclass
 from typing import Any, Self
 
-from distributed import Client, Status, Worker
+from distributed import Client, Reschedule, Status, Worker
 
 from ...jobs.errors import JobCancelledError, JobInterruptedError
 from ...jobs.opening.opened_job import OpenedJob
@@ -43,10 +43,6 @@ class JobRun:
     peers: Peers
     #: Settings of the run's engines and scheduler.
     settings: RunSettings
-
-
-class DisplacedError(Exception):
-    """The coordinator's worker ends, or another coordinator has taken over: everything stays as it is."""
 
 
 class JobControl:
@@ -98,14 +94,14 @@ class JobControl:
         return self.is_replaced or self._worker.status not in (Status.running, Status.paused)
 
     def check_displaced(self) -> None:
-        """Raise `DisplacedError` when the coordinator must leave everything as it is."""
+        """Raise `Reschedule`, by which Dask moves the task, when the coordinator must leave everything as it is."""
         if self.is_displaced:
-            raise DisplacedError
+            raise Reschedule
 
     def check(self) -> None:
         """Raise an error when the coordinator must stop.
 
-        Raises `DisplacedError` as `check_displaced` does, `JobFailedError` when Dask's scheduler is gone,
+        Raises `Reschedule` as `check_displaced` does, `JobFailedError` when Dask's scheduler is gone,
         `JobInterruptedError` when the client asked to stop or has died, `JobCancelledError` when CANCEL is in the
         output, `OutputConflictError` when the output has become another job's.
         """
@@ -117,7 +113,7 @@ class JobControl:
             self._is_replaced = self._client.run_on_scheduler(_is_wanted, key=self._task_key)
             self._is_stop_asked = not self._is_replaced
         if self._is_replaced:
-            raise DisplacedError
+            raise Reschedule
         if self._is_stop_asked:
             raise JobInterruptedError(INTERRUPTED)
         now_s = time.monotonic()

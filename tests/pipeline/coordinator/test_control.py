@@ -13,7 +13,7 @@ import pytest
 from distributed import Client, Future, LocalCluster, Reschedule, get_worker, secede
 
 from lorabatch.jobs.store import JobStore
-from lorabatch.pipeline.coordinator.control import DisplacedError, JobControl
+from lorabatch.pipeline.coordinator.control import JobControl
 from lorabatch.pipeline.coordinator.lease import CoordinatorLease
 from lorabatch.pipeline.messages import StopRun, new_run_id
 from lorabatch.pipeline.monitoring.topics import CONTROL
@@ -83,7 +83,7 @@ def test_a_coordinator_whose_task_was_moved_leaves_the_job_to_the_next(
     future = start(client, tmp_path, job, new_run_id(job.record.job_id))
     first = wait_for(tmp_path / "first")
     client.run_on_scheduler(move, away_from=first)
-    assert wait_for(tmp_path / "why") == f"{DisplacedError.__name__} True"
+    assert wait_for(tmp_path / "why") == f"{Reschedule.__name__} True"
     assert future.result(timeout=30) != first
 
 
