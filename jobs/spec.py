@@ -49,7 +49,7 @@ from .options.values import (
     with_tables,
 )
 from .storage.redaction import redacted_url
-from .storage.urls import absolute, is_hub_id, is_local_path
+from .storage.urls import absolute, absolute_if_local, is_hub_id
 
 # Options of sampling that may be written in several ways.
 _READ = tuple(name for name, o in SAMPLING_OPTIONS.items() if get_origin(o.kind) is tuple or name == "json_schema")
@@ -437,10 +437,10 @@ class JobSpec(_SamplingFields):
         if isinstance(adapters, str):
             adapters = adapters if is_hub_id(adapters) else absolute(adapters)
         elif adapters is not None:
-            adapters = {name: _absolute_if_there(url) for name, url in adapters.items()}
+            adapters = {name: absolute_if_local(url) for name, url in adapters.items()}
         return self.model_copy(
             update={
-                "model": _absolute_if_there(self.model),
+                "model": absolute_if_local(self.model),
                 "adapters": adapters,
                 "input": one_or_all([absolute(url) for url in self.inputs]),
                 "output": absolute(self.output),
@@ -490,10 +490,6 @@ class JobSpec(_SamplingFields):
 def _template_place(template: str | None) -> str | None:
     """A template's file as an absolute path; a template that is given as text stays as it is."""
     return template if template is None or is_template_text(template) else absolute(template)
-
-
-def _absolute_if_there(url: str) -> str:
-    return absolute(url) if is_local_path(url) else url
 
 
 def _is_number(name: str) -> bool:
