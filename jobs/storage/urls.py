@@ -35,3 +35,8 @@ def is_local_path(url: str) -> bool:
 def absolute(url: str) -> str:
     """A local path made independent of the working directory; URLs come back as they are."""
     return url if "://" in url else os.path.abspath(os.path.expanduser(url))
+
+
+def absolute_if_local(url: str) -> str:
+    """A path of this machine as an absolute path; another URL, or a hub id, as it is."""
+    return absolute(url) if is_local_path(url) else url
