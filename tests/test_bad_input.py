@@ -380,7 +380,7 @@ TABLE: list[tuple[str, int, list[str]]] = [
     (
         f"run {BASE} --output {{folder}}/taken",
         2,
-        ["holds another job, job-", "Choose another output, or start over with"],
+        ["holds another job, job-", "Choose another output, keep what is unchanged with --update, or start over"],
     ),
     (f"run {RIGHT} --input {{rows}} --output {{rows}}/answers", 2, ["its parts would be among the files of input="]),
     (f"run {BASE} --output denied://out", 2, ["output='denied://out'", "access was refused (Forbidden)"]),

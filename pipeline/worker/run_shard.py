@@ -54,7 +54,8 @@ def run_shard(run_id: str, command: RunShard) -> None:
     with plugin.claimed(command.shard_id) as (claim, is_ours):
         if is_ours:
             claim.set_result(_answer_and_commit(plugin, command, run_id))
-        plugin.publish_outcome(claim.result())
+        outcome = claim.result()
+    plugin.publish_outcome(outcome)
 
 
 def _answer_and_commit(plugin: RunPlugin, command: RunShard, run_id: str) -> ShardOutcome:

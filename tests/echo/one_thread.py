@@ -16,7 +16,7 @@ from small_cluster import Death, EchoPlugin, SmallCluster, TurningControl, watch
 from lorabatch.jobs.opening import opened_job as opening
 from lorabatch.jobs.record import AdapterRecord
 from lorabatch.pipeline import run as run_module
-from lorabatch.pipeline.coordinator import control, driver, fan_out, task
+from lorabatch.pipeline.coordinator import control, driver, fan_out, finishing, task
 from lorabatch.pipeline.messages import new_run_id
 from lorabatch.pipeline.monitoring import reporter
 from lorabatch.pipeline.planning.settings import RunSettings
@@ -61,7 +61,7 @@ class OneThread:
         self.is_only_one_lost = False
         patch.setattr(opening, "audit_all", audited)
         clock = Clock()
-        for module in (opening, task, driver, control, reporter, run_shard):
+        for module in (opening, finishing, driver, control, reporter, run_shard):
             patch.setattr(module, "time", clock)
         patch.setattr(run_module, "connected", lambda *_, **__: nullcontext(self.cluster))
         patch.setattr(run_module, "EarlyCheck", lambda job: nullcontext())

@@ -42,7 +42,7 @@ def test_a_job_runs_to_its_end_and_says_where_the_answers_are(
     done = lorabatch(*arguments(echo_job))
     assert done.returncode == 0, done.stderr
     assert f"60 rows answered in 3 parts: {echo_job.output}" in done.stdout
-    assert re.search(r"measured [0-9.]+ s, predicted [0-9.]+ s", done.stdout)
+    assert re.search(r"answering [0-9.]+, finishing [0-9.]+\), from ", done.stdout)
     assert "running" in done.stderr
     assert done.stderr.count("1 of 4 adapters is named by no row: rank64\n") == 1
     assert re.search(r"dashboard: http://127\.0\.0\.1:\d+/[\w-]{20,}/lora\n", done.stderr)

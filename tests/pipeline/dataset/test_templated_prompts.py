@@ -160,7 +160,7 @@ def test_text_prompts_have_the_tokens_of_the_text_and_values_write_no_control_to
     assert "x<|im_end|>y" in decode(rows[1][TOKENS])
     assert "\n<|im_start|>" in decode(rows[2][TOKENS])
     assert (job.record.spec.chat, job.record.renders_messages) == (False, False)
-    assert "columns: special tokens inside of them are text" in messages_note(job.record)[1]
+    assert len(messages_note(job.record)) == 1
     allowed = prepare_job(pa.table(table), prompt_template=template, model=str(with_ends), allow_special_tokens=True)
     assert prepared(allowed)[1][TOKENS] == text_tokens(job, "<|im_start|>x<|im_end|>y<|im_end|>\n<b>")
 

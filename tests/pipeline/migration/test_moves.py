@@ -32,7 +32,7 @@ from lorabatch.jobs.record import JobRecord
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.dataset.answers import BegunRow, decode_journal
 from lorabatch.pipeline.dataset.reader import read_shard
-from lorabatch.pipeline.messages import ShardAbandonedError
+from lorabatch.pipeline.messages import ShardAbandonedError, ShardOutcome
 from lorabatch.pipeline.migration import incoming, outgoing
 from lorabatch.pipeline.migration.peers import LendRows, Peers
 from lorabatch.pipeline.supervisor.open_shard import OpenShard, ServedRow
@@ -66,14 +66,13 @@ class SteppedLoop(asyncio.SelectorEventLoop):
 
 
 class PausingTask:
-    """A task in a thread that runs only when it is told, from one look at its shard to the next. It ends with `outcome`
-    or `error`.
+    """A task in a thread that runs only when it is told, from one look at its shard to the next. It ends with `error`,
+    if with one.
     """
 
     def __init__(self, run: Callable[[], Any]) -> None:
         self._run, self._is_killed = run, False
         self._may_go, self._has_paused = threading.Semaphore(0), threading.Semaphore(0)
-        self.outcome: Any = None
         self.error: BaseException | None = None
         self.is_over = False
         threading.Thread(target=self._work, daemon=True).start()
@@ -81,7 +80,7 @@ class PausingTask:
     def _work(self) -> None:
         self._may_go.acquire()
         try:
-            self.outcome = self._run()
+            self._run()
         except BaseException as error:
             self.error = error
         self.is_over = True
@@ -147,12 +146,18 @@ class MovingPlugin(EchoPlugin):
     def __init__(self, store: JobStore, model: Path, pause: Callable[[], None]) -> None:
         super().__init__(RUN, store, model, {})
         self._pause = pause
+        #: Published outcomes by shard id.
+        self.outcomes: dict[int, ShardOutcome] = {}
 
     def setup(self, worker: Any) -> None:
         """See `RunPlugin`."""
         super().setup(worker)
         self.engine = MovingHandle(self, self._pause)
         self.service = PeerService(worker, RUN, self.engine, Peers(worker, RUN), self)  # type: ignore[arg-type]
+
+    def publish_outcome(self, outcome: ShardOutcome) -> None:
+        """See `RunPlugin`."""
+        self.outcomes[outcome.shard_id] = outcome
 
     async def get(self, adapter_ids: Iterable[str], peers: Any) -> list[RegisterAdapter]:
         """As `AdapterCache`."""
@@ -271,7 +276,7 @@ class Moves(RuleBasedStateMachine):
         if task.error is not None:
             assert isinstance(task.error, ShardAbandonedError), repr(task.error)
             return
-        outcome = task.outcome
+        outcome = self.plugins[address].outcomes.pop(shard_id)
         assert (outcome.shard_id, outcome.num_rows, outcome.num_errors) == (shard_id, ROWS_PER_SHARD, 0)
         assert self.store.is_committed(shard_id)
 

@@ -316,10 +316,11 @@ def test_lent_rows_are_answered_from_elsewhere_or_go_on_here(
     reports.wait_for(lambda report: report.running_rows > 0)
     loan = engine.lend(5, 4).result(10)
     assert loan is not None
-    assert [row.request.request_id for row in loan.rows] == [f"row-{i}" for i in range(6, 10)]
+    _, lent = loan
+    assert [row.request.request_id for row in lent] == [f"row-{i}" for i in range(6, 10)]
     assert reports.wait_for(lambda report: report.lent_rows == 4).open_shards == unfinished((5, 10))
-    engine.submit(EngineQueue.answered, shard, [served(row.request, num_crashes=2) for row in loan.rows[:2]])
-    engine.submit(EngineQueue.reclaim, shard, [row.request.request_id for row in loan.rows])
+    engine.submit(EngineQueue.answered, shard, [served(row.request, num_crashes=2) for row in lent[:2]])
+    engine.submit(EngineQueue.reclaim, shard, [row.request.request_id for row in lent])
     gate.touch()
     rows = collect(shard)
     assert_right(requests, rows)
