@@ -246,7 +246,7 @@ def test_rows_of_a_job_that_was_left_are_kept_from_parts_and_journals(shared_cli
     echo_job.write_input(rows[:160])
     echo_job.set_engine(step_s=0.1)
     with pytest.raises(JobInterruptedError):
-        echo_job.run(shared_client, Watcher(lambda state: state.rows_done >= 16, interrupt))
+        echo_job.run(shared_client, Watcher(lambda state: state.shards_done >= 2, interrupt))
     done = len(echo_job.rows())
     assert 16 <= done < 160
     echo_job.set_engine()
