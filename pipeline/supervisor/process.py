@@ -11,7 +11,6 @@ import subprocess
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -33,22 +32,15 @@ from ...system.codec import MessageError
 from ..messages import EngineSettings
 from .spare import SpareEngine, start_engine_process
 
-
-@dataclass(frozen=True, slots=True)
-class ProcessExited:
-    """Message that the process is gone; `reason` is a clause about "it"."""
-
-    reason: str
-
-
-Listener = Callable[["EngineProcess", FromEngine | ProcessExited], None]
+#: Function that takes the messages of a process, and last of all why it is gone: a clause about "it".
+Listener = Callable[["EngineProcess", FromEngine | str], None]
 
 
 class EngineProcess:
     """An engine process that may still be starting. No call waits for it.
 
-    `listener` is called with every message, in a thread of the process's own, and last of all with `ProcessExited`,
-    exactly once. `Ready` is passed on once it is proven that the process has loaded the model whose hash the settings
+    `listener` is called with every message, in a thread of the process's own, and last of all with the
+    clause why the process is gone, exactly once. `Ready` is passed on once it is proven that the process has loaded the model whose hash the settings
     name. `spare`: a process that was started before, which is used if it lives.
     """
 
@@ -110,7 +102,7 @@ class EngineProcess:
             reason = "it could not be started"
         if self._spare is not None:
             self._spare.close()
-        self._listener(self, ProcessExited(reason))
+        self._listener(self, reason)
         if self._proof is not None:
             self._proof.close()
 

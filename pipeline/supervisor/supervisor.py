@@ -25,7 +25,7 @@ from ..messages import EngineFailedError, EngineSettings, WorkerReport
 from .health import SILENCE_S, EngineHealth, RestartPolicy
 from .metrics import EngineMeter
 from .open_shard import OpenShard
-from .process import EngineProcess, ProcessExited
+from .process import EngineProcess
 from .queue import EngineQueue, LentRows
 from .spare import SpareEngine, engine_log
 
@@ -106,7 +106,7 @@ class EngineSupervisor:
         """Whether the engine was given up."""
         return self._meter.latest.state == "failed"
 
-    def _receive(self, process: EngineProcess, message: FromEngine | ProcessExited) -> None:
+    def _receive(self, process: EngineProcess, message: FromEngine | str) -> None:
         self._inbox.put(partial(self._handle, process, message))
 
     def _run(self) -> None:
@@ -159,7 +159,7 @@ class EngineSupervisor:
         for run_id in list(self._queue.table.runs):
             self._queue.leave(run_id)
 
-    def _handle(self, process: EngineProcess, message: FromEngine | ProcessExited) -> None:
+    def _handle(self, process: EngineProcess, message: FromEngine | str) -> None:
         if process is not self._process:
             return
         match message:
@@ -177,7 +177,7 @@ class EngineSupervisor:
                 self._meter.progressed(message, time.monotonic())
             case Fatal():
                 self._fatal = message
-            case ProcessExited(reason):
+            case str(reason):
                 self._process_exited(self._fatal or Fatal(reason))
         step_s = message.step_s if isinstance(message, Heartbeat) else 0.0
         self._health.heard(time.monotonic(), is_ready=self._meter.latest.state == "ready", step_s=step_s)
