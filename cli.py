@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -326,7 +326,13 @@ def compare(
     """Compare answers: of two jobs or adapters, as they are; of one job, some of them with those in float32."""
     if other is not None or adapter or on is not None:
         for_float32 = [name for name, value in (("--rows", rows), ("--cluster", cluster)) if value is not None]
-        _compare_jobs(output, other, adapter or [], on, for_float32, storage_options, as_json=as_json)
+        with errors_as_exit_codes():
+            from .console.comparison import compare_outputs
+
+            second = None if other is None else _store(other, storage_options)
+            sides = _store(output, storage_options), second
+            is_equal = compare_outputs(*sides, adapter or [], on, for_float32, as_json=as_json)
+        raise typer.Exit(0 if is_equal else 1)
     with errors_as_exit_codes():
         from .console.progress import ConsoleProgress, print_agreement
         from .jobs.status.job_status import read_status
@@ -337,40 +343,6 @@ def compare(
         with ConsoleProgress() as progress:
             found = compare_rows(store, spec, rows or 32, progress=progress)
         print_agreement(found, as_json=as_json)
-
-
-def _compare_jobs(
-    output: str,
-    other: str | None,
-    adapters: list[str],
-    on: str | None,
-    for_float32: list[str],
-    storage_options: str | None,
-    *,
-    as_json: bool,
-) -> NoReturn:
-    """Compare two outputs, or two adapters of one, and exit with 1 where answers differ. `for_float32`: given options
-    that only a comparison with float32 has.
-    """
-    with errors_as_exit_codes():
-        from .console.tables import print_comparison
-        from .jobs.comparison import compare_answers
-        from .jobs.errors import JobRequestError
-
-        if for_float32:
-            raise JobRequestError(
-                f"{for_float32[0]}: only for one job, whose rows are answered in float32. Leave it out."
-            )
-        if len(adapters) > 2 or (other is None and len(adapters) < 2):
-            raise JobRequestError(
-                f"--adapter was given {len(adapters)} times: expected two adapters of one job, or at most two with the "
-                "outputs of two jobs."
-            )
-        first, second = _store(output, storage_options), _store(other or output, storage_options)
-        sides = (adapters[0], adapters[-1]) if adapters else (None, None)
-        found = compare_answers(first, second, adapters=sides, on=on)
-        print_comparison(found, as_json=as_json)
-    raise typer.Exit(0 if found.is_equal else 1)
 
 
 @app.command()

@@ -8,9 +8,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib.util import find_spec
-from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -19,11 +18,9 @@ from rich.text import Text
 
 from ..engine.peft import AdapterAudit
 from ..engine.peft.audit import AUDIT_COLUMNS, audit_rows
-from ..system.untrusted import printable
 from .terminal import plain_console
 
 if TYPE_CHECKING:  # each takes up to a second to import, and `audit` needs none of them
-    from ..jobs.comparison import Comparison
     from ..jobs.cost_profile import CostProfile
     from ..pipeline.planning.simulate import SimulationResult
 
@@ -127,54 +124,3 @@ def print_simulation(result: SimulationResult, console: Console | None = None) -
     console.print(table)
     hint = "" if len(result.files) > 1 else " (plots need matplotlib: pip install matplotlib)"
     console.print(f"{result.request.output}: {', '.join(result.files)}{hint}", soft_wrap=True)
-
-
-def print_comparison(found: Comparison, *, as_json: bool = False) -> None:
-    """Print how the answers of two sides differ, as tables of adapters and finish reasons with examples, or as JSON."""
-    if as_json:
-        typer.echo(json.dumps(found.to_json(), indent=1, default=str))
-        return
-    console = plain_console()
-    console.print(f"first:  {found.sides[0]}\nsecond: {found.sides[1]}", soft_wrap=True)
-    for change in found.changes:
-        console.print(f"  {change}", soft_wrap=True)
-    table = Table("adapter", *_COUNTED)
-    for name, part in (*found.adapters.items(), ("all", found)):
-        table.add_row(Text(printable(name or "(base model)")), *_counts(part))
-    console.print(table)
-    if found.num_other_adapter:
-        console.print(f"{found.num_other_adapter} rows were answered by another adapter on each side.")
-    for (first, second), count in found.finish_reasons.items():
-        console.print(f"finish reason {first if first == second else f'{first}, then {second}'}: {count} rows")
-    for key, *both in found.examples:
-        console.print(_example(key, *both))
-    console.print(f"Joined by {found.key}: {found}.", soft_wrap=True)
-
-
-# Characters of an answer in a cell of a comparison.
-_CELL_CHARACTERS = 160
-_COUNTED = ("equal", "different", "only first", "only second", "mean tokens, first", "second")
-
-
-def _counts(part: Comparison) -> list[str]:
-    tokens = [f"{total / part.num_both:.1f}" if part.num_both else "-" for total in part.completion_tokens]
-    return [*map(str, (part.num_equal, part.num_different, *part.num_alone)), *tokens]
-
-
-def _example(key: str, first: dict[str, Any], second: dict[str, Any]) -> Table:
-    """A differing row: both answers from a little before their first difference on."""
-    rows = (first, second)
-    adapters = dict.fromkeys(row["adapter"] or "base model" for row in rows)
-    table = Table(title=printable(f"{key} ({', '.join(adapters)})"), title_justify="left", expand=True, show_lines=True)
-    texts = [row["error"] or row["completion"] or "" for row in rows]
-    equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False)))
-    start = max(equal - _CELL_CHARACTERS // 4, 0)
-    for name, row in zip(("first", "second"), rows, strict=True):
-        table.add_column(f"{name}, {row['finish_reason']}")
-    table.add_row(*(Text(printable(("…" if start else "") + _shortened(text[start:]))) for text in texts))
-    return table
-
-
-def _shortened(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _CELL_CHARACTERS else line[: _CELL_CHARACTERS - 1] + "…"

@@ -39,9 +39,9 @@ Listener = Callable[["EngineProcess", FromEngine | str], None]
 class EngineProcess:
     """An engine process that may still be starting. No call waits for it.
 
-    `listener` is called with every message, in a thread of the process's own, and last of all with the
-    clause why the process is gone, exactly once. `Ready` is passed on once it is proven that the process has loaded the model whose hash the settings
-    name. `spare`: a process that was started before, which is used if it lives.
+    `listener` is called with every message, in a thread of the process's own, and last of all with the clause why the
+    process is gone, exactly once. `Ready` is passed on once it is proven that the process has loaded the model whose
+    hash the settings name. `spare`: a process that was started before, which is used if it lives.
     """
 
     def __init__(
