@@ -37,6 +37,8 @@ _INPUT = "input"
 _OF_A_RUN = ("rows", "wip", "tmp")
 _UPDATE_NAME = re.compile(r"update-(\d+)")
 _CANCEL = f"{OURS}/CANCEL"
+# Bytes that a remote store sends beyond each read of an Arrow file, of which a reader needs a few record batches.
+_ARROW_BLOCK_BYTES = 1 << 20
 _WIP_NAME = re.compile(r"(?P<attempt>[A-Za-z0-9_-]+)\.wip(\..+)?")
 _LOG_NAME = re.compile(r"(?P<source>[A-Za-z0-9_-]+)\.log(\..+)?")
 _PART_NAME = re.compile(r"part-(\d{5,})\.parquet")
@@ -375,7 +377,7 @@ class JobStore:
 
     def _source(self, name: str) -> Path | BinaryIO:
         if not self.location.is_local:
-            return self.location.open(name)
+            return self.location.open(name, _ARROW_BLOCK_BYTES)
         path = self.location.local_path(name)
         if not path.exists():
             raise MissingFileError(f"cannot read {path}: not found. Start the job again with --overwrite.")

@@ -1,7 +1,7 @@
 """`ShardReader`: the requests of a shard, read from the record batches that hold its rows and from no others.
 
 Prepared rows are stored in chunks (`schema.py`); the plan says chunk, batch and row of each. Local files are mapped
-into memory; remote ones are read by range, several chunks at a time.
+into memory; remote ones are read whole when they are small, else by range, several chunks at a time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -74,7 +74,7 @@ class ShardRows:
 
 
 class ShardReader:
-    """Reads shards of a job, in any thread. On local disk the plan and the chunks that were used last stay open:
+    """Reads shards of a job, in any thread. The plan and the chunks that were used last stay open (`KeptFiles`):
     opening a plan reads the places of all its shards.
 
     `max_bytes`: most bytes that the rows of a shard may take in memory.
@@ -88,7 +88,7 @@ class ShardReader:
         #: The job's adapters by name.
         self.adapters: Mapping[str, AdapterRecord] = {adapter.name: adapter for adapter in record.adapters}
         self._sampling = replace(record.spec.sampling, n=1)  # each completion is a request
-        self._plan, self._chunks = prepared.MappedFiles(""), prepared.MappedFiles(self._key)
+        self._plan, self._chunks = prepared.KeptFiles(""), prepared.KeptFiles(self._key)
         self._indexes: OrderedDict[tuple[int, tuple[str, ...]], dict[str, NDArray[Any]]] = OrderedDict()
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class ShardReader:
         """Places of the answers that rows of a shard keep (`reference_schema`), each once; empty unless the job is an
         update.
         """
-        with self._file(self._plan, self._store.plan_source()) as plan:
+        with self._plan.use(0, self._plan_source) as plan:
             batch = plan.get_batch(shard_id)
         if prepared.SOURCE not in batch.schema.names:
             return []
@@ -161,7 +161,7 @@ class ShardReader:
 
     def _places(self, shard_id: int) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
         """Chunk, record batch and row in it of each row of a shard, in the plan's order."""
-        with self._file(self._plan, self._store.plan_source()) as plan:
+        with self._plan.use(0, self._plan_source) as plan:
             references = plan.get_batch(shard_id)
         chunk, batch, row = (references.column(name).to_numpy() for name in ("chunk", "batch", "row"))
         return chunk, batch, row
@@ -204,18 +204,14 @@ class ShardReader:
     ) -> list[pa.RecordBatch]:
         """Read rows `row` of batches `batch` (ascending) of one chunk."""
         batches, starts = np.unique(batch, return_index=True)
-        with self._file(self._chunks, self._store.rows_source(chunk_id), columns) as reader:
+        with self._chunks.use(chunk_id, self._store.rows_source, columns) as reader:
             return [
                 reader.get_batch(int(number)).take(pa.array(rows))
                 for number, rows in zip(batches, np.split(row, starts[1:]), strict=True)
             ]
 
-    def _file(
-        self, mapped: prepared.MappedFiles, source: Path | BinaryIO, columns: Sequence[str] = ()
-    ) -> AbstractContextManager[pa.ipc.RecordBatchFileReader]:
-        if isinstance(source, Path):
-            return mapped.use(source, columns)
-        return prepared.arrow_file(source, "" if mapped is self._plan else self._key, columns)
+    def _plan_source(self, _: int) -> Path | BinaryIO:
+        return self._store.plan_source()
 
     def _requests(self, table: pa.Table) -> list[Request | RowAnswer]:
         adapters = self.adapters

@@ -7,9 +7,10 @@ them, so that a shard reads little more than its own rows.
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,6 +26,10 @@ from ...jobs.record import JobRecord
 BATCH_ROWS = 256
 # Most mapped files that stay open.
 _MOST_OPEN = 8
+# Most bytes of a remote file that is read whole, and of all that stay in memory. A store sends 4 MiB in the time of two
+# or three requests.
+_WHOLE_FILE_BYTES = 4 << 20
+_KEPT_BYTES = 32 << 20
 REQUEST_ID = "__lb_request_id"
 ADAPTER = "__lb_adapter"
 TOKENS = "__lb_tokens"
@@ -142,7 +147,7 @@ def counts_of(schema: pa.Schema) -> dict[str, int]:
 
 @contextmanager
 def arrow_file(
-    source: Path | BinaryIO, key: str = "", columns: Sequence[str] = ()
+    source: Path | BinaryIO | pa.Buffer, key: str = "", columns: Sequence[str] = ()
 ) -> Iterator[pa.ipc.RecordBatchFileReader]:
     """Open an Arrow IPC file; one at a path is mapped into memory. `columns`: names of those to read; empty for all.
 
@@ -153,8 +158,10 @@ def arrow_file(
         yield _reader(handle, source, key, columns)
 
 
-class MappedFiles:
-    """Arrow IPC files on local disk; the `_MOST_OPEN` used last stay open. Any thread may use them.
+class KeptFiles:
+    """Arrow IPC files of a job that are read again and again, by any thread. On local disk the `_MOST_OPEN` used last
+    stay mapped. Of a remote store, files of at most `_WHOLE_FILE_BYTES` are read whole, and those read last stay in
+    memory: one request instead of five for each record batch.
 
     `key`: the key under which files must have been written, as in `arrow_file`.
     """
@@ -163,20 +170,28 @@ class MappedFiles:
         self._key = key
         self._turn = threading.Lock()
         self._open: OrderedDict[tuple[Path, tuple[str, ...]], tuple[Any, pa.ipc.RecordBatchFileReader]] = OrderedDict()
+        self._contents: OrderedDict[int, pa.Buffer] = OrderedDict()
 
     @contextmanager
-    def use(self, path: Path, columns: Sequence[str] = ()) -> Iterator[pa.ipc.RecordBatchFileReader]:
-        """Open a file for this thread alone until the block ends. Raises what `arrow_file` raises."""
-        with self._turn, _naming_damage(path):
-            place = path, tuple(columns)
-            if place not in self._open:
-                handle = _handle(path)
-                self._open[place] = handle, _reader(handle, path, self._key, columns)
-            self._open.move_to_end(place)
-            if len(self._open) > _MOST_OPEN:
-                handle, _ = self._open.popitem(last=False)[1]
-                handle.close()
-            yield self._open[place][1]
+    def use(
+        self, number: int, source_of: Callable[[int], Path | BinaryIO], columns: Sequence[str] = ()
+    ) -> Iterator[pa.ipc.RecordBatchFileReader]:
+        """Open a file for this thread alone until the block ends. `number`: of the file. `source_of`: finds the file by
+        its number. Raises what `arrow_file` raises.
+        """
+        source: Path | BinaryIO | pa.Buffer | None = self._contents.get(number)
+        if source is None:
+            source = source_of(number)
+        if isinstance(source, Path):
+            with self._turn, _naming_damage(source):
+                yield self._mapped(source, columns)
+            return
+        if not isinstance(source, pa.Buffer) and source.seek(0, os.SEEK_END) <= _WHOLE_FILE_BYTES:
+            with source:
+                source.seek(0)
+                source = self._keep(number, pa.py_buffer(source.read()))
+        with arrow_file(source, self._key, columns) as reader:
+            yield reader
 
     def close(self) -> None:
         """Close all files."""
@@ -184,17 +199,40 @@ class MappedFiles:
             for handle, _ in self._open.values():
                 handle.close()
             self._open.clear()
+            self._contents.clear()
+
+    def _mapped(self, path: Path, columns: Sequence[str]) -> pa.ipc.RecordBatchFileReader:
+        place = path, tuple(columns)
+        if place not in self._open:
+            handle = _handle(path)
+            self._open[place] = handle, _reader(handle, path, self._key, columns)
+        self._open.move_to_end(place)
+        if len(self._open) > _MOST_OPEN:
+            handle, _ = self._open.popitem(last=False)[1]
+            handle.close()
+        return self._open[place][1]
+
+    def _keep(self, number: int, contents: pa.Buffer) -> pa.Buffer:
+        with self._turn:
+            self._contents[number] = contents
+            while sum(one.size for one in self._contents.values()) > _KEPT_BYTES:
+                self._contents.popitem(last=False)
+        return contents
 
 
-def _handle(source: Path | BinaryIO) -> Any:
-    return pa.memory_map(str(source)) if isinstance(source, Path) else pa.PythonFile(source, mode="r")
+def _handle(source: Path | BinaryIO | pa.Buffer) -> Any:
+    if isinstance(source, Path):
+        return pa.memory_map(str(source))
+    return pa.BufferReader(source) if isinstance(source, pa.Buffer) else pa.PythonFile(source, mode="r")
 
 
-def _name(source: Path | BinaryIO) -> Any:
+def _name(source: Path | BinaryIO | pa.Buffer) -> Any:
     return source if isinstance(source, Path) else getattr(source, "path", "an Arrow file of this job")
 
 
-def _reader(handle: Any, source: Path | BinaryIO, key: str, columns: Sequence[str]) -> pa.ipc.RecordBatchFileReader:
+def _reader(
+    handle: Any, source: Path | BinaryIO | pa.Buffer, key: str, columns: Sequence[str]
+) -> pa.ipc.RecordBatchFileReader:
     reader = pa.ipc.open_file(handle)
     found = (reader.schema.metadata or {}).get(_KEY, b"").decode()
     if key and found not in ("", key):
@@ -209,7 +247,7 @@ def _reader(handle: Any, source: Path | BinaryIO, key: str, columns: Sequence[st
 
 
 @contextmanager
-def _naming_damage(source: Path | BinaryIO) -> Iterator[None]:
+def _naming_damage(source: Path | BinaryIO | pa.Buffer) -> Iterator[None]:
     try:
         yield
     except pa.ArrowInvalid as error:

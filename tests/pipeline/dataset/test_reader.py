@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pytest
@@ -16,10 +18,12 @@ from hypothesis import strategies as st
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.engine.text.tokenizers.tokenizer import Tokenizer
 from lorabatch.jobs.errors import DamagedRecordError, MissingFileError, StorageError
+from lorabatch.jobs.storage.location import Location
 from lorabatch.jobs.store import JobStore
+from lorabatch.pipeline.dataset import schema
 from lorabatch.pipeline.dataset.answers import RowAnswer
 from lorabatch.pipeline.dataset.reader import ShardReader, ShardRows, read_shard
-from lorabatch.pipeline.dataset.schema import MappedFiles
+from lorabatch.pipeline.dataset.schema import KeptFiles
 
 
 def test_requests_say_what_the_rows_ask(prepare_job: Callable[..., Any]) -> None:
@@ -157,14 +161,14 @@ def test_rows_of_a_shard_are_read_without_the_rest_of_the_chunk(
         def __init__(self, reader: Any) -> None:
             self.get_batch = lambda number: (batches.append(number), reader.get_batch(number))[1]
 
-    use = MappedFiles.use
+    use = KeptFiles.use
 
     @contextmanager
     def counted(*arguments: Any) -> Any:
         with use(*arguments) as reader:
             yield Counting(reader)
 
-    monkeypatch.setattr(MappedFiles, "use", counted)
+    monkeypatch.setattr(KeptFiles, "use", counted)
     shard_id = next(s.shard_id for s in plan.shards if s.adapters == ("b" * 64,))
     rows = read_shard(job.store, job.record, shard_id)
     # One batch of the plan, one of the prepared rows.
@@ -172,7 +176,11 @@ def test_rows_of_a_shard_are_read_without_the_rest_of_the_chunk(
     assert rows.num_rows == 10
 
 
-def test_shards_read_from_remote_storage_are_the_same(prepare_job: Callable[..., Any], tmp_path: Any) -> None:
+@pytest.mark.parametrize("whole_file_bytes", [1 << 20, 0], ids=["whole", "by_range"])
+def test_shards_read_from_remote_storage_are_the_same(
+    prepare_job: Callable[..., Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch, whole_file_bytes: int
+) -> None:
+    monkeypatch.setattr(schema, "_WHOLE_FILE_BYTES", whole_file_bytes)
     table = pa.table({"id": range(50), "prompt": [f"p{i}" for i in range(50)], "adapter": ["alpha", None] * 25})
     local = prepare_job(table, row_group_rows=4, rows_per_shard=9)
     remote = prepare_job(table, row_group_rows=4, rows_per_shard=9, output=f"memory://{tmp_path}/out")
@@ -180,6 +188,55 @@ def test_shards_read_from_remote_storage_are_the_same(prepare_job: Callable[...,
     assert not remote.store.location.is_local
     assert [shard.table for shard in found] == [shard.table for shard in expected]
     assert [shard.requests for shard in found] == [shard.requests for shard in expected]
+
+
+def test_small_remote_files_are_read_once_for_all_shards(
+    prepare_job: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = pa.table({"id": range(50), "prompt": [f"p{i}" for i in range(50)], "adapter": ["alpha", None] * 25})
+    job = prepare_job(table, row_group_rows=25, rows_per_shard=5, output=f"memory://{tmp_path}/out")
+    num_shards = len(job.plan().shards)
+    opened: Counter[str] = Counter()
+    original = Location.open
+
+    def counted(location: Location, name: str, *options: Any) -> BinaryIO:
+        opened[name] += 1
+        return original(location, name, *options)
+
+    monkeypatch.setattr(Location, "open", counted)
+    with closing(ShardReader(job.store, job.record)) as reader:
+        for shard_id in range(num_shards):
+            shard = reader.rows(shard_id)
+            assert reader.contents(shard_id) == shard.contents(job.record)
+            assert len(reader.tokens(shard_id, [0])) == 1
+            assert len(reader.numbers(shard_id, ["max_tokens"])["max_tokens"]) == shard.num_rows
+    assert num_shards > 5
+    assert len(opened) == 5, opened  # the plan, two chunks and their indexes
+    assert set(opened.values()) == {1}, opened
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 10_000, 1 << 20])
+def test_contents_of_remote_files_take_no_more_memory_than_their_limit(
+    monkeypatch: pytest.MonkeyPatch, kept_bytes: int
+) -> None:
+    monkeypatch.setattr(schema, "_KEPT_BYTES", kept_bytes)
+    written = {}
+    for number in range(4):
+        with io.BytesIO() as file:
+            with pa.ipc.new_file(file, pa.schema([("row", pa.int32())])) as writer:
+                writer.write_table(pa.table({"row": pa.array([number] * 1000, pa.int32())}))
+            written[number] = file.getvalue()
+    kept, asked = KeptFiles(""), []
+
+    def source_of(number: int) -> BinaryIO:
+        asked.append(number)
+        return io.BytesIO(written[number])
+
+    for number in [0, 1, 2, 3, 3, 2]:
+        with kept.use(number, source_of) as reader:
+            assert reader.get_batch(0).column("row")[0].as_py() == number
+    expected = {0: [0, 1, 2, 3, 3, 2], 10_000: [0, 1, 2, 3], 1 << 20: [0, 1, 2, 3]}
+    assert asked == expected[kept_bytes], {number: len(data) for number, data in written.items()}
 
 
 def test_prepared_rows_that_are_gone_or_damaged_are_named(prepare_job: Callable[..., Any]) -> None:
