@@ -79,15 +79,22 @@ class Journey:
 
     @cached_property
     def reference(self) -> dict[str, int]:
-        """Place of the prepared row, as the plan has it."""
-        return {"chunk": self.chunk.chunk_id, "batch": self.numbers["batch"], "row": self.numbers["row"]}
+        """The row of the plan that stands for the prepared row: its place, and the hashes by which an update finds it.
+        """
+        return self._planned[1]
 
     @cached_property
     def shard_id(self) -> int:
         """Number of the shard that has the row."""
+        return self._planned[0]
+
+    @cached_property
+    def _planned(self) -> tuple[int, dict[str, int]]:
+        place = {"chunk": self.chunk.chunk_id, "batch": self.numbers["batch"], "row": self.numbers["row"]}
         with prepared.arrow_file(self.run.store.plan_source()) as plan:
-            batches = (plan.get_batch(number).to_pylist() for number in range(plan.num_record_batches))
-            return next(number for number, rows in enumerate(batches) if self.reference in rows)
+            batches = [plan.get_batch(number).to_pylist() for number in range(plan.num_record_batches)]
+        rows = ((number, row) for number, batch in enumerate(batches) for row in batch)
+        return next((number, row) for number, row in rows if place.items() <= row.items())
 
     @cached_property
     def request(self) -> Request:

@@ -283,6 +283,8 @@ class _RunReader:
             self._origin_s = min([began_at_s, *(at_s for _, at_s in phases)])
         self._offset_s = timeline.end_s = max(before_s, began_at_s - self._origin_s)
         for name, at_s in phases:
+            if timeline.coordinators and name == "opening":
+                continue  # the command opened the job once, for its first coordinator
             shown = "restarting" if timeline.coordinators and name == "starting" else name
             timeline.phases.append((shown, max(before_s, at_s - self._origin_s)))
         timeline.coordinators.append((self._offset_s, record.get("coordinator", "")))

@@ -51,8 +51,9 @@ def test_an_adapter_is_read_from_storage_by_one_worker_only(echo_job: EchoJob, b
     # Worker -> where it fetched the adapter.
     source = {event["replica_id"]: fetch["from_replica_id"] for event in opened for fetch in event["adapter_fetches"]}
     assert len(source) == 3
-    (first,) = [worker for worker, origin in source.items() if origin is None]
-    assert set(source.values()) == {None, first}
+    assert list(source.values()).count(None) == 1, source
+    # The others have it from a worker that has it: the first, or one that got it meanwhile.
+    assert set(source.values()) - {None} <= set(source), source
     assert sorted(map(fetched, caches.values())) == [[], [], ["rank8"]]
     assert replay_job(echo_job.store).first_difference is None
 

@@ -100,7 +100,7 @@ def test_a_job_goes_on_when_the_worker_that_coordinates_it_is_killed(echo_job: E
     assert len(run.coordinators) == 2
     assert {track.worker: len(track.losses) for track in run.tracks}[killed[0]] == 1
     phases = [name for name, _ in run.phases]
-    assert phases == ["starting", *STAGES, "restarting", *STAGES, "finishing"]
+    assert phases == ["opening", "starting", *STAGES, "restarting", *STAGES, "finishing"]
     assert [start_s for _, start_s in run.phases] == sorted(start_s for _, start_s in run.phases)
 
 

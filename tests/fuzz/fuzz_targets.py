@@ -193,7 +193,8 @@ def _read_prompt_template(folder: Path) -> Iterator[str]:
     source = (folder / "prompt.jinja").read_bytes().decode("utf-8", "replace")
     row = dict.fromkeys(names_in(source)[0], MESSAGES) | {"messages": MESSAGES, "text": "x", "null": None}
     (found,) = PromptTemplate([source]).render_all([row])
-    yield found[0] if isinstance(found, list) else str(found)
+    # A prompt has the characters that the template writes; only what people are shown must be printable.
+    yield repr(found[0]) if isinstance(found, list) else str(found)
 
 
 # Weights
