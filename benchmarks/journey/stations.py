@@ -79,8 +79,7 @@ class Journey:
 
     @cached_property
     def reference(self) -> dict[str, int]:
-        """The row of the plan that stands for the prepared row: its place, and the hashes by which an update finds it.
-        """
+        """The plan's row for the prepared row: its place, and the hashes by which an update finds it."""
         return self._planned[1]
 
     @cached_property
