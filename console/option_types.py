@@ -31,6 +31,8 @@ _ACCEPTED = {
     **dict.fromkeys(("storage_options", "cluster_options"), f"{_OBJECT} | None"),
     **dict.fromkeys(("response_format", "structured_outputs"), f"{_OBJECT} | None"),
     "tools": "str | Sequence[Mapping[str, Any]] | None",
+    "stages": "str | Mapping[str, Mapping[str, Any]] | None",
+    "until": f"{_OBJECT} | None",
     "chat_template_kwargs": f"{_OBJECT} | None",
     "logit_bias": "str | Mapping[int, float] | Mapping[str, float] | Sequence[tuple[int, float]]",
     # a class of pydantic has a schema too

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgpack
 
+from .options.stages import stages_of
 from .record import JobRecord
 from .store import JobStore, OutputContents, part_name
 
@@ -24,7 +25,7 @@ _PREFIX = "lorabatch."
 _COUNTED = ("completion", "error", "mode", "prompt_tokens", "completion_tokens", "finish_reason")
 #: Keys of `counted_columns` for the two columns that are the input's.
 ROW_ID, ROW_ADAPTER = "row id", "row adapter"
-_NUMBERS = ("num_completions", "num_reused", "num_curable")
+_NUMBERS = ("num_completions", "num_reused", "num_errors", "num_curable")
 #: The clause of a part that belongs to no shard.
 OF_NO_SHARD = "belongs to no shard of the job"
 _HASH_SHOWN = 12
@@ -50,10 +51,14 @@ class PartMark:
     tokenizer_sha256: str = ""
     #: Hash of the answers; see `answers_hash`.
     answers: str = ""
+    #: Counts of the requests of a part with stages, packed (`dataset.staged_writer`); "" for other parts.
+    requests: str = ""
     #: Completions in the part; a row of the file may have several.
     num_completions: int = 0
     #: Completions that runs before `run_id` computed.
     num_reused: int = 0
+    #: Rows that are errors; counted in parts with stages.
+    num_errors: int = 0
     #: Completions that are errors which another run may not have; see `engine.errors.RUN_AGAIN`.
     num_curable: int = 0
 
@@ -103,6 +108,10 @@ def counted_columns(record: JobRecord) -> dict[str, str]:
     """Columns of a part that are counted and compared: role -> name in the output."""
     from .input.columns import DEFAULT_ID_COLUMN, output_name  # reads pyarrow, which `status` does without
 
+    if record.spec.stages is not None:
+        stages = record.spec.output_columns or [stage.name for stage in stages_of(record.spec.stages)]
+        names = {name: name for name in stages} | {name: output_name(record, name) for name in ("error", "attempts")}
+        return names | {ROW_ID: record.input.roles.get("id", DEFAULT_ID_COLUMN)}
     names = {name: output_name(record, name) for name in _COUNTED}
     names[ROW_ID] = record.input.roles.get("id", DEFAULT_ID_COLUMN)
     adapter = record.input.roles.get("adapter")

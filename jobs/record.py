@@ -34,7 +34,7 @@ IDENTITY_FIELDS = (
     "input", "columns", *SAMPLING_OPTIONS, "mode", "dtype", "load_format", "rows_per_shard", "system_prompt",
     "allow_special_tokens", "chat_template", *RENDERING_OPTIONS, "policy", "placement", "base_quantization", "samples",
     "row_settings", "keep", "drop", "output_prefix", "split_answer", "prompt_template", "messages_template", "chat",
-    "id_from_content",
+    "id_from_content", "stages", "until", "output_columns",
 )  # fmt: skip
 # Identity fields that the first version did not have. They enter an index's key only with a value that is not the
 # default, so that indexes of earlier versions stay valid.
@@ -42,7 +42,7 @@ _LATER = (
     *(name for name in SAMPLING_OPTIONS if name not in FIRST_OPTIONS),
     "system_prompt", "allow_special_tokens", "chat_template", *RENDERING_OPTIONS, "policy", "placement",
     "base_quantization", "samples", "row_settings", "keep", "drop", "output_prefix", "split_answer",
-    "prompt_template", "messages_template", "chat", "id_from_content",
+    "prompt_template", "messages_template", "chat", "id_from_content", "stages", "until", "output_columns",
 )  # fmt: skip
 #: Options that `job.json` leaves out.
 NOT_RECORDED = {"storage_options", "cluster_options", "overwrite", "update"}

@@ -36,6 +36,7 @@ from .options.readers import (
     read_place,
     read_sampling,
 )
+from .options.stages import stages_of
 from .options.types import JobOptions
 from .options.values import (
     TEMPLATE_OPTIONS,
@@ -171,6 +172,19 @@ class JobSpec(_SamplingFields):
         None,
         "A prompt is one user message of the chat template; by default prompts of prompt_template are, where the model "
         "has a chat template, and those of a prompt column are text.",
+    )
+    stages: str | None = _prompts(
+        None,
+        "Stages in place of a prompt, each a request that reads the results of those before it, or a pick among several: "
+        "JSON of a mapping by name (in a job file a mapping).",
+    )
+    until: str | None = _prompts(
+        None,
+        "Stages run again until a condition holds: JSON of stage, is and rounds, and perhaps from (in a job file a "
+        "mapping).",
+    )
+    output_columns: tuple[str, ...] = _prompts(
+        (), "Stages that the output has columns of; by default all. Repeatable (in a job file a list)."
     )
     system_prompt: str | None = _prompts(
         None,
@@ -393,11 +407,12 @@ class JobSpec(_SamplingFields):
     @property
     def template_option(self) -> str:
         """Name of the option that gives `templates`; "" for none."""
-        return next((name for name in TEMPLATE_OPTIONS if getattr(self, name) is not None), "")
+        return next((name for name in (*TEMPLATE_OPTIONS, "stages") if getattr(self, name) is not None), "")
 
     def renders_messages(self, roles: Collection[str]) -> bool:
         """Whether a chat template renders the prompts. `roles`: those that columns of the input have."""
-        return "messages" in roles or self.messages_template is not None or bool(self.chat)
+        of_stages = any(stage.messages for stage in stages_of(self.stages))
+        return "messages" in roles or self.messages_template is not None or bool(self.chat) or of_stages
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -477,7 +492,7 @@ class JobSpec(_SamplingFields):
     _keep_tables = field_validator("input", mode="wrap")(keep_tables)
     _read_columns = field_validator("columns", mode="before")(read_columns)
     _check_roles = field_validator("columns")(check_roles)
-    _read_names = field_validator("row_settings", "keep", "drop", mode="before")(read_names)
+    _read_names = field_validator("row_settings", "keep", "drop", "output_columns", mode="before")(read_names)
     _check_settings = field_validator("row_settings")(check_settings)
     _check_prefix = field_validator("output_prefix")(check_prefix)
     _read_json = field_validator(*JSON_READERS, mode="before")(read_json)

@@ -309,6 +309,21 @@ class JobStore:
         attempts = sorted({match["attempt"] for match in found if match})
         return {attempt: self.location.read_journal(f"{folder}/{attempt}.wip") for attempt in attempts}
 
+    def write_answers(self, shard_id: int, data: bytes | memoryview) -> None:
+        """Keep the answers to all requests of a shard, from which a later run takes those that still hold."""
+        self.location.write(self._answers(shard_id), data)
+
+    def read_answers(self, shard_id: int) -> bytes:
+        """The answers that `write_answers` kept; none for a shard without."""
+        try:
+            return self.location.read(self._answers(shard_id))
+        except MissingFileError:
+            return b""
+
+    @staticmethod
+    def _answers(shard_id: int) -> str:
+        return f"{OURS}/answers/shard-{shard_id:05d}.msgpack.zst"
+
     def clear_wip(self, shard_id: int) -> None:
         """Forget the unfinished work of a shard."""
         self.location.remove([self._wip(shard_id)])

@@ -14,6 +14,7 @@ import pyarrow.types as t
 from ...engine.request import SAMPLING_OPTIONS, LogitBias
 from ...engine.structured_output import FORMS
 from ...system.untrusted import shown_name
+from ..options.stages import stages_of
 from ..options.values import ALL_SETTINGS, COLUMN_ROLES, OUR_PREFIX, PROMPT_ROLES, SAMPLING_COLUMNS, SETTING_ROLES
 from ..record import JobRecord
 from ..spec import JobSpec
@@ -71,6 +72,10 @@ SAMPLE_FIELD = pa.field("sample", pa.int32())
 #: Column of the answers that a job has taken out of conversations (`split_answer`).
 EXPECTED_FIELD = pa.field("answer_expected", pa.string())
 DEFAULT_ID_COLUMN = "id"
+#: Columns that the output of a job with stages has beside those of the stages.
+STAGED_FIELDS = tuple(field for field in ANSWER_FIELDS if field.name in ("error", "attempts"))
+# Among the `asked_options` of a job with stages, beside the names of the stages.
+_STAGES = "stages"
 #: Name of the struct column whose fields are settings, as in Ray Data and vLLM.
 SAMPLING_PARAMS = "sampling_params"
 #: Roles of the columns by which rows of the output are identified and counted: always copied.
@@ -85,6 +90,9 @@ def has_samples(asked: Collection[str], roles: Collection[str]) -> bool:
 
 def asked_options(spec: JobSpec) -> list[str]:
     """Options given by a job that add columns to the output."""
+    if spec.stages is not None:
+        stages = [stage.name for stage in stages_of(spec.stages)]
+        return [_STAGES, *(spec.output_columns or stages)]
     sampling = spec.sampling
     names = (*ASKED_FIELDS, "json_schema", "choice", "score_choices")
     return [
@@ -374,6 +382,8 @@ def _free_prefix(copied: Collection[str], roles: Mapping[str, str], asked: Colle
 
 
 def _added_names(roles: Mapping[str, str], asked: Collection[str], prefix: str) -> set[str]:
+    if _STAGES in asked:
+        return {*asked} - {_STAGES} | {f"{prefix}{field.name}" for field in STAGED_FIELDS}
     ours = {*OUTPUT_COLUMNS, *(field.name for field in _asked_fields(asked, roles))}
     ours |= {TYPED_COLUMN} if "json_schema" in asked else set()
     ours |= {field.name for field in choice_fields(asked, roles, prefix)}

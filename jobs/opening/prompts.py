@@ -113,6 +113,8 @@ def prompt_problems(spec: JobSpec, asked_chat: bool | None, tokenizer: Tokenizer
     """Reasons why the job's prompts cannot be made as asked, as sentences. `spec`: after `with_chat`. `asked_chat`: the
     job's own `chat`.
     """
+    if spec.stages is not None:
+        return []  # each stage is checked as a job of its own
     problems = _chat_problems(asked_chat, given.roles)
     if spec.renders_messages(given.roles) and not tokenizer.has_chat_template:
         column, option = given.roles.get("messages"), "chat=True" if spec.chat else "messages_template"

@@ -33,9 +33,11 @@ from ..input.files import distinct_kinds, pack_schema, read_footers, unified_sch
 from ..input.finding import endings, would_read
 from ..input.partitions import ADAPTER_ROLE, with_partitions, with_sole_adapter
 from ..input.spark_metadata import spark_type_problems
+from ..options.stages import stages_of
 from ..options.values import PROMPT_ROLES, SETTING_ROLES, TABLE_SCHEME
 from ..record import InputRecord
 from ..spec import JobSpec
+from ..stages import named_stages, needs_adapter_of_rows, stage_spec
 from ..storage.local_copy import is_on_this_machine, local_folder
 from ..storage.redaction import is_redacted, redacted_url
 from ..store import JobStore, OutputContents, part_name
@@ -144,7 +146,7 @@ def _check_with_input(
     """The rest of `check_job`: the input, and how it fits the rest. `templates`: those that make prompts.
     `chat`: the option as it was given. `problems`: those found so far.
     """
-    given = _tried(problems, lambda: _check_input(spec, templates, converter))
+    given = _tried(problems, lambda: _check_input(spec, templates, converter, adapters))
     if spec.cost_model is not None:
         _tried(problems, lambda: read_profile(Path(spec.cost_model or "")))
     if model and spec.generation_config:
@@ -154,6 +156,7 @@ def _check_with_input(
     if model and given:
         spec = with_chat(spec, given.roles, has_chat_template=model.tokenizer.has_chat_template)
         problems += prompt_problems(spec, chat, model.tokenizer, given)
+        problems += _stage_problems(spec, model.tokenizer, given)
         problems += _check_fit(spec, model, given)
     if adapters and given:
         named = _tried(problems, partial(_with_names, spec, adapters, given))
@@ -241,8 +244,12 @@ def _check_model(spec: JobSpec) -> CheckedModel:
     return CheckedModel(folder, config, tokenizer, tuple(notes))
 
 
-def _check_input(spec: JobSpec, templates: Sequence[str], converter: Converter) -> InputRecord:
-    """Finds the files and columns of the input. `templates`: those that make prompts."""
+def _check_input(
+    spec: JobSpec, templates: Sequence[str], converter: Converter, adapters: Mapping[str, str] | None
+) -> InputRecord:
+    """Finds the files and columns of the input. `templates`: those that make prompts. `adapters`: those of the job;
+    None when they are not known.
+    """
     closed = [url for url in spec.inputs if is_redacted(url)]
     if closed:
         raise JobRequestError(
@@ -262,6 +269,8 @@ def _check_input(spec: JobSpec, templates: Sequence[str], converter: Converter) 
     copied, of_names = copied_names(schema, roles, spec.keep, spec.drop)
     _, of_roles = find(copied=copied, prefix=_prefix_for(spec, copied, roles))
     read_by_templates, of_templates = template_columns(spec, templates, schema)
+    if spec.stages is not None:
+        read_by_templates, of_templates = named_stages(spec, schema.names, adapters)
     kinds = distinct_kinds(footers)
     of_spark = spark_type_problems([(footer.file.name, footer.metadata) for footer in footers], copied)
     problems += id_problems(spec, roles)
@@ -302,6 +311,16 @@ def id_problems(spec: JobSpec, roles: Mapping[str, str]) -> list[str]:
             "that tells its rows apart with --column id=NAME, or make ids of what the rows ask with --id-from-content."
         ]
     return []
+
+
+def _stage_problems(spec: JobSpec, tokenizer: Tokenizer, given: InputRecord) -> list[str]:
+    """Reasons why the prompts of a job's stages cannot be made as asked, as sentences."""
+    asking = [stage for stage in stages_of(spec.stages) if stage.asks]
+    return [
+        f"stages.{stage.name}: {problem}"
+        for stage in asking
+        for problem in prompt_problems(stage_spec(spec, stage), None, tokenizer, given)
+    ]
 
 
 def _output_prefix(spec: JobSpec, given: InputRecord) -> str:
@@ -353,7 +372,7 @@ def _with_names(spec: JobSpec, adapters: Mapping[str, str], given: InputRecord) 
 
     Raises `JobRequestError` for a job with adapters that no row can name: the base model would answer every row.
     """
-    if ADAPTER_ROLE in given.roles or not given.num_rows:
+    if ADAPTER_ROLE in given.roles or not given.num_rows or not needs_adapter_of_rows(spec):
         return given
     # "": the user has said that no column names adapters
     is_said = spec.columns.get(ADAPTER_ROLE) == ""

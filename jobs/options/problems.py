@@ -159,7 +159,7 @@ def conflicts(spec: Any) -> list[str]:
 
 def _template_problems(spec: Any) -> list[str]:
     """Problems of options that say of which columns prompts are made, as sentences."""
-    given = [name for name in TEMPLATE_OPTIONS if getattr(spec, name) is not None]
+    given = [name for name in (*TEMPLATE_OPTIONS, "stages") if getattr(spec, name) is not None]
     columns = [f"column {role}={spec.columns[role]!r}" for role in PROMPT_ROLES if spec.columns.get(role)]
     problems = []
     if len(given) + len(columns) > 1 and given:
@@ -169,7 +169,32 @@ def _template_problems(spec: Any) -> list[str]:
             "chat=False, messages_template: messages are rendered by the chat template. Give prompt_template for "
             "a prompt that is text."
         )
-    return problems
+    return problems + _stage_problems(spec)
+
+
+def _stage_problems(spec: Any) -> list[str]:
+    """Problems of options beside `stages`, as sentences."""
+    if spec.stages is None:
+        return [
+            f"{name}: belongs to stages, and the job has none. Give stages, or leave it out."
+            for name in ("until", "output_columns")
+            if getattr(spec, name)
+        ]
+    is_given = {
+        "n": spec.n > 1,
+        "samples": spec.samples != "rows",
+        "split_answer": spec.split_answer,
+        "row_settings": bool(spec.row_settings),
+        "continue_final_message": spec.continue_final_message,
+        "add_generation_prompt": spec.add_generation_prompt is not None,
+        "tools": spec.tools is not None,
+        "chat": spec.chat is not None,
+    }
+    return [
+        f"{name}, stages: stages say themselves what is asked. Write it into the stage, or leave it out."
+        for name, given in is_given.items()
+        if given
+    ]
 
 
 def policy_problem(policy: str, mode: Mode) -> str | None:

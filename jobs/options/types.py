@@ -104,6 +104,14 @@ class JobOptions(TypedDict, total=False):
     #: A prompt is one user message of the chat template; by default prompts of prompt_template are, where the model has
     #: a chat template, and those of a prompt column are text.
     chat: bool | None
+    #: Stages in place of a prompt, each a request that reads the results of those before it, or a pick among several:
+    #: JSON of a mapping by name (in a job file a mapping).
+    stages: str | Mapping[str, Mapping[str, Any]] | None
+    #: Stages run again until a condition holds: JSON of stage, is and rounds, and perhaps from (in a job file a
+    #: mapping).
+    until: str | Mapping[str, Any] | None
+    #: Stages that the output has columns of; by default all. Repeatable (in a job file a list).
+    output_columns: str | Sequence[str]
     #: System message for rows whose messages have none.
     system_prompt: str | None
     #: Special tokens inside of messages and in columns of a template are control tokens; by default text.

@@ -22,6 +22,7 @@ from ...jobs.outcome import EXAMPLE_CHARACTERS, NUM_EXAMPLES, AdapterOutcome, Ki
 from ...jobs.parts import (
     ROW_ADAPTER,
     ROW_ID,
+    PartMark,
     answers_hash,
     counted_columns,
     curable,
@@ -38,6 +39,7 @@ from ...scheduler.workload import BASE_MODEL, Workload
 from ..dataset.index import prompt_end
 from ..dataset.reader import ShardReader
 from ..dataset.row_checks import ErrorKind
+from ..dataset.staged_writer import counted_requests
 from ..planning import prediction
 from ..planning.plan import JobPlan, serving_adapters
 from ..planning.settings import RunSettings
@@ -298,6 +300,8 @@ class _Counting:
         values = {name: readable_values(table.column(column)) for name, column in columns.items()}
         if answers_hash(values) != mark.answers:
             return Account(unusable={shard_id: "has other answers than were written"})
+        if record.spec.stages is not None:
+            return self._staged(shard_id, num_bytes, mark, values)
         account = Account(
             num_parts=1, num_reused=mark.reused_by(self.run_id), parts={shard_id: (num_bytes, mark.contents)}
         )
@@ -310,8 +314,25 @@ class _Counting:
         self._add_examples(account, shard_id, rows, before)
         return account
 
+    def _staged(self, shard_id: int, num_bytes: int, mark: PartMark, values: Mapping[str, Sequence[Any]]) -> Account:
+        """The account of a part with stages: rows and their errors as the part has them, all else by its requests."""
+        account = Account(parts={shard_id: (num_bytes, mark.contents)}, num_reused=mark.reused_by(self.run_id))
+        rows = [
+            {ROW_ID: None, ROW_ADAPTER: one["adapter"], "is_endless": None, **one}
+            for one in counted_requests(mark.requests)
+        ]
+        self._count(account, shard_id, rows)
+        account.num_parts, account.num_rows = 1, len(values[ROW_ID])
+        account.num_errors = sum(error is not None for error in values["error"])
+        id_column = counted_columns(self.record)[ROW_ID]
+        for row_id, error in zip(values[ROW_ID], values["error"], strict=True):
+            for kind, sentences in account.sentences.items():
+                if error in sentences:
+                    account.first_errors[kind] = (f"{id_column}={row_id!r}", error)
+        return account
+
     def _count(self, account: Account, shard_id: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        numbers = self._numbers(shard_id, len(rows))
+        numbers = None if self.record.spec.stages is not None else self._numbers(shard_id, len(rows))
         account.has_numbers = numbers is not None
         engine_s = self._engine_seconds(rows, numbers)
         id_column = counted_columns(self.record)[ROW_ID]

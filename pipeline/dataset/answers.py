@@ -7,6 +7,7 @@ so a journal is read up to its first frame that is not whole.
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -107,6 +108,17 @@ def _with_ids(fingerprint: bytes, calls: Sequence[tuple[str, str]]) -> tuple[tup
     """Ids of nine letters and digits, as Mistral's templates want them: the row's beginning and the call's number."""
     row = fingerprint.hex()[:6]
     return tuple((f"{row}{number:03x}", *call) for number, call in enumerate(calls))
+
+
+def probabilities(logprobs: Sequence[float] | None) -> list[float] | None:
+    """The share of each text of a choice in the probability of all of them; None if that is 0 or not known.
+    `logprobs`: log-probability of each text.
+    """
+    if logprobs is None or not math.isfinite(most := max(logprobs)):
+        return None
+    weights = [math.exp(logprob - most) for logprob in logprobs]
+    whole = math.fsum(weights)
+    return [weight / whole for weight in weights]
 
 
 @dataclass(frozen=True, slots=True)

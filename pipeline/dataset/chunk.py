@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
@@ -21,8 +21,10 @@ from ...jobs.input.columns import expected_field, records_samples, sample_field
 from ...jobs.input.file_version import has_changed
 from ...jobs.input.files import footer_sha256, unpack_schema
 from ...jobs.input.row_group import MAX_ROW_GROUP_BYTES, OversizedRowGroupError, open_row_group
+from ...jobs.options.stages import Stage
 from ...jobs.record import AdapterRecord, FileVersion, JobRecord, PartitionValues, index_key
 from ...jobs.spec import JobSpec
+from ...jobs.stages import first_stage, stage_record
 from ...jobs.storage.location import options_for
 from ...jobs.storage.redaction import storage_reason
 from ...jobs.storage.stores import open_store
@@ -142,10 +144,41 @@ class IndexJob:
     id_from_content: bool = False
     #: Content hash of the base model without its weights, which its tokenizer must have; "" for any.
     tokenizer_sha256: str = ""
+    #: Adapter of all rows, when a stage names it; "" where a column names adapters, or rows have none.
+    adapter: str = ""
+    #: The stages of a job that has some, as its option gives them; "" without.
+    stages: str = ""
+    #: Columns that stages read; empty without stages.
+    given: tuple[str, ...] = ()
 
     @classmethod
     def from_record(cls, record: JobRecord, spec: JobSpec) -> IndexJob:
-        """The options of a frozen job. The model's URL and the storage options are the spec's."""
+        """The options of a frozen job; of its first stage if it has stages. The model's URL and the storage options are
+        the spec's.
+        """
+        if record.spec.stages is not None:
+            return cls.of_stage(record, spec, first_stage(record.spec))
+        return cls._of(record, spec, index_key(record))
+
+    @classmethod
+    def of_stage(cls, record: JobRecord, spec: JobSpec, stage: Stage) -> IndexJob:
+        """The options of one stage of a frozen job."""
+        roles = {role: name for role, name in record.input.roles.items() if role != "adapter" or not stage.has_adapter}
+        roles |= {"adapter": stage.adapter_column} if stage.adapter_column else {}
+        found = cls._of(stage_record(record, stage), spec, index_key(record))
+        return replace(
+            found,
+            roles=roles,
+            adapter=stage.adapter or "",
+            sampling=replace(found.sampling, n=1),
+            template_option=f"stages.{stage.name}",
+            sample_field=None,
+            stages=record.spec.stages or "",
+            given=given_columns(record),
+        )
+
+    @classmethod
+    def _of(cls, record: JobRecord, spec: JobSpec, key: str) -> IndexJob:
         return cls(
             model_url=spec.model,
             sampling=record.spec.sampling,
@@ -153,7 +186,7 @@ class IndexJob:
             schema_ipc=record.input.schema_ipc,
             vocab_size=record.model.vocab_size,
             max_context_tokens=record.model.max_context_tokens,
-            key=index_key(record),
+            key=key,
             now=record.local_time or record.created_at,
             system_prompt=record.spec.system_prompt,
             allow_special_tokens=record.spec.allow_special_tokens,
@@ -171,6 +204,12 @@ class IndexJob:
             id_from_content=record.spec.id_from_content,
             tokenizer_sha256=record.model.tokenizer_sha256,
         )
+
+
+def given_columns(record: JobRecord) -> tuple[str, ...]:
+    """Columns of the input that the stages of a job read; that of the rows' adapters is among them."""
+    of_rows = [name for role, name in record.input.roles.items() if role == "adapter"]
+    return tuple(dict.fromkeys([*record.input.template_columns, *of_rows]))
 
 
 def _sample_field(record: JobRecord) -> pa.Field | None:

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from ...jobs.input.columns import DEFAULT_ID_COLUMN
 from . import schema as prepared
 from .chunk import IndexJob
-from .fingerprints import id_hash, prefix_hash, row_fingerprint, shared_tokens
+from .column_values import row_values
+from .fingerprints import id_hash, prefix_hash, row_fingerprint, shared_tokens, staged_fingerprint
 from .row_checks import RowDraft, sampling_overrides
 
 
@@ -39,6 +40,13 @@ class ChunkRows:
         first, job = self._num_prepared, replace(self._job.sampling, n=1)
         self._num_prepared += len(drafts)
         fingerprints = [row_fingerprint(d.row_id, d.tokens or (), d.sampling, d.sample) for d in drafts]
+        read = {name: _decoded(batch.column(name)) for name in self._job.given}
+        if self._job.stages:
+            values = [*zip(*map(row_values, read.values()), strict=True)] or [()] * len(drafts)
+            fingerprints = [
+                staged_fingerprint(first, self._job.stages, given)
+                for first, given in zip(fingerprints, values, strict=True)
+            ]
         ours = (
             [f"{self._chunk_id}:{number}" for number in range(first, self._num_prepared)],
             [draft.adapter for draft in drafts],
@@ -59,9 +67,13 @@ class ChunkRows:
         if (numbers := self._job.sample_field) is not None:
             fields.append(numbers)
             columns.append(pa.array([draft.sample for draft in drafts], numbers.type))
-        for column, values in zip(prepared.PREPARED_FIELDS, ours, strict=True):
+        for column, made in zip(prepared.PREPARED_FIELDS, ours, strict=True):
             fields.append(column)
-            columns.append(pa.array(values, column.type))
+            columns.append(pa.array(made, column.type))
+        if self._job.stages:
+            given = pa.StructArray.from_arrays([*read.values()], names=[*read]) if read else _no_columns(len(drafts))
+            fields.append(pa.field(prepared.GIVEN, given.type))
+            columns.append(given)
         self._batches.append(pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields)))
         self._numbers.append(_numbers(drafts, fingerprints))
 
@@ -107,6 +119,14 @@ class ChunkRows:
         tokens = [batch.column(prepared.TOKENS) for batch in self._batches]
         prompts = [_tokens(column, row) for column in tokens for row in range(len(column))]
         return shared_tokens(adapters, prompts)
+
+
+def _decoded(column: pa.Array) -> pa.Array:
+    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+
+
+def _no_columns(num_rows: int) -> pa.Array:
+    return pa.array([{}] * num_rows, pa.struct([]))
 
 
 def _numbers(drafts: list[RowDraft], fingerprints: list[bytes]) -> pa.RecordBatch:

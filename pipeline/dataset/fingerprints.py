@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -38,6 +39,15 @@ def row_fingerprint(
     digest = hashlib.blake2b(len(asked).to_bytes(8, "little") + asked, digest_size=FINGERPRINT_BYTES)
     digest.update(_token_bytes(tokens))
     return digest.digest()
+
+
+def staged_fingerprint(first: bytes, stages: str, given: Sequence[Any]) -> bytes:
+    """16 bytes over all that the results of a row with several stages depend on, contents of adapters and base model
+    left out. `first`: `row_fingerprint` of its first request. `stages`: the job's stages. `given`: values of all
+    columns that the stages read.
+    """
+    asked = json.dumps([stages, list(given)], default=str).encode("utf-8", "backslashreplace")
+    return hashlib.blake2b(first + asked, digest_size=FINGERPRINT_BYTES).digest()
 
 
 def id_hash(row_id: str | int | None) -> int:

@@ -155,7 +155,7 @@ def index_chunk(chunk: ChunkRef, job: IndexJob, store: JobStore) -> IndexTotals:
 
 
 def _read_rows(chunk: ChunkRef, job: IndexJob) -> tuple[ChunkRows, PromptReader]:
-    reader = PromptReader(job, lambda adapter: _tokenizer_of(job, adapter))
+    reader = PromptReader(job, lambda adapter: tokenizer_of(job, adapter))
     rows = ChunkRows(chunk.chunk_id, job)
     for batch, places in read_chunk(chunk, job.schema_ipc, job.storage_options, is_narrow=bool(job.dropped)):
         rows.add(batch, places, reader.read(batch, places))
@@ -171,7 +171,7 @@ def example_prompt(record: JobRecord, spec: JobSpec) -> tuple[str, str] | None:
     job = IndexJob.from_record(record, spec)
     needed = {*job.template_columns, *(name.partition(".")[0] for name in job.roles.values())}
     schema = pack_schema(pa.schema([column for column in unpack_schema(job.schema_ipc) if column.name in needed]))
-    reader = PromptReader(job, lambda adapter: _tokenizer_of(job, adapter))
+    reader = PromptReader(job, lambda adapter: tokenizer_of(job, adapter))
     chunks = list_chunks(record, spec.inputs)[:1]
     with suppress(DamagedChunkError, TokenizerError):
         for chunk in chunks:
@@ -180,7 +180,7 @@ def example_prompt(record: JobRecord, spec: JobSpec) -> tuple[str, str] | None:
                 for row in range(min(batch.num_rows, _MOST_PASSED)):
                     draft = reader.read(batch.slice(row, 1), places[row : row + 1])[0]
                     if not draft.problems:
-                        return places[row], _tokenizer_of(job, draft.adapter).text_of(draft.tokens or ())
+                        return places[row], tokenizer_of(job, draft.adapter).text_of(draft.tokens or ())
                 return None
     return None
 
@@ -213,7 +213,7 @@ def spelling(record: JobRecord, model_url: str, storage_options: Mapping[str, An
 
     def spell(adapter: str | None, token_ids: Sequence[int]) -> list[bytes] | None:
         try:
-            return _tokenizer_of(job, adapter).bytes_of(token_ids)
+            return tokenizer_of(job, adapter).bytes_of(token_ids)
         except TokenizerError:
             return None
 
@@ -225,7 +225,7 @@ def prompt_end(record: JobRecord, spec: JobSpec, adapter: str | None, token_ids:
     `EXAMPLE_CHARACTERS` of it; None if the adapter's tokenizer cannot be read.
     """
     try:
-        tokenizer = _tokenizer_of(IndexJob.from_record(record, spec), adapter)
+        tokenizer = tokenizer_of(IndexJob.from_record(record, spec), adapter)
         if isinstance(tokenizer, MissingTokenizer):
             return None
         # A token has seldom fewer characters than one.
@@ -234,7 +234,7 @@ def prompt_end(record: JobRecord, spec: JobSpec, adapter: str | None, token_ids:
         return None
 
 
-def _tokenizer_of(job: IndexJob, adapter: str | None) -> Tokenizer:
+def tokenizer_of(job: IndexJob, adapter: str | None) -> Tokenizer:
     """The adapter's tokenizer if it has one of its own, else the base model's.
 
     Raises `StorageError` when the base model's tokenizer is not the job's any more. An adapter's tokenizer that cannot

@@ -95,6 +95,14 @@ class PromptReader:
             values_of = template_values if role in ("messages", *RENDERING_OPTIONS) else column_values
             columns[role] = values_of(role_values(batch, name))
         given = {name: row_values(batch.column(name)) for name in self._job.template_columns}
+        return self.read_columns(columns, given, places)
+
+    def read_columns(
+        self, columns: dict[str, list[Any]], given: dict[str, list[Any]], places: Sequence[str]
+    ) -> list[RowDraft]:
+        """`read` for values that were taken out of their columns, by role. `given`: values for the templates, by name.
+        The lists are changed: values that cannot be read become None.
+        """
         undecodable = take_undecodable(columns)
         for row, problems in take_undecodable(given).items():
             undecodable.setdefault(row, []).extend(problems)
@@ -129,7 +137,7 @@ class PromptReader:
         """
         own = [name for name in SAMPLING_COLUMNS if name in columns]
         beside = [name for name in RENDERING_OPTIONS if name in columns]
-        adapters = [name or None for name in columns.get("adapter", [None] * len(places))]
+        adapters = [name or None for name in columns.get("adapter", [self._job.adapter] * len(places))]
         expected: list[str | None] = [None] * len(places)
         asked = [""] * len(places)
         prompts: list[Any]

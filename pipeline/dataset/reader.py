@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -23,11 +23,14 @@ from numpy.typing import NDArray
 from ...engine.request import Request
 from ...jobs.errors import StorageError
 from ...jobs.input.adapter_names import adapter_problem
+from ...jobs.options.stages import Stage, stages_of
 from ...jobs.parts import contents_of
 from ...jobs.record import AdapterRecord, JobRecord, index_key
+from ...jobs.stages import first_stage, origin_of, stage_spec
 from ...jobs.store import JobStore, part_name
 from . import schema as prepared
 from .answers import RowAnswer
+from .column_values import row_values, take_undecodable
 from .row_checks import row_sampling
 
 _REMOTE_READS = 8
@@ -87,7 +90,8 @@ class ShardReader:
         self._key = index_key(record)
         #: The job's adapters by name.
         self.adapters: Mapping[str, AdapterRecord] = {adapter.name: adapter for adapter in record.adapters}
-        self._sampling = replace(record.spec.sampling, n=1)  # each completion is a request
+        asked = record.spec if record.spec.stages is None else stage_spec(record.spec, first_stage(record.spec))
+        self._sampling = replace(asked.sampling, n=1)  # each completion is a request
         self._plan, self._chunks = prepared.KeptFiles(""), prepared.KeptFiles(self._key)
         self._indexes: OrderedDict[tuple[int, tuple[str, ...]], dict[str, NDArray[Any]]] = OrderedDict()
 
@@ -123,7 +127,8 @@ class ShardReader:
 
     def contents(self, shard_id: int) -> str:
         """`ShardRows.contents` of one shard, reading only the columns that it needs. Raises what `rows` raises."""
-        return _contents(self._gather(shard_id, _CONTENTS), self._record, self.adapters)
+        columns = _CONTENTS if self._record.spec.stages is None else (*_CONTENTS, prepared.GIVEN)
+        return _contents(self._gather(shard_id, columns), self._record, self.adapters)
 
     def tokens(self, shard_id: int, rows: Sequence[int]) -> list[list[int]]:
         """Tokens of the prompts of some rows of a shard, by their place in it. Raises what `rows` raises."""
@@ -254,6 +259,8 @@ def read_shard(store: JobStore, record: JobRecord, shard_id: int, *, max_bytes: 
 
 
 def _contents(table: pa.Table, record: JobRecord, adapters: Mapping[str, AdapterRecord]) -> str:
+    if record.spec.stages is not None:
+        return contents_of(record, _staged_contents(table, record, adapters))
     names = pc.unique(table.column(prepared.ADAPTER)).to_pylist()
     is_refused = {name: adapter_problem(name, adapters) is not None for name in names}
     hashes = {name: adapters[name].sha256 for name in names if name in adapters}
@@ -261,3 +268,32 @@ def _contents(table: pa.Table, record: JobRecord, adapters: Mapping[str, Adapter
     return contents_of(
         record, ((fingerprint, hashes.get(name), bool(error) or is_refused[name]) for fingerprint, name, error in rows)
     )
+
+
+def _staged_contents(
+    table: pa.Table, record: JobRecord, adapters: Mapping[str, AdapterRecord]
+) -> Iterator[tuple[bytes, str | None, bool]]:
+    """`contents_of` of rows with several stages: each row has the content hashes of the adapters of all its stages."""
+    stages = [stage for stage in stages_of(record.spec.stages) if stage.asks]
+    rows = (table.column(name).to_pylist() for name in (prepared.FINGERPRINT, prepared.ERROR))
+    for fingerprint, error, given in zip(*rows, given_values(table), strict=True):
+        asked = [stage_adapter(stage, given, record) for stage in stages]
+        hashes = [adapters[name].sha256 if name in adapters else "" for name in asked if name is not None]
+        yield fingerprint, "+".join(hashes), bool(error)
+
+
+def given_values(table: pa.Table) -> list[dict[str, Any]]:
+    """The values that stages read, by row and by column; None for one that cannot be read."""
+    given = table.column(prepared.GIVEN).combine_chunks()
+    columns = {field.name: row_values(pc.struct_field(given, field.name)) for field in given.type}
+    take_undecodable(columns)
+    return [{name: values[row] for name, values in columns.items()} for row in range(len(given))]
+
+
+def stage_adapter(stage: Stage, given: Mapping[str, Any], record: JobRecord) -> str | None:
+    """Name of the adapter that answers a stage for one row; None for the base model. `given`: the columns that stages
+    read. A stage that continues another has the adapter of that one.
+    """
+    stage = origin_of(stage, stages_of(record.spec.stages))
+    column = stage.adapter_column or (None if stage.has_adapter else record.input.roles.get("adapter"))
+    return (given.get(column) or None) if column else stage.adapter

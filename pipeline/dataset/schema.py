@@ -85,6 +85,8 @@ INDEX_SCHEMA = pa.schema(
 #: Columns of `plan.arrow` by which an update finds the rows of a job again.
 IDENTITY_COLUMNS = ("id_hash", "fingerprint_high", "fingerprint_low")
 SOURCE = "source"
+#: Column of prepared rows, in jobs with stages: a struct of the input's columns that stages read.
+GIVEN = "__lb_given"
 
 
 def reference_schema(record: JobRecord) -> pa.Schema:

@@ -37,11 +37,12 @@ from ...jobs.input.columns import (
     sample_field,
 )
 from ...jobs.input.completions import OF_ROWS, as_lists, completions
+from ...jobs.input.stage_columns import output_fields
 from ...jobs.parts import PartMark, answers_hash, contents_of, counted_columns, damage_of
 from ...jobs.record import JobRecord
-from .answers import RowAnswer
+from .answers import RowAnswer, probabilities
 from .reader import ShardRows
-from .schema import ADAPTER, SAMPLE, passthrough_schema
+from .schema import SAMPLE, passthrough_schema
 
 #: Function of an adapter (None: the base model) and tokens that returns the bytes of each; None if they are not known.
 Spell = Callable[[str | None, Sequence[int]], list[bytes] | None]
@@ -69,6 +70,11 @@ def part_bytes(
     table = _with_answers(rows, answers, record, spell or (lambda adapter, token_ids: None))
     num_curable = sum(RUN_AGAIN in (answer.error or "") for answer in answers)
     counts = {"num_completions": rows.num_rows, "num_reused": num_reused, "num_curable": num_curable}
+    return finished_part(table, rows, record, run_id, **counts)
+
+
+def finished_part(table: pa.Table, rows: ShardRows, record: JobRecord, run_id: str, **counts: Any) -> memoryview:
+    """The Parquet file of a shard's table with the mark of its job. `counts`: fields of `PartMark`."""
     made_of = {"contents": rows.contents(record), "answers": _answers_hash(table, record)}
     mark = _mark(record, run_id, rows.shard_id, **made_of, **counts)
     return _parquet(table.replace_schema_metadata(_metadata(record) | mark.metadata()), record)
@@ -104,7 +110,7 @@ def output_schema(record: JobRecord) -> pa.Schema:
         columns = columns.append(expected)
     if records_samples(record):
         columns = columns.append(sample_field(record))
-    return part_schema(columns, answer_fields(record))
+    return part_schema(columns, output_fields(record))
 
 
 def empty_part(record: JobRecord, run_id: str) -> memoryview:
@@ -183,20 +189,37 @@ def row_answer(values: dict[str, Any], fingerprint: bytes) -> RowAnswer:
 def _with_answers(rows: ShardRows, answers: list[RowAnswer], record: JobRecord, spell: Spell) -> pa.Table:
     schema = part_schema(rows.table.schema, answer_fields(record))
     kept = passthrough_schema(rows.table.schema).names
-    names = rows.table.column(ADAPTER).to_pylist()
+    ours = answer_columns(rows.requests, answers, rows.adapters, record, spell)
+    given = rows.table.select(kept)
+    if record.has_lists:
+        first = _first_of_rows(rows)
+        given, ours = given.take(pa.array(first)), as_lists(ours, first, rows.num_rows)
+    return pa.Table.from_arrays([*given.columns, *ours.values()], schema=schema)
+
+
+def answer_columns(
+    requests: Sequence[Request | RowAnswer],
+    answers: Sequence[RowAnswer],
+    names: Sequence[str | None],
+    record: JobRecord,
+    spell: Spell,
+) -> dict[str, pa.Array]:
+    """`completion_fields` of some answers, each `[num_answers]`, by name. `names`: of the adapters, None for the base
+    model.
+    """
 
     def spelt(name: str | None, answer: RowAnswer) -> list[bytes] | None:
         return None if answer.token_ids is None else spell(name, answer.token_ids)
 
     made: dict[str, Callable[[], pa.Array]] = {
-        TYPED_COLUMN: lambda: _typed_answers(rows, answers, record.spec.sampling.json_schema),
+        TYPED_COLUMN: lambda: _typed_answers(requests, answers, record.spec.sampling.json_schema),
         _TEXTS.name: lambda: pa.array(map(_texts, map(spelt, names, answers)), _TEXTS.type),
         _BYTES.name: lambda: pa.array(map(spelt, names, answers), _BYTES.type),
         _TOPS.name: lambda: pa.array(
             (_tops(spell, name, a.token_top_logprobs) for name, a in zip(names, answers, strict=True)), _TOPS.type
         ),
         _PROMPT.name: lambda: pa.array(
-            (_prompt(spell, *row) for row in zip(names, rows.requests, answers, strict=True)), _PROMPT.type
+            (_prompt(spell, *row) for row in zip(names, requests, answers, strict=True)), _PROMPT.type
         ),
         _PROMPT_TOPS.name: lambda: pa.array(
             (
@@ -205,26 +228,17 @@ def _with_answers(rows: ShardRows, answers: list[RowAnswer], record: JobRecord, 
             ),
             _PROMPT_TOPS.type,
         ),
-        SCORE_FIELD.name: lambda: pa.array(map(_score, rows.requests, answers), SCORE_FIELD.type),
-        CHOICE_FIELD.name: lambda: pa.array(map(_chosen, rows.requests, answers), CHOICE_FIELD.type),
-        CHOICE_SCORES_FIELD.name: lambda: pa.array(
-            map(_choice_scores, rows.requests, answers), CHOICE_SCORES_FIELD.type
-        ),
-        CHOICE_SHARES_FIELD.name: lambda: pa.array(
-            map(_choice_shares, rows.requests, answers), CHOICE_SHARES_FIELD.type
-        ),
+        SCORE_FIELD.name: lambda: pa.array(map(_score, requests, answers), SCORE_FIELD.type),
+        CHOICE_FIELD.name: lambda: pa.array(map(_chosen, requests, answers), CHOICE_FIELD.type),
+        CHOICE_SCORES_FIELD.name: lambda: pa.array(map(_choice_scores, requests, answers), CHOICE_SCORES_FIELD.type),
+        CHOICE_SHARES_FIELD.name: lambda: pa.array(map(_choice_shares, requests, answers), CHOICE_SHARES_FIELD.type),
     }
-    ours = {
+    return {
         field.name: made[field.name]()
         if field.name in made
         else pa.array([getattr(answer, field.name) for answer in answers], type=field.type)
         for field in completion_fields(record)
     }
-    given = rows.table.select(kept)
-    if record.has_lists:
-        first = _first_of_rows(rows)
-        given, ours = given.take(pa.array(first)), as_lists(ours, first, rows.num_rows)
-    return pa.Table.from_arrays([*given.columns, *ours.values()], schema=schema)
 
 
 def _first_of_rows(rows: ShardRows) -> NDArray[np.int64]:
@@ -288,16 +302,14 @@ def _choice_shares(request: Request | RowAnswer, answer: RowAnswer) -> list[dict
     """The share of each text in the probability of all texts of the choice; None if that probability is 0."""
     if isinstance(request, RowAnswer) or answer.choice_logprobs is None:
         return None
-    most = max(answer.choice_logprobs)
-    if not math.isfinite(most):
+    shares = probabilities(answer.choice_logprobs)
+    if shares is None:
         return None
-    weights = [math.exp(logprob - most) for logprob in answer.choice_logprobs]
-    whole = math.fsum(weights)
-    pairs = zip(request.sampling.choice, weights, strict=True)
-    return [{"choice": text, "probability": weight / whole} for text, weight in pairs]
+    pairs = zip(request.sampling.choice, shares, strict=True)
+    return [{"choice": text, "probability": share} for text, share in pairs]
 
 
-def _typed_answers(rows: ShardRows, answers: list[RowAnswer], json_schema: str) -> pa.Array:
+def _typed_answers(requests: Sequence[Request | RowAnswer], answers: Sequence[RowAnswer], json_schema: str) -> pa.Array:
     """Values of completions that ended by the job's schema; null for all others."""
     return answer_type(json_schema).column(
         answer.completion
@@ -305,7 +317,7 @@ def _typed_answers(rows: ShardRows, answers: list[RowAnswer], json_schema: str) 
         and request.sampling.json_schema == json_schema
         and answer.finish_reason == "stop"
         else None
-        for request, answer in zip(rows.requests, answers, strict=True)
+        for request, answer in zip(requests, answers, strict=True)
     )
 
 

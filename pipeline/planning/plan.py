@@ -349,6 +349,8 @@ def reopen_shards(
     the store's record with the adapters as they were. Safe to repeat after a crash: a part is removed only after the
     answers kept of it are written. Returns the plan with the adapters and the work that these shards have now.
     """
+    if record.spec.stages is not None:
+        return plan  # the count compares each part with what its shard would be, and answers are kept beside the parts
     affected = [i for i, names in enumerate(plan.adapter_names) if not set(changed).isdisjoint(names)]
     committed = store.committed_parts()
     before = {adapter.name: adapter.sha256 for adapter in store.read_record().adapters} if affected else {}
@@ -378,8 +380,10 @@ def reopen_shards(
 
 def reopen_shard(store: JobStore, record: JobRecord, rows: ShardRows) -> None:
     """Uncommit a shard's part; its answers that still hold go to the shard's journal first."""
-    with store.open_part(rows.shard_id) as part:
-        kept = answers_in_part(part, rows, record) or {}
+    kept = {}
+    if record.spec.stages is None:
+        with store.open_part(rows.shard_id) as part:
+            kept = answers_in_part(part, rows, record) or {}
     store.clear_wip(rows.shard_id)
     if kept:
         store.append_wip(rows.shard_id, _ATTEMPT, encode_answers(kept.values()))

@@ -32,7 +32,10 @@ class OpenShard:
         self.begun: tuple[ExportedRow, ...] = ()
         #: Whether results are no longer taken.
         self.is_abandoned = False
+        #: Whether the rows are needed elsewhere, so that the shard gets no further ones.
+        self.is_surrendered = False
         self._num_unfinished = len(self.rows)
+        self._num_announced = 0
         self._fresh: list[ServedRow] = []
         self._failure: Exception | None = None
         self._changed = threading.Condition()
@@ -42,6 +45,21 @@ class OpenShard:
         """Rows without a result."""
         with self._changed:
             return self._num_unfinished
+
+    @property
+    def _num_awaited(self) -> int:
+        return self._num_unfinished + self._num_announced
+
+    def announce(self, num_rows: int) -> None:
+        """Have `take` wait for further rows, which the queue is about to get (`EngineQueue.extend`)."""
+        with self._changed:
+            self._num_announced += num_rows
+
+    def extend(self, num_rows: int) -> None:
+        """Count rows that were announced as rows of the shard."""
+        with self._changed:
+            self._num_announced -= num_rows
+            self._num_unfinished += num_rows
 
     def deliver(self, row: ServedRow) -> bool:
         """Add the result of one row. Returns whether it is the shard's last."""
@@ -69,8 +87,8 @@ class OpenShard:
         Raises the error that `fail` was given, when no finished row is left to take.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._num_unfinished or self._failure is not None, timeout_s)
+            self._changed.wait_for(lambda: not self._num_awaited or self._failure is not None, timeout_s)
             fresh, self._fresh = self._fresh, []
-            if self._failure is not None and self._num_unfinished and not fresh:
+            if self._failure is not None and self._num_awaited and not fresh:
                 raise self._failure
         return fresh

@@ -99,6 +99,17 @@ class EngineQueue:
         if shard.shard_id is not None and len(adapters) == 1:
             self._expected[adapters[0].adapter_id] = rows_behind
 
+    def extend(self, shard: OpenShard, rows: Sequence[ExportedRow]) -> None:
+        """Add further rows to an open shard (`OpenShard.extend`), before other rows of their run: the shard is older
+        than those that were opened behind it.
+        """
+        if shard.run_id not in self.table.runs or self._failure is not None or shard.is_surrendered:
+            shard.fail(self._failure or ShardAbandonedError("The worker stopped before the shard was done."))
+            return
+        if not shard.is_abandoned:
+            shard.extend(len(rows))
+            self.table.extend(shard, rows)
+
     def abandon(self, shard: OpenShard) -> None:
         """Close a shard whose results are not needed any more; its rows leave the engine."""
         shard.is_abandoned = True
@@ -111,6 +122,7 @@ class EngineQueue:
 
     def surrender(self, shard: OpenShard) -> None:
         """Fail a shard with `ShardAbandonedError`, once the process has given up its rows."""
+        shard.is_surrendered = True
 
         def then() -> None:
             if self._rows_of(shard):

@@ -202,19 +202,28 @@ class RowTable:
 
     def add(self, shard: OpenShard) -> None:
         """Add the rows of a shard, which wait behind other rows of their run."""
+        self.runs[shard.run_id].waiting.extend(self._new_rows(shard, shard.rows))
+
+    def extend(self, shard: OpenShard, contents: Sequence[ExportedRow]) -> None:
+        """Add further rows of a shard, which wait ahead of other rows of their run: the shard is older than theirs."""
+        self.runs[shard.run_id].waiting.extendleft(reversed(self._new_rows(shard, contents)))
+
+    def _new_rows(self, shard: OpenShard, contents: Sequence[ExportedRow]) -> list[QueuedRow]:
         run = self.runs[shard.run_id]
-        if shard.rows and not run.num_unfinished:
+        if contents and not run.num_unfinished:
             least = min((r.served_tokens for r in self.runs.values() if r.num_unfinished), default=0.0)
             run.served_tokens = max(least, run.served_tokens)
-        rows = [QueuedRow(next(self._row_ids), run, shard, content) for content in shard.rows]
-        run.shards[shard] = {row.request.request_id: row for row in rows}
-        assert len(run.shards[shard]) == len(rows), f"shard {shard.shard_id}: two rows have one request id"
+        rows = [QueuedRow(next(self._row_ids), run, shard, content) for content in contents]
+        of_shard = run.shards.setdefault(shard, {})
+        num_rows = len(of_shard) + len(rows)
+        of_shard |= {row.request.request_id: row for row in rows}
+        assert len(of_shard) == num_rows, f"shard {shard.shard_id}: two rows have one request id"
         new = {row.row_id: row for row in rows}
         self._rows |= new
         self._in_state[RowState.WAITING] |= new
-        run.waiting.extend(rows)
         run.num_waiting += len(rows)
         run.num_unfinished += len(rows)
+        return rows
 
     def finish(self, row: QueuedRow, output_tokens: int) -> None:
         """Finish a row whose result has `output_tokens` tokens in all."""

@@ -304,6 +304,12 @@ class EngineHandle:
         self.submit(EngineQueue.open, shard, tuple(adapters), rows_behind)
         return shard
 
+    def extend(self, shard: OpenShard, rows: Iterable[ExportedRow]) -> None:
+        """Give the engine further rows of an open shard, of adapters that it was opened with."""
+        added = tuple(rows)
+        shard.announce(len(added))
+        self.submit(EngineQueue.extend, shard, added)
+
     def lend(
         self, shard_id: int, num_rows: int, is_selective: bool = False, adapter_id: str | None = None
     ) -> Future[LentRows | None]:

@@ -25,6 +25,7 @@ from distributed.protocol.pickle import dumps
 
 from ...engine.server.frames import RegisterAdapter
 from ...jobs.record import JobRecord
+from ...jobs.spec import JobSpec
 from ...jobs.status.worker_names import file_tag
 from ...jobs.storage.limits import waits_said
 from ...jobs.storage.local_copy import local_folder
@@ -192,6 +193,11 @@ class RunPlugin(WorkerPlugin):
             if self._earlier is None:
                 self._earlier = EarlierAnswers([self.store.source(name) for name in record.sources])
             return self._earlier
+
+    def spec(self) -> JobSpec:
+        """The options of the job, with those of its stores."""
+        opened = {"model": self._settings.model_url, "storage_options": dict(self._settings.storage_options)}
+        return self.record().spec.model_copy(update=opened)
 
     def spelling(self) -> Spell:
         """The function that gives the bytes of tokens in the run's output."""

@@ -14,7 +14,6 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from uuid import uuid4
 
-import numpy as np
 from distributed import get_worker, secede
 
 from ...engine.request import ExportedRow, Request
@@ -34,11 +33,8 @@ from ..messages import PromptReuse, ShardAbandonedError, ShardOutcome
 from ..supervisor.open_shard import OpenShard, ServedRow
 from ..supervisor.queue import EngineQueue
 from .plugin import RunPlugin, find_plugin
-
-FLUSH_INTERVAL_S = 1.0
-# Seconds between two turns of a shard's loop after which the output is checked again: the worker was stopped, or
-# storage hung, and the output may be another job's by now.
-_PAUSE_S = 10.0
+from .run_stages import answer_stages
+from .shard_outcome import FLUSH_INTERVAL_S, PAUSE_S, journals_of, work_of
 
 
 def run_shard(run_id: str, command: RunShard) -> None:
@@ -61,6 +57,8 @@ def run_shard(run_id: str, command: RunShard) -> None:
 def _answer_and_commit(plugin: RunPlugin, command: RunShard, run_id: str) -> ShardOutcome:
     plugin.check_output()
     record = plugin.record()
+    if record.spec.stages is not None:
+        return answer_stages(plugin, command, run_id)
     rows = plugin.shards().rows(command.shard_id)
     done = read_done(plugin.store, record, rows)
     if done is not None:
@@ -93,7 +91,7 @@ def _answer(
     adapter_ids = frozenset(r.adapter_id for r in asked if r.adapter_id is not None)
     requests = {request.request_id: request for request in asked}
     fingerprints = rows.fingerprint_of()
-    journal = f"{_journals_of(run_id)}{command.attempt}-{uuid4().hex[:8]}"
+    journal = f"{journals_of(run_id)}{command.attempt}-{uuid4().hex[:8]}"
     begun = [kept.begun.get(request.request_id, ExportedRow(request)) for request in asked]
     # Adapters without a source here are read from storage.
     fetches = command.adapter_fetches
@@ -106,7 +104,7 @@ def _answer(
             fresh = [_row_answer(s, requests, fingerprints, command) for s in shard.take(FLUSH_INTERVAL_S)]
             plugin.engine.check_model()
             kept.answers.update(fresh)
-            if time.monotonic() - turn_s > _PAUSE_S:
+            if time.monotonic() - turn_s > PAUSE_S:
                 plugin.check_output()
             turn_s = time.monotonic()
             if fresh and shard.num_unfinished:
@@ -142,21 +140,6 @@ def _row_answer(
     attempts = command.attempt + 1 + served.num_crashes
     request = requests[request_id]
     return request_id, RowAnswer.from_result(fingerprints[request_id], request, served.result, attempts)
-
-
-def work_of(answers: Mapping[str, RowAnswer], begun: Mapping[str, ExportedRow]) -> JobWork:
-    """Work that engines did for these answers. `begun`: rows that had tokens before. Both by request id."""
-    done = [(answer, begun.get(request_id)) for request_id, answer in answers.items() if answer.error is None]
-    adapters = list(dict.fromkeys(answer.adapter_sha256 for answer, _ in done))
-    slot = [adapters.index(answer.adapter_sha256) for answer, _ in done]
-    prompt = np.array([answer.prompt_tokens for answer, _ in done], dtype=np.float64)
-    copied = np.array([answer.reused_prompt_tokens or 0 for answer, _ in done], dtype=np.float64)
-    # The first token comes out of the prompt and the tokens that a row had before.
-    first = np.array([1 if before is None else len(before.token_ids) + 1 for _, before in done], dtype=np.float64)
-    decoded = np.array([answer.completion_tokens for answer, _ in done], dtype=np.float64) - first
-    return JobWork.of_rows(
-        adapters, np.array(slot, dtype=np.int64), prompt, np.maximum(prompt - copied, 0.0), np.maximum(decoded, 0.0)
-    )
 
 
 def _outcome(
@@ -210,11 +193,6 @@ class KeptRows:
                 self.earlier.add(request.request_id)
 
 
-def _journals_of(run_id: str) -> str:
-    """Beginning of the names of a run's journals."""
-    return f"{run_id.rpartition('-')[2]}-"
-
-
 def read_kept(store: JobStore, record: JobRecord, rows: ShardRows, run_id: str = "") -> KeptRows:
     """Rows that still hold, from a shard's journals and from its part. `run_id`: id of the run that reads. For shards
     for which `read_done` is None.
@@ -229,7 +207,7 @@ def read_kept(store: JobStore, record: JobRecord, rows: ShardRows, run_id: str =
     }
     kept = KeptRows()
     for name, journal in store.read_wip(rows.shard_id).items():
-        is_earlier = not name.startswith(_journals_of(run_id))
+        is_earlier = not name.startswith(journals_of(run_id))
         for row in decode_journal(journal):
             request = by_fingerprint.get(row.fingerprint)
             if request is None or row.adapter_sha256 != request.adapter_id:

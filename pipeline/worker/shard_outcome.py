@@ -1,0 +1,36 @@
+"""Parts of running a shard that jobs with one request a row and jobs with stages share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from ...engine.request import ExportedRow
+from ...scheduler.planning.bound import JobWork
+from ..dataset.answers import RowAnswer
+
+FLUSH_INTERVAL_S = 1.0
+# Seconds between two turns of a shard's loop after which the output is checked again: the worker was stopped, or
+# storage hung, and the output may be another job's by now.
+PAUSE_S = 10.0
+
+
+def journals_of(run_id: str) -> str:
+    """Beginning of the names of a run's journals."""
+    return f"{run_id.rpartition('-')[2]}-"
+
+
+def work_of(answers: Mapping[str, RowAnswer], begun: Mapping[str, ExportedRow]) -> JobWork:
+    """Work that engines did for these answers. `begun`: rows that had tokens before. Both by request id."""
+    done = [(answer, begun.get(request_id)) for request_id, answer in answers.items() if answer.error is None]
+    adapters = list(dict.fromkeys(answer.adapter_sha256 for answer, _ in done))
+    slot = [adapters.index(answer.adapter_sha256) for answer, _ in done]
+    prompt = np.array([answer.prompt_tokens for answer, _ in done], dtype=np.float64)
+    copied = np.array([answer.reused_prompt_tokens or 0 for answer, _ in done], dtype=np.float64)
+    # The first token comes out of the prompt and the tokens that a row had before.
+    first = np.array([1 if before is None else len(before.token_ids) + 1 for _, before in done], dtype=np.float64)
+    decoded = np.array([answer.completion_tokens for answer, _ in done], dtype=np.float64) - first
+    return JobWork.of_rows(
+        adapters, np.array(slot, dtype=np.int64), prompt, np.maximum(prompt - copied, 0.0), np.maximum(decoded, 0.0)
+    )
