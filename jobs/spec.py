@@ -175,8 +175,8 @@ class JobSpec(_SamplingFields):
     )
     stages: str | None = _prompts(
         None,
-        "Stages in place of a prompt, each a request that reads the results of those before it, or a pick among several: "
-        "JSON of a mapping by name (in a job file a mapping).",
+        "Stages in place of a prompt, each a request that reads the results of those before it, or a pick among "
+        "several: JSON of a mapping by name (in a job file a mapping).",
     )
     until: str | None = _prompts(
         None,

@@ -241,12 +241,14 @@ def _order_problems(stages: Sequence[Stage]) -> Iterator[str]:
             if name in later or name == stage.name:
                 which = "itself" if name == stage.name else f"{name!r}, which comes after it"
                 yield f"stages.{stage.name}: reads {which}. Write stages in the order in which they run."
-        for key, name in (("for_each", stage.for_each), ("pick", stage.pick)):
-            if name and name in before and not before[name].is_list:
-                yield f"stages.{stage.name}.{key}: {name!r} has one result a row, expected a stage with n or for_each."
-        for key, name in (("for_each", stage.for_each), ("pick", stage.pick), ("continues", stage.continues)):
-            if name and name not in before and name not in later and name != stage.name:
-                yield f"stages.{stage.name}.{key}: there is no stage {shown_name(name)!r} before it."
+        for key in ("for_each", "pick", "continues"):
+            source = getattr(stage, key)
+            if source is None or source == stage.name or source in later:
+                continue
+            if source not in before:
+                yield f"stages.{stage.name}.{key}: there is no stage {shown_name(source)!r} before it."
+            elif key != "continues" and not before[source].is_list:
+                yield f"stages.{stage.name}.{key}: {source!r} has one result a row, expected a stage with n or for_each."
         if stage.continues and (turn := before.get(stage.continues)):
             yield from _continues_problems(stage, turn, before)
         before[stage.name] = stage

@@ -15,12 +15,14 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from ...jobs.errors import DamagedRecordError, MissingFileError
 from ...jobs.input.columns import output_name
 from ...jobs.parts import PartMark, damage_of
 from ...jobs.record import JobRecord
 from ...jobs.store import JobStore, part_name
+from ...jobs.updates import arithmetic_differences
 from . import schema as prepared
 from .answers import RowAnswer, decode_journal
 from .writer import answer_values, has_answers_as_written, row_answer
@@ -39,6 +41,8 @@ class EarlierAnswers:
         self._lock = threading.Lock()
         self._record = lru_cache(lambda job: sources[job].read_record())
         self._shard = lru_cache(_SHARDS_IN_MEMORY)(self._read)
+        self._places = lru_cache(lambda job: _ids_of(sources[job]))
+        self._kept = lru_cache(_SHARDS_IN_MEMORY)(lambda job, shard_id: kept_answers(sources[job], shard_id))
 
     def of(self, places: Iterable[int]) -> dict[bytes, RowAnswer]:
         """Fingerprint -> answer, of all rows of some shards that have one. `places`: job and shard, as in the column
@@ -50,6 +54,21 @@ class EarlierAnswers:
                 found |= self._shard(place)
         return found
 
+    def of_stages(self, ids: Iterable[int], record: JobRecord) -> dict[bytes, RowAnswer]:
+        """Fingerprint -> answer, of all requests of the rows with these hashes of ids, in jobs with stages. `record`:
+        of the job that keeps them.
+        """
+        wanted = np.array(list(ids), np.uint64)
+        found: dict[bytes, RowAnswer] = {}
+        for job in range(len(self._sources)):
+            with self._lock:
+                if arithmetic_differences(self._record(job), record):
+                    continue
+                hashes, shards = self._places(job)
+                for shard_id in np.unique(shards[np.isin(hashes, wanted)]).tolist():
+                    found |= self._kept(job, shard_id)
+        return found
+
     def _read(self, place: int) -> dict[bytes, RowAnswer]:
         job, shard_id = place >> 32, place & 0xFFFFFFFF
         try:
@@ -57,6 +76,34 @@ class EarlierAnswers:
         except (MissingFileError, DamagedRecordError) as error:
             logger.warning("answers that were to be kept are computed again: %s", error)
             return {}
+
+
+def kept_answers(store: JobStore, shard_id: int) -> dict[bytes, RowAnswer]:
+    """Fingerprint -> answer, of all requests of a shard with stages that are kept beside its part or in its journals,
+    errors left out.
+    """
+    kept = (row for row in decode_journal(decompressed(store.read_answers(shard_id))) if isinstance(row, RowAnswer))
+    return {row.fingerprint: row for row in kept if row.error is None} | _journalled(store, shard_id)
+
+
+def decompressed(data: bytes) -> bytes:
+    """The journal that was kept beside a part; empty when it is gone or damaged: its answers are computed again."""
+    try:
+        return bytes(pa.input_stream(pa.BufferReader(data), compression="zstd").read()) if data else b""
+    except (pa.ArrowInvalid, OSError):
+        return b""
+
+
+def _ids_of(store: JobStore) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """Hash of the id of each planned row of a job, and its shard; none when its plan has no ids."""
+    if not store.has_plan():
+        return np.zeros(0, np.uint64), np.zeros(0, np.int64)
+    with prepared.arrow_file(store.plan_source()) as plan:
+        if "id_hash" not in plan.schema.names:
+            return np.zeros(0, np.uint64), np.zeros(0, np.int64)
+        batches = [np.array(plan.get_batch(number).column("id_hash")) for number in range(plan.num_record_batches)]
+    shards = np.repeat(np.arange(len(batches)), [len(batch) for batch in batches])
+    return np.concatenate([np.zeros(0, np.uint64), *batches]), shards
 
 
 def _answers(store: JobStore, record: JobRecord, shard_id: int) -> dict[bytes, RowAnswer]:
@@ -116,6 +163,12 @@ def answered_by(
     if not is_committed:
         found = _journalled(store, shard_id)
         return [found[each].adapter_sha256 if each in found else False for each in fingerprints]
+    if record.spec.stages is not None:
+        with store.open_part(shard_id) as part:
+            table = _table_of(part, record, shard_id, [output_name(record, "error")])
+        errors = [] if table is None else table.column(0).to_pylist()
+        is_whole = len(errors) == len(fingerprints) and bool(store.read_answers(shard_id))
+        return [None if is_whole and error is None else False for error in errors] or [False] * len(fingerprints)
     with store.open_part(shard_id) as part:
         table = _table_of(part, record, shard_id, [output_name(record, name) for name in _STATE_COLUMNS])
     values = [] if table is None else answer_values(table, record)

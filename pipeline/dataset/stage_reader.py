@@ -69,7 +69,7 @@ class StageReader:
             given = {name: [scope[name] for scope in scopes] for name in self._flow.reads[stage.name]}
         right = [place for place, messages in enumerate(conversations) if not isinstance(messages, str)]
         drafts = self._drafts(stage, [asks[place] for place in right], given, [conversations[place] for place in right])
-        made = []
+        made: list[tuple[list[MadeRequest], list[dict[str, Any]]]] = []
         for place, (one, messages) in enumerate(zip(asks, conversations, strict=True)):
             if isinstance(messages, str):
                 made.append(([self._refused(one, [messages], 0)], []))

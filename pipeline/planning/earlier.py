@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ...jobs.input.files import unpack_schema
 from ...jobs.progress import UpdateCounts
-from ...jobs.record import JobRecord
+from ...jobs.record import JobRecord, changed_adapters
 from ...jobs.store import JobStore
 from ...jobs.updates import arithmetic_differences
 from ..dataset import schema as prepared
@@ -73,7 +73,10 @@ class EarlierRows:
         earlier = self._rows[place] if len(self._rows) else np.zeros(len(rows), _EARLIER_ROW)
         is_known &= earlier["low"] == rows["fingerprint_low"]
         is_answered = is_known & (earlier["source"] >= 0)
-        keeps = is_answered & (earlier["adapter"] == self._adapter_of[rows["adapter"]]) & ~is_error
+        has_adapter = earlier["adapter"] == self._adapter_of[rows["adapter"]]
+        # Rows with stages have answers of several adapters, of which `_read` has found that none has changed.
+        has_adapter |= self._record.spec.stages is not None
+        keeps = is_answered & has_adapter & ~is_error
         source = np.where(keeps, earlier["source"], np.int32(-1))
         is_first = ~are_further(rows)
         is_first[0] = True
@@ -114,6 +117,8 @@ class EarlierRows:
             return np.zeros(0, _EARLIER_ROW), np.zeros(0, np.uint64)
         before = store.read_record()
         differences = arithmetic_differences(before, self._record)
+        if self._record.spec.stages is not None and (changed := changed_adapters(before, self._record)):
+            differences = (*differences, f"adapters have another content: {', '.join(sorted(changed)[:5])}")
         with prepared.arrow_file(store.plan_source()) as plan:
             shards = [plan.get_batch(number) for number in range(plan.num_record_batches)]
             has_ids = set(prepared.IDENTITY_COLUMNS) <= set(plan.schema.names)

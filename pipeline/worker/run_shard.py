@@ -33,7 +33,7 @@ from ..messages import PromptReuse, ShardAbandonedError, ShardOutcome
 from ..supervisor.open_shard import OpenShard, ServedRow
 from ..supervisor.queue import EngineQueue
 from .plugin import RunPlugin, find_plugin
-from .run_stages import answer_stages
+from .run_stages import answer_stages, keep_staged, mark_of
 from .shard_outcome import FLUSH_INTERVAL_S, PAUSE_S, journals_of, work_of
 
 
@@ -242,6 +242,10 @@ def keep_shards(shard_ids: Sequence[int], store: JobStore, record: JobRecord, sp
     with closing(ShardReader(store, record)) as shards:
         for shard_id in shard_ids:
             rows = shards.rows(shard_id)
+            if record.spec.stages is not None:
+                is_there = mark_of(store, record, rows) is not None
+                num_written += not is_there and keep_staged(rows, store, record, spec, run_id, earlier)
+                continue
             if read_done(store, record, rows) is not None:
                 continue
             kept = read_kept(store, record, rows, run_id)

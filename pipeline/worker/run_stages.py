@@ -10,12 +10,18 @@ from uuid import uuid4
 import pyarrow as pa
 
 from ...engine.request import ExportedRow
+from ...jobs.input.columns import DEFAULT_ID_COLUMN
 from ...jobs.parts import PartMark, read_mark
 from ...jobs.progress import AdapterCount
+from ...jobs.record import JobRecord
+from ...jobs.spec import JobSpec
+from ...jobs.store import JobStore
 from ...scheduler.messages import RunShard
 from ...scheduler.planning.bound import JobWork
 from ..dataset.answers import BegunRow, RowAnswer, decode_journal, encode_answers, encode_begun
-from ..dataset.index import tokenizer_of
+from ..dataset.earlier import EarlierAnswers, decompressed
+from ..dataset.fingerprints import id_hash
+from ..dataset.index import spelling, tokenizer_of
 from ..dataset.reader import ShardRows
 from ..dataset.staged_writer import counted_requests, staged_part_bytes
 from ..messages import PromptReuse, ShardAbandonedError, ShardOutcome
@@ -30,42 +36,41 @@ def answer_stages(plugin: RunPlugin, command: RunShard, run_id: str) -> ShardOut
     """Answer all stages of a shard's rows and commit the part, unless it is there. Raises what `run_shard` raises."""
     record, shard_id = plugin.record(), command.shard_id
     rows = plugin.shards().rows(shard_id)
-    mark = _mark_of(plugin, rows)
+    mark = mark_of(plugin.store, record, rows)
     if mark is not None:
         return _outcome(plugin, rows, mark, mark.reused_by(run_id), JobWork(), [])
-    staged = StagedShard(rows, record, plugin.spec(), read_kept_answers(plugin, shard_id, run_id), tokenizer_of)
+    kept = with_earlier(read_kept_answers(plugin.store, shard_id, run_id), rows, record, plugin.earlier())
+    staged = StagedShard(rows, record, plugin.spec(), kept, tokenizer_of)
     first = staged.begin()
     if first:
         _answer(plugin, staged, first, command, run_id)
     part = staged_part_bytes(rows, staged.programs, record, run_id, staged.num_reused, plugin.spelling())
     plugin.check_output()
-    kept = pa.compress(encode_answers(staged.answers.values()), codec="zstd", asbytes=True)
-    plugin.store.write_answers(shard_id, kept)
-    while not plugin.store.commit_part(shard_id, part) and _mark_of(plugin, rows) is None:
+    plugin.store.write_answers(shard_id, _compressed(staged))
+    while not plugin.store.commit_part(shard_id, part) and mark_of(plugin.store, record, rows) is None:
         plugin.check_output()
         plugin.store.remove_part(shard_id)
-    mark = _mark_of(plugin, rows)
+    mark = mark_of(plugin.store, record, rows)
     fresh = {str(number): staged.answers[fingerprint] for number, fingerprint in enumerate(staged.fresh)}
     work = work_of(fresh, {})
     return _outcome(plugin, rows, mark or PartMark(), staged.num_reused, work, list(fresh.values()))
 
 
-def _mark_of(plugin: RunPlugin, rows: ShardRows) -> PartMark | None:
+def mark_of(store: JobStore, record: JobRecord, rows: ShardRows) -> PartMark | None:
     """The mark of the shard's part; None when there is none, or it is not what the shard would be today."""
-    if not plugin.store.is_committed(rows.shard_id):
+    if not store.is_committed(rows.shard_id):
         return None
-    mark = read_mark(plugin.store, rows.shard_id)
-    record = plugin.record()
+    mark = read_mark(store, rows.shard_id)
     is_ours = isinstance(mark, PartMark) and not mark.problem(rows.shard_id, record, rows.contents(record))
     return mark if isinstance(mark, PartMark) and is_ours else None
 
 
-def read_kept_answers(plugin: RunPlugin, shard_id: int, run_id: str) -> KeptAnswers:
+def read_kept_answers(store: JobStore, shard_id: int, run_id: str) -> KeptAnswers:
     """Answers and begun requests of a shard that earlier attempts have left, errors left out."""
     answers: dict[bytes, RowAnswer] = {}
     begun: dict[bytes, BegunRow] = {}
     earlier: set[bytes] = set()
-    journals = {"kept": _decompressed(plugin.store.read_answers(shard_id)), **plugin.store.read_wip(shard_id)}
+    journals = {"": decompressed(store.read_answers(shard_id)), **store.read_wip(shard_id)}
     for name, journal in journals.items():
         for row in decode_journal(journal):
             if isinstance(row, BegunRow):
@@ -79,13 +84,37 @@ def read_kept_answers(plugin: RunPlugin, shard_id: int, run_id: str) -> KeptAnsw
     return KeptAnswers(answers, begun, earlier)
 
 
-def _decompressed(data: bytes) -> bytes:
-    if not data:
-        return b""
-    try:
-        return bytes(pa.input_stream(pa.BufferReader(data), compression="zstd").read())
-    except (pa.ArrowInvalid, OSError):
-        return b""  # cut or damaged: its answers are computed again
+def keep_staged(
+    rows: ShardRows, store: JobStore, record: JobRecord, spec: JobSpec, run_id: str, earlier: EarlierAnswers
+) -> bool:
+    """Write the part of an update's shard whose requests all have answers. Returns whether it was written."""
+    kept = with_earlier(read_kept_answers(store, rows.shard_id, run_id), rows, record, earlier)
+    staged = StagedShard(rows, record, spec, kept, tokenizer_of)
+    if staged.begin():
+        return False
+    part = staged_part_bytes(
+        rows, staged.programs, record, run_id, staged.num_reused, spelling(record, spec.model, spec.storage_options)
+    )
+    store.check_current(record)
+    store.write_answers(rows.shard_id, _compressed(staged))
+    return store.commit_part(rows.shard_id, part)
+
+
+def with_earlier(kept: KeptAnswers, rows: ShardRows, record: JobRecord, earlier: EarlierAnswers) -> KeptAnswers:
+    """The kept answers together with those of the jobs that an update keeps answers of."""
+    if not record.sources:
+        return kept
+    ids = rows.table.column(record.input.roles.get("id", DEFAULT_ID_COLUMN)).to_pylist()
+    found = earlier.of_stages(map(id_hash, ids), record)
+    return KeptAnswers({**found, **kept.answers}, kept.begun, {*found, *kept.earlier})
+
+
+def _compressed(staged: StagedShard) -> bytes:
+    """Answers of a shard as they are kept beside its part."""
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(encode_answers(staged.answers.values()))
+    return bytes(sink.getvalue())
 
 
 def _answer(plugin: RunPlugin, staged: StagedShard, first: list[ExportedRow], command: RunShard, run_id: str) -> None:
