@@ -84,6 +84,8 @@ def _compiled(node: ast.expr, names: dict[str, None]) -> _Evaluate:
             return _field(_compiled(of, names), field)
         case ast.Subscript(value=of, slice=ast.Constant(value=str() | int() as key)):
             return _field(_compiled(of, names), key)
+        case ast.Subscript(value=of, slice=ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() as behind))):
+            return _field(_compiled(of, names), -behind)
         case ast.UnaryOp(op=ast.Not(), operand=one):
             operand = _compiled(one, names)
             return lambda scope: not _truth(operand(scope))

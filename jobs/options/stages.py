@@ -248,7 +248,8 @@ def _order_problems(stages: Sequence[Stage]) -> Iterator[str]:
             if source not in before:
                 yield f"stages.{stage.name}.{key}: there is no stage {shown_name(source)!r} before it."
             elif key != "continues" and not before[source].is_list:
-                yield f"stages.{stage.name}.{key}: {source!r} has one result a row, expected a stage with n or for_each."
+                wanted = "expected a stage with n or for_each"
+                yield f"stages.{stage.name}.{key}: {source!r} has one result a row, {wanted}."
         if stage.continues and (turn := before.get(stage.continues)):
             yield from _continues_problems(stage, turn, before)
         before[stage.name] = stage

@@ -20,6 +20,8 @@ from .answers import RowAnswer, probabilities
 
 #: Stands for a result that is not there yet.
 _PENDING: Any = object()
+#: Value of a stage that is not asked because one that it reads has failed.
+_NOT_ASKED: Any = {"completion": None, "error": "a stage that it reads has failed"}
 _Place = tuple[str, int, int]
 
 
@@ -162,7 +164,7 @@ class RowProgram:
             return None, None
         in_condition = set(expression(stage.when).names) if stage.when else set()
         if any(_has_failed(value) for name, value in read.items() if name not in in_condition):
-            return None, None
+            return _NOT_ASKED, None
         if stage.pick:
             return self._pick(stage, number, scope)
         if stage.for_each:
@@ -182,7 +184,7 @@ class RowProgram:
         found: list[tuple[Any, Any]] = []
         for place, item in enumerate(items):
             if item is None or item is _PENDING or _has_failed(item):
-                found.append((item if item is _PENDING else None, None))
+                found.append((item if item is _PENDING or item is None else _NOT_ASKED, None))
                 continue
             cell = self._cell(Ask(stage, number, place, scope | {stage.for_each or "": item}), 0)
             found.append((None, None) if cell is None else (_value_of(cell), _result_of(cell)))
