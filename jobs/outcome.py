@@ -99,7 +99,8 @@ def outcome_lines(summary: Mapping[str, Any]) -> list[str]:
     """
     counts = [AdapterOutcome.from_json(count) for count in summary["adapters"]]
     note = cut_note(counts)
-    lines = [time_line(summary), rate_line(summary), *prediction_lines(summary), note, *outcome_table(counts)]
+    lines = [time_line(summary), rate_line(summary), *prediction_lines(summary), stage_line(summary), note]
+    lines += outcome_table(counts)
     return [line for line in [*lines, *example_lines(counts)] if line]
 
 
@@ -109,6 +110,18 @@ def time_line(summary: Mapping[str, Any]) -> str:
     line = f"took {summary['seconds']:,.1f} s" + (f" ({phases})" if phases else "")
     started, ended = summary.get("started_at"), summary.get("ended_at")
     return line + (f", from {plain_time(started)} to {plain_time(ended)}" if started and ended else "")
+
+
+def stage_line(summary: Mapping[str, Any]) -> str:
+    """A line with the requests of each stage; "" for a job without stages."""
+    stages = summary.get("stages") or {}
+    texts = (
+        f"{name} {counts['requests']:,} requests"
+        + (f" ({counts['errors']:,} errors)" if counts["errors"] else "")
+        + f", {counts['prompt_tokens']:,} prompt tokens, {counts['completion_tokens']:,} generated"
+        for name, counts in stages.items()
+    )
+    return f"stages: {'; '.join(texts)}" if stages else ""
 
 
 def plain_time(text: str) -> str:

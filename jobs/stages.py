@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from ..engine.text.chat.conversation import write_line_breaks
 from ..engine.text.chat.prompt_template import columns_read
@@ -154,3 +155,44 @@ def dependencies(stages: Sequence[Stage], columns: Sequence[str]) -> dict[str, f
             direct += [name for name in expression(stage.by).names if name in found]
         found[stage.name] = frozenset(direct).union(*(found[name] for name in direct))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class StageRequests:
+    """The requests that one row has of a stage."""
+
+    #: The stage.
+    stage: Stage
+    #: Fewest requests of a row without errors.
+    least: int
+    #: Most requests of a row.
+    most: int
+
+    @property
+    def expected(self) -> float:
+        """Requests of a row where nothing is known of its conditions: the mean of the fewest and the most."""
+        return (self.least + self.most) / 2
+
+    def to_text(self) -> str:
+        """The requests in words."""
+        span = str(self.most) if self.least == self.most else f"{self.least} to {self.most}"
+        return f"{self.stage.name} {span}"
+
+
+def requests_of_stages(spec: JobSpec, columns: Sequence[str]) -> tuple[StageRequests, ...]:
+    """The requests that each stage has of one row. `columns`: of the input that stages read."""
+    stages, until = stages_of(spec.stages), until_of(spec.until)
+    repeated = repeated_stages(until, stages, columns)
+    sizes: dict[str, int] = {}
+    skipped: set[str] = set()
+    found = []
+    for stage in stages:
+        size = sizes[stage.for_each] if stage.for_each else stage.num_samples
+        sizes[stage.name] = size
+        # A stage that goes on from a skipped one is skipped too; one that only reads it is not.
+        may_skip = stage.when is not None or not skipped.isdisjoint((stage.continues, stage.for_each, stage.pick))
+        skipped |= {stage.name} if may_skip else set()
+        rounds = until.rounds if until and stage.name in repeated else 1
+        if stage.asks:
+            found.append(StageRequests(stage, 0 if may_skip else size, size * rounds))
+    return tuple(found)

@@ -72,6 +72,9 @@ class JobResult:
     completion_tokens_per_s: float | None = None
     #: Phrase for people that says how the plan's costs of steps were found; "" in summaries of earlier versions.
     cost_origin: str = ""
+    #: Name of each stage -> its `requests`, `errors`, `prompt_tokens` and `completion_tokens`, those of all rounds;
+    #: empty for a job without stages.
+    stages: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def totals(self) -> RowTotals:

@@ -11,6 +11,7 @@ from ...system.untrusted import shown_name
 from ..input.adapter_names import adapter_problem
 from ..progress import counted
 from ..record import JobRecord
+from ..stages import requests_of_stages
 
 _NAMES_SHOWN = 8
 _TYPES_SHOWN = 20
@@ -129,6 +130,10 @@ def messages_note(record: JobRecord) -> tuple[str, ...]:
     special tokens inside of messages and columns are read. Empty for other jobs.
     """
     notes, made = [], record.spec.template_option
+    if record.spec.stages is not None:
+        requests = requests_of_stages(record.spec, record.input.template_columns)
+        notes.append(f"stages, with the requests of a row: {', '.join(one.to_text() for one in requests)}")
+        made = ""
     if made:
         how = "messages" if made == "messages_template" else "a message of the user" if record.spec.chat else "text"
         columns = record.input.template_columns
@@ -138,7 +143,7 @@ def messages_note(record: JobRecord) -> tuple[str, ...]:
         notes.append(f"prompts: column {record.input.roles['prompt']!r} is a message of the user (chat)")
     is_allowed = record.spec.allow_special_tokens
     if not record.renders_messages:
-        return (*notes, *_special_tokens_note("columns", is_allowed=is_allowed)) if made else ()
+        return (*notes, *_special_tokens_note("columns", is_allowed=is_allowed)) if notes else ()
     if record.spec.chat_template:
         own = [adapter.name for adapter in record.adapters if adapter.tokenizer_sha256 and not adapter.is_refused]
         also = f" and of those that adapters have: {_shown(own)}" if own else ""
@@ -183,6 +188,8 @@ def _conversation_notes(record: JobRecord, rows: Mapping[str, int]) -> list[str]
 
 
 def _adapter_notes(record: JobRecord, rows_per_adapter: Mapping[str | None, int]) -> tuple[str, ...]:
+    if record.spec.stages is not None:
+        return ()  # the index knows the adapters of the first stage alone
     names = [adapter.name for adapter in record.adapters]
     unused = [name for name in names if not rows_per_adapter.get(name)]
     num_rows, column = sum(rows_per_adapter.values()), record.input.roles.get("adapter")

@@ -78,6 +78,7 @@ def finish(run: JobRun, plan: JobPlan, account: Account, done: Coordinated) -> J
         prompt_tokens_per_s=account.prompt_tokens / working_s if working_s else None,
         completion_tokens_per_s=account.completion_tokens / working_s if working_s else None,
         cost_origin=run.settings.cost_origin,
+        stages={name: dict(counts) for name, counts in account.stages.items()},
     )
     run.reporter.check_budget(account.num_errors, account.num_rows)
     run.control.check_displaced()

@@ -30,6 +30,7 @@ from ...jobs.parts import (
     in_words,
     mark_in,
 )
+from ...jobs.options.stages import stages_of
 from ...jobs.record import JobRecord
 from ...jobs.spec import JobSpec
 from ...jobs.store import JobStore
@@ -139,6 +140,8 @@ class Account:
     sentences: dict[str, set[str]] = field(default_factory=dict)
     #: Whether the index of all counted parts was read: seconds, tasks and kinds of errors are known.
     has_numbers: bool = True
+    #: Name of each stage -> its requests, their errors, and their tokens; empty for a job without stages.
+    stages: dict[str, Counter[str]] = field(default_factory=dict)
     #: Bytes, and hash of the contents, of each part that counts.
     parts: dict[int, tuple[int, str]] = field(default_factory=dict)
     #: Parts that do not count because they are not what their shards would be now, each with a clause that says why.
@@ -159,6 +162,8 @@ class Account:
         self.first_errors = other.first_errors | self.first_errors
         for kind, sentences in other.sentences.items():
             self._add_sentences(kind, sentences)
+        for name, counts in other.stages.items():
+            self.stages.setdefault(name, Counter()).update(counts)
         self.has_numbers &= other.has_numbers
         self.parts |= other.parts
         self.unusable |= other.unusable
@@ -322,6 +327,9 @@ class _Counting:
             for one in counted_requests(mark.requests)
         ]
         self._count(account, shard_id, rows)
+        for stage in stages_of(self.record.spec.stages):
+            of_stage = [row for row in rows if row["stage"] == stage.name]
+            account.stages |= {stage.name: _stage_counts(of_stage)} if stage.asks else {}
         account.num_parts, account.num_rows = 1, len(values[ROW_ID])
         account.num_errors = sum(error is not None for error in values["error"])
         id_column = counted_columns(self.record)[ROW_ID]
@@ -449,6 +457,15 @@ class _Counting:
 def _adapter_of(row: Mapping[str, Any]) -> str | None:
     """Name of a row's adapter; the input may have an empty name, which is the base model too."""
     return row.get(ROW_ADAPTER) or None
+
+
+def _stage_counts(rows: Sequence[Mapping[str, Any]]) -> Counter[str]:
+    return Counter(
+        requests=len(rows),
+        errors=sum(row["error"] is not None for row in rows),
+        prompt_tokens=sum(row["prompt_tokens"] for row in rows),
+        completion_tokens=sum(row["completion_tokens"] for row in rows),
+    )
 
 
 def _kind_of(row: Mapping[str, Any], index_kind: int) -> str:

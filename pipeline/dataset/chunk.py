@@ -24,7 +24,7 @@ from ...jobs.input.row_group import MAX_ROW_GROUP_BYTES, OversizedRowGroupError,
 from ...jobs.options.stages import Stage
 from ...jobs.record import AdapterRecord, FileVersion, JobRecord, PartitionValues, index_key
 from ...jobs.spec import JobSpec
-from ...jobs.stages import first_stage, stage_record
+from ...jobs.stages import first_stage, requests_of_stages, stage_record, stage_spec
 from ...jobs.storage.location import options_for
 from ...jobs.storage.redaction import storage_reason
 from ...jobs.storage.stores import open_store
@@ -33,6 +33,8 @@ from . import schema as prepared
 # Most bytes of rows in one batch of a chunk of several small files.
 _TOGETHER_BYTES = 64 << 20
 _REPAIR = "Repair the file or leave it out."
+# Tokens that a text of a choice is expected to have at most.
+_CHOICE_TOKENS = 8
 # Numbers of the errors of stores that are throttled, busy or away. Arrow's errors about bad bytes have no number.
 _UNREACHED = {
     errno.EIO,
@@ -150,6 +152,10 @@ class IndexJob:
     stages: str = ""
     #: Columns that stages read; empty without stages.
     given: tuple[str, ...] = ()
+    #: Prompts that one row is expected to have of all stages together; completions of one prompt share it.
+    expected_prompts: float = 1.0
+    #: Most tokens that one row is expected to have generated in all stages together.
+    expected_tokens: float = 0.0
 
     @classmethod
     def from_record(cls, record: JobRecord, spec: JobSpec) -> IndexJob:
@@ -166,6 +172,7 @@ class IndexJob:
         roles = {role: name for role, name in record.input.roles.items() if role != "adapter" or not stage.has_adapter}
         roles |= {"adapter": stage.adapter_column} if stage.adapter_column else {}
         found = cls._of(stage_record(record, stage), spec, index_key(record))
+        asked = requests_of_stages(record.spec, given_columns(record))
         return replace(
             found,
             roles=roles,
@@ -173,6 +180,8 @@ class IndexJob:
             sampling=replace(found.sampling, n=1),
             template_option=f"stages.{stage.name}",
             sample_field=None,
+            expected_prompts=sum(one.expected / one.stage.num_samples for one in asked),
+            expected_tokens=sum(one.expected * _most_tokens(stage_spec(record.spec, one.stage)) for one in asked),
             stages=record.spec.stages or "",
             given=given_columns(record),
         )
@@ -204,6 +213,10 @@ class IndexJob:
             id_from_content=record.spec.id_from_content,
             tokenizer_sha256=record.model.tokenizer_sha256,
         )
+
+
+def _most_tokens(spec: JobSpec) -> int:
+    return min(spec.max_tokens, _CHOICE_TOKENS) if spec.choice else spec.max_tokens
 
 
 def given_columns(record: JobRecord) -> tuple[str, ...]:

@@ -75,7 +75,20 @@ class ChunkRows:
             fields.append(pa.field(prepared.GIVEN, given.type))
             columns.append(given)
         self._batches.append(pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields)))
-        self._numbers.append(_numbers(drafts, fingerprints))
+        numbers = _numbers(drafts, fingerprints)
+        self._numbers.append(self._of_all_stages(numbers) if self._job.stages else numbers)
+
+    def _of_all_stages(self, numbers: pa.RecordBatch) -> pa.RecordBatch:
+        """The numbers of rows with the work of all their stages, of which the first alone is known: the others are
+        expected to have prompts as long as the first one's.
+        """
+        prompts, tokens = self._job.expected_prompts, self._job.expected_tokens
+        prompt = np.round(numbers.column("prompt_tokens").to_numpy() * prompts)
+        output = np.where(numbers.column("max_tokens").to_numpy() > 0, max(1, round(tokens)), 0)
+        changed = {"prompt_tokens": prompt, "max_tokens": output, "fixed_tokens": np.zeros(len(prompt))}
+        columns = {name: numbers.column(name) for name in numbers.schema.names}
+        columns |= {name: pa.array(values.astype(np.int32)) for name, values in changed.items()}
+        return pa.RecordBatch.from_pydict(columns)
 
     def order(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Rows sorted by adapter, the base model first, otherwise as in the input; and the beginnings of record

@@ -26,7 +26,7 @@ from .row_program import RowProgram
 from .schema import passthrough_schema
 from .writer import Spell, answer_columns, finished_part, part_schema
 
-_COUNTED = ("adapter", "prompt_tokens", "completion_tokens", "finish_reason", "mode", "error")
+_COUNTED = ("stage", "adapter", "prompt_tokens", "completion_tokens", "finish_reason", "mode", "error")
 
 
 def staged_part_bytes(
@@ -71,8 +71,8 @@ def _packed(programs: Sequence[RowProgram], given: Sequence[Mapping[str, Any]], 
     for program, values in zip(programs, given, strict=True):
         adapters = {stage.name: stage_adapter(stage, values, record) for stage in program.flow.stages if stage.asks}
         for name, answer in program.answers():
-            counted = [getattr(answer, field) for field in _COUNTED[1:]]
-            rows.append([adapters[name], *counted])
+            counted = [getattr(answer, field) for field in _COUNTED[2:]]
+            rows.append([name, adapters[name], *counted])
     return base64.b64encode(zlib.compress(msgpack.packb(rows))).decode()
 
 
