@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         OutputConflictError,
         StorageError,
     )
+    from .jobs.options.types import Stage
     from .jobs.spec import JobSpec
     from .jobs.status.job_status import JobStatus
     from .pipeline.result import JobResult
@@ -44,6 +45,7 @@ __all__ = [
     "JobSpec",
     "JobStatus",
     "OutputConflictError",
+    "Stage",
     "StorageError",
     "__version__",
     "audit",
@@ -58,6 +60,7 @@ _HOMES = {
     "EngineError": "engine.errors",
     "JobResult": "pipeline.result",
     "JobSpec": "jobs.spec",
+    "Stage": "jobs.options.types",
     "JobStatus": "jobs.status.job_status",
 }
 

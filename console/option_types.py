@@ -7,11 +7,13 @@ writes the file anew after a change of an option; a test compares the two.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from textwrap import wrap
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
+from ..jobs.options.stages import STAGE_OPTIONS
 from ..jobs.options.values import TLS_FIELDS
 from ..jobs.spec import JobSpec
 
@@ -31,7 +33,7 @@ _ACCEPTED = {
     **dict.fromkeys(("storage_options", "cluster_options"), f"{_OBJECT} | None"),
     **dict.fromkeys(("response_format", "structured_outputs"), f"{_OBJECT} | None"),
     "tools": "str | Sequence[Mapping[str, Any]] | None",
-    "stages": "str | Mapping[str, Mapping[str, Any]] | None",
+    "stages": "str | Mapping[str, Stage] | None",
     "until": f"{_OBJECT} | None",
     "chat_template_kwargs": f"{_OBJECT} | None",
     "logit_bias": "str | Mapping[int, float] | Mapping[str, float] | Sequence[tuple[int, float]]",
@@ -40,7 +42,7 @@ _ACCEPTED = {
     "reasoning_markers": "str | Sequence[str] | Mapping[str, str]",
     "choice": "str | float | Sequence[str | float]",
 }
-_HEAD = '''"""`JobOptions`: the options of a job as keyword arguments, for type checkers and editors.
+_HEAD = '''"""`JobOptions`: the options of a job as keyword arguments, for type checkers. `Stage`: those of a stage.
 
 Made from the fields of `JobSpec` by `python -m lorabatch.console.option_types`; not to be edited.
 """
@@ -56,15 +58,44 @@ class JobOptions(TypedDict, total=False):
     """The options of a job by name. `JobSpec` says which are required, and their limits."""
 
 '''
+_STAGE = '''
+
+class Stage(TypedDict, total=False):
+    """One stage of the option `stages`. The options behind `continues` are those of the job, for this stage alone."""
+
+    #: Name of the adapter that answers, `{"column": NAME}` for a column that names it, None for the base model. The
+    #: job's rule holds for a stage without.
+    adapter: str | Mapping[str, str] | None
+    #: Template of one message of the user, or messages with templates, made of columns and of earlier stages.
+    messages: str | Sequence[Mapping[str, str]]
+    #: Template of a prompt that no chat template renders.
+    prompt: str
+    #: Stage with several results, each of which is asked about.
+    for_each: str
+    #: Stage with several results, of which the best is taken; such a stage asks no model.
+    pick: str
+    #: Expression with a number for each result of `pick`.
+    by: str
+    #: Expression without which a row skips the stage.
+    when: str
+    #: Stage whose conversation the messages continue.
+    continues: str
+'''
 
 
 def source() -> str:
     """The content of `jobs/options/types.py` that fits the fields of `JobSpec`."""
+    of_stage = [name for name in JobSpec.model_fields if name in STAGE_OPTIONS]
+    return _HEAD + _declared(JobSpec.model_fields) + _STAGE + _declared(of_stage)
+
+
+def _declared(names: Iterable[str]) -> str:
     lines = []
-    for name, field in JobSpec.model_fields.items():
+    for name in names:
+        field = JobSpec.model_fields[name]
         lines += wrap(field.description or "", _COLUMNS, initial_indent=_COMMENT, subsequent_indent=_COMMENT)
         lines.append(f"    {name}: {_ACCEPTED.get(name) or _accepted(field.annotation)}")
-    return _HEAD + "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _accepted(annotation: Any) -> str:

@@ -1,4 +1,4 @@
-"""`JobOptions`: the options of a job as keyword arguments, for type checkers and editors.
+"""`JobOptions`: the options of a job as keyword arguments, for type checkers. `Stage`: those of a stage.
 
 Made from the fields of `JobSpec` by `python -m lorabatch.console.option_types`; not to be edited.
 """
@@ -106,7 +106,7 @@ class JobOptions(TypedDict, total=False):
     chat: bool | None
     #: Stages in place of a prompt, each a request that reads the results of those before it, or a pick among several:
     #: JSON of a mapping by name (in a job file a mapping).
-    stages: str | Mapping[str, Mapping[str, Any]] | None
+    stages: str | Mapping[str, Stage] | None
     #: Stages run again until a condition holds: JSON of stage, is and rounds, and perhaps from (in a job file a
     #: mapping).
     until: str | Mapping[str, Any] | None
@@ -202,3 +202,91 @@ class JobOptions(TypedDict, total=False):
     engine_threads: int | None
     #: Memory of an engine's page pool; chosen by default.
     pool_bytes: int | None
+
+
+class Stage(TypedDict, total=False):
+    """One stage of the option `stages`. The options behind `continues` are those of the job, for this stage alone."""
+
+    #: Name of the adapter that answers, `{"column": NAME}` for a column that names it, None for the base model. The
+    #: job's rule holds for a stage without.
+    adapter: str | Mapping[str, str] | None
+    #: Template of one message of the user, or messages with templates, made of columns and of earlier stages.
+    messages: str | Sequence[Mapping[str, str]]
+    #: Template of a prompt that no chat template renders.
+    prompt: str
+    #: Stage with several results, each of which is asked about.
+    for_each: str
+    #: Stage with several results, of which the best is taken; such a stage asks no model.
+    pick: str
+    #: Expression with a number for each result of `pick`.
+    by: str
+    #: Expression without which a row skips the stage.
+    when: str
+    #: Stage whose conversation the messages continue.
+    continues: str
+    #: Most tokens of a completion.
+    max_tokens: int
+    #: Tokens before which a completion does not end.
+    min_tokens: int
+    #: Randomness of the draw; 0 is greedy.
+    temperature: float
+    #: Draw from the likeliest tokens that together reach this probability; 1 is all.
+    top_p: float
+    #: Draw from this many likeliest tokens; 0 is all.
+    top_k: int
+    #: With the row's identity, the key of its random stream.
+    seed: int
+    #: A string that ends a completion and is not part of it. Repeatable.
+    stop: str | Sequence[str]
+    #: Add token ids and their log-probabilities to the output.
+    logprobs: bool
+    #: Add, for each token, this many of the likeliest tokens and their log-probabilities to the output.
+    top_logprobs: int
+    #: Add the prompt's tokens and their log-probabilities to the output.
+    prompt_logprobs: bool
+    #: Add, for each token of the prompt, this many of the likeliest tokens in its place to the output.
+    prompt_top_logprobs: int
+    #: Continue after the model's end token, up to max_tokens.
+    ignore_eos: bool
+    #: A token that ends a completion and is not part of its text. Repeatable.
+    stop_token_ids: int | Sequence[int]
+    #: Completions of each row, a row of the output each; those of a greedy row are equal.
+    n: int
+    #: Draw from tokens at least this share as likely as the likeliest; 0 is all.
+    min_p: float
+    #: Subtracted from the logits of tokens already generated.
+    presence_penalty: float
+    #: Taken from a token's logit for each time it is in the completion.
+    frequency_penalty: float
+    #: Divides positive logits and multiplies negative ones, of tokens in prompt and completion; 1 is off.
+    repetition_penalty: float
+    #: JSON object of tokens and what is added to their logits.
+    logit_bias: str | Mapping[int, float] | Mapping[str, float] | Sequence[tuple[int, float]]
+    #: A text that is not generated. Repeatable.
+    bad_words: str | Sequence[str]
+    #: A token of which completions may consist; others are not generated. Repeatable.
+    allowed_token_ids: int | Sequence[int]
+    #: A token of the completion, which is given and scored. Repeatable.
+    continuation_token_ids: int | Sequence[int]
+    #: JSON Schema of which the completion is an instance.
+    json_schema: str | Mapping[str, Any] | type[Any]
+    #: Regular expression that the completion matches from its beginning to its end.
+    regex: str
+    #: One of the texts of which the completion is one. Repeatable.
+    choice: str | float | Sequence[str | float]
+    #: Add the log-probability of each text of choice to the output.
+    score_choices: bool
+    #: Context-free grammar of the completion, in the form of Lark that llguidance reads.
+    grammar: str
+    #: START,END: texts around a model's reasoning, which goes to a column of its own.
+    reasoning_markers: str | Sequence[str] | Mapping[str, str]
+    #: Form of the tool calls that are read from completions: hermes, llama3, mistral.
+    tool_call_parser: str
+    #: System message for rows whose messages have none.
+    system_prompt: str | None
+    #: Variables for the chat template, such as enable_thinking: a JSON object (in a job file a mapping).
+    chat_template_kwargs: str | Mapping[str, Any] | None
+    #: Form of completions as OpenAI writes it: a JSON object of type text, json_object or json_schema.
+    response_format: str | Mapping[str, Any] | None
+    #: Form of completions as vLLM writes it: a JSON object of json, regex, choice, grammar or json_object.
+    structured_outputs: str | Mapping[str, Any] | None

@@ -18,6 +18,7 @@ from ...jobs.errors import DamagedRecordError, JobFailedError, MissingFileError
 from ...jobs.input.columns import readable_values
 from ...jobs.input.completions import completions
 from ...jobs.opening.opened_job import ENGINE_ERROR
+from ...jobs.options.stages import stages_of
 from ...jobs.outcome import EXAMPLE_CHARACTERS, NUM_EXAMPLES, AdapterOutcome, KindOfError
 from ...jobs.parts import (
     ROW_ADAPTER,
@@ -30,7 +31,6 @@ from ...jobs.parts import (
     in_words,
     mark_in,
 )
-from ...jobs.options.stages import stages_of
 from ...jobs.record import JobRecord
 from ...jobs.spec import JobSpec
 from ...jobs.store import JobStore

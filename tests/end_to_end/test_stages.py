@@ -230,3 +230,77 @@ def test_a_job_with_wrong_stages_is_refused_before_it_starts(
     with pytest.raises(JobRequestError, match=said):
         lorabatch.plan(**echo_job.options(**options(**change)))
     assert not echo_job.output.exists()
+
+
+def plain_job(rows: Rows, template: str, folder: Path, **options: Any) -> list[dict[str, Any]]:
+    """The answers of a job without stages whose rows are these."""
+    shutil.rmtree(folder, ignore_errors=True)
+    lorabatch.run(input=rows, output=str(folder), messages_template=[{"role": "user", "content": template}], **options)
+    return sorted(pq.read_table(folder).to_pylist(), key=lambda row: row["id"])
+
+
+def test_engines_give_what_one_job_after_the_other_gives(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    """Greedy stages of real engines: a draft, a choice with probabilities, a pick, and a turn that goes on."""
+    common: dict[str, Any] = {
+        "model": tiny_llama,
+        "adapters": {name: tiny_adapters[name] for name in ("rank1", "rank8")},
+        "mode": "exact",
+        "max_tokens": 6,
+        "workers": 1,
+        "ignore_eos": False,
+    }
+    rows = [{"id": i, "body": f"the quick fox {i}", "topic": f"fox {i % 3}"} for i in range(10)]
+    stages: dict[str, Any] = {
+        "draft": lorabatch.Stage(adapter="rank1", messages="{{ body }}"),
+        "judge": lorabatch.Stage(adapter="rank8", messages="{{ draft.completion }} {{ topic }}", choice=["the", "fox"]),
+        "fix": lorabatch.Stage(when="judge.choice == 'the' and id in [1, 4, 5]", continues="draft", messages="again"),
+    }
+    lorabatch.run(input=rows, output=str(tmp_path / "staged"), stages=stages, **common)
+    found = sorted(pq.read_table(tmp_path / "staged").to_pylist(), key=lambda row: row["id"])
+    drafts = plain_job([{**row, "adapter": "rank1"} for row in rows], "{{ body }}", tmp_path / "job", **common)
+    assert [row["draft"]["completion"] for row in found] == [row["completion"] for row in drafts]
+    drafted = [{**row, "adapter": "rank8", "draft": one["completion"]} for row, one in zip(rows, drafts, strict=True)]
+    judged = plain_job(drafted, "{{ draft }} {{ topic }}", tmp_path / "job", choice=["the", "fox"], **common)
+    for row, one in zip(found, judged, strict=True):
+        shares = {share["choice"]: share["probability"] for share in one["choice_probabilities"]}
+        assert (row["judge"]["choice"], row["judge"]["probability"]) == (one["choice"], shares)
+    turns = [
+        {
+            "id": row["id"],
+            "adapter": "rank1",
+            "messages": [
+                {"role": "user", "content": row["body"]},
+                {"role": "assistant", "content": one["completion"]},
+                {"role": "user", "content": "again"},
+            ],
+        }
+        for row, one in zip(rows, drafts, strict=True)
+    ]
+    shutil.rmtree(tmp_path / "job")
+    lorabatch.run(input=turns, output=str(tmp_path / "job"), **common)
+    fixed = {row["id"]: row["completion"] for row in pq.read_table(tmp_path / "job").to_pylist()}
+    chosen = [row for row in found if row["judge"]["choice"] == "the" and row["id"] in (1, 4, 5)]
+    assert chosen
+    assert [row["fix"]["completion"] for row in chosen] == [fixed[row["id"]] for row in chosen]
+    assert all(row["fix"] is None for row in found if row not in chosen)
+
+
+def test_rounds_draw_anew_and_end_when_their_condition_holds(tiny_llama: Path, tmp_path: Path) -> None:
+    rows = [{"id": i, "body": f"the quick fox {i}"} for i in range(16)]
+    stages: dict[str, Any] = {"draft": lorabatch.Stage(messages="{{ body }}", temperature=1.0, max_tokens=5)}
+    until = {"stage": "draft", "is": "'e' in draft.completion", "rounds": 4}
+    options: dict[str, Any] = {"model": tiny_llama, "input": rows, "stages": stages, "workers": 1, "mode": "exact"}
+    result = lorabatch.run(output=str(tmp_path / "once"), **options)
+    again = lorabatch.run(output=str(tmp_path / "rounds"), until=until, **options)
+    once, rounds = (
+        sorted(pq.read_table(tmp_path / name).to_pylist(), key=lambda row: row["id"]) for name in ("once", "rounds")
+    )
+    right = [row["id"] for row in once if "e" in row["draft"]["completion"]]
+    assert 0 < len(right) < 16
+    assert [rounds[i] for i in right] == [once[i] for i in right]
+    others = [i for i in range(16) if i not in right]
+    assert all(rounds[i]["draft"]["completion"] != once[i]["draft"]["completion"] for i in others)
+    assert 16 + len(others) <= again.stages["draft"]["requests"] <= 16 + 3 * len(others)
+    assert result.stages["draft"]["requests"] == 16
