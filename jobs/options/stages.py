@@ -181,7 +181,7 @@ def _stage_of(name: str, values: Mapping[str, Any]) -> Stage:
 
 
 def _form_problems(name: str, values: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with one stage by itself, as sentences."""
+    """Problems of one stage by itself, as sentences."""
     place = f"stages.{name}"
     if not _NAME.fullmatch(name) or name in _TAKEN or name.startswith("__"):
         yield f"{shown_name(place)}: expected a name of letters, digits and underscores that is not {shown_name(name)}."

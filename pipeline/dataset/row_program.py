@@ -29,6 +29,7 @@ _Place = tuple[str, int, int]
 class Ask:
     """A request of one stage that is to be made of the row's values."""
 
+    #: Stage of the request.
     stage: Stage
     #: Number of the round, from 0.
     round: int
@@ -44,7 +45,9 @@ class Ask:
 class _Cell:
     """One request of a row: asked, and perhaps answered."""
 
+    #: The answer; None while it is missing.
     answer: RowAnswer | None = None
+    #: The request that engines were asked; None for an error without one.
     request: Request | None = None
 
 
@@ -70,7 +73,9 @@ StageResult = tuple[RowAnswer, Request | None] | Picked | list[tuple[RowAnswer, 
 class Flow:
     """The stages of a job, with what each reads."""
 
+    #: The stages, in order.
     stages: tuple[Stage, ...]
+    #: Rounds of the job; None without.
     until: Until | None
     #: Name of each stage -> columns and stages that it reads.
     reads: Mapping[str, tuple[str, ...]]
@@ -103,13 +108,17 @@ class Flow:
 
 @dataclass(slots=True)
 class RowProgram:
-    """The stages of one row. `columns`: values of the columns that they read."""
+    """The stages of one row: the answers so far, and what follows from them."""
 
+    #: The stages of the job.
     flow: Flow
+    #: Values of the columns that the stages read.
     columns: Mapping[str, Any]
+    # Each request by stage, round and number.
     _cells: dict[_Place, _Cell] = field(default_factory=dict)
     # Conversation of each request, by its first place: the messages that were rendered.
     _conversations: dict[_Place, tuple[dict[str, Any], ...]] = field(default_factory=dict)
+    # New requests of the evaluation that runs.
     _asks: list[Ask] = field(default_factory=list)
     #: Results by stage, once no answer is missing.
     results: dict[str, StageResult] = field(default_factory=dict)
@@ -117,7 +126,9 @@ class RowProgram:
     is_done: bool = False
 
     def asks(self) -> list[Ask]:
-        """What is to be asked now that was not asked before. Empty while answers are missing, and at the end."""
+        """The requests that follow from the answers so far and were not asked before. Empty while answers are missing,
+        and at the end.
+        """
         self._asks = []
         values: dict[str, Any] = {}
         before, repeated, behind = self.flow.order

@@ -37,6 +37,7 @@ class AskOfRow:
     row_id: Any
     #: Name of the adapter that answers; None for the base model.
     adapter: str | None
+    #: The request that is to be made.
     ask: Ask
 
 

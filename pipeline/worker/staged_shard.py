@@ -25,7 +25,7 @@ from ..dataset.stage_reader import AskOfRow, MadeRequest, StageReader, continued
 
 @dataclass(frozen=True, slots=True)
 class KeptAnswers:
-    """What earlier attempts have left of a shard, by fingerprint of the request."""
+    """Answers and begun requests that earlier attempts have left of a shard, by fingerprint of the request."""
 
     #: Answers.
     answers: Mapping[bytes, RowAnswer]
