@@ -55,6 +55,7 @@ def _options() -> Any:
     parser.add_argument("--at-once", type=int, default=1, help="trials beside each other")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no further run after so long")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="processes of each engine, all real then")
+    parser.add_argument("--stages", action="store_true", help="jobs with stages, of echo engines")
     parser.add_argument("--only", choices=get_args(Trouble), help="pass over seeds without this trouble")
     parser.add_argument("--material", type=Path, help="a folder with what all trials share, for the next command too")
     parser.add_argument("--results", type=Path, help="a file that gains one line of JSON per run")
@@ -64,8 +65,9 @@ def _options() -> Any:
 def _run_all(options: Any, folder: Path) -> Iterator[Outcome]:
     """Outcomes in the order of their seeds."""
     material = Material((options.material or folder / "material").resolve())
-    scenario_of = partial(make_scenario, tensor_parallel=options.tensor_parallel)
-    for engine in get_args(EngineKind) if options.tensor_parallel == 1 else ("real",):
+    scenario_of = partial(make_scenario, tensor_parallel=options.tensor_parallel, has_stages=options.stages)
+    kinds = ("staged",) if options.stages else [kind for kind in get_args(EngineKind) if kind != "staged"]
+    for engine in kinds if options.tensor_parallel == 1 else ("real",):
         material.undisturbed_digest(engine, options.tensor_parallel)
     stop_s = time.monotonic() + options.minutes * 60
 

@@ -27,13 +27,21 @@ _ADAPTERS: dict[str, dict[str, Any]] = {
     "rank20": {"r": 20, "lora_alpha": 10, "target_modules": ["gate_proj", "down_proj", "o_proj"]},
 }
 # Long enough that blows land in the middle: some two seconds of work for two engines.
-_NUM_ROWS: dict[EngineKind, int] = {"echo": 256, "uneven": 64, "real": 64}
-_MAX_TOKENS: dict[EngineKind, int] = {"echo": 4, "uneven": 40, "real": 100}
-_BATCH_ROWS: dict[EngineKind, int] = {"echo": 8, "uneven": 8, "real": 4}
+_NUM_ROWS: dict[EngineKind, int] = {"echo": 256, "uneven": 64, "real": 64, "staged": 64}
+_MAX_TOKENS: dict[EngineKind, int] = {"echo": 4, "uneven": 40, "real": 100, "staged": 4}
+_BATCH_ROWS: dict[EngineKind, int] = {"echo": 8, "uneven": 8, "real": 4, "staged": 8}
 _ECHO: dict[EngineKind, dict[str, Any]] = {
     "echo": {"step_s": 0.04},
     "uneven": {"step_s": 0.02, "slow_factor": 30},
     "real": {},
+    "staged": {"step_s": 0.04},
+}
+# A draft by the row's adapter, two judgements, a note of the base model, and a correction of some rows.
+_STAGES = {
+    "draft": {"prompt": "{{ note }} {{ id }}", "n": 2},
+    "judge": {"for_each": "draft", "adapter": "rank8", "prompt": "{{ draft.completion }}", "max_tokens": 2},
+    "remark": {"adapter": None, "prompt": "{{ note }}: {{ judge[0].completion }}", "max_tokens": 3},
+    "fix": {"when": "'a' in remark.completion", "adapter": "rank20", "prompt": "{{ remark.completion }}!"},
 }
 _UNDISTURBED_LIMIT_S = 500
 _ROW_GROUP = 32
@@ -86,7 +94,7 @@ class Material:
         """A file for the same job, mostly of the same size, with which answers are other ones."""
         if kind == "input":
             rows = self.rows(engine)
-            column = "prompt" if engine == "real" else "prompt_token_ids"
+            column = {"real": "prompt", "staged": "note"}.get(engine, "prompt_token_ids")
             others = [row | {column: other[column]} for row, other in zip(rows, reversed(rows), strict=True)]
             sink = pa.BufferOutputStream()
             pq.write_table(pa.Table.from_pylist(others), sink, row_group_size=_ROW_GROUP)
@@ -125,7 +133,7 @@ class Material:
                 "id": i,
                 "adapter": names[i % len(names)],
                 "note": f"n{i}",
-                **(_real(i, i // len(names) % 2) if engine == "real" else _echoed(i)),
+                **(_real(i, i // len(names) % 2) if engine == "real" else {} if engine == "staged" else _echoed(i)),
             }
             for i in range(_NUM_ROWS[engine])
         ]
@@ -147,7 +155,7 @@ class Material:
             "mode": "exact" if tensor_parallel == 1 else "unmerged",
             "engine_threads": 1,
             "tensor_parallel": tensor_parallel,
-            "row_settings": "all",
+            **({"stages": json.dumps(_STAGES)} if engine == "staged" else {"row_settings": "all"}),
         }
 
     def num_parts(self, scenario: Scenario) -> int:

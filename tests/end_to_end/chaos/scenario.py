@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 # Uneven: echo engines of which one is slow, so that rows move from it to the others.
-EngineKind = Literal["echo", "uneven", "real"]
+EngineKind = Literal["echo", "uneven", "real", "staged"]
 # Hosts: an existing cluster whose processes have a host of their own each.
 ClusterKind = Literal["embedded", "existing", "hosts"]
 # Where the output is: a local disk, one so small that it can be filled, or an S3 server.
@@ -115,13 +115,17 @@ class Scenario:
     tensor_parallel: int = 1
 
 
-def make_scenario(seed: int, tensor_parallel: int = 1) -> Scenario:
-    """The scenario of a seed. Engines of several processes are real ones."""
+def make_scenario(seed: int, tensor_parallel: int = 1, has_stages: bool = False) -> Scenario:
+    """The scenario of a seed. Engines of several processes are real ones. `has_stages`: the job has stages, for echo
+    engines.
+    """
     luck = random.Random(seed)
     cluster: ClusterKind = luck.choice(("embedded", "existing"))
     engine = luck.choice(_ENGINES)
     if tensor_parallel > 1:
         engine = "real"
+    if has_stages:
+        engine = "staged"
     num_workers = luck.choice((2, 3) if engine == "uneven" else (1, 2, 2, 2, 3))
     rows_per_shard = 8 if engine == "uneven" else luck.choice(_SHARD_ROWS)
     victims = _VICTIMS[cluster] + (("owner", "owner", "helper", "helper") if engine == "uneven" else ())
