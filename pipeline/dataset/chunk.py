@@ -216,7 +216,8 @@ class IndexJob:
 
 
 def _most_tokens(spec: JobSpec) -> int:
-    return min(spec.max_tokens, _CHOICE_TOKENS) if spec.choice else spec.max_tokens
+    sampling = spec.sampling
+    return min(sampling.max_tokens, _CHOICE_TOKENS) if sampling.choice else sampling.max_tokens
 
 
 def given_columns(record: JobRecord) -> tuple[str, ...]:

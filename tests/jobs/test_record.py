@@ -29,6 +29,9 @@ from lorabatch.jobs.spec import JobSpec
 
 Record = Callable[..., JobRecord]
 BASICS = {"model": "/m", "input": "/in.parquet", "output": "/out"}
+STAGES = {"draft": {"messages": "{{ question }}"}}
+# Options that another one must be given beside.
+BESIDE: dict[str, Any] = {"until": {"stages": STAGES}, "output_columns": {"stages": STAGES}}
 OTHER_VALUES: dict[str, Any] = {
     "input": "/other.parquet",
     "columns": {"prompt": "text"},
@@ -81,6 +84,9 @@ OTHER_VALUES: dict[str, Any] = {
     "keep": ["note"],
     "drop": ["note"],
     "id_from_content": True,
+    "stages": STAGES,
+    "until": {"stage": "draft", "is": "1 < 2", "rounds": 2},
+    "output_columns": ["draft"],
     "output_prefix": "answer_",
     "policy": "s-lora",
     "placement": "loraserve",
@@ -127,8 +133,9 @@ def test_every_option_is_judged_to_be_part_of_the_job_or_not() -> None:
 
 @pytest.mark.parametrize("field", OTHER_VALUES)
 def test_another_value_of_what_is_asked_is_another_job(record: Record, field: str) -> None:
-    old = record(spec=JobSpec(**BASICS).without_secrets())
-    new = record(spec=JobSpec(**BASICS | {field: OTHER_VALUES[field]}).without_secrets())
+    basics = BASICS | BESIDE.get(field, {})
+    old = record(spec=JobSpec(**basics).without_secrets())
+    new = record(spec=JobSpec(**basics | {field: OTHER_VALUES[field]}).without_secrets())
     (line,) = differences(old, new)
     assert line.startswith(f"{field}: was ")
     assert index_key(old) != index_key(new)
