@@ -20,6 +20,7 @@ from ..system.html import facts_table
 from .errors import JobRequestError
 from .input.columns import DEFAULT_ID_COLUMN, output_name, readable_values, records_samples, sample_field
 from .record import JobRecord, changed_adapters, differences
+from .stages import refuse_stages
 from .status.job_status import read_status
 from .storage.redaction import redacted_url
 from .store import JobStore
@@ -145,6 +146,7 @@ class _Side:
             raise JobRequestError(
                 f"output={self.url!r}: this job has not finished. Wait for it, or `lorabatch resume` it."
             )
+        refuse_stages(self.record, self.url)
         self.id_column = self.record.input.roles.get("id", DEFAULT_ID_COLUMN)
         self.key = on or self.id_column
 

@@ -57,6 +57,16 @@ def stage_record(record: JobRecord, stage: Stage) -> JobRecord:
     return record.model_copy(update={"spec": spec, "with_logprobs": spec.sampling.wants_logprobs})
 
 
+def refuse_stages(record: JobRecord, shown: str) -> None:
+    """Raise `JobRequestError` for a job with stages, whose rows have no one completion. `shown`: URL of its output."""
+    names = [stage.name for stage in stages_of(record.spec.stages)]
+    if names:
+        raise JobRequestError(
+            f"output={shown!r}: the rows of this job have stages ({', '.join(names)}) and no completion of their own. "
+            f"Read the columns of the stages, as in `SELECT id, {names[0]}.completion FROM 'part-*.parquet'` in DuckDB."
+        )
+
+
 def needs_adapter_of_rows(spec: JobSpec) -> bool:
     """Whether the job's rule says which adapter answers a row: a job without stages, or with one that names none."""
     stages = stages_of(spec.stages)

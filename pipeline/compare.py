@@ -18,6 +18,7 @@ from ..jobs.errors import JobRequestError
 from ..jobs.history import keep_agreement
 from ..jobs.input.columns import answer_fields, output_name, records_samples, sample_field, settings_in
 from ..jobs.spec import JobSpec
+from ..jobs.stages import refuse_stages
 from ..jobs.storage.location import Location
 from ..jobs.storage.redaction import redacted_url, storage_reason
 from ..jobs.store import COMPARISON, JobStore
@@ -56,6 +57,7 @@ def compare(
     shown = redacted_url(store.url)
     if not store.is_finished():
         raise JobRequestError(f"output={shown!r}: this job has not finished. Wait for it, or `lorabatch resume` it.")
+    refuse_stages(record, shown)
     products = products_format(_device_kind(spec, client), spec.dtype, spec.base_quantization)
     if products == "float32":
         raise JobRequestError(

@@ -32,6 +32,7 @@ from ..input.columns import (
 from ..input.completions import OF_ROWS, completions, listed
 from ..progress import counted
 from ..record import JobRecord
+from ..stages import refuse_stages
 from ..status.job_status import read_status
 from ..storage.redaction import redacted_url, storage_reason
 from ..storage.single_file import replaced_file
@@ -56,6 +57,7 @@ def export_batch(store: JobStore, results: str, storage_options: Mapping[str, An
     """
     status = read_status(store)
     _check(store, results)
+    refuse_stages(status.record, status.output)
     if not (status.is_finished or is_partial):
         raise JobRequestError(
             f"output={status.output!r}: this job has not finished. Wait for it, `lorabatch resume` it, or export the "

@@ -22,7 +22,16 @@ from ..agreement import Agreement
 from ..errors import JobRequestError, naming_damage
 from ..input.columns import output_name, readable_values
 from ..options.values import parse_price
-from ..outcome import BASE_NAME, AdapterOutcome, cost_shares, cut_note, plain_time, prediction_lines, time_line
+from ..outcome import (
+    BASE_NAME,
+    AdapterOutcome,
+    cost_shares,
+    cut_note,
+    plain_time,
+    prediction_lines,
+    stage_line,
+    time_line,
+)
 from ..record import NOT_RECORDED, JobRecord
 from ..spec import JobSpec
 from ..status.job_status import JobStatus, read_status
@@ -175,7 +184,7 @@ def _lines(status: JobStatus, summary: Mapping[str, Any], counts: Sequence[Adapt
         return [f"Begun {plain_time(status.record.created_at)}"]
     return [
         line[0].upper() + line[1:]
-        for line in (time_line(summary), cut_note(counts), *prediction_lines(summary))
+        for line in (time_line(summary), stage_line(summary), cut_note(counts), *prediction_lines(summary))
         if line
     ]
 

@@ -25,11 +25,15 @@ from ..dataset.index import spelling, tokenizer_of
 from ..dataset.reader import ShardRows
 from ..dataset.staged_writer import counted_requests, staged_part_bytes
 from ..messages import PromptReuse, ShardAbandonedError, ShardOutcome
-from ..supervisor.open_shard import OpenShard
+from ..supervisor.open_shard import OpenShard, ServedRow
 from ..supervisor.queue import EngineQueue
 from .plugin import RunPlugin
 from .shard_outcome import FLUSH_INTERVAL_S, PAUSE_S, journals_of, work_of
 from .staged_shard import KeptAnswers, StagedShard
+
+# Seconds after which results are looked at, so that what follows from them reaches the engine before its batch is
+# empty.
+_TURN_S = 0.1
 
 
 def answer_stages(plugin: RunPlugin, command: RunShard, run_id: str) -> ShardOutcome:
@@ -124,32 +128,44 @@ def _answer(plugin: RunPlugin, staged: StagedShard, first: list[ExportedRow], co
     sources = {fetch.adapter_id: source for fetch in fetches if (source := fetch.from_replica_id) is not None}
     adapters = plugin.adapters(staged.adapter_ids, sources)
     shard = plugin.engine.open(command.shard_id, first, adapters, command.rows_behind)
-    turn_s = time.monotonic()
-    num_open = len(first)
+    num_open, unsaved = len(first), list[RowAnswer]()
+    turn_s = saved_s = time.monotonic()
+
+    def save() -> None:
+        if unsaved:
+            plugin.store.append_wip(command.shard_id, journal, encode_answers(unsaved))
+            unsaved.clear()
+
     try:
         while num_open:
-            answers: list[tuple[str, RowAnswer]] = []
-            for served in shard.take(FLUSH_INTERVAL_S):
-                request_id = served.result.request_id
-                request, fingerprint = staged.request(request_id), staged.fingerprint_of(request_id)
-                attempts = command.attempt + 1 + served.num_crashes
-                answers.append((request_id, RowAnswer.from_result(fingerprint, request, served.result, attempts)))
+            answers = [_answered(staged, served, command) for served in shard.take(_TURN_S)]
             plugin.engine.check_model()
             following = staged.take(answers)
             if following:
                 plugin.engine.extend(shard, following)
             num_open += len(following) - len(answers)
-            if time.monotonic() - turn_s > PAUSE_S:
+            unsaved += [answer for _, answer in answers]
+            now_s = time.monotonic()
+            if now_s - turn_s > PAUSE_S:
                 plugin.check_output()
-            turn_s = time.monotonic()
-            if answers and num_open:
-                fresh = encode_answers(answer for _, answer in answers)
-                plugin.store.append_wip(command.shard_id, journal, fresh)
+            turn_s = now_s
+            if num_open and now_s - saved_s > FLUSH_INTERVAL_S:
+                save()
+                saved_s = time.monotonic()
     except ShardAbandonedError:
+        save()
         _keep_begun(plugin, shard, staged, journal)
         raise
     finally:
         plugin.engine.submit(EngineQueue.abandon, shard)
+
+
+def _answered(staged: StagedShard, served: ServedRow, command: RunShard) -> tuple[str, RowAnswer]:
+    """Id of a request that an engine has answered, and the answer."""
+    request_id = served.result.request_id
+    request, fingerprint = staged.request(request_id), staged.fingerprint_of(request_id)
+    attempts = command.attempt + 1 + served.num_crashes
+    return request_id, RowAnswer.from_result(fingerprint, request, served.result, attempts)
 
 
 def _keep_begun(plugin: RunPlugin, shard: OpenShard, staged: StagedShard, journal: str) -> None:

@@ -17,6 +17,7 @@ from echo_job import ECHO_FOLDER, EchoJob, Watcher, kill_one, wait_until
 import lorabatch
 from lorabatch.engine.text.tokenizers.tokenizer import Tokenizer
 from lorabatch.jobs.errors import ErrorBudgetError, JobRequestError
+from lorabatch.jobs.report.page import write_report
 
 Rows = list[dict[str, Any]]
 STAGES: dict[str, Any] = {
@@ -93,6 +94,24 @@ def test_the_output_has_the_stages_that_were_asked_for(shared_client: Any, echo_
     echo_job.write_input(make_rows(5))
     echo_job.run(shared_client, **options(output_columns=["fix", "note"]))
     assert pq.read_table(echo_job.output).column_names == ["id", "tenant", "body", "note", "fix", "error", "attempts"]
+
+
+def test_what_needs_one_completion_of_a_row_is_refused(shared_client: Any, echo_job: EchoJob, tmp_path: Path) -> None:
+    echo_job.write_input(make_rows(5))
+    echo_job.run(shared_client, **options())
+    for words in (
+        ["export", str(echo_job.output), str(tmp_path / "results.jsonl")],
+        ["compare", str(echo_job.output)],
+        ["compare", str(echo_job.output), str(echo_job.output)],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "lorabatch", *words], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 2, done.stderr
+        assert "have stages (draft, check, note, fix)" in done.stderr, done.stderr
+    assert not (tmp_path / "results.jsonl").exists()
+    report = write_report(echo_job.store)
+    assert "Stages: draft 10 requests" in report
 
 
 def test_outputs_are_the_same_bytes_whatever_is_in_a_shard(shared_client: Any, echo_job: EchoJob) -> None:
