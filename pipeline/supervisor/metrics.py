@@ -89,13 +89,16 @@ class EngineMeter:
             if shard.shard_id is None:
                 incoming_rows += shard.num_unfinished
             else:
-                own.append(UnfinishedRows(shard.shard_id, shard.num_unfinished))
+                own.append(UnfinishedRows(shard.shard_id, shard.planned_rows_left))
+        # Of a row with several requests more may be away than it counts for.
+        left = {rows.shard_id: rows.num_rows for rows in own}
+        away = {shard_id: min(num_rows, left.get(shard_id, num_rows)) for shard_id, num_rows in (lent or {}).items()}
         latest, telemetry = self.latest, self.latest.telemetry
         return replace(
             latest,
             open_shards=tuple(own),
             incoming_rows=incoming_rows,
-            lent_shards=tuple(UnfinishedRows(shard_id, num_rows) for shard_id, num_rows in (lent or {}).items()),
+            lent_shards=tuple(UnfinishedRows(shard_id, num_rows) for shard_id, num_rows in away.items()),
             finished=finished,
             telemetry=replace(
                 telemetry,

@@ -21,13 +21,18 @@ class OpenShard:
     """Rows given to an engine together, and their results.
 
     `shard_id`: None for incoming rows of another worker's shard. `rows`: rows, begun or not, with unique request ids.
-    `run_id`: id of the rows' run.
+    `run_id`: id of the rows' run. `rows_left`: rows of the plan, when several requests answer each; None for a shard
+    whose rows are requests.
     """
 
-    def __init__(self, shard_id: int | None, rows: Iterable[ExportedRow], run_id: str) -> None:
+    def __init__(
+        self, shard_id: int | None, rows: Iterable[ExportedRow], run_id: str, rows_left: int | None = None
+    ) -> None:
         self.shard_id = shard_id
         self.run_id = run_id
         self.rows = tuple(rows)
+        #: Rows of the plan that are not done; None where they are the shard's requests.
+        self.rows_left = rows_left
         #: Unfinished rows with the tokens generated for them; known when the shard has failed.
         self.begun: tuple[ExportedRow, ...] = ()
         #: Whether results are no longer taken.
@@ -49,6 +54,11 @@ class OpenShard:
     @property
     def _num_awaited(self) -> int:
         return self._num_unfinished + self._num_announced
+
+    @property
+    def planned_rows_left(self) -> int:
+        """Rows of the plan that are not done."""
+        return self.num_unfinished if self.rows_left is None else self.rows_left
 
     def announce(self, num_rows: int) -> None:
         """Have `take` wait for further rows, which the queue is about to get (`EngineQueue.extend`)."""

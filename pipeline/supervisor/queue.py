@@ -110,6 +110,18 @@ class EngineQueue:
             shard.extend(len(rows))
             self.table.extend(shard, rows)
 
+    def rows_done(self, shard: OpenShard, finished: Sequence[tuple[str | None, int]]) -> None:
+        """Note that rows of the plan are done, of which several requests answer each. `finished`: adapter and tokens of
+        each row.
+        """
+        run = self.table.runs.get(shard.run_id)
+        if run is None or shard.rows_left is None:
+            return
+        shard.rows_left -= len(finished)
+        self.has_news |= not shard.rows_left
+        for adapter_id, num_tokens in finished:
+            run.count_finished(adapter_id, num_tokens)
+
     def abandon(self, shard: OpenShard) -> None:
         """Close a shard whose results are not needed any more; its rows leave the engine."""
         shard.is_abandoned = True
@@ -286,8 +298,10 @@ class EngineQueue:
         self._deliver(row, ServedRow(result, row.num_crashes + num_crashes_elsewhere))
 
     def _deliver(self, row: QueuedRow, served: ServedRow) -> None:
-        row.run.count_finished(row.request.adapter_id, served.result.completion_tokens)
-        self.has_news |= row.shard.deliver(served)
+        is_last = row.shard.deliver(served)
+        if row.shard.rows_left is None:
+            row.run.count_finished(row.request.adapter_id, served.result.completion_tokens)
+            self.has_news |= is_last
 
     def process_gone(self, reason: str, *, is_spared: bool) -> int:
         """Handle the death of the process. `is_spared`: none of its rows is to blame. Returns the number of rows that

@@ -367,7 +367,8 @@ class RowTable:
         run, rows = row.run, row.run.shards[row.shard]
         del self._rows[row.row_id]
         del rows[row.request.request_id]
-        if not rows:
+        # Rows that several requests answer may have further ones.
+        if not rows and row.shard.rows_left is None:
             del run.shards[row.shard]
         run.num_unfinished -= 1
         if not run.num_waiting:

@@ -296,11 +296,13 @@ class EngineHandle:
         rows: Iterable[ExportedRow],
         adapters: Iterable[RegisterAdapter],
         rows_behind: int = 0,
+        rows_left: int | None = None,
     ) -> OpenShard:
         """Give rows to the engine, begun or not, with unique request ids; results arrive at the returned shard.
         `shard_id`: None for incoming rows of another worker's shard. `rows_behind`: rows to announce, as in `RunShard`.
+        `rows_left`: as `OpenShard` takes it.
         """
-        shard = OpenShard(shard_id, rows, self.run_id)
+        shard = OpenShard(shard_id, rows, self.run_id, rows_left)
         self.submit(EngineQueue.open, shard, tuple(adapters), rows_behind)
         return shard
 

@@ -127,7 +127,8 @@ def _answer(plugin: RunPlugin, staged: StagedShard, first: list[ExportedRow], co
     fetches = command.adapter_fetches
     sources = {fetch.adapter_id: source for fetch in fetches if (source := fetch.from_replica_id) is not None}
     adapters = plugin.adapters(staged.adapter_ids, sources)
-    shard = plugin.engine.open(command.shard_id, first, adapters, command.rows_behind)
+    rows_left = sum(not program.is_done for program in staged.programs)
+    shard = plugin.engine.open(command.shard_id, first, adapters, command.rows_behind, rows_left)
     num_open, unsaved = len(first), list[RowAnswer]()
     turn_s = saved_s = time.monotonic()
 
@@ -140,9 +141,11 @@ def _answer(plugin: RunPlugin, staged: StagedShard, first: list[ExportedRow], co
         while num_open:
             answers = [_answered(staged, served, command) for served in shard.take(_TURN_S)]
             plugin.engine.check_model()
-            following = staged.take(answers)
+            following, done = staged.take(answers)
             if following:
                 plugin.engine.extend(shard, following)
+            if done:
+                plugin.engine.submit(EngineQueue.rows_done, shard, [staged.length_of(row) for row in done])
             num_open += len(following) - len(answers)
             unsaved += [answer for _, answer in answers]
             now_s = time.monotonic()
@@ -153,6 +156,7 @@ def _answer(plugin: RunPlugin, staged: StagedShard, first: list[ExportedRow], co
                 save()
                 saved_s = time.monotonic()
     except ShardAbandonedError:
+        plugin.check_output()
         save()
         _keep_begun(plugin, shard, staged, journal)
         raise

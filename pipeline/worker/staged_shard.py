@@ -97,15 +97,24 @@ class StagedShard:
         """A request that waits for its answer."""
         return self._waiting[request_id][2]
 
-    def take(self, answers: Iterable[tuple[str, RowAnswer]]) -> list[ExportedRow]:
-        """Take answers of engines, by request id. Returns the requests that follow from them."""
+    def length_of(self, row: int) -> tuple[str | None, int]:
+        """Content hash of the adapter of a row's first stage, and tokens of all its answers."""
+        found = [answer for _, answer in self.programs[row].answers()]
+        return found[0].adapter_sha256, sum(answer.completion_tokens for answer in found)
+
+    def take(self, answers: Iterable[tuple[str, RowAnswer]]) -> tuple[list[ExportedRow], list[int]]:
+        """Take answers of engines, by request id. Returns the requests that follow from them, and the rows that are
+        done by them.
+        """
         rows = []
         for request_id, answer in answers:
             one, sample, request, fingerprint = self._waiting.pop(request_id)
             self.fresh.add(fingerprint)
             self._put(one, sample, answer, request, fingerprint)
             rows.append(one.row)
-        return self._advance(dict.fromkeys(rows))
+        changed = dict.fromkeys(rows)
+        following = self._advance(changed)
+        return following, [row for row in changed if self.programs[row].is_done]
 
     def _advance(self, rows: Iterable[int]) -> list[ExportedRow]:
         """The new requests of these rows. What can be answered at once, by a kept answer or an error, is."""

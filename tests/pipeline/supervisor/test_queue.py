@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import replace
@@ -91,6 +92,7 @@ class EngineQueueMachine(RuleBasedStateMachine):
         self.shards: list[OpenShard] = []
         self.closed: list[OpenShard] = []
         self.answers: dict[OpenShard, Counter[str]] = {}
+        self.requests: dict[OpenShard, dict[str, Request]] = {}
         self.lending: list[Future[LentRows | None]] = []
         self.lent: list[tuple[OpenShard, ExportedRow]] = []
 
@@ -105,11 +107,13 @@ class EngineQueueMachine(RuleBasedStateMachine):
         if not self.is_joined(run_id):
             self.queue.join(run_id)
 
-    @rule(run_id=st.sampled_from("ab"), num_rows=st.integers(1, 9), is_incoming=st.booleans())
-    def open(self, run_id: str, num_rows: int, is_incoming: bool) -> None:
+    @rule(run_id=st.sampled_from("ab"), num_rows=st.integers(1, 9), is_incoming=st.booleans(), is_planned=st.booleans())
+    def open(self, run_id: str, num_rows: int, is_incoming: bool, is_planned: bool) -> None:
         self.num_opened[run_id] += 1
         shard_id = None if is_incoming else self.num_opened[run_id]
-        shard = OpenShard(shard_id, [make_row(f"row-{i}") for i in range(num_rows)], run_id)
+        rows_left = 3 if is_planned and not is_incoming else None
+        shard = OpenShard(shard_id, [make_row(f"row-{i}") for i in range(num_rows)], run_id, rows_left)
+        self.requests[shard] = {row.request.request_id: row.request for row in shard.rows}
         self.queue.open(shard, ())
         if self.is_joined(run_id):
             self.shards.append(shard)
@@ -118,6 +122,26 @@ class EngineQueueMachine(RuleBasedStateMachine):
             with pytest.raises(ShardAbandonedError):
                 shard.take(0)
         self.send()
+
+    @precondition(lambda self: bool(self.shards))
+    @rule(data=st.data(), num_rows=st.integers(1, 5))
+    def extend(self, data: st.DataObject, num_rows: int) -> None:
+        """Further rows follow from results of a shard, perhaps when none of its rows is left."""
+        shard = data.draw(st.sampled_from(self.shards))
+        rows = [make_row(f"row-{len(self.requests[shard]) + i}") for i in range(num_rows)]
+        shard.announce(num_rows)
+        self.queue.extend(shard, rows)
+        self.requests[shard] |= {row.request.request_id: row.request for row in rows}
+        self.send()
+
+    @precondition(lambda self: bool(self.shards))
+    @rule(data=st.data())
+    def rows_are_done(self, data: st.DataObject) -> None:
+        shard = data.draw(st.sampled_from(self.shards))
+        before = shard.rows_left
+        if before:
+            self.queue.rows_done(shard, [(None, MAX_TOKENS)])
+            assert (shard.rows_left, shard.planned_rows_left) == (before - 1, before - 1)
 
     @precondition(lambda self: not self.is_ready)
     @rule()
@@ -167,7 +191,7 @@ class EngineQueueMachine(RuleBasedStateMachine):
             lent = future.result()
             if lent is not None:
                 shard, rows = lent
-                own = {row.request.request_id: row.request for row in shard.rows}
+                own = self.requests[shard]
                 assert all(row.request is own[row.request.request_id] for row in rows)
                 self.lent += [(shard, row) for row in rows]
 
@@ -250,7 +274,7 @@ class EngineQueueMachine(RuleBasedStateMachine):
         for shard in self.shards:
             self.answers[shard].update(row.result.request_id for row in _taken(shard))
             assert set(self.answers[shard].values()) <= {1}, "a row has two results"
-            assert self.answers[shard].total() + shard.num_unfinished == len(shard.rows)
+            assert self.answers[shard].total() + shard.num_unfinished == len(self.requests[shard])
 
     @invariant()
     def nothing_is_added_to_a_closed_shard(self) -> None:
@@ -286,7 +310,7 @@ class EngineQueueMachine(RuleBasedStateMachine):
         self.queue.check_integrity()
         assert len(self.queue.table) == 0
         for shard in self.shards:
-            assert self.answers[shard] == Counter(row.request.request_id for row in shard.rows)
+            assert self.answers[shard] == Counter(dict.fromkeys(self.requests[shard], 1))
 
 
 def _taken(shard: OpenShard) -> list[ServedRow]:
@@ -298,6 +322,29 @@ def _taken(shard: OpenShard) -> list[ServedRow]:
 
 TestEngineQueue = EngineQueueMachine.TestCase
 TestEngineQueue.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_a_shard_that_is_not_wanted_any_more_gets_no_further_rows() -> None:
+    queue = EngineQueue()
+    shard = opened(queue, make_row("first"))
+    queue.process_ready()
+    process = Process()
+    process.take(queue)
+    for _ in range(MAX_TOKENS):
+        queue.finished(process.step())
+    assert [row.result.request_id for row in shard.take(0)] == ["first"]
+    queue.surrender(shard)
+    shard.announce(1)
+    queue.extend(shard, [make_row("second")])
+    with pytest.raises(ShardAbandonedError):
+        shard.take(0)
+
+
+def test_take_waits_for_rows_that_are_announced() -> None:
+    shard = OpenShard(0, (), "run")
+    shard.announce(1)
+    threading.Timer(0.05, lambda: (shard.extend(1), shard.deliver(ServedRow(result_of("late"), 0)))).start()
+    assert [row.result.request_id for row in shard.take(60)] == ["late"]
 
 
 def opened(queue: EngineQueue, *rows: ExportedRow, shard_id: int = 0, run_id: str = "run") -> OpenShard:
