@@ -386,6 +386,9 @@ class Request:
     sampling: SamplingParams
     #: 64 bits from the row's fingerprint; key of the random stream together with `sampling.seed`.
     stream_id: int = 0
+    #: Whether a later request of the same adapter is expected to begin with this prompt and its answer. The engine then
+    #: keeps the keys and values of both while memory lasts. It changes no answer.
+    will_continue: bool = False
 
 
 @dataclass(frozen=True, slots=True)
