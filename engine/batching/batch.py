@@ -286,6 +286,11 @@ class RunningBatch:
         if self.prefixes is not None:
             self.prefixes.after_step(entries)
 
+    def keep(self, sequence: Sequence) -> None:
+        """Keep pages of a running row that has its answer, as far as later rows will read them; `release` follows."""
+        if self.prefixes is not None:
+            self.prefixes.keep(sequence, row_owner(sequence))
+
     def release(self, sequence: Sequence) -> None:
         """Remove a running row and free its pages."""
         del self._running[sequence.request.request_id]

@@ -1,4 +1,5 @@
-"""Shares the computed beginnings of prompts among rows of one adapter (docs/adr/0030).
+"""Shares the computed beginnings of prompts among rows of one adapter (docs/adr/0030), and keeps those of finished rows
+that will be continued, with their answers (docs/adr/0131).
 
 On a CPU a row's keys and values are in one contiguous run, so shared pages are copied into it: a copy costs less than a
 hundredth of computing the page. On a GPU a row's block table names them, and a row that computes a page that others
@@ -78,6 +79,7 @@ class PrefixSharing(ABC):
             page = self.cache.find(path[number])
             if page is None or path[number] in self._being_computed or not self._have(reader, number, page, owner):
                 break
+            self.cache.touch(path[number], False if sequence.request.is_continuation else None)
             sequence.num_stored += self._page_tokens
             sequence.num_reused += self._page_tokens
             self.num_reused_tokens += self._page_tokens
@@ -101,6 +103,21 @@ class PrefixSharing(ABC):
                 if page is not None:
                     self._fill(page, entry.pages, number)
         self._being_computed.clear()
+
+    def keep(self, sequence: Sequence, owner: Hashable) -> None:
+        """Keep whole pages of a row that has its answer, before it is forgotten: those that rows wait for, and all of
+        them if it will be continued. Pages behind the prompt hold the answer."""
+        path = self._readers[sequence.request.request_id].path
+        will_continue = sequence.request.will_continue
+        if will_continue or not path or self.cache.find(path[-1]) is not None:
+            num_known = sequence.prompt_tokens + len(sequence.token_ids)
+            tokens = sequence.tokens(0, min(sequence.num_stored, num_known))
+            path = self.cache.path(sequence.request.adapter_id, tokens)
+        self._retain(sequence, path, owner)
+        for key in path if will_continue else ():
+            if self.cache.find(key) is None:
+                break
+            self.cache.touch(key, is_continued=True)
 
     def check_integrity(self, unfinished_ids: Collection[str]) -> None:
         """Assert that the cache is sound, readers are the unfinished rows, and pages awaited or used are theirs."""
@@ -134,6 +151,11 @@ class PrefixSharing(ABC):
     def _fill(self, page: PageRange, run: PageRange, number: int) -> None:
         """Note that the row of `run` has computed its page `number`, whose place in the cache is `page`."""
 
+    @abstractmethod
+    def _retain(self, sequence: Sequence, path: tuple[bytes, ...], owner: Hashable) -> None:
+        """Enter the pages of a finished row that are wanted, up to the first that is not. `path`: all that it has
+        stored, or its prompt."""
+
 
 class CopiedPrefixes(PrefixSharing):
     """Copies pages between the cache and rows, in the memory of a CPU: in `pools` [num_members, numbers of a pool]."""
@@ -153,6 +175,15 @@ class CopiedPrefixes(PrefixSharing):
 
     def _fill(self, page: PageRange, run: PageRange, number: int) -> None:
         self._slot(page, 0).copy_(self._slot(run, number))
+
+    def _retain(self, sequence: Sequence, path: tuple[bytes, ...], owner: Hashable) -> None:
+        run, will_continue = self._pool.range_of(owner), sequence.request.will_continue
+        for number, key in enumerate(path):
+            page = self.cache.keep(path, number, num_own=0, is_continued=will_continue)
+            if page is not None:
+                self._fill(page, run, number)
+            elif self.cache.find(key) is None:
+                break
 
     def _slot(self, run: PageRange, number: int) -> Tensor:
         """Keys and values of a run's page `number` in all pools, [num_members, num_layers * 2 * num_kv_heads,
@@ -189,6 +220,12 @@ class NamedPrefixes(PrefixSharing):
 
     def _fill(self, page: PageRange, run: PageRange, number: int) -> None:
         """Do nothing: the cached page is the row's own."""
+
+    def _retain(self, sequence: Sequence, path: tuple[bytes, ...], owner: Hashable) -> None:
+        will_continue = sequence.request.will_continue
+        for number in range(len(self.pages_of(sequence)), len(path)):
+            if not self.cache.inherit(path, number, owner, is_continued=will_continue):
+                break
 
 
 def page_flops(model: ModelConfig, page_tokens: int, number: int) -> float:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorabatch.engine.memory.pool import PagePool
-from lorabatch.engine.memory.prefix_cache import PrefixCache
+from lorabatch.engine.memory.prefix_cache import PageUse, PrefixCache
 
 PAGE = 4
 
@@ -65,9 +65,9 @@ def test_what_no_row_waits_for_goes_first_and_then_the_cheapest() -> None:
     cache.release(short)
     cache.release(short)
     cache.release(short)
-    assert cache.make_room(lambda: cache.find(short[0]) is None, spare_awaited=True)
-    assert not cache.make_room(lambda: cache.find(long[1]) is None, spare_awaited=True)
-    assert cache.make_room(lambda: cache.find(long[1]) is None, spare_awaited=False)
+    assert cache.make_room(lambda: cache.find(short[0]) is None, PageUse.NONE)
+    assert not cache.make_room(lambda: cache.find(long[1]) is None, PageUse.NONE)
+    assert cache.make_room(lambda: cache.find(long[1]) is None, PageUse.AWAITED)
     assert cache.find(long[0]) is not None, "a beginning leaves after what continues it"
     cache.check_integrity()
 
@@ -100,11 +100,11 @@ def test_any_order_of_rows_and_evictions_keeps_the_books(num_pages: int, seed: i
         keep_all(cache, path)
         if rng.random() < 0.3:
             wanted = rng.randrange(num_pages + 1)
-            assert cache.make_room(lambda wanted=wanted: pool.num_free >= wanted, spare_awaited=False)
+            assert cache.make_room(lambda wanted=wanted: pool.num_free >= wanted, PageUse.AWAITED)
         cache.release(path)
         cache.check_integrity()
         pool.check_integrity()
-    assert cache.make_room(lambda: pool.num_free == num_pages, spare_awaited=True)
+    assert cache.make_room(lambda: pool.num_free == num_pages, PageUse.NONE)
     assert len(cache) == 0
 
 
@@ -122,15 +122,15 @@ def test_pages_in_use_stay_whatever_is_asked_for() -> None:
     cache.release(path)
     cache.release(path)
     assert cache.owners() == []
-    assert not cache.make_room(lambda: False, spare_awaited=False)
+    assert not cache.make_room(lambda: False, PageUse.AWAITED)
     cache.use(path[0])
     cache.leave(path)
     cache.check_integrity()
     assert len(cache.owners()) == 2, "the first page is used by another row"
-    assert not cache.make_room(lambda: False, spare_awaited=False)
+    assert not cache.make_room(lambda: False, PageUse.AWAITED)
     assert len(cache) == 1
     cache.leave(path[:1])
-    assert cache.make_room(lambda: not len(cache), spare_awaited=False)
+    assert cache.make_room(lambda: not len(cache), PageUse.AWAITED)
     pool.check_integrity()
 
 
@@ -142,3 +142,118 @@ def test_a_row_keeps_its_last_page_for_itself() -> None:
     cache.expect(path)
     pool.allocate("row", 1)
     assert cache.adopt(path, 0, "row") is None
+
+
+def finish(cache: PrefixCache, path: tuple[bytes, ...], *, is_continued: bool = True) -> int:
+    """Pages kept for a finished row that was computed without the cache."""
+    return sum(
+        cache.keep(path, number, num_own=0, is_continued=is_continued) is not None for number in range(len(path))
+    )
+
+
+def paths_there(cache: PrefixCache, *paths: tuple[bytes, ...]) -> list[int]:
+    """Pages of each path that are in the cache."""
+    return [sum(cache.find(key) is not None for key in path) for path in paths]
+
+
+def test_pages_of_a_finished_row_stay_if_it_will_be_continued_or_rows_wait_for_them() -> None:
+    cache = make_cache(8)
+    once, again, awaited = (cache.path(name, range(8)) for name in "abc")
+    cache.expect(awaited[:1])
+    kept = [finish(cache, once, is_continued=False), finish(cache, again), finish(cache, awaited, is_continued=False)]
+    assert kept == [0, 2, 1]
+    cache.check_integrity()
+
+
+def test_of_rows_that_will_be_continued_the_one_that_finished_first_goes_first_and_from_its_end() -> None:
+    cache = make_cache(6)
+    first, second, third = (cache.path(name, range(8)) for name in "abc")
+    for path in (first, second, third):
+        finish(cache, path)
+    assert cache.make_room(lambda: cache.find(first[1]) is None, PageUse.CONTINUED)
+    assert paths_there(cache, first, second, third) == [1, 2, 2]
+    cache.touch(first[0])
+    fourth = cache.path("d", range(8))
+    assert finish(cache, fourth) == 2, "one page is free, and another makes room"
+    assert paths_there(cache, first, second, third, fourth) == [1, 1, 2, 2]
+    cache.check_integrity()
+
+
+def test_pages_leave_by_their_expected_use() -> None:
+    cache = make_cache(6)
+    awaited, continued, unused = (cache.path(name, range(8)) for name in "abc")
+    cache.expect(awaited)
+    for path in (awaited, continued, unused):
+        assert finish(cache, path) == 2
+    for key in unused:
+        cache.touch(key, is_continued=False)
+    order = []
+    for most in PageUse:
+        cache.make_room(lambda: False, most)
+        order.append(paths_there(cache, awaited, continued, unused))
+        cache.check_integrity()
+    assert order == [[2, 2, 0], [2, 0, 0], [0, 0, 0]]
+
+
+def test_a_finished_row_takes_no_page_of_one_that_is_worth_more() -> None:
+    cache = make_cache(2)
+    awaited, continued = cache.path("a", range(8)), cache.path("b", range(8))
+    cache.expect(awaited)
+    assert finish(cache, awaited, is_continued=False) == 2
+    assert finish(cache, continued) == 0
+    cache.release(awaited)
+    assert finish(cache, continued) == 2, "no row waits for the others any more"
+    assert paths_there(cache, awaited) == [0]
+    cache.check_integrity()
+
+
+def test_pages_of_a_finished_row_pass_to_the_cache_from_wherever_they_are() -> None:
+    pool = PagePool(9)
+    cache = PrefixCache(pool, PAGE, lambda number: 1.0)
+    pool.allocate("left", 1)
+    pool.allocate("row", 1)
+    pool.allocate("between", 1)
+    for _ in range(4):
+        pool.extend("row")
+    path = cache.path(None, range(20))
+    assert finish(cache, path[:2]) == 2
+    taken = [cache.inherit(path, number, "row", is_continued=True) for number in range(5)]
+    assert taken == [True] * 4 + [False], "the last page stays the row's"
+    assert pool.num_pages_of("row") == 1
+    pool.release("row")
+    pool.release("left")
+    pool.release("between")
+    assert pool.num_free == 9 - 4
+    assert [cache.find(key) is not None for key in path] == [True] * 4 + [False]
+    cache.check_integrity()
+    pool.check_integrity()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 12), st.integers(0, 10**6))
+def test_the_next_page_to_leave_is_the_least_of_all(num_pages: int, seed: int) -> None:
+    """`check_integrity` compares the order in which pages are offered with their present ranks."""
+    rng = random.Random(seed)
+    pool = PagePool(num_pages)
+    cache = PrefixCache(pool, PAGE, lambda number: 10.0 + number)
+    awaited: list[tuple[bytes, ...]] = []
+    for _ in range(60):
+        path = cache.path(rng.choice("ab"), [rng.randrange(2) for _ in range(rng.randrange(1, 20))])
+        match rng.randrange(5):
+            case 0:
+                cache.expect(path)
+                awaited.append(path)
+            case 1 if awaited:
+                cache.release(awaited.pop(rng.randrange(len(awaited))))
+            case 2:
+                finish(cache, path, is_continued=rng.random() < 0.7)
+            case 3:
+                for key in path:
+                    if cache.find(key) is not None:
+                        cache.touch(key, rng.choice((None, False, True)))
+            case _:
+                wanted = rng.randrange(num_pages + 1)
+                cache.make_room(lambda wanted=wanted: pool.num_free >= wanted, rng.choice(list(PageUse)))
+        cache.check_integrity()
+        pool.check_integrity()
+    assert cache.make_room(lambda: pool.num_free == num_pages, PageUse.AWAITED)
