@@ -5,8 +5,8 @@ resident, so a running row is never preempted. Where rows grow, a row enters wit
 expected to generate (docs/adr/0084).
 
 `Room` makes room in the pool by giving up what is cheapest to restore: prefix pages that no row waits for, then
-adapters that no running row uses, the one needed furthest in the future first. Prefix pages of rows that will be
-continued leave after adapters that no row waits for, and before the others.
+adapters that no running row uses, the one needed furthest in the future first. Prefix pages that are reserved for rows
+that will be continued leave last, and for no row that could wait for another to end.
 `WaitingRows` holds the rows without pages, in order of arrival; rows that were preempted and continuations come first.
 """
 
@@ -38,6 +38,10 @@ from .prefix_sharing import PrefixSharing
 MAX_AWAITED = 16
 
 NextUse = Callable[[str], float]
+
+
+def _any_adapter(adapter_id: str) -> bool:
+    return True
 
 
 class Room:
@@ -75,9 +79,14 @@ class Room:
         return self.residency.loader.is_ready(adapter_id) and not self.residency.copies_aside
 
     def make_room(
-        self, num_pages: int, next_use: NextUse, may_go: Callable[[str], bool] = lambda adapter_id: True
+        self,
+        num_pages: int,
+        next_use: NextUse,
+        may_go: Callable[[str], bool] = _any_adapter,
+        most: PageUse = PageUse.RESERVED,
     ) -> bool:
-        """Free a contiguous run of pages by giving up prefix pages and adapters that may go.
+        """Free a contiguous run of pages by giving up adapters that may go, and prefix pages of no more use than
+        `most`.
 
         Returns False when there cannot be one; nothing is given up then.
         """
@@ -87,12 +96,16 @@ class Room:
 
         if has_room():
             return True
-        if max(self.pool.free_runs_without(self._evictable_owners(may_go)), default=0) < num_pages:
+        if max(self.pool.free_runs_without(self._evictable_owners(may_go, most)), default=0) < num_pages:
             return False
-        return self._give_up(has_room, next_use, may_go)
+        return self._give_up(has_room, next_use, may_go, most)
 
     def make_room_anywhere(
-        self, num_pages: int, next_use: Callable[[], NextUse], may_go: Callable[[str], bool] = lambda adapter_id: True
+        self,
+        num_pages: int,
+        next_use: Callable[[], NextUse],
+        may_go: Callable[[str], bool] = _any_adapter,
+        most: PageUse = PageUse.RESERVED,
     ) -> bool:
         """Free `num_pages` pages wherever they are, as `make_room` does."""
 
@@ -101,34 +114,29 @@ class Room:
 
         if has_room():
             return True
-        if self.num_available(may_go) < num_pages:
+        if self.num_available(may_go, most) < num_pages:
             return False
-        return self._give_up(has_room, next_use(), may_go)
+        return self._give_up(has_room, next_use(), may_go, most)
 
-    def _give_up(self, has_room: Callable[[], bool], next_use: NextUse, may_go: Callable[[str], bool]) -> bool:
-        def is_unneeded(adapter_id: str) -> bool:
-            return may_go(adapter_id) and next_use(adapter_id) == inf
-
-        # what no row waits for, then what a copy restores, then what has to be computed again
-        return (
-            self._give_up_pages(has_room, PageUse.NONE)
-            or self.residency.make_room(has_room, next_use, is_unneeded)
-            or self._give_up_pages(has_room, PageUse.CONTINUED)
-            or self.residency.make_room(has_room, next_use, may_go)
-            or self._give_up_pages(has_room, PageUse.AWAITED)
-        )
-
-    def _give_up_pages(self, has_room: Callable[[], bool], most: PageUse) -> bool:
+    def _give_up(
+        self, has_room: Callable[[], bool], next_use: NextUse, may_go: Callable[[str], bool], most: PageUse
+    ) -> bool:
+        # a prefix page that no row waits for, then what a copy restores, then what has to be computed again
+        if self._cache is not None and self._cache.make_room(has_room, PageUse.NONE):
+            return True
+        if self.residency.make_room(has_room, next_use, may_go):
+            return True
         return self._cache is not None and self._cache.make_room(has_room, most)
 
-    def gaps(self) -> list[int]:
-        """Pages of each contiguous run that would be free without everything that may go."""
-        return self.pool.free_runs_without(self._evictable_owners(lambda adapter_id: True))
+    def gaps(self, most: PageUse) -> list[int]:
+        """Pages of each contiguous run that would be free without all adapters, and prefix pages of no more use than
+        `most`, that may go."""
+        return self.pool.free_runs_without(self._evictable_owners(_any_adapter, most))
 
-    def num_available(self, may_go: Callable[[str], bool] = lambda adapter_id: True) -> int:
-        """Pages that would be free without everything that may go."""
+    def num_available(self, may_go: Callable[[str], bool], most: PageUse) -> int:
+        """Pages that would be free without adapters that may go, and prefix pages of no more use than `most`."""
         adapters = sum(self.pool.num_pages_of(adapter_owner(a)) for a in self.residency.evictable(may_go))
-        return self.pool.num_free + adapters + (0 if self._cache is None else self._cache.num_unused)
+        return self.pool.num_free + adapters + (0 if self._cache is None else self._cache.num_evictable(most))
 
     def begin_copies(self, adapter_ids: Iterable[str], next_use: NextUse) -> None:
         """Begin to copy adapters that are in host memory, where copies run beside steps.
@@ -138,23 +146,23 @@ class Room:
         for adapter_id in adapter_ids:
             if self.residency.copies_aside and self.residency.loader.is_ready(adapter_id):
                 pages, later = self.adapter_pages(adapter_id), partial(_is_later, next_use, next_use(adapter_id))
-                if self.make_room(pages, next_use, later):
+                if self.make_room(pages, next_use, later, PageUse.AWAITED):
                     self.residency.load(adapter_id, pages)
 
-    def make_resident(self, adapter_id: str, next_use: NextUse) -> bool:
+    def make_resident(self, adapter_id: str, next_use: NextUse, most: PageUse = PageUse.RESERVED) -> bool:
         """Load an adapter into the pool; False when there is no room for it now. Raises `AdapterUnusableError`."""
         if self.residency.get(adapter_id) is not None:
             return True
         pages = self.adapter_pages(adapter_id)
-        if not self.make_room(pages, next_use):
+        if not self.make_room(pages, next_use, most=most):
             return False
         self.residency.load(adapter_id, pages)
         return True
 
-    def _evictable_owners(self, may_go: Callable[[str], bool]) -> list[Hashable]:
+    def _evictable_owners(self, may_go: Callable[[str], bool], most: PageUse) -> list[Hashable]:
         """Owners of pages that no running row needs."""
         owners: list[Hashable] = [adapter_owner(adapter_id) for adapter_id in self.residency.evictable(may_go)]
-        return owners + ([] if self._cache is None else list(self._cache.owners()))
+        return owners + ([] if self._cache is None else list(self._cache.owners(most)))
 
 
 def _is_later(next_use: NextUse, use: float, other_id: str) -> bool:
@@ -238,8 +246,15 @@ class Admission:
             if not self._room.is_available(adapter_id):
                 awaited.append(code)
         row_pages = -(-self.tokens_to_hold(expected) // self._layout.page_tokens)
-        gaps = [self._room.num_available()] if self._rows_grow else self._room.gaps()
+        most = self._most_given_up
+        gaps = [self._room.num_available(_any_adapter, most)] if self._rows_grow else self._room.gaps(most)
         return FreeMemory(tuple(gaps), row_pages, pages, self._run_pages, frozenset(awaited))
+
+    @property
+    def _most_given_up(self) -> PageUse:
+        """Use of the prefix pages that are given up for rows that enter: a row that can wait for others takes none that
+        is reserved."""
+        return PageUse.AWAITED if self._running else PageUse.RESERVED
 
     def next_use(self) -> NextUse:
         """A function from an adapter to the number of rows that enter before its next; infinite where none waits."""
@@ -307,22 +322,22 @@ class Admission:
         self, sequence: Sequence, sizes: tuple[int, ...], adapter_id: str | None, next_use: NextUse
     ) -> bool:
         """Allocate the largest possible of `sizes` for the row and load its adapter; False when both do not fit."""
-        owner = row_owner(sequence)
+        owner, most = row_owner(sequence), self._most_given_up
 
         def may_go(other_id: str) -> bool:
             return other_id != adapter_id
 
         if self._rows_grow:
-            if not self._room.make_room_anywhere(min(sizes), lambda: next_use, may_go):
+            if not self._room.make_room_anywhere(min(sizes), lambda: next_use, may_go, most):
                 return False
             self._pool.allocate_anywhere(owner, min(sizes))
         else:
-            if not self._room.make_room(min(sizes), next_use, may_go):
+            if not self._room.make_room(min(sizes), next_use, may_go, most):
                 return False
             next(size for size in sizes if self._pool.allocate(owner, size) is not None)
         is_resident = False
         try:
-            is_resident = adapter_id is None or self._room.make_resident(adapter_id, next_use)
+            is_resident = adapter_id is None or self._room.make_resident(adapter_id, next_use, most)
         finally:
             if not is_resident:
                 self._pool.release(owner)

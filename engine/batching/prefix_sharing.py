@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from torch import Tensor
 
@@ -21,6 +22,9 @@ from ..memory.prefix_cache import PrefixCache
 from ..model_config.model import ModelConfig
 from ..models.step_batch import StepEntry
 from ..sequence import Sequence
+
+# Most bytes of a finished row's pages that are copied aside, where its own pages are the only room for them.
+_MOST_LIFTED_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
@@ -72,18 +76,21 @@ class PrefixSharing(ABC):
             return True
         reader = self._readers[sequence.request.request_id]
         path = reader.path
-        number, rest = divmod(sequence.num_stored, self._page_tokens)
+        first, rest = divmod(sequence.num_stored, self._page_tokens)
+        number = first
         # the last token known is always computed: its logits choose the next one
         last = min(len(path), (sequence.total_tokens - 1) // self._page_tokens)
         while rest == 0 and number < last:
             page = self.cache.find(path[number])
             if page is None or path[number] in self._being_computed or not self._have(reader, number, page, owner):
                 break
-            self.cache.touch(path[number], False if sequence.request.is_continuation else None)
+            self.cache.touch(path[number])
             sequence.num_stored += self._page_tokens
             sequence.num_reused += self._page_tokens
             self.num_reused_tokens += self._page_tokens
             number += 1
+        if sequence.request.is_continuation and number > first:
+            self.cache.continued(path, number - 1)
         self._pass(sequence)
         return not (rest == 0 and number < last and path[number] in self._being_computed)
 
@@ -104,20 +111,27 @@ class PrefixSharing(ABC):
                     self._fill(page, entry.pages, number)
         self._being_computed.clear()
 
-    def keep(self, sequence: Sequence, owner: Hashable) -> None:
-        """Keep whole pages of a row that has its answer, before it is forgotten: those that rows wait for, and all of
-        them if it will be continued. Pages behind the prompt hold the answer."""
-        path = self._readers[sequence.request.request_id].path
+    def finish(self, sequence: Sequence, owner: Hashable, free: Callable[[], None]) -> None:
+        """Keep whole pages of a row that has its answer: all of them if it will be continued, else those that rows wait
+        for. `free`: gives the row's own pages back to the pool, and forgets the row.
+        """
         will_continue = sequence.request.will_continue
-        if will_continue or not path or self.cache.find(path[-1]) is not None:
+        path = self._readers[sequence.request.request_id].path
+        if will_continue or len(self._wanted(path)) == len(path):
             num_known = sequence.prompt_tokens + len(sequence.token_ids)
             tokens = sequence.tokens(0, min(sequence.num_stored, num_known))
             path = self.cache.path(sequence.request.adapter_id, tokens)
-        self._retain(sequence, path, owner)
-        for key in path if will_continue else ():
-            if self.cache.find(key) is None:
-                break
-            self.cache.touch(key, is_continued=True)
+        if will_continue:
+            self.cache.make_reservable(len(path))
+        path = path if will_continue else self._wanted(path)
+        self._retain(path, len(self.pages_of(sequence)), owner, free)
+        if will_continue:
+            self.cache.reserve(path)
+
+    def _wanted(self, path: tuple[bytes, ...]) -> tuple[bytes, ...]:
+        """The first pages of a path, as far as they are there or rows wait for them."""
+        readers = self.cache.readers
+        return tuple(takewhile(lambda key: key in readers or self.cache.find(key) is not None, path))
 
     def check_integrity(self, unfinished_ids: Collection[str]) -> None:
         """Assert that the cache is sound, readers are the unfinished rows, and pages awaited or used are theirs."""
@@ -152,9 +166,9 @@ class PrefixSharing(ABC):
         """Note that the row of `run` has computed its page `number`, whose place in the cache is `page`."""
 
     @abstractmethod
-    def _retain(self, sequence: Sequence, path: tuple[bytes, ...], owner: Hashable) -> None:
-        """Enter the pages of a finished row that are wanted, up to the first that is not. `path`: all that it has
-        stored, or its prompt."""
+    def _retain(self, path: tuple[bytes, ...], num_named: int, owner: Hashable, free: Callable[[], None]) -> None:
+        """Enter a finished row's pages in the cache, as far as memory allows, and call `free`. `num_named`: number of
+        cached pages that begin its block table."""
 
 
 class CopiedPrefixes(PrefixSharing):
@@ -176,14 +190,25 @@ class CopiedPrefixes(PrefixSharing):
     def _fill(self, page: PageRange, run: PageRange, number: int) -> None:
         self._slot(page, 0).copy_(self._slot(run, number))
 
-    def _retain(self, sequence: Sequence, path: tuple[bytes, ...], owner: Hashable) -> None:
-        run, will_continue = self._pool.range_of(owner), sequence.request.will_continue
-        for number, key in enumerate(path):
-            page = self.cache.keep(path, number, num_own=0, is_continued=will_continue)
-            if page is not None:
-                self._fill(page, run, number)
-            elif self.cache.find(key) is None:
+    def _retain(self, path: tuple[bytes, ...], num_named: int, owner: Hashable, free: Callable[[], None]) -> None:
+        run, first = self._pool.range_of(owner), 0
+        while first < len(path):
+            if self.cache.find(path[first]) is None:
+                page = self.cache.keep_finished(path, first)
+                if page is None:
+                    break
+                self._fill(page, run, first)
+            first += 1
+        # The rest go to places that the row gives back.
+        page_bytes = self._page_elements * self._pools.itemsize * len(self._pools)
+        end = min(len(path), first + _MOST_LIFTED_BYTES // page_bytes)
+        lifted = [self._slot(run, number).clone() for number in range(first, end)]
+        free()
+        for number, content in enumerate(lifted, first):
+            page = self.cache.keep_finished(path, number)
+            if page is None:
                 break
+            self._slot(page, 0).copy_(content)
 
     def _slot(self, run: PageRange, number: int) -> Tensor:
         """Keys and values of a run's page `number` in all pools, [num_members, num_layers * 2 * num_kv_heads,
@@ -221,11 +246,11 @@ class NamedPrefixes(PrefixSharing):
     def _fill(self, page: PageRange, run: PageRange, number: int) -> None:
         """Do nothing: the cached page is the row's own."""
 
-    def _retain(self, sequence: Sequence, path: tuple[bytes, ...], owner: Hashable) -> None:
-        will_continue = sequence.request.will_continue
-        for number in range(len(self.pages_of(sequence)), len(path)):
-            if not self.cache.inherit(path, number, owner, is_continued=will_continue):
+    def _retain(self, path: tuple[bytes, ...], num_named: int, owner: Hashable, free: Callable[[], None]) -> None:
+        for number in range(num_named, len(path)):
+            if not self.cache.inherit(path, number, owner):
                 break
+        free()
 
 
 def page_flops(model: ModelConfig, page_tokens: int, number: int) -> float:

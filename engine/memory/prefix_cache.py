@@ -3,19 +3,19 @@
 A page's place in the tree is the digest of its path: the adapter's content hash, then all tokens up to the page's
 end. Never a name: two adapters of one name share nothing, one adapter under two names shares all. The cache counts the
 rows that will still read each page. It keeps what another row waits for, and the pages of finished rows that will be
-continued. Where rows name cached pages in their block tables, those are in use and stay.
+continued, which are *reserved*. Where rows name cached pages in their block tables, those are in use and stay.
 
-Pages leave in the order of `PageUse`; of two that no row waits for the least recently used one, of two awaited ones the
-one that is cheaper to recompute.
+Pages leave in the order of `PageUse`: of those that no row waits for and of reserved ones the least recently used page
+first, of awaited ones the one that is cheapest to recompute.
 """
 
 from __future__ import annotations
 
 import hashlib
 import heapq
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
@@ -27,6 +27,8 @@ from .pool import PagePool, PageRange
 _DIGEST_BYTES = 16
 # Entries of the heap of pages, beyond two for each page, from which it is made anew.
 _MOST_SKIPPED = 64
+#: Share of the pool that may be reserved for rows that will be continued.
+RESERVED_SHARE = 0.25
 
 
 class PageUse(IntEnum):
@@ -34,10 +36,10 @@ class PageUse(IntEnum):
 
     #: No row is known that will read it.
     NONE = 0
-    #: It belongs to a finished row that will be continued.
-    CONTINUED = 1
     #: A row of the engine will read it.
-    AWAITED = 2
+    AWAITED = 1
+    #: It belongs to a finished row that will be continued.
+    RESERVED = 2
 
 
 @dataclass(slots=True)
@@ -48,16 +50,14 @@ class _CachedPage:
     parent: bytes | None
     #: Place in its path, from 0.
     number: int
-    #: Cached pages that continue it.
-    num_children: int = 0
-    #: Whether it belongs to a finished row that will be continued and has not been.
-    is_continued: bool = False
     #: Time of its last use, in uses of the whole cache.
-    used_at: int = 0
+    used_at: int
+    #: Cached pages that continue it.
+    children: set[bytes] = field(default_factory=set)
 
 
-# Expected use of a page, then its value among pages of the same use.
-_Rank = tuple[PageUse, float]
+# Expected use of a page, whether a row waits for it, and its value among pages that are alike in both.
+_Rank = tuple[PageUse, bool, float]
 
 
 class PrefixCache:
@@ -74,6 +74,9 @@ class PrefixCache:
         # Heap of pages that may be evicted. Each of them has an entry whose rank is at most its present one; entries of
         # other pages are skipped.
         self._leaves: list[tuple[_Rank, bytes]] = []
+        # Reserved pages, oldest first. A page comes after all that continue it, and all before it are reserved too.
+        self._reserved: OrderedDict[bytes, None] = OrderedDict()
+        self._most_reserved = int(pool.num_pages * RESERVED_SHARE)
         #: Rows that name each page in use.
         self.users: Counter[bytes] = Counter()
 
@@ -113,59 +116,91 @@ class PrefixCache:
         """The page, if it is in the pool."""
         return self._pool.range_of(_owner(key)) if key in self._pages else None
 
-    def keep(
-        self, path: Sequence[bytes], number: int, *, num_own: int = 1, is_continued: bool = False
-    ) -> PageRange | None:
-        """A page of the pool for `path[number]`, for the row that computes it, or has computed it, to fill. None when
-        it is not wanted, when it is there, or when memory is full of what is worth more.
-
-        A page is wanted when another row waits for it, or `is_continued`: it belongs to a finished row that will be
-        continued. `num_own`: how often the row that fills it is counted among the readers.
-        """
-        if not self._is_wanted(path, number, num_own, is_continued):
+    def keep(self, path: Sequence[bytes], number: int) -> PageRange | None:
+        """A page of the pool for `path[number]`, for its one reader that computes it to fill. None when no other row
+        waits for it, when it is there, or when memory is full of what is worth more."""
+        if not self._is_wanted(path, number):
             return None
-        key, parent = path[number], path[number - 1] if number else None
-        run = self._pool.allocate(_owner(key), 1, from_end=True)
-        if run is None and self._evict_below(self._rank_if(key, number, is_continued), spare=parent):
-            run = self._pool.allocate(_owner(key), 1, from_end=True)
+        return self._place(path, number, self._rank_if_awaited(path[number], number))
+
+    def keep_finished(self, path: Sequence[bytes], number: int) -> PageRange | None:
+        """A page of the pool for `path[number]`, for a finished row that has computed it to fill. None when it is
+        there, what it continues is not, or when memory is full of pages with a use."""
+        parent = path[number - 1] if number else None
+        if path[number] in self._pages or (parent is not None and parent not in self._pages):
+            return None
+        return self._place(path, number, (PageUse.NONE, False, self._num_uses + 1))
+
+    def _place(self, path: Sequence[bytes], number: int, rank: _Rank) -> PageRange | None:
+        """A page of the pool for `path[number]`, if need be that of a page whose rank is below `rank`."""
+        owner, parent = _owner(path[number]), path[number - 1] if number else None
+        run = self._pool.allocate(owner, 1, from_end=True)
+        if run is None and self._evict_below(rank, spare=parent):
+            run = self._pool.allocate(owner, 1, from_end=True)
         if run is not None:
-            self._enter(path, number, is_continued)
+            self._enter(path, number)
         return run
 
     def adopt(self, path: Sequence[bytes], number: int, owner: Hashable) -> PageRange | None:
         """The first page of an owner's run for `path[number]`, which the owner computes and goes on using. None when
         no other row waits for it, when it is there, or when the owner has no page beside it."""
-        if not self._is_wanted(path, number, 1) or self._pool.num_pages_of(owner) < 2:
+        if not self._is_wanted(path, number) or self._pool.num_pages_of(owner) < 2:
             return None
         run = self._pool.pass_first(owner, _owner(path[number]))
         self._enter(path, number)
         self.use(path[number])
         return run
 
-    def inherit(self, path: Sequence[bytes], number: int, owner: Hashable, *, is_continued: bool) -> bool:
+    def inherit(self, path: Sequence[bytes], number: int, owner: Hashable) -> bool:
         """Take the first page of a finished row's run, `owner`, for `path[number]`; it is freed if another is there.
 
-        Returns False when the page is not wanted, as in `keep`, or when the row has no page beside it.
+        Returns False when the row has no page beside it.
         """
-        is_there = path[number] in self._pages
-        is_wanted = is_there or self._is_wanted(path, number, 0, is_continued)
-        if not is_wanted or self._pool.num_pages_of(owner) < 2:
+        if self._pool.num_pages_of(owner) < 2:
             return False
-        if is_there:
+        if path[number] in self._pages:
             self._pool.release_first(owner)
         else:
             self._pool.pass_first(owner, _owner(path[number]))
-            self._enter(path, number, is_continued)
+            self._enter(path, number)
         return True
 
-    def touch(self, key: bytes, is_continued: bool | None = None) -> None:
-        """Note that a cached page was used just now. `is_continued`: whether the row that it belongs to will be
-        continued from now on (None: as before)."""
-        page = self._pages[key]
+    def touch(self, key: bytes) -> None:
+        """Note that a cached page was used just now."""
         self._num_uses += 1
-        page.used_at = self._num_uses
-        if is_continued is not None and is_continued != page.is_continued:
-            page.is_continued = is_continued
+        self._pages[key].used_at = self._num_uses
+
+    def make_reservable(self, num_pages: int) -> int:
+        """End the oldest reservations, so that `num_pages` pages more may be reserved, or as many as may be at all.
+        Returns their number."""
+        num_pages = min(num_pages, self._most_reserved)
+        while len(self._reserved) + num_pages > self._most_reserved:
+            self._end_reservation(next(iter(self._reserved)))
+        return num_pages
+
+    def reserve(self, path: Sequence[bytes]) -> None:
+        """Reserve the pages of a path that are there, from its first on: its row has finished and will be continued."""
+        there = [key for key in path if key in self._pages]
+        there = there[: self.make_reservable(len(there))]
+        for key in reversed(there):
+            self.touch(key)
+            self._reserved[key] = None
+            self._reserved.move_to_end(key)
+
+    def continued(self, path: Sequence[bytes], number: int) -> None:
+        """End the reservation for a row whose continuation has read pages up to `path[number]`: of these, unless other
+        rows need them, and of all behind."""
+        behind, at = [path[number]], 0
+        while at < len(behind):
+            behind += self._pages[behind[at]].children & self._reserved.keys()
+            at += 1
+        for key in (*reversed(behind), *reversed(path[:number])):
+            if self._pages[key].children.isdisjoint(self._reserved):
+                self._end_reservation(key)
+
+    def _end_reservation(self, key: bytes) -> None:
+        if key in self._reserved:
+            del self._reserved[key]
             self._offer(key)
 
     def use(self, key: bytes) -> None:
@@ -181,14 +216,17 @@ class PrefixCache:
                 del self.users[key]
                 self._offer(key)
 
-    @property
-    def num_unused(self) -> int:
-        """Pages that no row's block table names."""
-        return len(self._pages) - len(self.users)
+    def owners(self, most: PageUse) -> list[tuple[str, bytes]]:
+        """Owners, in the pool, of the pages that may leave, as `num_evictable` counts them."""
+        kept = self._reserved if most < PageUse.RESERVED else ()
+        return [_owner(key) for key in self._pages if key not in self.users and key not in kept]
 
-    def owners(self) -> list[tuple[str, bytes]]:
-        """Owners, in the pool, of the pages that no row uses."""
-        return [_owner(key) for key in self._pages if key not in self.users]
+    def num_evictable(self, most: PageUse) -> int:
+        """Number of pages that no row uses: all of them, or where `most` is less than `RESERVED`, all others."""
+        num_kept = len(self.users)
+        if most < PageUse.RESERVED:
+            num_kept += len(self._reserved) - len(self._reserved.keys() & self.users.keys())
+        return len(self._pages) - num_kept
 
     def make_room(self, has_room: Callable[[], bool], most: PageUse) -> bool:
         """Evict pages until `has_room()`, those of least use first and none of more use than `most`. Returns whether
@@ -202,17 +240,21 @@ class PrefixCache:
 
     def check_integrity(self) -> None:
         """Assert that every page holds one page of the pool, its path is whole, and children are counted right."""
-        children = Counter(page.parent for page in self._pages.values() if page.parent is not None)
         for key, page in self._pages.items():
             run = self._pool.range_of(_owner(key))
             assert run.num_pages == 1, f"prefix page {key.hex()} holds {run}"
             assert page.parent is None or page.parent in self._pages, f"prefix page {key.hex()} has lost its parent"
-            found = children[key]
-            assert page.num_children == found, f"prefix page {key.hex()}: {page.num_children} children, found {found}"
+            assert page.parent is None or key in self._pages[page.parent].children, f"{key.hex()} is no child"
+            assert page.children <= self._pages.keys(), f"prefix page {key.hex()} has lost children"
             if page.parent is not None and self.users[key] > self.users[page.parent]:
                 raise AssertionError(f"prefix page {key.hex()} has more users than what it continues")
         assert min(self._readers.values(), default=1) > 0, f"negative count of readers in {self._readers}"
         assert self.users.keys() <= self._pages.keys(), f"pages in use that are gone: {self.users.keys()}"
+        places = {key: place for place, key in enumerate(self._reserved)}
+        assert len(places) <= self._most_reserved, f"{len(places)} pages are reserved of {self._most_reserved}"
+        for key, place in places.items():
+            parent = self._pages[key].parent
+            assert parent is None or places.get(parent, -1) > place, f"{key.hex()} is reserved, its beginning less"
         offered: dict[bytes, _Rank] = {}
         for rank, key in self._leaves:
             offered[key] = min(rank, offered.get(key, rank))
@@ -220,35 +262,34 @@ class PrefixCache:
             assert key in offered, f"prefix page {key.hex()} may leave and is not offered"
             assert offered[key] <= self._rank(key), f"prefix page {key.hex()}: {self._rank(key)}, above {offered[key]}"
 
-    def _is_wanted(self, path: Sequence[bytes], number: int, num_own: int, is_continued: bool = False) -> bool:
-        """Whether a page that is not there, while what it continues is, will be read, see `keep`."""
+    def _is_wanted(self, path: Sequence[bytes], number: int) -> bool:
+        """Whether another row waits for a page that is not there, while what it continues is."""
         parent = path[number - 1] if number else None
         is_new = path[number] not in self._pages and (parent is None or parent in self._pages)
-        return is_new and (is_continued or self._readers[path[number]] > num_own)
+        return is_new and self._readers[path[number]] > 1
 
-    def _enter(self, path: Sequence[bytes], number: int, is_continued: bool = False) -> None:
+    def _enter(self, path: Sequence[bytes], number: int) -> None:
         parent = path[number - 1] if number else None
         self._num_uses += 1
-        self._pages[path[number]] = _CachedPage(parent, number, is_continued=is_continued, used_at=self._num_uses)
+        self._pages[path[number]] = _CachedPage(parent, number, self._num_uses)
         if parent is not None:
-            self._pages[parent].num_children += 1
+            self._pages[parent].children.add(path[number])
         self._offer(path[number])
 
     def _is_free_leaf(self, key: bytes) -> bool:
         page = self._pages.get(key)
-        return page is not None and not page.num_children and key not in self.users
+        return page is not None and not page.children and key not in self.users
 
     def _rank(self, key: bytes) -> _Rank:
         page = self._pages[key]
+        if key in self._reserved:
+            return PageUse.RESERVED, key in self._readers, page.used_at
         if key in self._readers:
-            return self._rank_if(key, page.number, page.is_continued)
-        return PageUse.CONTINUED if page.is_continued else PageUse.NONE, page.used_at
+            return self._rank_if_awaited(key, page.number)
+        return PageUse.NONE, False, page.used_at
 
-    def _rank_if(self, key: bytes, number: int, is_continued: bool) -> _Rank:
-        """Rank that a page has, or would have if it were used now."""
-        if key in self._readers:
-            return PageUse.AWAITED, self._readers[key] * self._page_cost(number)
-        return PageUse.CONTINUED if is_continued else PageUse.NONE, self._num_uses
+    def _rank_if_awaited(self, key: bytes, number: int) -> _Rank:
+        return PageUse.AWAITED, True, self._readers[key] * self._page_cost(number)
 
     def _offer(self, key: bytes) -> None:
         """Note that a page may leave, or that it may leave sooner than before."""
@@ -273,11 +314,11 @@ class PrefixCache:
 
     def _evict_below(self, rank: _Rank, spare: bytes | None) -> bool:
         """Evict the least page if its rank is below `rank`, and it is not `spare`."""
-        least = self._least()
-        if least is not None and least[1] == spare:
-            heapq.heappop(self._leaves)
-            spared, least = least, self._least()
-            heapq.heappush(self._leaves, spared)
+        spared: list[tuple[_Rank, bytes]] = []
+        while (least := self._least()) is not None and least[1] == spare:
+            spared.append(heapq.heappop(self._leaves))
+        for entry in spared[:1]:
+            heapq.heappush(self._leaves, entry)
         if least is None or least[0] >= rank:
             return False
         self._evict(least[1])
@@ -285,11 +326,12 @@ class PrefixCache:
 
     def _evict(self, key: bytes) -> None:
         page = self._pages.pop(key)
-        assert not page.num_children, f"prefix page {key.hex()} has {page.num_children} children"
+        assert not page.children, f"prefix page {key.hex()} has {len(page.children)} children"
         assert key not in self.users, f"prefix page {key.hex()} is used by {self.users[key]} rows"
+        self._reserved.pop(key, None)
         self._pool.release(_owner(key))
         if page.parent is not None:
-            self._pages[page.parent].num_children -= 1
+            self._pages[page.parent].children.remove(key)
             self._offer(page.parent)
 
 

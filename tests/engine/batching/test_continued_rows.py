@@ -142,33 +142,63 @@ def test_continuations_enter_before_rows_that_wait(tiny_llama: Path) -> None:
     assert order == ["0", "0+", "1", "1+", "2", "2+"]
 
 
-def test_rows_and_adapters_get_the_pages_of_finished_rows(tiny_llama: Path, folders: dict[str, Path]) -> None:
-    """Adapters that no row waits for leave before pages of rows that will be continued, others after them."""
-    needed, idle = list(folders)[:2]
-    engine = make_engine(tiny_llama, folders, "unmerged", pool_bytes=PAGE_BYTES * 16, max_batch_rows=1)
+def test_pages_of_rows_that_will_be_continued_leave_last(tiny_llama: Path, folders: dict[str, Path]) -> None:
+    """A row that can wait for another leaves them; one that runs alone gets what it needs, adapters' pages first."""
+    idle = next(iter(folders))
+    engine = make_engine(tiny_llama, folders, "unmerged", pool_bytes=PAGE_BYTES * 16, max_batch_rows=2)
     short = SamplingParams(max_tokens=2, ignore_eos=True)
-    answer(engine, Request("short", (3, 4), needed, short))
-    num_needed = engine.telemetry().pages_used
     answer(engine, Request("short", (3, 4), idle, short))
     first = Request("row", PROMPT, None, ANSWER, will_continue=True)
-    second = behind(first, answer(engine, first), (5,))
-    assert engine.telemetry().pages_used > num_needed + 4
+    second = behind(first, answer(engine, first), (5,), will_continue=False)
 
-    def begin_row(num_pages: int) -> None:
-        sampling = replace(short, max_tokens=PAGE * num_pages - 1)
-        engine.add([Request("large", (3, 4), None, sampling), Request("waits", (3, 4), needed, short)])
-        engine.step()
-        engine.check_integrity()
-        assert engine.telemetry().num_running == 1
-        assert engine.telemetry().resident_adapter_ids == (needed,)
+    def rows_of(*num_pages: int) -> list[Request]:
+        samplings = [replace(short, max_tokens=min(PAGE * n - 1, 254)) for n in num_pages]
+        return [Request(f"{i}", (3, 4), None, sampling) for i, sampling in enumerate(samplings)]
 
-    begin_row(16 - num_needed - 4)
-    assert answer(engine, second).reused_prompt_tokens == 64, "the idle adapter has made room"
-    begin_row(16 - num_needed)
-    assert answer(engine, replace(second, will_continue=False)).reused_prompt_tokens == 0
-    whole = replace(short, max_tokens=254)
-    assert answer(engine, Request("whole", (3, 4), None, whole)).error is None
+    engine.add(rows_of(11, 5))
+    engine.step()
+    assert engine.telemetry().num_running == 1, "eleven, one and four pages are taken"
+    assert engine.telemetry().resident_adapter_ids == (idle,)
+    assert answer(engine, second).reused_prompt_tokens == 64
+    answer(engine, first)
+    engine.add(rows_of(12))
+    engine.step()
+    assert engine.telemetry().resident_adapter_ids == (), "the adapter has made room"
+    assert answer(engine, second).reused_prompt_tokens == 64
+    answer(engine, first)
+    assert serve(engine, rows_of(16))["0"].error is None
     assert engine.telemetry().pages_used == 0, "a row that needs the whole pool gets it"
+    assert answer(engine, second).reused_prompt_tokens == 0
+
+
+def test_rows_are_continued_from_their_pages_though_memory_is_full_of_waiting_ones(tiny_llama: Path) -> None:
+    """A finished row's pages go to places that it gives back, and rows that wait leave them to its continuation."""
+    engine = make_engine(tiny_llama, {}, "unmerged", pool_bytes=PAGE_BYTES * 60)
+    rng = random.Random(0)
+    rows = [
+        Request(
+            f"{i}",
+            tuple(rng.randrange(3, 250) for _ in range(100)),
+            None,
+            replace(ANSWER, max_tokens=rng.randrange(5, 40)),
+            will_continue=True,
+        )
+        for i in range(24)
+    ]
+    engine.add(rows)
+    num_running, continued = [], []
+    while engine.num_unfinished:
+        for result in engine.step():
+            if "+" in result.request_id:
+                continued.append(result)
+            else:
+                engine.add([behind(rows[int(result.request_id)], result, (5,), will_continue=False)])
+        num_running.append(engine.telemetry().num_running)
+    assert max(num_running) < 8, "memory is what limits them"
+    assert sum(num_running) / len(num_running) > 3
+    assert len(continued) == 24
+    reused = sum(result.reused_prompt_tokens or 0 for result in continued)
+    assert reused >= 0.7 * sum(result.prompt_tokens for result in continued)
 
 
 @NEEDS_LIBRARY

@@ -121,12 +121,12 @@ def test_pages_in_use_stay_whatever_is_asked_for() -> None:
     assert pool.range_of("row").num_pages == 1
     cache.release(path)
     cache.release(path)
-    assert cache.owners() == []
+    assert cache.owners(PageUse.RESERVED) == []
     assert not cache.make_room(lambda: False, PageUse.AWAITED)
     cache.use(path[0])
     cache.leave(path)
     cache.check_integrity()
-    assert len(cache.owners()) == 2, "the first page is used by another row"
+    assert len(cache.owners(PageUse.RESERVED)) == 2, "the first page is used by another row"
     assert not cache.make_room(lambda: False, PageUse.AWAITED)
     assert len(cache) == 1
     cache.leave(path[:1])
@@ -144,11 +144,12 @@ def test_a_row_keeps_its_last_page_for_itself() -> None:
     assert cache.adopt(path, 0, "row") is None
 
 
-def finish(cache: PrefixCache, path: tuple[bytes, ...], *, is_continued: bool = True) -> int:
-    """Pages kept for a finished row that was computed without the cache."""
-    return sum(
-        cache.keep(path, number, num_own=0, is_continued=is_continued) is not None for number in range(len(path))
-    )
+def finish(cache: PrefixCache, path: tuple[bytes, ...]) -> int:
+    """Pages kept for a finished row that was computed without the cache and will be continued."""
+    cache.make_reservable(len(path))
+    num_kept = sum(cache.keep_finished(path, number) is not None for number in range(len(path)))
+    cache.reserve(path)
+    return num_kept
 
 
 def paths_there(cache: PrefixCache, *paths: tuple[bytes, ...]) -> list[int]:
@@ -156,55 +157,77 @@ def paths_there(cache: PrefixCache, *paths: tuple[bytes, ...]) -> list[int]:
     return [sum(cache.find(key) is not None for key in path) for path in paths]
 
 
-def test_pages_of_a_finished_row_stay_if_it_will_be_continued_or_rows_wait_for_them() -> None:
-    cache = make_cache(8)
-    once, again, awaited = (cache.path(name, range(8)) for name in "abc")
-    cache.expect(awaited[:1])
-    kept = [finish(cache, once, is_continued=False), finish(cache, again), finish(cache, awaited, is_continued=False)]
-    assert kept == [0, 2, 1]
+def test_of_rows_that_will_be_continued_the_one_that_finished_first_goes_first_and_from_its_end() -> None:
+    cache = make_cache(24)
+    first, second, third = (cache.path(name, range(8)) for name in "abc")
+    for path in (first, second, third):
+        assert finish(cache, path) == 2
+    assert cache.make_room(lambda: cache.find(first[1]) is None, PageUse.RESERVED)
+    assert paths_there(cache, first, second, third) == [1, 2, 2]
     cache.check_integrity()
 
 
-def test_of_rows_that_will_be_continued_the_one_that_finished_first_goes_first_and_from_its_end() -> None:
-    cache = make_cache(6)
+def test_a_quarter_of_the_pool_is_reserved_and_the_oldest_reservation_ends_first() -> None:
+    cache = make_cache(16)
     first, second, third = (cache.path(name, range(8)) for name in "abc")
     for path in (first, second, third):
         finish(cache, path)
-    assert cache.make_room(lambda: cache.find(first[1]) is None, PageUse.CONTINUED)
-    assert paths_there(cache, first, second, third) == [1, 2, 2]
-    cache.touch(first[0])
-    fourth = cache.path("d", range(8))
-    assert finish(cache, fourth) == 2, "one page is free, and another makes room"
-    assert paths_there(cache, first, second, third, fourth) == [1, 1, 2, 2]
+        cache.check_integrity()
+    assert paths_there(cache, first, second, third) == [2, 2, 2], "memory is free"
+    assert (cache.num_evictable(PageUse.AWAITED), cache.num_evictable(PageUse.RESERVED)) == (2, 6)
+    assert not cache.make_room(lambda: False, PageUse.AWAITED)
+    assert paths_there(cache, first, second, third) == [0, 2, 2]
+    long = cache.path("long", range(64))
+    assert finish(cache, long) == 16, "reservations end for new ones"
+    assert not cache.make_room(lambda: False, PageUse.AWAITED)
+    assert paths_there(cache, second, third, long) == [0, 0, 4], "the first four pages are worth most"
     cache.check_integrity()
 
 
 def test_pages_leave_by_their_expected_use() -> None:
-    cache = make_cache(6)
-    awaited, continued, unused = (cache.path(name, range(8)) for name in "abc")
+    cache = make_cache(24)
+    awaited, reserved, unused = (cache.path(name, range(8)) for name in "abc")
     cache.expect(awaited)
-    for path in (awaited, continued, unused):
+    cache.expect(awaited)
+    assert keep_all(cache, awaited) == 2
+    for path in (reserved, unused):
         assert finish(cache, path) == 2
-    for key in unused:
-        cache.touch(key, is_continued=False)
+    cache.continued(unused, 1)
     order = []
     for most in PageUse:
         cache.make_room(lambda: False, most)
-        order.append(paths_there(cache, awaited, continued, unused))
+        order.append(paths_there(cache, awaited, reserved, unused))
         cache.check_integrity()
-    assert order == [[2, 2, 0], [2, 0, 0], [0, 0, 0]]
+    assert order == [[2, 2, 0], [0, 2, 0], [0, 0, 0]]
 
 
-def test_a_finished_row_takes_no_page_of_one_that_is_worth_more() -> None:
-    cache = make_cache(2)
-    awaited, continued = cache.path("a", range(8)), cache.path("b", range(8))
+def test_a_finished_row_takes_no_page_that_has_a_use() -> None:
+    cache = make_cache(8)
+    awaited, reserved, finished = cache.path("a", range(24)), cache.path("b", range(8)), cache.path("c", range(8))
     cache.expect(awaited)
-    assert finish(cache, awaited, is_continued=False) == 2
-    assert finish(cache, continued) == 0
+    cache.expect(awaited)
+    assert keep_all(cache, awaited) == 6
+    assert finish(cache, reserved) == 2
+    assert cache.keep_finished(finished, 0) is None
     cache.release(awaited)
-    assert finish(cache, continued) == 2, "no row waits for the others any more"
-    assert paths_there(cache, awaited) == [0]
+    cache.release(awaited)
+    assert cache.keep_finished(finished, 0) is not None, "no row waits for the others any more"
+    assert paths_there(cache, awaited, reserved) == [5, 2]
     cache.check_integrity()
+
+
+def test_a_continuation_ends_the_reservation_of_what_it_reads_and_of_what_it_does_not_need() -> None:
+    cache = make_cache(64)
+    begun = list(range(8))
+    one, other = (cache.path("a", [*begun, *range(first, first + 8)]) for first in (20, 40))
+    for path in (one, other):
+        finish(cache, path)
+    cache.continued(one, 2)
+    cache.check_integrity()
+    assert cache.num_evictable(PageUse.AWAITED) == 2, "the other row needs the beginning that both have"
+    cache.continued(other, 2)
+    cache.check_integrity()
+    assert cache.num_evictable(PageUse.AWAITED) == 6
 
 
 def test_pages_of_a_finished_row_pass_to_the_cache_from_wherever_they_are() -> None:
@@ -217,7 +240,7 @@ def test_pages_of_a_finished_row_pass_to_the_cache_from_wherever_they_are() -> N
         pool.extend("row")
     path = cache.path(None, range(20))
     assert finish(cache, path[:2]) == 2
-    taken = [cache.inherit(path, number, "row", is_continued=True) for number in range(5)]
+    taken = [cache.inherit(path, number, "row") for number in range(5)]
     assert taken == [True] * 4 + [False], "the last page stays the row's"
     assert pool.num_pages_of("row") == 1
     pool.release("row")
@@ -239,21 +262,26 @@ def test_the_next_page_to_leave_is_the_least_of_all(num_pages: int, seed: int) -
     awaited: list[tuple[bytes, ...]] = []
     for _ in range(60):
         path = cache.path(rng.choice("ab"), [rng.randrange(2) for _ in range(rng.randrange(1, 20))])
-        match rng.randrange(5):
+        there = [number for number, key in enumerate(path) if cache.find(key) is not None]
+        match rng.randrange(6):
             case 0:
                 cache.expect(path)
                 awaited.append(path)
             case 1 if awaited:
                 cache.release(awaited.pop(rng.randrange(len(awaited))))
             case 2:
-                finish(cache, path, is_continued=rng.random() < 0.7)
-            case 3:
-                for key in path:
-                    if cache.find(key) is not None:
-                        cache.touch(key, rng.choice((None, False, True)))
+                finish(cache, path)
+            case 3 if there:
+                cache.continued(path, rng.choice(there))
+            case 4 if there:
+                cache.touch(path[there[-1]])
             case _:
-                wanted = rng.randrange(num_pages + 1)
-                cache.make_room(lambda wanted=wanted: pool.num_free >= wanted, rng.choice(list(PageUse)))
+                wanted, most = rng.randrange(num_pages + 1), rng.choice(list(PageUse))
+                had, limit = pool.num_free, pool.num_free + cache.num_evictable(most)
+                has_room = cache.make_room(lambda wanted=wanted: pool.num_free >= wanted, most)
+                assert has_room == (pool.num_free >= wanted)
+                assert has_room == (limit >= wanted) or most == PageUse.NONE
+                assert pool.num_free >= had
         cache.check_integrity()
         pool.check_integrity()
-    assert cache.make_room(lambda: pool.num_free == num_pages, PageUse.AWAITED)
+    assert cache.make_room(lambda: pool.num_free == num_pages, PageUse.RESERVED)
