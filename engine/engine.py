@@ -438,7 +438,8 @@ class Engine:
         """The result of a row with a complete answer, once the texts of its choice are scored."""
         result = self._choices.finish(sequence, answer)
         if result is not None:
-            self._end(sequence)
+            self._batch.finish(sequence)
+            self._forget(sequence)
         elif self.model.has_length_dependent_rope:
             sequence.num_stored = 0
         return result

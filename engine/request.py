@@ -386,6 +386,12 @@ class Request:
     sampling: SamplingParams
     #: 64 bits from the row's fingerprint; key of the random stream together with `sampling.seed`.
     stream_id: int = 0
+    #: Whether a later request of the same adapter is expected to begin with this prompt and its answer. The engine then
+    #: keeps the keys and values of both while memory lasts. It changes no answer.
+    will_continue: bool = False
+    #: Whether the prompt begins with that of a request which had `will_continue` set, as its answer has come. It enters
+    #: before rows that wait, since pages are kept for it. It changes no answer.
+    is_continuation: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,8 +416,8 @@ class Result:
     token_logprobs: tuple[float, ...] | None = None
     #: Likeliest tokens in place of each token; None where they are not asked.
     top_logprobs: tuple[TopLogprobs, ...] | None = None
-    #: Prompt tokens that were copied from rows that begin alike; None where that was not counted. It is no part of the
-    #: answer: results that differ in it alone are equal.
+    #: Prompt tokens that were copied from rows that begin alike, or that the prompt continues; None where that was not
+    #: counted. It is no part of the answer: results that differ in it alone are equal.
     reused_prompt_tokens: int | None = field(default=None, compare=False)
     #: Text before `text`; None if there was none, or it is not split.
     reasoning: str | None = None

@@ -30,7 +30,7 @@ class EngineTelemetry:
     generated_tokens: int = 0
     #: Steps so far.
     num_steps: int = 0
-    #: Prompt tokens copied so far from rows whose prompts begin alike.
+    #: Prompt tokens copied so far from rows whose prompts begin alike, or that prompts continue.
     reused_prompt_tokens: int = 0
     #: Sum of the rows of all steps; divided by `num_steps`, the occupancy of the batch.
     num_step_rows: int = 0

@@ -5,8 +5,9 @@ resident, so a running row is never preempted. Where rows grow, a row enters wit
 expected to generate (docs/adr/0084).
 
 `Room` makes room in the pool by giving up what is cheapest to restore: prefix pages that no row waits for, then
-adapters that no running row uses, the one needed furthest in the future first.
-`WaitingRows` holds the rows without pages, in order of arrival.
+adapters that no running row uses, the one needed furthest in the future first. Prefix pages that are reserved for rows
+that will be continued leave last, and for no row that could wait for another to end.
+`WaitingRows` holds the rows without pages, in order of arrival; rows that were preempted and continuations come first.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from math import inf
+from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +28,7 @@ from ...kernels.layouts.pages import PageLayout
 from ...scheduler.batchers.batching import FreeMemory, StepPlan
 from ...scheduler.estimates.lengths import PRIOR_SHARE, tokens_to_hold
 from ..memory.pool import PagePool, PageRange
+from ..memory.prefix_cache import PageUse
 from ..memory.registry import AdapterRegistry
 from ..memory.residency import AdapterResidency, adapter_owner
 from ..sequence import Sequence
@@ -34,6 +38,10 @@ from .prefix_sharing import PrefixSharing
 MAX_AWAITED = 16
 
 NextUse = Callable[[str], float]
+
+
+def _any_adapter(adapter_id: str) -> bool:
+    return True
 
 
 class Room:
@@ -71,9 +79,14 @@ class Room:
         return self.residency.loader.is_ready(adapter_id) and not self.residency.copies_aside
 
     def make_room(
-        self, num_pages: int, next_use: NextUse, may_go: Callable[[str], bool] = lambda adapter_id: True
+        self,
+        num_pages: int,
+        next_use: NextUse,
+        may_go: Callable[[str], bool] = _any_adapter,
+        most: PageUse = PageUse.RESERVED,
     ) -> bool:
-        """Free a contiguous run of pages by giving up prefix pages and adapters that may go.
+        """Free a contiguous run of pages by giving up adapters that may go, and prefix pages of no more use than
+        `most`.
 
         Returns False when there cannot be one; nothing is given up then.
         """
@@ -83,12 +96,16 @@ class Room:
 
         if has_room():
             return True
-        if max(self.pool.free_runs_without(self._evictable_owners(may_go)), default=0) < num_pages:
+        if max(self.pool.free_runs_without(self._evictable_owners(may_go, most)), default=0) < num_pages:
             return False
-        return self._give_up(has_room, next_use, may_go)
+        return self._give_up(has_room, next_use, may_go, most)
 
     def make_room_anywhere(
-        self, num_pages: int, next_use: Callable[[], NextUse], may_go: Callable[[str], bool] = lambda adapter_id: True
+        self,
+        num_pages: int,
+        next_use: Callable[[], NextUse],
+        may_go: Callable[[str], bool] = _any_adapter,
+        most: PageUse = PageUse.RESERVED,
     ) -> bool:
         """Free `num_pages` pages wherever they are, as `make_room` does."""
 
@@ -97,21 +114,29 @@ class Room:
 
         if has_room():
             return True
-        if sum(self.pool.free_runs_without(self._evictable_owners(may_go))) < num_pages:
+        if self.num_available(may_go, most) < num_pages:
             return False
-        return self._give_up(has_room, next_use(), may_go)
+        return self._give_up(has_room, next_use(), may_go, most)
 
-    def _give_up(self, has_room: Callable[[], bool], next_use: NextUse, may_go: Callable[[str], bool]) -> bool:
+    def _give_up(
+        self, has_room: Callable[[], bool], next_use: NextUse, may_go: Callable[[str], bool], most: PageUse
+    ) -> bool:
         # a prefix page that no row waits for, then what a copy restores, then what has to be computed again
-        if self._cache is not None and self._cache.make_room(has_room, spare_awaited=True):
+        if self._cache is not None and self._cache.make_room(has_room, PageUse.NONE):
             return True
         if self.residency.make_room(has_room, next_use, may_go):
             return True
-        return self._cache is not None and self._cache.make_room(has_room, spare_awaited=False)
+        return self._cache is not None and self._cache.make_room(has_room, most)
 
-    def gaps(self) -> list[int]:
-        """Pages of each contiguous run that would be free without everything that may go."""
-        return self.pool.free_runs_without(self._evictable_owners(lambda adapter_id: True))
+    def gaps(self, most: PageUse) -> list[int]:
+        """Pages of each contiguous run that would be free without all adapters, and prefix pages of no more use than
+        `most`, that may go."""
+        return self.pool.free_runs_without(self._evictable_owners(_any_adapter, most))
+
+    def num_available(self, may_go: Callable[[str], bool], most: PageUse) -> int:
+        """Pages that would be free without adapters that may go, and prefix pages of no more use than `most`."""
+        adapters = sum(self.pool.num_pages_of(adapter_owner(a)) for a in self.residency.evictable(may_go))
+        return self.pool.num_free + adapters + (0 if self._cache is None else self._cache.num_evictable(most))
 
     def begin_copies(self, adapter_ids: Iterable[str], next_use: NextUse) -> None:
         """Begin to copy adapters that are in host memory, where copies run beside steps.
@@ -121,23 +146,23 @@ class Room:
         for adapter_id in adapter_ids:
             if self.residency.copies_aside and self.residency.loader.is_ready(adapter_id):
                 pages, later = self.adapter_pages(adapter_id), partial(_is_later, next_use, next_use(adapter_id))
-                if self.make_room(pages, next_use, later):
+                if self.make_room(pages, next_use, later, PageUse.AWAITED):
                     self.residency.load(adapter_id, pages)
 
-    def make_resident(self, adapter_id: str, next_use: NextUse) -> bool:
+    def make_resident(self, adapter_id: str, next_use: NextUse, most: PageUse = PageUse.RESERVED) -> bool:
         """Load an adapter into the pool; False when there is no room for it now. Raises `AdapterUnusableError`."""
         if self.residency.get(adapter_id) is not None:
             return True
         pages = self.adapter_pages(adapter_id)
-        if not self.make_room(pages, next_use):
+        if not self.make_room(pages, next_use, most=most):
             return False
         self.residency.load(adapter_id, pages)
         return True
 
-    def _evictable_owners(self, may_go: Callable[[str], bool]) -> list[Hashable]:
+    def _evictable_owners(self, may_go: Callable[[str], bool], most: PageUse) -> list[Hashable]:
         """Owners of pages that no running row needs."""
         owners: list[Hashable] = [adapter_owner(adapter_id) for adapter_id in self.residency.evictable(may_go)]
-        return owners + ([] if self._cache is None else list(self._cache.owners()))
+        return owners + ([] if self._cache is None else list(self._cache.owners(most)))
 
 
 def _is_later(next_use: NextUse, use: float, other_id: str) -> bool:
@@ -221,10 +246,15 @@ class Admission:
             if not self._room.is_available(adapter_id):
                 awaited.append(code)
         row_pages = -(-self.tokens_to_hold(expected) // self._layout.page_tokens)
-        gaps = self._room.gaps()
-        if self._rows_grow:
-            gaps = [sum(gaps)]
+        most = self._most_given_up
+        gaps = [self._room.num_available(_any_adapter, most)] if self._rows_grow else self._room.gaps(most)
         return FreeMemory(tuple(gaps), row_pages, pages, self._run_pages, frozenset(awaited))
+
+    @property
+    def _most_given_up(self) -> PageUse:
+        """Use of the prefix pages that are given up for rows that enter: a row that can wait for others takes none that
+        is reserved."""
+        return PageUse.AWAITED if self._running else PageUse.RESERVED
 
     def next_use(self) -> NextUse:
         """A function from an adapter to the number of rows that enter before its next; infinite where none waits."""
@@ -292,22 +322,22 @@ class Admission:
         self, sequence: Sequence, sizes: tuple[int, ...], adapter_id: str | None, next_use: NextUse
     ) -> bool:
         """Allocate the largest possible of `sizes` for the row and load its adapter; False when both do not fit."""
-        owner = row_owner(sequence)
+        owner, most = row_owner(sequence), self._most_given_up
 
         def may_go(other_id: str) -> bool:
             return other_id != adapter_id
 
         if self._rows_grow:
-            if not self._room.make_room_anywhere(min(sizes), lambda: next_use, may_go):
+            if not self._room.make_room_anywhere(min(sizes), lambda: next_use, may_go, most):
                 return False
             self._pool.allocate_anywhere(owner, min(sizes))
         else:
-            if not self._room.make_room(min(sizes), next_use, may_go):
+            if not self._room.make_room(min(sizes), next_use, may_go, most):
                 return False
             next(size for size in sizes if self._pool.allocate(owner, size) is not None)
         is_resident = False
         try:
-            is_resident = adapter_id is None or self._room.make_resident(adapter_id, next_use)
+            is_resident = adapter_id is None or self._room.make_resident(adapter_id, next_use, most)
         finally:
             if not is_resident:
                 self._pool.release(owner)
@@ -319,45 +349,61 @@ def row_owner(sequence: Sequence) -> tuple[str, str]:
     return ("sequence", sequence.request.request_id)
 
 
+class _WaitingRow(NamedTuple):
+    """A waiting row, with what is asked of it in every step."""
+
+    sequence: Sequence
+    #: `Sequence.capacity_tokens`.
+    capacity_tokens: int
+    #: `Sequence.prompt_tokens`.
+    prompt_tokens: int
+    #: Tokens that were generated before it waited.
+    generated_tokens: int
+    #: Least tokens of its answer.
+    least_tokens: int
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> _WaitingRow:
+        sampling = sequence.request.sampling
+        has_no_end = sampling.ignore_eos and not sampling.stop
+        least = sampling.max_tokens if has_no_end else sampling.min_tokens
+        return cls(sequence, sequence.capacity_tokens, sequence.prompt_tokens, len(sequence.token_ids), least)
+
+
 class WaitingRows:
-    """Keeps waiting sequences in order of arrival, to be removed from anywhere and seen as arrays."""
+    """Keeps waiting sequences in order of arrival, to be removed from anywhere and seen as arrays. Continuations come
+    before other rows, preempted rows before both.
+    """
 
     def __init__(self) -> None:
-        self._rows: dict[str, Sequence] = {}
+        self._first: dict[str, _WaitingRow] = {}
+        self._others: dict[str, _WaitingRow] = {}
         self._num_of: Counter[str] = Counter()
-        self._capacity_tokens: dict[str, int] = {}
-        self._prompt_tokens: dict[str, int] = {}
-        self._generated_tokens: dict[str, int] = {}
-        # Least tokens of each row's answer.
-        self._least_tokens: dict[str, int] = {}
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._first) + len(self._others)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._rows.values())
+        return (row.sequence for row in self._rows())
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._rows
+        return request_id in self._first or request_id in self._others
+
+    def _rows(self) -> Iterator[_WaitingRow]:
+        return chain(self._first.values(), self._others.values())
 
     def append(self, sequence: Sequence) -> None:
-        """Add a row at the end. Request ids are unique among unfinished rows."""
-        request_id, sampling = sequence.request.request_id, sequence.request.sampling
-        assert request_id not in self._rows, f"row {request_id} waits already"
-        self._rows[request_id] = sequence
-        self._capacity_tokens[request_id] = sequence.capacity_tokens
-        self._prompt_tokens[request_id] = sequence.prompt_tokens
-        self._generated_tokens[request_id] = len(sequence.token_ids)
-        has_no_end = sampling.ignore_eos and not sampling.stop
-        self._least_tokens[request_id] = sampling.max_tokens if has_no_end else sampling.min_tokens
-        if sequence.request.adapter_id is not None:
-            self._num_of[sequence.request.adapter_id] += 1
+        """Add a row behind all others, or behind all continuations. Request ids are unique among unfinished rows."""
+        request_id = sequence.request.request_id
+        assert request_id not in self, f"row {request_id} waits already"
+        rows = self._first if sequence.request.is_continuation else self._others
+        rows[request_id] = _WaitingRow.of(sequence)
+        self._count(sequence)
 
     def remove(self, request_id: str) -> Sequence:
         """Remove a row and return it. Raises KeyError when it does not wait."""
-        sequence = self._rows.pop(request_id)
-        del self._capacity_tokens[request_id], self._prompt_tokens[request_id]
-        del self._generated_tokens[request_id], self._least_tokens[request_id]
+        rows = self._first if request_id in self._first else self._others
+        sequence = rows.pop(request_id).sequence
         adapter_id = sequence.request.adapter_id
         if adapter_id is not None:
             self._num_of[adapter_id] -= 1
@@ -367,9 +413,13 @@ class WaitingRows:
 
     def put_first(self, sequences: Items[Sequence]) -> None:
         """Add rows at the beginning."""
-        later = [self.remove(request_id) for request_id in list(self._rows)]
-        for sequence in (*sequences, *later):
-            self.append(sequence)
+        self._first = {s.request.request_id: _WaitingRow.of(s) for s in sequences} | self._first
+        for sequence in sequences:
+            self._count(sequence)
+
+    def _count(self, sequence: Sequence) -> None:
+        if sequence.request.adapter_id is not None:
+            self._num_of[sequence.request.adapter_id] += 1
 
     def wants(self, adapter_id: str) -> bool:
         """Whether a row of the adapter waits."""
@@ -378,10 +428,10 @@ class WaitingRows:
     @property
     def num_tokens(self) -> int:
         """Tokens of all rows, prompt and generated."""
-        return sum(self._prompt_tokens.values()) + sum(self._generated_tokens.values())
+        return sum(row.prompt_tokens + row.generated_tokens for row in self._rows())
 
     def adapter_codes(self, code_of: dict[str | None, int]) -> NDArray[np.int32]:
-        """Adapter of every row as an integer, [num_waiting], in order of arrival."""
+        """Adapter of every row as an integer, [num_waiting], in the rows' order."""
         return np.fromiter((code_of[s.request.adapter_id] for s in self), np.int32, len(self))
 
     @property
@@ -390,21 +440,23 @@ class WaitingRows:
         return self._num_of.keys()
 
     def capacity_tokens(self) -> NDArray[np.int64]:
-        """`Sequence.capacity_tokens` of every row, [num_waiting], in order of arrival."""
-        return np.fromiter(self._capacity_tokens.values(), np.int64, len(self))
+        """`Sequence.capacity_tokens` of every row, [num_waiting], in the rows' order."""
+        return self._column("capacity_tokens")
 
     def tokens_to_hold(self, expected: NDArray[np.float64] | None) -> NDArray[np.int64]:
-        """Tokens for which every row takes memory when it may take more later, [num_waiting], in order of arrival."""
+        """Tokens for which every row takes memory when it may take more later, [num_waiting], in the rows' order."""
         prompt, capacity = self.prompt_tokens(), self.capacity_tokens()
-        generated = np.fromiter(self._generated_tokens.values(), np.int64, len(self))
-        least = np.fromiter(self._least_tokens.values(), np.int64, len(self))
+        generated, least = self._column("generated_tokens"), self._column("least_tokens")
         max_tokens = capacity - prompt + 1
         guess = PRIOR_SHARE * max_tokens if expected is None else expected
         return tokens_to_hold(prompt, generated, max_tokens, np.maximum(guess, least))
 
     def prompt_tokens(self) -> NDArray[np.int64]:
-        """`Sequence.prompt_tokens` of every row, [num_waiting], in order of arrival."""
-        return np.fromiter(self._prompt_tokens.values(), np.int64, len(self))
+        """`Sequence.prompt_tokens` of every row, [num_waiting], in the rows' order."""
+        return self._column("prompt_tokens")
+
+    def _column(self, name: str) -> NDArray[np.int64]:
+        return np.fromiter(map(attrgetter(name), self._rows()), np.int64, len(self))
 
     def next_uses(
         self, running_ids: Collection[str | None], resident_ids: Collection[str], code_of: Mapping[str | None, int]

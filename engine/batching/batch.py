@@ -7,6 +7,7 @@ can then follow any other between two steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -285,6 +286,13 @@ class RunningBatch:
         """Note that the step's tokens are stored."""
         if self.prefixes is not None:
             self.prefixes.after_step(entries)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Remove a running row that has its answer and free its pages, but for those that later rows will read."""
+        if self.prefixes is None:
+            self.release(sequence)
+        else:
+            self.prefixes.finish(sequence, row_owner(sequence), partial(self.release, sequence))
 
     def release(self, sequence: Sequence) -> None:
         """Remove a running row and free its pages."""

@@ -1,4 +1,5 @@
-"""Shares the computed beginnings of prompts among rows of one adapter (docs/adr/0030).
+"""Shares the computed beginnings of prompts among rows of one adapter (docs/adr/0030), and keeps those of finished rows
+that will be continued, with their answers (docs/adr/0131).
 
 On a CPU a row's keys and values are in one contiguous run, so shared pages are copied into it: a copy costs less than a
 hundredth of computing the page. On a GPU a row's block table names them, and a row that computes a page that others
@@ -9,8 +10,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from torch import Tensor
 
@@ -20,6 +22,9 @@ from ..memory.prefix_cache import PrefixCache
 from ..model_config.model import ModelConfig
 from ..models.step_batch import StepEntry
 from ..sequence import Sequence
+
+# Most bytes of a finished row's pages that are copied aside, where its own pages are the only room for them.
+_MOST_LIFTED_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
@@ -71,17 +76,21 @@ class PrefixSharing(ABC):
             return True
         reader = self._readers[sequence.request.request_id]
         path = reader.path
-        number, rest = divmod(sequence.num_stored, self._page_tokens)
+        first, rest = divmod(sequence.num_stored, self._page_tokens)
+        number = first
         # the last token known is always computed: its logits choose the next one
         last = min(len(path), (sequence.total_tokens - 1) // self._page_tokens)
         while rest == 0 and number < last:
             page = self.cache.find(path[number])
             if page is None or path[number] in self._being_computed or not self._have(reader, number, page, owner):
                 break
+            self.cache.touch(path[number])
             sequence.num_stored += self._page_tokens
             sequence.num_reused += self._page_tokens
             self.num_reused_tokens += self._page_tokens
             number += 1
+        if sequence.request.is_continuation and number > first:
+            self.cache.continued(path, number - 1)
         self._pass(sequence)
         return not (rest == 0 and number < last and path[number] in self._being_computed)
 
@@ -101,6 +110,28 @@ class PrefixSharing(ABC):
                 if page is not None:
                     self._fill(page, entry.pages, number)
         self._being_computed.clear()
+
+    def finish(self, sequence: Sequence, owner: Hashable, free: Callable[[], None]) -> None:
+        """Keep whole pages of a row that has its answer: all of them if it will be continued, else those that rows wait
+        for. `free`: gives the row's own pages back to the pool, and forgets the row.
+        """
+        will_continue = sequence.request.will_continue
+        path = self._readers[sequence.request.request_id].path
+        if will_continue or len(self._wanted(path)) == len(path):
+            num_known = sequence.prompt_tokens + len(sequence.token_ids)
+            tokens = sequence.tokens(0, min(sequence.num_stored, num_known))
+            path = self.cache.path(sequence.request.adapter_id, tokens)
+        if will_continue:
+            self.cache.make_reservable(len(path))
+        path = path if will_continue else self._wanted(path)
+        self._retain(path, len(self.pages_of(sequence)), owner, free)
+        if will_continue:
+            self.cache.reserve(path)
+
+    def _wanted(self, path: tuple[bytes, ...]) -> tuple[bytes, ...]:
+        """The first pages of a path, as far as they are there or rows wait for them."""
+        readers = self.cache.readers
+        return tuple(takewhile(lambda key: key in readers or self.cache.find(key) is not None, path))
 
     def check_integrity(self, unfinished_ids: Collection[str]) -> None:
         """Assert that the cache is sound, readers are the unfinished rows, and pages awaited or used are theirs."""
@@ -134,6 +165,11 @@ class PrefixSharing(ABC):
     def _fill(self, page: PageRange, run: PageRange, number: int) -> None:
         """Note that the row of `run` has computed its page `number`, whose place in the cache is `page`."""
 
+    @abstractmethod
+    def _retain(self, path: tuple[bytes, ...], num_named: int, owner: Hashable, free: Callable[[], None]) -> None:
+        """Enter a finished row's pages in the cache, as far as memory allows, and call `free`. `num_named`: number of
+        cached pages that begin its block table."""
+
 
 class CopiedPrefixes(PrefixSharing):
     """Copies pages between the cache and rows, in the memory of a CPU: in `pools` [num_members, numbers of a pool]."""
@@ -153,6 +189,26 @@ class CopiedPrefixes(PrefixSharing):
 
     def _fill(self, page: PageRange, run: PageRange, number: int) -> None:
         self._slot(page, 0).copy_(self._slot(run, number))
+
+    def _retain(self, path: tuple[bytes, ...], num_named: int, owner: Hashable, free: Callable[[], None]) -> None:
+        run, first = self._pool.range_of(owner), 0
+        while first < len(path):
+            if self.cache.find(path[first]) is None:
+                page = self.cache.keep_finished(path, first)
+                if page is None:
+                    break
+                self._fill(page, run, first)
+            first += 1
+        # The rest go to places that the row gives back.
+        page_bytes = self._page_elements * self._pools.itemsize * len(self._pools)
+        end = min(len(path), first + _MOST_LIFTED_BYTES // page_bytes)
+        lifted = [self._slot(run, number).clone() for number in range(first, end)]
+        free()
+        for number, content in enumerate(lifted, first):
+            page = self.cache.keep_finished(path, number)
+            if page is None:
+                break
+            self._slot(page, 0).copy_(content)
 
     def _slot(self, run: PageRange, number: int) -> Tensor:
         """Keys and values of a run's page `number` in all pools, [num_members, num_layers * 2 * num_kv_heads,
@@ -189,6 +245,12 @@ class NamedPrefixes(PrefixSharing):
 
     def _fill(self, page: PageRange, run: PageRange, number: int) -> None:
         """Do nothing: the cached page is the row's own."""
+
+    def _retain(self, path: tuple[bytes, ...], num_named: int, owner: Hashable, free: Callable[[], None]) -> None:
+        for number in range(num_named, len(path)):
+            if not self.cache.inherit(path, number, owner):
+                break
+        free()
 
 
 def page_flops(model: ModelConfig, page_tokens: int, number: int) -> float:

@@ -175,6 +175,9 @@ class StagedShard:
         if kept is not None and kept.error is None and kept.adapter_sha256 == request.adapter_id:
             self._put(one, sample, kept, request, fingerprint)
             return None
+        stage = one.ask.stage
+        will_continue, is_continuation = stage.name in self._continued, stage.continues is not None
+        request = replace(request, will_continue=will_continue, is_continuation=is_continuation)
         self._waiting[request.request_id] = one, sample, request, fingerprint
         return self._begun(request, fingerprint)
 

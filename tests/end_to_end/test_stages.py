@@ -325,3 +325,15 @@ def test_rounds_draw_anew_and_end_when_their_condition_holds(tiny_llama: Path, t
     assert all(rounds[i]["draft"]["completion"] != once[i]["draft"]["completion"] for i in others)
     assert 16 + len(others) <= again.stages["draft"]["requests"] <= 16 + 3 * len(others)
     assert result.stages["draft"]["requests"] == 16
+
+
+def test_a_continued_stage_reads_the_pages_of_its_conversation(tiny_llama: Path, tmp_path: Path) -> None:
+    rows = [{"id": i, "body": f"{i} {'the quick brown fox ' * 4}{i}"} for i in range(12)]
+    stages: dict[str, Any] = {
+        "draft": lorabatch.Stage(messages="{{ body }}", max_tokens=5),
+        "fix": lorabatch.Stage(continues="draft", messages="Shorter.", max_tokens=5),
+    }
+    options: dict[str, Any] = {"model": tiny_llama, "input": rows, "stages": stages, "workers": 1}
+    result = lorabatch.run(output=str(tmp_path / "output"), **options)
+    assert result.num_errors == 0
+    assert (result.prefix_hit_rate or 0) > 0.25

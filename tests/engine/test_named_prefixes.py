@@ -13,6 +13,7 @@ from lorabatch.engine.batching.admission import row_owner
 from lorabatch.engine.batching.prefix_sharing import NamedPrefixes
 from lorabatch.engine.config import read_model_config
 from lorabatch.engine.memory.pool import PagePool, page_layout
+from lorabatch.engine.memory.prefix_cache import PageUse
 from lorabatch.engine.model_config.model import ModelConfig
 from lorabatch.engine.models.step_batch import StepEntry
 from lorabatch.engine.request import Request, SamplingParams
@@ -44,7 +45,7 @@ class Rows:
 
     def admit(self, sequence: Sequence) -> bool:
         pages = self._layout.pages_for_tokens(sequence.capacity_tokens)
-        self.prefixes.cache.make_room(lambda: self.pool.largest_free_run >= pages, spare_awaited=False)
+        self.prefixes.cache.make_room(lambda: self.pool.largest_free_run >= pages, PageUse.AWAITED)
         if self.pool.allocate(row_owner(sequence), pages) is None:
             return False
         self.running.append(sequence)
@@ -111,7 +112,7 @@ def test_a_row_s_table_holds_what_its_own_prompt_says(model: ModelConfig, num_pa
             if rng.random() < 0.5 or not waiting:
                 rows.end(sequence)
         rows.check(waiting)
-    assert rows.prefixes.cache.make_room(lambda: rows.pool.num_free == num_pages, spare_awaited=True)
+    assert rows.prefixes.cache.make_room(lambda: rows.pool.num_free == num_pages, PageUse.NONE)
 
 
 def test_a_shared_beginning_takes_its_pages_once_and_goes_with_its_last_row(model: ModelConfig) -> None:
@@ -130,7 +131,7 @@ def test_a_shared_beginning_takes_its_pages_once_and_goes_with_its_last_row(mode
     assert rows.prefixes.num_reused_tokens == 3 * 12
     for sequence in sequences[:3]:
         rows.end(sequence)
-    assert not rows.prefixes.cache.make_room(lambda: rows.pool.num_free > 36, spare_awaited=False)
+    assert not rows.prefixes.cache.make_room(lambda: rows.pool.num_free > 36, PageUse.AWAITED)
     rows.check([])
     rows.end(sequences[3])
-    assert rows.prefixes.cache.make_room(lambda: rows.pool.num_free == 40, spare_awaited=True)
+    assert rows.prefixes.cache.make_room(lambda: rows.pool.num_free == 40, PageUse.NONE)

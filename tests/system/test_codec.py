@@ -65,7 +65,9 @@ def test_a_message_without_bytes_comes_back_from_json_as_it_was() -> None:
 
 
 def test_what_engines_exchange_comes_back_as_it_was() -> None:
-    request = Request("a", (1, 2), "sha", SamplingParams(stop=("\n",), logprobs=True), stream_id=2**64 - 1)
+    request = Request(
+        "a", (1, 2), "sha", SamplingParams(stop=("\n",), logprobs=True), stream_id=2**64 - 1, will_continue=True
+    )
     values = [
         EngineConfig(max_batch_rows=4, cost=CPU_SMOLLM2_135M),
         EngineConfig(),

@@ -41,7 +41,7 @@ class TableRunner:
     def __init__(self, answer_tokens: dict[str, int], steps_ahead: int) -> None:
         self.steps_ahead = steps_ahead
         self._answer_tokens = answer_tokens
-        self._content: dict[tuple[int, int], tuple[str, int]] = {}
+        self._content: dict[tuple[int, int], int] = {}
 
     def launch(self, entries: Items[StepEntry]) -> LaunchedStep:
         """See `StepRunner`."""
@@ -49,24 +49,29 @@ class TableRunner:
             runs = (entry.pages, *entry.extensions)
             table = [*entry.shared, *(page for run in runs for page in range(run.start, run.end))]
             sequence, stored = entry.sequence, entry.sequence.num_stored
-            for place in range(stored + entry.num_tokens):
+            for place, written in enumerate(self._written(sequence, stored + entry.num_tokens)):
                 at = table[place // PAGE], place % PAGE
                 if place >= stored:
-                    self._content[at] = self._written(sequence, place)
-                assert self._content[at] == self._written(sequence, place), f"{sequence.request.request_id}, {place}"
+                    self._content[at] = written
+                assert self._content[at] == written, f"{sequence.request.request_id}, {place}"
         sampled = tuple(entry.sequence for entry in entries if entry.yields_token)
-        tokens = [self._token(sequence) for sequence in sampled]
+        tokens = [self._token(sequence, sequence.num_generated) for sequence in sampled]
         return LaunchedStep(
             sampled, lambda: SampledTokens(tokens, [0.0] * len(tokens), [()] * len(tokens), [()] * len(tokens))
         )
 
-    def _written(self, sequence: Sequence, place: int) -> tuple[str, int]:
-        """All prompts begin alike, so that rows may share their pages."""
-        prompt = sequence.request.prompt_token_ids
-        return ("prompt" if place < len(prompt) else sequence.request.request_id), place
+    def _written(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """Digest of all tokens up to each of the first places. Only the device knows a pending token."""
+        prompt, digest, digests = sequence.request.prompt_token_ids, 0, []
+        for place in range(num_tokens):
+            known = place < len(prompt)
+            digest = hash((digest, prompt[place] if known else self._token(sequence, place - len(prompt))))
+            digests.append(digest)
+        return digests
 
-    def _token(self, sequence: Sequence) -> int:
-        return EOS if sequence.num_generated + 1 >= self._answer_tokens[sequence.request.request_id] else OTHER
+    def _token(self, sequence: Sequence, number: int) -> int:
+        """Token `number` of the row's answer."""
+        return EOS if number + 1 >= self._answer_tokens[sequence.request.request_id] else OTHER
 
 
 class Backend(CpuBackend):
