@@ -154,7 +154,8 @@ def load_adapter(audit: AdapterAudit, device: torch.device | str, identity_sha25
         for site in audit.sites
         if audit.verdict == "exact"
     }
-    return AdapterWeights(audit, stored, pairs, {change.parameter: change for change in audit.changes})
+    changes = {change.parameter: change for change in audit.changes if change is not audit.head}
+    return AdapterWeights(audit, stored, pairs, changes)
 
 
 def read_adapter(
