@@ -78,4 +78,6 @@ def _refuse_variants(raw: RawConfig) -> None:
     if not isinstance(architectures, list):
         raw.damage("architectures", "expected a list of names")
     elif architectures and not any(str(name).endswith((_GENERATES, _CLASSIFIES)) for name in architectures):
-        raw.refuse("architectures", f"expected a model that generates text or classifies it, …{_GENERATES} or …{_CLASSIFIES}")
+        raw.refuse(
+            "architectures", f"expected a model that generates text or classifies it, …{_GENERATES} or …{_CLASSIFIES}"
+        )

@@ -113,8 +113,10 @@ class Decoder:
         # rounded to the dtype first, as the families that scale define it
         self._embedding_scale = float(torch.tensor(model.embedding_scale, dtype=dtype))
 
-    def forward(self, batch: StepBatch, pool: Tensor) -> Tensor:
-        """Logits of the sampled rows, [num_sampled, vocab_size]; stores the step's keys and values in `pool`."""
+    def forward(self, batch: StepBatch, pool: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of the first rows that are asked for, [num_logits, vocab_size], and hidden states of the others,
+        [num_pooled, embedding_size]; stores the step's keys and values in `pool`.
+        """
         x = self._embed(batch.token_ids, batch.positions)  # [T, hidden]
         rotaries = [rope.tables(batch.positions, batch.row_lengths, self.dtype) for rope in self._ropes]
         spans = batch.spans
@@ -137,7 +139,8 @@ class Decoder:
             h = self._norm(x, norms.before_mlp)
             x += self._norm(self._mlp(h, layer, spans), norms.mlp_output)
             x = self._norm(x, norms.after_mlp)
-        return self._logits(x.index_select(0, batch.sampled_rows))
+        x = self._last_hidden(x.index_select(0, batch.sampled_rows))
+        return self._logits(x[: batch.num_logits]), x[batch.num_logits :]
 
     def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         model, names = self.model, self.model.names
@@ -162,10 +165,13 @@ class Decoder:
             x = table[rows.where(is_here, 0)].to(self.dtype).masked_fill_(~is_here[:, None], 0.0)
         return self._sums.add_up(x)
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def _last_hidden(self, x: Tensor) -> Tensor:
+        """The rows' last hidden states, [num_rows, embedding_size], of which heads make logits."""
         x = self._norm(x, self.model.names.final_norm)
-        if self.model.names.project_out is not None:
-            x = self.linears[self.model.names.project_out](x)
+        return x if self.model.names.project_out is None else self.linears[self.model.names.project_out](x)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """Logits of last hidden states, [num_rows, vocab_size]."""
         logits = self.linears[HEAD](x)
         cap = self.model.logit_softcap
         if cap is not None:

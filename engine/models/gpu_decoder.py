@@ -92,13 +92,14 @@ class GpuDecoder(Decoder):
                 x, attended = (rows.index_select(0, step.sampled_rows) for rows in (x, attended))
                 step = replace(step, segments=step.sampled_segments)
                 if not len(x):
-                    return self._logits(x)
+                    return self._logits(self._last_hidden(x))
             x = self._join(x, attended, "o", norms.attention_output, layer, step, memory)
             x = self._norm(x, norms.after_attention)
             active = self._activate(self._norm(x, norms.before_mlp), layer, step, memory)
             x = self._join(x, active, "down", norms.mlp_output, layer, step, memory)
             x = self._norm(x, norms.after_mlp)
-        return self._logits(x if step.sampled_segments is not None else x.index_select(0, step.sampled_rows))
+        x = x if step.sampled_segments is not None else x.index_select(0, step.sampled_rows)
+        return self._logits(self._last_hidden(x))
 
     @staticmethod
     def _angles(rope: Rope, step: GpuStep) -> tuple[Tensor, Tensor]:

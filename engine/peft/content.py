@@ -38,9 +38,7 @@ _CHUNK_ELEMENTS = 1 << 20
 _FACTS = json.JSONEncoder(sort_keys=True)
 
 
-def find_changes(
-    contents: Contents, raw: Mapping[str, Any], sites: tuple[LoraSite, ...], ledger: Ledger
-) -> Changes:
+def find_changes(contents: Contents, raw: Mapping[str, Any], sites: tuple[LoraSite, ...], ledger: Ledger) -> Changes:
     """Put whole parameters, token rows and pairs together; enter what they ask of the verdict. `raw`: the adapter's
     configuration.
     """

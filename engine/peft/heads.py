@@ -13,7 +13,14 @@ from typing import Any, Literal
 
 from ...system.untrusted import MALFORMED, parse_object, read_regular
 from ..errors import AdapterRefusedError
-from ..model_config.classifier import MAX_LABELS, PROBLEM_TYPES, are_default, default_labels, problem_type_of, read_labels
+from ..model_config.classifier import (
+    MAX_LABELS,
+    PROBLEM_TYPES,
+    are_default,
+    default_labels,
+    problem_type_of,
+    read_labels,
+)
 from ..model_config.model import SCORE
 from .config import OTHER_TASKS
 from .findings import OTHER_BASE, Ledger
@@ -78,9 +85,7 @@ def task_of(raw: Mapping[str, Any], has_head: bool) -> Literal["", "classify", "
     return "classify" if has_head else OTHER_TASKS.get(str(raw.get("task_type")), "")
 
 
-def labels_of(
-    folder: Path, raw: Mapping[str, Any], num_labels: int, layout: BaseLayout
-) -> tuple[tuple[str, ...], str]:
+def labels_of(folder: Path, raw: Mapping[str, Any], num_labels: int, layout: BaseLayout) -> tuple[tuple[str, ...], str]:
     """Names of an adapter's labels, and what their numbers mean (`PROBLEM_TYPES`). Names are in its configuration, in a
     model's `config.json` beside it, or in that of the base if it has as many; else they are those of transformers.
 
