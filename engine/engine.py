@@ -166,7 +166,7 @@ class Engine:
         if problem is not None:
             return problem
         if request.sampling.is_pooled and not self.backend.pools_prompts:
-            return f"task={request.sampling.task!r}: not computed on GPUs yet. Answer the row in a job on CPUs (device cpu)"
+            return f"task={request.sampling.task!r}: not computed on GPUs. Answer the row in a job with device cpu"
         self._batch.append(sequence := Sequence.of(row, self._choices.spare_tokens(request)))
         try:
             self._choices.ask(sequence)

@@ -65,7 +65,7 @@ class PrefixSharing(ABC):
         """Give the row the cached pages that come next in its prompt.
 
         Returns False when another row of this step computes the next page, so that the row should wait for it. A row
-        whose prompt is scored, or pooled as a whole, computes all of it: pages hold neither log-probabilities nor states.
+        whose prompt is scored, or pooled as a whole, computes all of it: pages hold no numbers of that kind.
         """
         if sequence.needs_all_places:
             return True

@@ -1,4 +1,4 @@
-"""Reads what a configuration says of a classifier: the names of its labels, and what its numbers mean. No torch here."""
+"""Reads the names of a classifier's labels from a configuration, and what its numbers mean. No torch here."""
 
 from __future__ import annotations
 

@@ -93,8 +93,8 @@ def score_prompts(logits: Tensor, scored: Items[ScoredPositions]) -> list[Prompt
 
 
 def split_states(states: Tensor, pooled: Items[tuple[Sequence, int]]) -> list[tuple[Sequence, NDArray[np.float32]]]:
-    """Hidden states [num_places of all, embedding_size] by sequence. `pooled`: sequences and their numbers of places, in
-    the order of the states.
+    """Hidden states [num_places of all, embedding_size] by sequence. `pooled`: sequences and their numbers of places,
+    in the order of the states.
     """
     if not pooled:
         return []
