@@ -86,7 +86,8 @@ def products(states: Vectors, head: Vectors) -> Vectors:
     that its rounding depends on these two rows alone.
     """
     at_once = max(1, _MOST_NUMBERS // head.size)
-    parts = [_folded(states[i : i + at_once, None, :] * head[None]) for i in range(0, len(states), at_once)]
+    with np.errstate(over="ignore", invalid="ignore"):  # a row whose numbers are not finite is an error of its own
+        parts = [_folded(states[i : i + at_once, None, :] * head[None]) for i in range(0, len(states), at_once)]
     return np.concatenate(parts)
 
 

@@ -151,7 +151,7 @@ class ModelConfig:
     bos_token_id: int | None
     #: Whether `config.json` ties a head that the checkpoint stores apart, with other numbers than the embedding's.
     says_tied: bool = False
-    #: Whether the checkpoint has a `score` layer in place of a head (`…ForSequenceClassification`). No text is generated
+    #: Whether the checkpoint has a `score` layer in place of a head (`…ForSequenceClassification`). It makes no text
     #: then, and `is_tied` is true, since no head is stored.
     is_classifier: bool = False
     #: Labels by the rows of a `score` layer, as `id2label` of `config.json` names them; empty where it names none.

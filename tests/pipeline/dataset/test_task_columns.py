@@ -94,6 +94,20 @@ def answers_of(rows: Any) -> dict[str, RowAnswer]:
     return answers
 
 
+def written(job: Any) -> dict[str | None, dict[str, Any]]:
+    """The rows of all parts by adapter, whose answers are read back as they were."""
+    found = {}
+    for rows in job.shards():
+        answers = answers_of(rows)
+        part = part_bytes(rows, answers, job.record)
+        table = pq.read_table(io.BytesIO(part))
+        assert table.schema.equals(output_schema(job.record))
+        assert answers_in_part(io.BytesIO(part), rows, job.record) == answers
+        assert list(decode_journal(encode_answers(answers.values()))) == list(answers.values())
+        found |= {row["adapter"]: row for row in table.to_pylist()}
+    return found
+
+
 def table(**columns: Any) -> pa.Table:
     rows = {"id": list(range(len(NAMES))), "adapter": NAMES, "prompt": ["a b"] * len(NAMES)}
     return pa.table(rows | columns)
@@ -114,14 +128,9 @@ def test_adapters_say_what_their_rows_ask(prepare_job: Prepare) -> None:
 
 
 def test_one_schema_holds_rows_of_all_tasks_and_is_read_back(prepare_job: Prepare) -> None:
-    job = with_heads(prepare_job(table(), rows_per_shard=99))
-    (rows,) = job.shards()
-    answers = answers_of(rows)
-    part = part_bytes(rows, answers, job.record)
-    written = pq.read_table(io.BytesIO(part))
-    assert written.schema.equals(output_schema(job.record))
-    assert written.schema.field("embedding").type == pa.list_(pa.float32())
-    found = {row["adapter"]: row for row in written.to_pylist()}
+    job = with_heads(prepare_job(table()))
+    assert output_schema(job.record).field("embedding").type == pa.list_(pa.float32())
+    found = written(job)
     assert [found[name]["label"] for name in NAMES] == ["art", "new", None, None, None, None, None]
     assert [(s["label"], s["logit"]) for s in found["topics"]["scores"]] == [
         ("sport", 1.0),
@@ -133,23 +142,11 @@ def test_one_schema_holds_rows_of_all_tasks_and_is_read_back(prepare_job: Prepar
     assert found["stars"]["scores"] == [{"label": "LABEL_0", "logit": 4.5, "probability": None}]
     assert found["vectors"]["embedding"] == pytest.approx([0.6, 0.8])
     assert found["text"]["scores"] is found["text"]["embedding"] is found["unknown"]["scores"] is None
-    assert answers_in_part(io.BytesIO(part), rows, job.record) == answers
-
-
-def test_a_journal_keeps_numbers(prepare_job: Prepare) -> None:
-    (rows,) = with_heads(prepare_job(table(), rows_per_shard=99)).shards()
-    answers = list(answers_of(rows).values())
-    assert list(decode_journal(encode_answers(answers))) == answers
 
 
 def test_lists_of_completions_have_one_item_for_a_row_without_text(prepare_job: Prepare) -> None:
-    job = with_heads(prepare_job(table(), rows_per_shard=99, samples="lists", n=2))
-    (rows,) = job.shards()
-    answers = answers_of(rows)
-    part = part_bytes(rows, answers, job.record)
-    found = {row["adapter"]: row for row in pq.read_table(io.BytesIO(part)).to_pylist()}
+    found = written(with_heads(prepare_job(table(), samples="lists", n=2)))
     assert (len(found["topics"]["scores"]), len(found["text"]["scores"])) == (1, 2)
-    assert answers_in_part(io.BytesIO(part), rows, job.record) == answers
 
 
 def test_a_column_gives_each_row_its_task(prepare_job: Prepare) -> None:
@@ -179,15 +176,10 @@ def test_an_unknown_task_is_refused_with_the_known_ones(prepare_job: Prepare, va
 
 
 def test_rows_are_reranked_by_two_texts(prepare_job: Prepare) -> None:
-    job = with_heads(prepare_job(table(), task="rerank", choice=[" yes", " no"], rows_per_shard=99), HEADS[4:])
-    (rows,) = job.shards()
-    answers = answers_of(rows)
-    part = part_bytes(rows, answers, job.record)
-    found = {row["adapter"]: row for row in pq.read_table(io.BytesIO(part)).to_pylist()}
+    found = written(with_heads(prepare_job(table(), task="rerank", choice=[" yes", " no"]), HEADS[4:]))
     assert found["text"]["relevance"] == pytest.approx(0.75)
     assert found["unknown"]["relevance"] is None
     assert "label" not in found["text"]
-    assert answers_in_part(io.BytesIO(part), rows, job.record) == answers
     with pytest.raises(JobRequestError, match="expected two texts, the first for relevance"):
         prepare_job(table(), task="rerank", choice=["a", "b", "c"])
     with pytest.raises(JobRequestError, match="regex: a row that reranks chooses one of two texts"):
