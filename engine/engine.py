@@ -165,8 +165,6 @@ class Engine:
         problem = self._batch.problem_with(row, self.model.max_context_tokens, self._choices.spare_tokens)
         if problem is not None:
             return problem
-        if request.sampling.is_pooled and not self.backend.pools_prompts:
-            return f"task={request.sampling.task!r}: not computed on GPUs. Answer the row in a job with device cpu"
         self._batch.append(sequence := Sequence.of(row, self._choices.spare_tokens(request)))
         try:
             self._choices.ask(sequence)

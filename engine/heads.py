@@ -6,10 +6,12 @@ Rows of one step may have heads of any numbers of labels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,7 +93,7 @@ def products(states: Vectors, head: Vectors) -> Vectors:
     return np.concatenate(parts)
 
 
-def _folded(numbers: Vectors) -> Vectors:
+def _folded(numbers: NDArray[Any]) -> NDArray[Any]:
     """Sums over the last axis."""
     while (width := numbers.shape[-1]) > 1:
         half = width // 2
@@ -113,4 +115,5 @@ def _embedding(sequence: Sequence, state: Vectors) -> Vectors:
     if not sequence.request.sampling.normalize_embeddings:
         return state
     wide = state.astype(np.float64)
-    return (wide / max(float(np.sqrt(_folded(wide * wide))), _SMALLEST_LENGTH)).astype(np.float32)
+    length = max(math.sqrt(_folded(wide * wide)), _SMALLEST_LENGTH)
+    return np.asarray(wide / length, np.float32)

@@ -258,7 +258,10 @@ class JobRecord(_Frozen):
         if "task" in self.input.roles:
             return frozenset(TASKS[1:])
         own = [self.model.task, *(adapter.task for adapter in self.adapters if not adapter.is_refused)]
-        return frozenset([self.spec.task, self.model.task] if self.spec.task else own) - {"", TASKS[0]}
+        return frozenset([self.spec.sampling.task, self.model.task] if self.spec.sampling.task else own) - {
+            "",
+            TASKS[0],
+        }
 
     @property
     def has_lists(self) -> bool:

@@ -78,8 +78,6 @@ class Backend(ABC):
 
     #: Pages to a multiple of which rows' runs are rounded up where memory allows.
     run_pages: int
-    #: Whether rows can be classified and embedded.
-    pools_prompts: bool
     #: Whether block tables may name pages of the prefix cache. Otherwise these are copied into a row's own run.
     has_block_tables: bool
     decoder: Decoder
@@ -202,7 +200,6 @@ class CpuBackend(Backend):
     """Steps on a CPU by compiled kernels, or by torch's operators where they were not built."""
 
     run_pages = RUN_PAGES["cpu"]
-    pools_prompts = True
     has_block_tables = False
 
     def check_exact(self) -> None:
@@ -257,7 +254,6 @@ class GpuBackend(Backend):
     """Steps by the Triton kernels: on a GPU, or on a CPU in Triton's interpreter."""
 
     run_pages = RUN_PAGES["cuda"]
-    pools_prompts = False
     has_block_tables = True
     has_lora_panels = False
     reads_other_rows = False

@@ -45,8 +45,6 @@ class LaunchedStep:
     sampled: tuple[Sequence, ...]
     #: Waits for the tokens and returns them.
     read: Callable[[], SampledTokens]
-    #: Sequences whose last hidden states the step computes, so that they are done.
-    pooled: tuple[Sequence, ...] = ()
     #: Rows of the step; empty for a step whose tokens count for nothing.
     entries: Items[StepEntry] = ()
     #: Counts of what it computes.
@@ -55,6 +53,8 @@ class LaunchedStep:
     max_tokens: int = 0
     #: Seconds on the engine's clock when the host began to plan it.
     began_s: float = 0.0
+    #: Sequences whose last hidden states it computes, so that they are done.
+    pooled: tuple[Sequence, ...] = ()
 
 
 class StepsInFlight:
@@ -130,12 +130,12 @@ class CpuRunner:
             self._announce(entries)
         decoder, memory = self._decoder, self._memory
         batch = build_step(entries, decoder.model, self._layout, memory.dtype, is_exact=decoder.is_exact)
-        logits, states = decoder.forward(batch, memory)
+        logits = decoder.forward(batch, memory)
         count = len(batch.sampled)
         tokens = sample(logits[:count], batch.sampled, self._rules)
-        prompts, pooled = score_prompts(logits[count:], batch.scored), split_states(states, batch.pooled)
-        tokens = tokens._replace(prompts=prompts, states=pooled)
-        return LaunchedStep(batch.sampled, lambda: tokens, finished_prompts(entries))
+        prompts, states = score_prompts(logits[count:], batch.scored), split_states(decoder.states, batch.pooled)
+        tokens = tokens._replace(prompts=prompts, states=states)
+        return LaunchedStep(batch.sampled, lambda: tokens, pooled=finished_prompts(entries))
 
 
 def finished_prompts(entries: Items[StepEntry]) -> tuple[Sequence, ...]:

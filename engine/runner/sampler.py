@@ -98,7 +98,7 @@ def split_states(states: Tensor, pooled: Items[tuple[Sequence, int]]) -> list[tu
     """
     if not pooled:
         return []
-    parts = states.float().cpu().split([count for _, count in pooled])
+    parts = torch.split(states.float().cpu(), [count for _, count in pooled])
     return [(sequence, part.numpy()) for (sequence, _), part in zip(pooled, parts, strict=True)]
 
 

@@ -109,14 +109,15 @@ def asked_options(spec: JobSpec) -> list[str]:
     if spec.stages is not None:
         stages = [stage.name for stage in stages_of(spec.stages)]
         return [_STAGES, *(spec.output_columns or stages)]
-    sampling = spec.sampling.of_task("rerank") if spec.task == "rerank" else spec.sampling
+    sampling = spec.sampling
+    sampling = sampling.of_task("rerank") if sampling.task == "rerank" else sampling
     names = (*ASKED_FIELDS, "json_schema", "choice", "score_choices")
     return [
         *(name for name in names if getattr(sampling, name, None)),
         *(["n"] if sampling.n > 1 else []),
         *(["samples"] if spec.samples == "lists" else []),
         *(["split_answer"] if spec.split_answer else []),
-        *([spec.task] if spec.task in TASK_FIELDS else []),
+        *([sampling.task] if sampling.task in TASK_FIELDS else []),
     ]
 
 

@@ -154,6 +154,28 @@ def test_exact_numbers_depend_on_their_row_alone(task: str, base: Path, zoo: dic
     assert answers(24, 8, True) == answers(7, 1, False)
 
 
+@pytest.mark.parametrize("launches_ahead", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_gpu_kernels_give_the_same_numbers(launches_ahead: bool, base: Path, zoo: dict[str, Path]) -> None:
+    rows = prompts(3, 300, seed=8)
+    ways = {"seventy-seven": CLASSIFY, "embedder": SamplingParams(pooling="mean").of_task("embed"), "text": GENERATE}
+
+    def answers(**config: object) -> dict[str, Result]:
+        engine = make_engine(base, dtype="float32", **config)
+        ids = register(engine, zoo)
+        return serve(
+            engine,
+            [Request(f"{name} {i}", row, ids[name], way) for i, row in enumerate(rows) for name, way in ways.items()],
+        )
+
+    expected, found = answers(), answers(kernels="triton", launches_ahead=launches_ahead)
+    for name, result in expected.items():
+        if name.startswith("text"):
+            assert found[name].token_ids == result.token_ids
+        else:
+            np.testing.assert_allclose(numbers(found[name]), numbers(result), atol=TOLERANCE)
+            assert found[name].text == result.text
+
+
 def test_a_row_that_moves_begins_again_and_keeps_its_numbers(base: Path, zoo: dict[str, Path]) -> None:
     row = Request("row", prompts(1, 300, seed=4)[0] * 3, None, SamplingParams(pooling="mean").of_task("embed"))
     whole = serve(make_engine(base), [row])["row"]
