@@ -107,7 +107,7 @@ def _folded(numbers: NDArray[Any]) -> NDArray[Any]:
 def _mean(sequence: Sequence) -> Vectors:
     """The mean of the hidden states that were pooled."""
     assert sequence.pooled is not None, f"row {sequence.request.request_id} ends before its prompt was computed"
-    count = sequence.prompt_tokens if sequence.request.sampling.pools_all else 1
+    count = sequence.prompt_tokens if sequence.pools_all else 1
     return (sequence.pooled / count).astype(np.float32)
 
 

@@ -23,7 +23,7 @@ MOST_TOP_LOGPROBS = 20
 MOST_SCORED = 1024
 #: The likeliest tokens of one place and their log-probabilities, the likeliest first.
 TopLogprobs = tuple[tuple[int, float], ...]
-#: What rows may ask. A row that classifies or embeds computes its prompt alone; one that reranks chooses one of two
+#: Tasks that rows may ask. A row that classifies or embeds computes its prompt alone; one that reranks chooses one of two
 #: texts.
 TASKS = ("generate", "classify", "embed", "rerank")
 POOLED_TASKS = ("classify", "embed")
@@ -265,7 +265,7 @@ class SamplingParams:
     #: One of `TASKS`; "" for the adapter's own, or the base's.
     task: str = _option(
         "",
-        f"What rows ask: {', '.join(TASKS)}; by default a classifier's rows are classified, an embedding adapter's "
+        f"Task of the rows: {', '.join(TASKS)}; by default a classifier's rows are classified, an embedding adapter's "
         "embedded, and all others generate text.",
         f"one of {', '.join(TASKS)}",
         lambda name: name in ("", *TASKS),
@@ -339,11 +339,6 @@ class SamplingParams:
     def is_pooled(self) -> bool:
         """Whether rows ask for numbers about their prompts, and no token."""
         return self.task in POOLED_TASKS
-
-    @property
-    def pools_all(self) -> bool:
-        """Whether the hidden states of all tokens of the prompt are needed."""
-        return self.task == "embed" and self.pooling == "mean"
 
     def of_task(self, task: str) -> SamplingParams:
         """The sampling of a row that asks `task`. A row that is classified or embedded has none of the options that

@@ -94,12 +94,17 @@ class Sequence:
         sampling, end = self.request.sampling, self.num_stored + num_tokens
         if not sampling.is_pooled:
             return range(0)
-        return range(self.num_stored if sampling.pools_all else max(self.num_stored, self.prompt_tokens - 1), end)
+        return range(self.num_stored if self.pools_all else max(self.num_stored, self.prompt_tokens - 1), end)
 
     @property
     def needs_all_places(self) -> bool:
         """Whether every place of the prompt must be computed for this row, although another row may have its keys."""
-        return bool(self.positions_to_score(self.prompt_tokens)) or self.request.sampling.pools_all
+        return bool(self.positions_to_score(self.prompt_tokens)) or self.pools_all
+
+    @property
+    def pools_all(self) -> bool:
+        """Whether the hidden states of all tokens of the prompt are asked."""
+        return self.request.sampling.task == "embed" and self.request.sampling.pooling == "mean"
 
     def add_states(self, states: NDArray[np.float32]) -> None:
         """Add hidden states of the prompt, [num_places, hidden_size], token by token: the sum does not depend on how

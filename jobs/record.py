@@ -76,11 +76,11 @@ class ModelRecord(_Frozen):
     missing_header: str = ""
     #: Parts of conversations that this chat template drops by design, in words; see `template_traits`.
     template_drops: tuple[str, ...] = ()
-    #: What rows ask of it unless they say otherwise: `classify` where it has a head of its own, else "".
+    #: Task of its rows unless they say otherwise: `classify` where it has a head of its own, else "".
     task: str = ""
     #: Labels of its head; empty where it has none.
     labels: tuple[str, ...] = ()
-    #: What the numbers of its head mean (`engine.model_config.classifier.PROBLEM_TYPES`); "" where it has none.
+    #: Kind of its head's numbers (`engine.model_config.classifier.PROBLEM_TYPES`); "" where it has none.
     problem_type: str = ""
     #: Token behind a text that classifiers pass over; None for no such token.
     pad_token_id: int | None = None
@@ -109,11 +109,11 @@ class AdapterRecord(_Frozen):
     tokenizer_sha256: str = ""
     #: Size of its vocabulary, when it differs from the base's; else 0.
     vocab_size: int = 0
-    #: What its rows ask unless they say otherwise: `classify`, `embed`, or "" for text.
+    #: Task of its rows, unless they say otherwise: `classify`, `embed`, or "" for text.
     task: str = ""
     #: Labels of its head; empty where it has none.
     labels: tuple[str, ...] = ()
-    #: What the numbers of its head mean; "" where it has none.
+    #: Kind of its head's numbers; "" where it has none.
     problem_type: str = ""
 
     @property
@@ -330,7 +330,7 @@ def differences(old: JobRecord, new: JobRecord) -> list[str]:
         for name in IDENTITY_FIELDS
         if before[name] != now[name]
     ]
-    if old.tasks != new.tasks:
+    if old.tasks != new.tasks and not lines:
         before_tasks, now_tasks = (", ".join(sorted(record.tasks)) or "none" for record in (old, new))
         lines.append(f"adapters: tasks beside text were {before_tasks}, now {now_tasks}: the output has other columns")
     if old.model.sha256 != new.model.sha256:

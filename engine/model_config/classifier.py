@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-#: What the numbers of a classifier mean: one label of several, any number of labels, or quantities.
+#: Kinds of a classifier's numbers: one label of several, any number of labels, or quantities.
 PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
 _SINGLE, _MULTI, _REGRESSION = PROBLEM_TYPES
 #: Most labels of a classifier.
@@ -44,7 +44,7 @@ def are_default(labels: tuple[str, ...]) -> bool:
 
 
 def problem_type_of(given: str, num_labels: int) -> str:
-    """What the numbers of a classifier mean: `given`, or what transformers assumes where that is "": one label is a
+    """The kind of a classifier's numbers: `given`, or what transformers assumes where that is "": one label is a
     quantity, of several one is right.
     """
     return given or (_REGRESSION if num_labels == 1 else _SINGLE)

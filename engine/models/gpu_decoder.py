@@ -79,8 +79,8 @@ class GpuDecoder(Decoder):
         )
 
     def forward_step(self, step: GpuStep, memory: GpuMemory) -> Tensor:
-        """Logits of the rows that are asked for them, [num_logits, vocab_size]; stores the step's keys and values in the
-        pool, and the hidden states of pooled rows in `states`.
+        """Logits of the rows that are asked for them, [num_logits, vocab_size]; stores keys and values of the step in
+        the pool, and the hidden states of pooled rows in `states`.
         """
         x = self._embed(step.token_ids, step.positions)  # [T, hidden]
         rotaries = [self._angles(rope, step) for rope in self._ropes]

@@ -97,11 +97,11 @@ class AdapterAudit:
     missing_header: str = ""
     #: Its tensors by PEFT's names, where its files have others; empty for PEFT's own.
     sources: Mapping[str, TensorEntry] = field(default_factory=dict)
-    #: What its rows ask unless they say otherwise: `classify`, `embed`, or "" for text.
+    #: Task of its rows unless they say otherwise: `classify`, `embed`, or "" for text.
     task: Literal["", "classify", "embed"] = ""
     #: Names of the labels of its head; empty where it has no head.
     labels: tuple[str, ...] = ()
-    #: What the numbers of its head mean (`model_config.classifier.PROBLEM_TYPES`); "" where it has no head.
+    #: Kind of its head's numbers (`model_config.classifier.PROBLEM_TYPES`); "" where it has no head.
     problem_type: str = ""
 
     def __repr__(self) -> str:

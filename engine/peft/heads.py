@@ -81,7 +81,7 @@ def _has_shape(contents: Contents, name: TensorName, ledger: Ledger) -> bool:
 
 
 def task_of(raw: Mapping[str, Any], has_head: bool) -> Literal["", "classify", "embed"]:
-    """What rows of an adapter ask, unless they say otherwise; "" for text. `raw`: its configuration."""
+    """The task of an adapter's rows, unless they say otherwise; "" for text. `raw`: its configuration."""
     return "classify" if has_head else OTHER_TASKS.get(str(raw.get("task_type")), "")
 
 

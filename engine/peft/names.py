@@ -154,7 +154,7 @@ class BaseLayout:
     has_score: bool = False
     #: Names of the base's labels; empty where it names none.
     labels: tuple[str, ...] = ()
-    #: What the base's configuration says that a classifier's numbers mean; "" where it says nothing.
+    #: Kind of a classifier's numbers by the base's configuration; "" where it says nothing.
     problem_type: str = ""
 
     @property

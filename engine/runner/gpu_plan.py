@@ -92,8 +92,8 @@ class PlannedStep:
         self._context = self._stored + self._num_tokens
         self._num_pages = -(-self._context // geometry.layout.page_tokens)
         #: Entries of prompts whose hidden states are asked, and their numbers of places.
-        self.pooled = [(i, count) for i, e in enumerate(entries) if (count := len(e.pooled))]
-        self.num_pooled = sum(count for _, count in self.pooled)
+        self.pooled = [(i, len(e.pooled)) for i, e in enumerate(entries) if e.pooled]
+        self.num_pooled = sum(num_places for _, num_places in self.pooled)
         yields = np.fromiter((e.yields_token for e in entries), bool, count)
         self._yielding = np.flatnonzero(yields)
         self.sampled: tuple[Sequence, ...] = tuple(entries[i].sequence for i in self._yielding.tolist())

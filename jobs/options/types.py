@@ -71,7 +71,7 @@ class JobOptions(TypedDict, total=False):
     reasoning_markers: str | Sequence[str] | Mapping[str, str]
     #: Form of the tool calls that are read from completions: hermes, llama3, mistral.
     tool_call_parser: str
-    #: What rows ask: generate, classify, embed, rerank; by default a classifier's rows are classified, an embedding
+    #: Task of the rows: generate, classify, embed, rerank; by default a classifier's rows are classified, an embedding
     #: adapter's embedded, and all others generate text.
     task: str
     #: Embeddings are the last hidden state of the prompt's last token (last), or the mean of all its tokens (mean).

@@ -221,7 +221,7 @@ class IndexJob:
         )
 
     def task_of(self, adapter: str | None) -> str:
-        """What rows of an adapter ask unless they say otherwise; "" for text."""
+        """The task of an adapter's rows unless they say otherwise; "" for text."""
         own = self.heads.get(adapter or "")
         return (own.task if own else "") or (self.base.task if self.base else "")
 

@@ -83,7 +83,7 @@ def _scores(row: _Row, record: JobRecord) -> list[Mapping[str, Any]] | None:
 
 
 def probabilities(logits: NDArray[np.float32], kind: str) -> Sequence[float | None]:
-    """What logits say of each label: its share where one label is right, its own probability where any number is, and
+    """Probability of each label by its logit: its share where one label is right, its own probability where any number is, and
     None where they are quantities. `kind`: one of `PROBLEM_TYPES`.
     """
     wide = logits.astype(np.float64)
