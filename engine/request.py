@@ -23,8 +23,8 @@ MOST_TOP_LOGPROBS = 20
 MOST_SCORED = 1024
 #: The likeliest tokens of one place and their log-probabilities, the likeliest first.
 TopLogprobs = tuple[tuple[int, float], ...]
-#: Tasks that rows may ask. A row that classifies or embeds computes its prompt alone; one that reranks chooses one of two
-#: texts.
+#: Tasks that rows may ask. A row that classifies or embeds computes its prompt alone; one that reranks chooses one of
+#: two texts.
 TASKS = ("generate", "classify", "embed", "rerank")
 POOLED_TASKS = ("classify", "embed")
 #: The texts of a choice of the task `rerank` that gives none: the first one stands for relevance.

@@ -445,6 +445,7 @@ def audit_rows(audits: Sequence[AdapterAudit]) -> tuple[list[tuple[str, ...]], l
                     *audit.reasons,
                     *(note for note in audit.notes if note not in shared),
                     *([audit.tokenizer] if audit.tokenizer else []),
+                    *_task_in_words(audit),
                     *in_words(audit.other_engines),
                 )
             ),
@@ -452,6 +453,13 @@ def audit_rows(audits: Sequence[AdapterAudit]) -> tuple[list[tuple[str, ...]], l
         for audit in audits
     ]
     return rows, [f"{_few_names(names)}: {note}" for note, names in shared.items()]
+
+
+def _task_in_words(audit: AdapterAudit) -> list[str]:
+    """What rows of an adapter get beside text, as a clause; none for text."""
+    if audit.labels:
+        return [f"classifies by {len(audit.labels)} labels: {printable(_few_names(audit.labels))}"]
+    return ["embeds its rows"] if audit.task == "embed" else []
 
 
 def _few_names(names: Sequence[str]) -> str:

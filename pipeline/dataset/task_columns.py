@@ -83,8 +83,8 @@ def _scores(row: _Row, record: JobRecord) -> list[Mapping[str, Any]] | None:
 
 
 def probabilities(logits: NDArray[np.float32], kind: str) -> Sequence[float | None]:
-    """Probability of each label by its logit: its share where one label is right, its own probability where any number is, and
-    None where they are quantities. `kind`: one of `PROBLEM_TYPES`.
+    """Probability of each label by its logit: its share where one label is right, its own where any number is, and None
+    where logits are quantities. `kind`: one of `PROBLEM_TYPES`.
     """
     wide = logits.astype(np.float64)
     if kind == "regression":
