@@ -49,25 +49,28 @@ class HeadRow:
 
 
 def write_adapters(model: Path, root: Path) -> dict[str, int]:
-    """Write the adapters with PEFT. Returns number of labels by name, 0 for adapters that generate text."""
+    """Write the adapters in PEFT's form. Returns number of labels by name, 0 for adapters that generate text."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     names = {f"classifier-{count}": count for count in LABELS} | {f"writer-{i}": 0 for i in range(GENERATORS)}
     for seed, (name, count) in enumerate(names.items()):
-        base: Any
-        if count:
-            base = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32, num_labels=count)
-        else:
-            base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        config = AutoConfig.from_pretrained(model, num_labels=count or None)
+        kind: Any = AutoModelForSequenceClassification if count else AutoModelForCausalLM
         task = "SEQ_CLS" if count else "CAUSAL_LM"
-        tuned = get_peft_model(base, LoraConfig(r=RANK, lora_alpha=RANK, target_modules="all-linear", task_type=task))
+        with torch.device("meta"):  # names and shapes alone
+            lora = LoraConfig(r=RANK, lora_alpha=RANK, target_modules="all-linear", task_type=task)
+            tuned = get_peft_model(kind.from_config(config), lora)
         generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter_name, parameter in tuned.named_parameters():
-                if "lora_" in parameter_name or "score.modules_to_save" in parameter_name:
-                    parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
-        tuned.save_pretrained(root / name)
+        tensors = {
+            key.replace(".modules_to_save", "").replace(".default", ""): 0.02
+            * torch.randn(parameter.shape, generator=generator)
+            for key, parameter in tuned.named_parameters()
+            if "lora_" in key or "score.modules_to_save" in key
+        }
+        tuned.peft_config["default"].save_pretrained(str(root / name))
+        save_file(tensors, root / name / "adapter_model.safetensors", {"format": "pt"})
     return names
 
 
@@ -217,15 +220,17 @@ def peft_logits(model: Path, root: Path, names: dict[str, int], rows: Sequence[H
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
 
+    base: Any = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32, num_labels=2)
     found = {}
     for name, count in names.items():
         if not count:
             continue
-        base = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32, num_labels=count)
+        base.score = torch.nn.Linear(base.config.hidden_size, count, bias=False)
         tuned = PeftModel.from_pretrained(base, root / name).eval()
         for i, row in enumerate(rows):
             if row.adapter == name:
                 found[i] = tuned(torch.tensor([row.tokens])).logits[0].numpy()
+        base = tuned.unload()
     return found
 
 
@@ -270,7 +275,8 @@ def measure(model: Path, num_rows: int, max_tokens: int, turns: int) -> dict[str
         peft = Peft(model, root, names, max_tokens)
         seconds: dict[str, list[float]] = {"ours": [], "peft mixed": [], "peft switched": []}
         warm = rows[:PEFT_BATCH]
-        ours.run(warm), peft.mixed(warm[:4])
+        ours.run(warm)
+        peft.mixed(warm[:4])
         answers: dict[str, list[Any]] = {}
         for _ in range(turns):
             for name, run in (("ours", ours.run), ("peft mixed", peft.mixed), ("peft switched", peft.switched)):

@@ -391,6 +391,8 @@ def task_clashes(record: JobRecord) -> list[str]:
     """Why columns of the input and of the tasks that adapters bring with them would have one name, as sentences. Other
     clashes are found before adapters are read.
     """
+    if record.spec.stages is not None:
+        return []  # columns of answers are fields of their stage
     ours = {output_name(record, field.name) for field in _task_fields(record.tasks)}
     taken = [name for name in copied_schema(record).names if name in ours]
     return [
