@@ -456,7 +456,7 @@ def audit_rows(audits: Sequence[AdapterAudit]) -> tuple[list[tuple[str, ...]], l
 
 
 def _task_in_words(audit: AdapterAudit) -> list[str]:
-    """What rows of an adapter get beside text, as a clause; none for text."""
+    """The task of an adapter's rows as a clause; none for text."""
     if audit.labels:
         return [f"classifies by {len(audit.labels)} labels: {printable(_few_names(audit.labels))}"]
     return ["embeds its rows"] if audit.task == "embed" else []
