@@ -27,6 +27,7 @@ from .batching.policy import choose_batcher
 from .batching.prefix_sharing import CopiedPrefixes, NamedPrefixes, PrefixSharing
 from .config import EngineConfig, read_model_config
 from .errors import AdapterRefusedError, AdapterUnusableError, ModelFilesError, TokenizerError
+from .heads import Heads
 from .memory.allocation import eraser_for, pages_of_pool
 from .memory.limits import keeps_merged_copy
 from .memory.loader import AdapterLoader
@@ -34,7 +35,7 @@ from .memory.pool import PagePool
 from .memory.prefix_cache import shares_prefixes
 from .memory.registry import AdapterRegistry
 from .memory.residency import AdapterResidency
-from .model_config.model import ModelConfig
+from .model_config.model import SCORE, ModelConfig
 from .models.rope import restart_lengths
 from .models.step_batch import StepEntry
 from .request import ExportedRow, Request, Result, ServedMode, TopLogprobs
@@ -102,6 +103,7 @@ class Engine:
         self.rules = TokenRules(tokenizers)
         self._completion = Completion(tokenizers, self.rules)
         self._choices = ChoiceScores(tokenizers)
+        self._heads = Heads(self._registry, lambda: backend.decoder.tensors.get(f"{SCORE}.weight"))
         self._runner = backend.runner(self._live, pools[0], layout, config, self.rules)
         self._in_flight = StepsInFlight()
         self._expected: Counter[str] = Counter()
@@ -169,7 +171,8 @@ class Engine:
         except TokenizerError:
             self._take_out([request.request_id])
             raise
-        self._lengths.asked(request.sampling.max_tokens, prompt_tokens=sequence.prompt_tokens)
+        max_tokens = 0 if request.sampling.is_pooled else request.sampling.max_tokens
+        self._lengths.asked(max_tokens, int(max_tokens > 0), prompt_tokens=sequence.prompt_tokens)
         return None
 
     def expect_rows(self, adapter_id: str, num_rows: int) -> None:
@@ -217,6 +220,7 @@ class Engine:
         keep = self._runner.steps_ahead if entries and unusable is None else 0
         for step, tokens in self._in_flight.read(keep):
             finished += [result for token in tokens if (result := self._append_token(*token)) is not None]
+            finished += self._finish_prompts(step.pooled)
             self._count(step)
         if unusable is not None:
             finished += self._give_up_adapter(unusable)
@@ -433,6 +437,14 @@ class Engine:
         if sequence.total_tokens in self._restart_lengths:
             sequence.num_stored = 0
         return None
+
+    def _finish_prompts(self, pooled: Items[Sequence]) -> list[Result]:
+        """The results of rows that are classified or embedded, whose prompts are computed."""
+        rows = [sequence for sequence in pooled if self._batch.is_running(sequence)]
+        results = self._heads.results(rows)
+        for sequence in rows:
+            self._end(sequence)
+        return results
 
     def _finish(self, sequence: Sequence, answer: Result | None = None) -> Result | None:
         """The result of a row with a complete answer, once the texts of its choice are scored."""

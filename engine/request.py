@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_origin, get_type_hints
 
 from .structured_output import CONSTRAINTS, schema_text
@@ -23,6 +23,14 @@ MOST_TOP_LOGPROBS = 20
 MOST_SCORED = 1024
 #: The likeliest tokens of one place and their log-probabilities, the likeliest first.
 TopLogprobs = tuple[tuple[int, float], ...]
+#: Tasks that rows may ask. A row that classifies or embeds computes its prompt alone; one that reranks chooses one of
+#: two texts.
+TASKS = ("generate", "classify", "embed", "rerank")
+POOLED_TASKS = ("classify", "embed")
+#: The texts of a choice of the task `rerank` that gives none: the first one stands for relevance.
+RERANK_CHOICE = ("yes", "no")
+#: Ways in which the hidden states of a prompt become one embedding.
+POOLINGS = ("last", "mean")
 #: Forms of tool calls that are read from completions.
 TOOL_CALL_PARSERS = ("hermes", "llama3", "mistral")
 FinishReason = Literal["stop", "length", "error"]
@@ -254,6 +262,25 @@ class SamplingParams:
         lambda name: name in ("", *TOOL_CALL_PARSERS),
         panel="form",
     )
+    #: One of `TASKS`; "" for the adapter's own, or the base's.
+    task: str = _option(
+        "",
+        f"Task of the rows: {', '.join(TASKS)}; by default a classifier's rows are classified, an embedding adapter's "
+        "embedded, and all others generate text.",
+        f"one of {', '.join(TASKS)}",
+        lambda name: name in ("", *TASKS),
+        panel="form",
+    )
+    #: One of `POOLINGS`; has an effect only on rows that are embedded.
+    pooling: str = _option(
+        "last",
+        "Embeddings are the last hidden state of the prompt's last token (last), or the mean of all its tokens (mean).",
+        f"one of {', '.join(POOLINGS)}",
+        lambda name: name in POOLINGS,
+        panel="form",
+    )
+    #: Has an effect only on rows that are embedded.
+    normalize_embeddings: bool = _option(True, "Divide embeddings by their length, so that it is 1.", panel="form")
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -309,6 +336,25 @@ class SamplingParams:
         )
 
     @property
+    def is_pooled(self) -> bool:
+        """Whether rows ask for numbers about their prompts, and no token."""
+        return self.task in POOLED_TASKS
+
+    def of_task(self, task: str) -> SamplingParams:
+        """The sampling of a row that asks `task`. A row that is classified or embedded has none of the options that
+        tokens have; one that generates text has none of those of other tasks.
+        """
+        if task == "classify":
+            return SamplingParams(max_tokens=1, task=task)
+        if task == "embed":
+            normalizes = self.normalize_embeddings
+            return SamplingParams(max_tokens=1, task=task, pooling=self.pooling, normalize_embeddings=normalizes)
+        plain = replace(self, task="", pooling=POOLINGS[0], normalize_embeddings=True)
+        if task != "rerank":
+            return plain
+        return replace(plain, task=task, choice=self.choice or RERANK_CHOICE, score_choices=True)
+
+    @property
     def is_constrained(self) -> bool:
         """Whether completions follow a grammar."""
         return bool(self.json_schema or self.regex or self.choice or self.grammar)
@@ -350,6 +396,10 @@ class SamplingParams:
                 f"choice={len(self.choice)} texts, score_choices={self.score_choices}: expected at most {MOST_SCORED} "
                 "that are scored, or score_choices=False"
             )
+        if self.task == "rerank" and len(self.choice) not in (0, 2):
+            found.append(f"task={self.task}, choice={list(self.choice)}: expected two texts, the first for relevance")
+        if self.task == "rerank" and (constraints or ["choice"]) != ["choice"]:
+            found.append(f"task={self.task}, {constraints[0]}: a row that reranks chooses one of two texts")
         if constraints and self.ignore_eos:
             found.append(f"ignore_eos={self.ignore_eos}, {constraints[0]}: a completion ends where its grammar does")
         return found
@@ -429,6 +479,9 @@ class Result:
     prompt_logprobs: tuple[float, ...] | None = None
     #: Likeliest tokens in place of each of these; None where they are not asked.
     prompt_top_logprobs: tuple[TopLogprobs, ...] | None = None
+    #: Numbers about the prompt, fp32, little-endian: a logit for each label of a row that is classified, or its
+    #: embedding; None for other rows.
+    pooled: bytes | None = None
 
     @classmethod
     def refused(cls, request: Request, error: str) -> Result:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .request import ExportedRow, FinishReason, Request, Result, ServedMode, TopLogprobs
 
 
@@ -48,6 +51,8 @@ class Sequence:
     prompt_logprobs: list[float] = field(default_factory=list)
     #: Likeliest tokens behind each scored place, as far as they have arrived.
     prompt_tops: list[TopLogprobs] = field(default_factory=list)
+    #: Sum of the hidden states of the prompt that are pooled, as far as they have arrived; None before the first.
+    pooled: NDArray[np.float64] | None = None
 
     @classmethod
     def of(cls, row: ExportedRow, spare_tokens: int = 0) -> Sequence:
@@ -81,6 +86,32 @@ class Sequence:
         if not self.request.sampling.wants_prompt_logprobs:
             return range(0)
         return range(max(self.num_stored, self.num_scored), min(self.num_stored + num_tokens, self.prompt_tokens - 1))
+
+    def positions_to_pool(self, num_tokens: int) -> range:
+        """Places of the prompt, among the next `num_tokens`, whose hidden states are asked: of a row that is classified
+        or embedded its last one, or all.
+        """
+        sampling, end = self.request.sampling, self.num_stored + num_tokens
+        if not sampling.is_pooled:
+            return range(0)
+        return range(self.num_stored if self.pools_all else max(self.num_stored, self.prompt_tokens - 1), end)
+
+    @property
+    def needs_all_places(self) -> bool:
+        """Whether every place of the prompt must be computed for this row, although another row may have its keys."""
+        return bool(self.positions_to_score(self.prompt_tokens)) or self.pools_all
+
+    @property
+    def pools_all(self) -> bool:
+        """Whether the hidden states of all tokens of the prompt are asked."""
+        return self.request.sampling.task == "embed" and self.request.sampling.pooling == "mean"
+
+    def add_states(self, states: NDArray[np.float32]) -> None:
+        """Add hidden states of the prompt, [num_places, hidden_size], token by token: the sum does not depend on how
+        the prompt was cut into steps.
+        """
+        start = np.zeros((1, states.shape[1])) if self.pooled is None else self.pooled[None]
+        self.pooled = np.add.reduce(np.concatenate([start, states.astype(np.float64)]), axis=0)
 
     @property
     def is_decoding(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from ..engine.request import FIRST_OPTIONS, SAMPLING_OPTIONS
+from ..engine.request import FIRST_OPTIONS, SAMPLING_OPTIONS, TASKS
 from ..engine.text.chat.conversation import RENDERING_OPTIONS
 from ..system.untrusted import parse_json, shortened
 from .errors import DamagedRecordError, naming_damage
@@ -76,6 +76,14 @@ class ModelRecord(_Frozen):
     missing_header: str = ""
     #: Parts of conversations that this chat template drops by design, in words; see `template_traits`.
     template_drops: tuple[str, ...] = ()
+    #: Task of its rows unless they say otherwise: `classify` where it has a head of its own, else "".
+    task: str = ""
+    #: Labels of its head; empty where it has none.
+    labels: tuple[str, ...] = ()
+    #: Kind of its head's numbers (`engine.model_config.classifier.PROBLEM_TYPES`); "" where it has none.
+    problem_type: str = ""
+    #: Token behind a text that classifiers pass over; None for no such token.
+    pad_token_id: int | None = None
 
 
 class AdapterRecord(_Frozen):
@@ -101,6 +109,12 @@ class AdapterRecord(_Frozen):
     tokenizer_sha256: str = ""
     #: Size of its vocabulary, when it differs from the base's; else 0.
     vocab_size: int = 0
+    #: Task of its rows, unless they say otherwise: `classify`, `embed`, or "" for text.
+    task: str = ""
+    #: Labels of its head; empty where it has none.
+    labels: tuple[str, ...] = ()
+    #: Kind of its head's numbers; "" where it has none.
+    problem_type: str = ""
 
     @property
     def is_prepared_apart(self) -> bool:
@@ -239,6 +253,17 @@ class JobRecord(_Frozen):
         return bool(self.spec.template_option) or self.renders_messages
 
     @property
+    def tasks(self) -> frozenset[str]:
+        """Tasks, beside the generation of text, that rows of the job may ask."""
+        if "task" in self.input.roles:
+            return frozenset(TASKS[1:])
+        own = [self.model.task, *(adapter.task for adapter in self.adapters if not adapter.is_refused)]
+        return frozenset([self.spec.sampling.task, self.model.task] if self.spec.sampling.task else own) - {
+            "",
+            TASKS[0],
+        }
+
+    @property
     def has_lists(self) -> bool:
         """Whether the completions of a row are lists in one row of the output."""
         return self.spec.samples == "lists"
@@ -305,6 +330,9 @@ def differences(old: JobRecord, new: JobRecord) -> list[str]:
         for name in IDENTITY_FIELDS
         if before[name] != now[name]
     ]
+    if old.tasks != new.tasks and not lines:
+        before_tasks, now_tasks = (", ".join(sorted(record.tasks)) or "none" for record in (old, new))
+        lines.append(f"adapters: tasks beside text were {before_tasks}, now {now_tasks}: the output has other columns")
     if old.model.sha256 != new.model.sha256:
         lines.append(f"model: the content of {old.model.url} is not the content of {new.model.url}")
     if _content(old.input) != _content(new.input) and not any(line.startswith("input:") for line in lines):
@@ -352,6 +380,10 @@ def index_key(record: JobRecord) -> str:
         "created_at": record.created_at,
         "tokenizers": [(a.name, a.tokenizer_sha256, a.vocab_size) for a in record.adapters if a.is_prepared_apart],
     }
+    # rows are checked and prepared for their tasks; indexes of jobs without others than text stay valid
+    own = [(a.name, a.task, bool(a.labels)) for a in record.adapters if a.task and not a.is_refused]
+    if own or record.tasks:
+        basis["tasks"] = [own, record.model.task, record.model.pad_token_id]
     return hashlib.sha256(json.dumps(basis, sort_keys=True).encode()).hexdigest()
 
 

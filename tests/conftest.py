@@ -176,6 +176,33 @@ def write_adapter(folder: Path, model_folder: Path, seed: int = 0, **lora: Any) 
     return folder
 
 
+def write_classifier(folder: Path, model_folder: Path, num_labels: int, seed: int = 0, **lora: Any) -> Path:
+    """A random PEFT adapter with a head of `num_labels` (`SEQ_CLS`), saved by PEFT; of 0 labels: one without a head,
+    for embeddings (`FEATURE_EXTRACTION`).
+    """
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModel, AutoModelForSequenceClassification
+
+    if num_labels:
+        base = AutoModelForSequenceClassification.from_pretrained(
+            model_folder, dtype=torch.float32, num_labels=num_labels
+        )
+    else:
+        base = AutoModel.from_pretrained(model_folder, dtype=torch.float32)
+    task = "SEQ_CLS" if num_labels else "FEATURE_EXTRACTION"
+    settings: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+    model = get_peft_model(base, LoraConfig(**(settings | {"task_type": task} | lora)))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name or "lora_A" in name or "score.modules_to_save" in name:
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    model.create_or_update_model_card = lambda folder: None
+    model.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def make_model() -> Callable[..., Path]:
     """`make_model(folder, family="llama", seed=0, **config)`: see `write_model`."""
@@ -186,6 +213,12 @@ def make_model() -> Callable[..., Path]:
 def make_adapter() -> Callable[..., Path]:
     """`make_adapter(folder, model_folder, seed=0, **lora_config)`: see `write_adapter`."""
     return write_adapter
+
+
+@pytest.fixture(scope="session")
+def make_classifier() -> Callable[..., Path]:
+    """`make_classifier(folder, model_folder, num_labels, seed=0, **lora_config)`: see `write_classifier`."""
+    return write_classifier
 
 
 @pytest.fixture(scope="session")

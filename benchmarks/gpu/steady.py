@@ -244,7 +244,7 @@ class _Watch:
             self.waited_s += time.perf_counter() - began_s
             return tokens
 
-        return LaunchedStep(step.sampled, read)
+        return replace(step, read=read)
 
     def end(self) -> None:
         """Leave the engine as it was. Steps in flight hold this object, so it lets go of the engine's parts."""

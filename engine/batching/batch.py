@@ -172,6 +172,8 @@ class RunningBatch:
         if request.adapter_id is not None and request.adapter_id not in self._registry:
             return f"adapter {request.adapter_id[:12]} is not known to this engine"
         vocab_size = self._registry.vocab_size(request.adapter_id)
+        if problem := self._registry.task_problem(request):
+            return problem
         problems = request.sampling.problems() or row.problems() or token_problems(request.sampling, vocab_size)
         if problems:
             return "; ".join(problems)

@@ -70,9 +70,9 @@ class PrefixSharing(ABC):
         """Give the row the cached pages that come next in its prompt.
 
         Returns False when another row of this step computes the next page, so that the row should wait for it. A row
-        whose prompt is scored computes all of it: pages hold no log-probabilities.
+        whose prompt is scored, or pooled as a whole, computes all of it: pages hold no numbers of that kind.
         """
-        if sequence.positions_to_score(sequence.prompt_tokens):
+        if sequence.needs_all_places:
             return True
         reader = self._readers[sequence.request.request_id]
         path = reader.path

@@ -131,6 +131,9 @@ class PackedAdapter:
 
     numbers: Tensor
     layout: AdapterLayout
+    #: Head of a classifier as its file has it, [num_labels, embedding_size]; None where there is none, or it is kept
+    #: elsewhere already.
+    head: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -153,7 +156,7 @@ def pack_for_members(
     numbers = empty_pinned(len(cut) * layout.num_elements, dtype, device).view(len(cut), layout.num_elements)
     for of_member, pairs in zip(numbers, cut, strict=True):
         _write(of_member, layout, pairs)
-    return PackedAdapter(numbers, layout)
+    return PackedAdapter(numbers, layout, weights.head)
 
 
 def pack_adapter(
@@ -166,13 +169,14 @@ def pack_adapter(
     """
     pairs = weights.lora
     layout = _layout_of(pairs, model, in_panels)
+    head = weights.head
     some = next(iter(pairs.values()), None)
     if some is None or some.a.device.type == "cpu":
         numbers = empty_pinned(layout.num_elements, dtype, device)
     else:
         numbers = torch.empty(layout.num_elements, dtype=dtype, device=some.a.device)
     _write(numbers, layout, pairs)
-    return PackedAdapter(numbers, layout)
+    return PackedAdapter(numbers, layout, head)
 
 
 def random_packed(audit: AdapterAudit, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> PackedAdapter:
@@ -205,13 +209,16 @@ def read_packed(
     place_of = {key: number for number, key in enumerate(keys)}
     assert len(place_of) == len(places), f"{len(place_of)} tensors of {len(places)} matrices"
     numbers = empty_pinned(layout.num_elements, dtype, device)
+    head_key = None if audit.head is None else audit.head.replaced_by
+    heads: list[Tensor] = []
 
     def pack(part: Mapping[str, Tensor]) -> None:
+        heads.extend(tensor.clone() for key, tensor in part.items() if key == head_key)
         packed = [key for key in part if key in place_of]
         pack_matrices_(numbers, places[[place_of[key] for key in packed]], [part[key] for key in packed])
 
     read_adapter(audit, pack, adapter_id)
-    return PackedAdapter(numbers, layout)
+    return PackedAdapter(numbers, layout, *heads)
 
 
 def _layout_of(pairs: Mapping[str, LoraPair], model: ModelConfig, in_panels: bool) -> AdapterLayout:

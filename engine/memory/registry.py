@@ -8,13 +8,16 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ..errors import AdapterRefusedError, AdapterUnusableError, curable
+from ..model_config.classifier import problem_type_of
 from ..model_config.model import PACKED_SITES, ModelConfig
 from ..model_config.partition import Partition
 from ..peft import AdapterAudit, audit_adapter
 from ..peft.random import dummy_adapter_weights, dummy_audit
 from ..peft.weights import AdapterWeights, load_adapter
+from ..request import Request
 from .packed import PackedAdapter, pack_adapter, pack_for_members, random_packed, read_packed
 
 BASE_CODE = -1
@@ -44,6 +47,7 @@ class AdapterRegistry:
         #: Numbers of an adapter of rank 1 on all linear layers.
         self.elements_per_rank = part.num_layers * sum(outputs + inputs for outputs, inputs in members)
         self._dummy_ids: set[str] = set()
+        self._heads: dict[str, Tensor] = {}
 
     def __contains__(self, adapter_id: str) -> bool:
         return adapter_id in self._audits
@@ -111,13 +115,47 @@ class AdapterRegistry:
             self._ranks = np.concatenate([self._ranks, np.array(new, np.float64) / self.elements_per_rank])
         return self._ranks
 
+    def task_problem(self, request: Request) -> str:
+        """Why a row's adapter, or the base, cannot do what the row asks, as a sentence; "" if it can."""
+        sampling = request.sampling
+        if sampling.task == "classify" and not self.labels(request.adapter_id)[0]:
+            whose = (
+                "the base model has"
+                if request.adapter_id is None
+                else f"adapter {self.name_of(request.adapter_id)!r} has"
+            )
+            return f"task='classify': {whose} no head that classifies"
+        if self._model.is_classifier and not sampling.is_pooled:
+            return "the base model classifies text and has no head that generates it"
+        return ""
+
+    def labels(self, adapter_id: str | None) -> tuple[tuple[str, ...], str]:
+        """Labels by which rows of an adapter are classified, and what their numbers mean; none where they cannot be."""
+        audit = None if adapter_id is None else self._audits[adapter_id]
+        if audit is not None and audit.labels:
+            return audit.labels, audit.problem_type
+        labels = self._model.labels if self._model.is_classifier else ()
+        return labels, problem_type_of(self._model.problem_type, len(labels))
+
+    def head(self, adapter_id: str) -> Tensor | None:
+        """The head of an adapter that was read, [num_labels, embedding_size]; None if it has none of its own."""
+        return self._heads.get(adapter_id)
+
     def load(self, adapter_id: str) -> AdapterWeights:
         """Read the adapter's tensors from its folder to the device. Raises `AdapterUnusableError`."""
         return self._load(adapter_id, self._device)
 
     def load_packed(self, adapter_id: str, *, in_panels: bool) -> PackedAdapter:
+        """Read what the pool holds of an adapter, and its head, which stays here. Arguments and errors are those of
+        `_read_packed`. Any thread may call."""
+        packed = self._read_packed(adapter_id, in_panels=in_panels)
+        if packed.head is not None:
+            self._heads[adapter_id] = packed.head
+        return packed
+
+    def _read_packed(self, adapter_id: str, *, in_panels: bool) -> PackedAdapter:
         """Read what the pool holds of an adapter to the host; random ones are made where they are to go, for a group on
-        the host. Raises `AdapterUnusableError`. Any thread may call."""
+        the host. Raises `AdapterUnusableError`."""
         is_dummy = adapter_id in self._dummy_ids
         if not is_dummy and not self._partitions:
             audit, model, dtype = self._audits[adapter_id], self._model, self._dtype
@@ -137,6 +175,9 @@ class AdapterRegistry:
             place = torch.device("cpu") if self._partitions and device.type == "cuda" else device
             return dummy_adapter_weights(self._audits[adapter_id], self._dtype, place)
         try:
-            return load_adapter(self._audits[adapter_id], device, adapter_id)
+            weights = load_adapter(self._audits[adapter_id], device, adapter_id)
         except (AdapterRefusedError, OSError) as error:
             raise AdapterUnusableError(adapter_id, curable(error)) from error
+        if weights.head is not None:
+            self._heads[adapter_id] = weights.head
+        return weights

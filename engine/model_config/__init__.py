@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..errors import EngineError
+from .classifier import DEFAULT_LABELS, PROBLEM_TYPES, default_labels, read_labels
 from .families import LLAMA_SHAPED
 from .keys import REFUSED, is_set
 from .llama import read_llama_shaped
@@ -17,6 +19,7 @@ from .raw import RawConfig
 SUPPORTED_MODEL_TYPES = (*sorted(LLAMA_SHAPED), "opt")
 # Other spellings of what a supported family already says, for the message.
 _HINTS = {"gemma3": " Its text model alone has model_type='gemma3_text'."}
+_GENERATES, _CLASSIFIES = "ForCausalLM", "ForSequenceClassification"
 __all__ = ["SUPPORTED_MODEL_TYPES", "parse_model_config"]
 
 
@@ -35,7 +38,31 @@ def parse_model_config(raw: Mapping[str, Any], generation: Mapping[str, Any]) ->
     family = LLAMA_SHAPED.get(model_type)
     values = RawConfig(model_type, raw, family.defaults if family else OPT_DEFAULTS)
     _refuse_variants(values)
-    return read_llama_shaped(family, values, generation) if family else read_opt(values, generation)
+    facts = _facts_of_classifiers(values)
+    model = read_llama_shaped(family, values, generation) if family else read_opt(values, generation)
+    return replace(model, **facts)
+
+
+def _facts_of_classifiers(raw: RawConfig) -> dict[str, Any]:
+    """Fields of `ModelConfig` about labels. A model that generates text may have some for its adapters."""
+    labels: tuple[str, ...] = ()
+    try:
+        labels = read_labels(raw.get("id2label"))
+    except ValueError as error:
+        raw.damage("id2label", f"expected {error}")
+    problem_type, pad = raw.get("problem_type") or "", raw.get("pad_token_id")
+    if problem_type not in ("", *PROBLEM_TYPES):
+        raw.refuse("problem_type", f"supported: {', '.join(PROBLEM_TYPES)}")
+    facts = {"labels": labels, "problem_type": problem_type, "pad_token_id": pad if type(pad) is int else None}
+    if not _is_classifier(raw):
+        return facts
+    count = raw.optional_integer("num_labels") or DEFAULT_LABELS
+    return facts | {"is_classifier": True, "is_tied": True, "labels": labels or default_labels(count)}
+
+
+def _is_classifier(raw: RawConfig) -> bool:
+    names = list(map(str, raw.get("architectures") or []))
+    return not any(name.endswith(_GENERATES) for name in names) and any(name.endswith(_CLASSIFIES) for name in names)
 
 
 def _refuse_variants(raw: RawConfig) -> None:
@@ -50,5 +77,7 @@ def _refuse_variants(raw: RawConfig) -> None:
     architectures = raw.get("architectures") or []
     if not isinstance(architectures, list):
         raw.damage("architectures", "expected a list of names")
-    elif architectures and not any(str(name).endswith("ForCausalLM") for name in architectures):
-        raw.refuse("architectures", "expected a model that generates text, named …ForCausalLM")
+    elif architectures and not any(str(name).endswith((_GENERATES, _CLASSIFIES)) for name in architectures):
+        raw.refuse(
+            "architectures", f"expected a model that generates text or classifies it, …{_GENERATES} or …{_CLASSIFIES}"
+        )

@@ -11,7 +11,9 @@ from typing import Any
 #: Key -> what it decides.
 READ: Mapping[str, str] = {
     "model_type": "the family",
-    "architectures": "a model that generates text, or a refusal",
+    "architectures": "a model that generates text, one that classifies it, or a refusal",
+    **dict.fromkeys(("id2label", "num_labels", "problem_type"), "labels of classifiers, and what their numbers mean"),
+    "pad_token_id": "the token behind a text that a classifier passes over",
     **dict.fromkeys(("hidden_size", "word_embed_proj_dim", "intermediate_size", "ffn_dim", "head_dim"), "sizes"),
     **dict.fromkeys(("vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"), "sizes"),
     **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function"), "the MLP's function"),
@@ -40,7 +42,7 @@ IRRELEVANT: Mapping[str, str] = {
     **dict.fromkeys(("layerdrop", "initializer_range", "init_std", "gradient_checkpointing"), _OF_TRAINING),
     **dict.fromkeys(("output_attentions", "output_hidden_states", "return_dict", "torchscript"), _OF_OUTPUTS),
     **dict.fromkeys(("use_return_dict", "use_cache"), _OF_OUTPUTS),
-    **dict.fromkeys(("id2label", "label2id", "num_labels", "problem_type", "finetuning_task"), _OF_CLASSIFIERS),
+    **dict.fromkeys(("label2id", "finetuning_task", "classifier_dropout"), _OF_CLASSIFIERS),
     **dict.fromkeys(("_name_or_path", "name_or_path", "transformers_version", "unsloth_version"), _OF_WRITERS),
     **dict.fromkeys(("unsloth_fixed", "_commit_hash", "model_name", "use_bfloat16"), _OF_WRITERS),
     **dict.fromkeys(("torch_dtype", "dtype"), "numbers are read as they are stored, and computed as --dtype says"),
@@ -49,7 +51,7 @@ IRRELEVANT: Mapping[str, str] = {
     ),
     **dict.fromkeys(("_attn_implementation_internal", "_experts_implementation", "experts_implementation"), "the same"),
     **dict.fromkeys(("chunk_size_feed_forward", "pretraining_tp", "is_decoder", "tensor_parallel"), "the same numbers"),
-    **dict.fromkeys(("pad_token_id", "sep_token_id", "decoder_start_token_id", "cls_token_id"), "of other tasks"),
+    **dict.fromkeys(("sep_token_id", "decoder_start_token_id", "cls_token_id"), "of other tasks"),
     **dict.fromkeys(("image_token_index", "image_token_id", "prefix", "task_specific_params"), "of other tasks"),
     **dict.fromkeys(("max_length", "min_length", "max_new_tokens", "do_sample", "temperature", "top_p"), _OF_SAMPLING),
     **dict.fromkeys(("top_k", "typical_p", "repetition_penalty", "length_penalty", "num_beams"), _OF_SAMPLING),

@@ -27,6 +27,8 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 PackedSite = Literal["qkv", "o", "gate_up", "down"]
 PACKED_SITES: tuple[PackedSite, ...] = ("qkv", "o", "gate_up", "down")
 HEAD = "lm_head"
+#: Linear layer of a classifier, without a bias: a row for each label, applied to a prompt's last hidden state.
+SCORE = "score"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,15 @@ class ModelConfig:
     bos_token_id: int | None
     #: Whether `config.json` ties a head that the checkpoint stores apart, with other numbers than the embedding's.
     says_tied: bool = False
+    #: Whether the checkpoint has a `score` layer in place of a head (`…ForSequenceClassification`). It makes no text
+    #: then, and `is_tied` is true, since no head is stored.
+    is_classifier: bool = False
+    #: Labels by the rows of a `score` layer, as `id2label` of `config.json` names them; empty where it names none.
+    labels: tuple[str, ...] = ()
+    #: `problem_type` of `config.json`, which says what a classifier's numbers mean; "" where it is not given.
+    problem_type: str = ""
+    #: Token that fills up batches; a classifier reads the last token that is another one. None if there is none.
+    pad_token_id: int | None = None
 
     @property
     def q_size(self) -> int:
@@ -225,6 +236,8 @@ class ModelConfig:
                 shapes[f"{module}.weight"] = (size,)
                 if self.norm_kind == "layer":
                     shapes[f"{module}.bias"] = (size,)
+        if self.is_classifier:
+            shapes[f"{SCORE}.weight"] = (len(self.labels), self.embedding_size)
         return shapes
 
     def _norm_sizes(self) -> dict[str, int]:

@@ -108,13 +108,17 @@ class Decoder:
         self._activation = activation_of(model)
         #: Computes all layers but the last (or that, too) in one call; None: each is computed by itself.
         self.compiled_layers = CompiledLayers.of(model, self.layers, self.tensors)
+        #: Last hidden states of the rows that the latest step pools, [num_pooled, embedding_size].
+        self.states = torch.empty(0, model.embedding_size)
         self._lora_spans: tuple[LoraSpan, ...] = ()
         self._lora = PreparedLora([])
         # rounded to the dtype first, as the families that scale define it
         self._embedding_scale = float(torch.tensor(model.embedding_scale, dtype=dtype))
 
     def forward(self, batch: StepBatch, pool: Tensor) -> Tensor:
-        """Logits of the sampled rows, [num_sampled, vocab_size]; stores the step's keys and values in `pool`."""
+        """Logits of the rows that are asked for them, [num_logits, vocab_size]; stores the step's keys and values in
+        `pool`, and the hidden states of pooled rows in `states`.
+        """
         x = self._embed(batch.token_ids, batch.positions)  # [T, hidden]
         rotaries = [rope.tables(batch.positions, batch.row_lengths, self.dtype) for rope in self._ropes]
         spans = batch.spans
@@ -137,7 +141,7 @@ class Decoder:
             h = self._norm(x, norms.before_mlp)
             x += self._norm(self._mlp(h, layer, spans), norms.mlp_output)
             x = self._norm(x, norms.after_mlp)
-        return self._logits(x.index_select(0, batch.sampled_rows))
+        return self._outputs(x.index_select(0, batch.sampled_rows), batch.num_logits)
 
     def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         model, names = self.model, self.model.names
@@ -162,11 +166,13 @@ class Decoder:
             x = table[rows.where(is_here, 0)].to(self.dtype).masked_fill_(~is_here[:, None], 0.0)
         return self._sums.add_up(x)
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def _outputs(self, x: Tensor, num_logits: int) -> Tensor:
+        """Logits of the first rows of the last layer's output. The others' hidden states are left in `states`."""
         x = self._norm(x, self.model.names.final_norm)
         if self.model.names.project_out is not None:
             x = self.linears[self.model.names.project_out](x)
-        logits = self.linears[HEAD](x)
+        self.states = x[num_logits:]
+        logits = self.linears[HEAD](x[:num_logits])
         cap = self.model.logit_softcap
         if cap is not None:
             logits.div_(cap).tanh_().mul_(cap)

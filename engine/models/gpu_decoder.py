@@ -79,7 +79,9 @@ class GpuDecoder(Decoder):
         )
 
     def forward_step(self, step: GpuStep, memory: GpuMemory) -> Tensor:
-        """Logits of the sampled rows, [num_sampled, vocab_size]; stores the step's keys and values in the pool."""
+        """Logits of the rows that are asked for them, [num_logits, vocab_size]; stores keys and values of the step in
+        the pool, and the hidden states of pooled rows in `states`.
+        """
         x = self._embed(step.token_ids, step.positions)  # [T, hidden]
         rotaries = [self._angles(rope, step) for rope in self._ropes]
         no_angles = torch.empty(len(x), 0, dtype=torch.float32, device=x.device)
@@ -92,13 +94,14 @@ class GpuDecoder(Decoder):
                 x, attended = (rows.index_select(0, step.sampled_rows) for rows in (x, attended))
                 step = replace(step, segments=step.sampled_segments)
                 if not len(x):
-                    return self._logits(x)
+                    return self._outputs(x, 0)
             x = self._join(x, attended, "o", norms.attention_output, layer, step, memory)
             x = self._norm(x, norms.after_attention)
             active = self._activate(self._norm(x, norms.before_mlp), layer, step, memory)
             x = self._join(x, active, "down", norms.mlp_output, layer, step, memory)
             x = self._norm(x, norms.after_mlp)
-        return self._logits(x if step.sampled_segments is not None else x.index_select(0, step.sampled_rows))
+        x = x if step.sampled_segments is not None else x.index_select(0, step.sampled_rows)
+        return self._outputs(x, len(x) - step.num_pooled)
 
     @staticmethod
     def _angles(rope: Rope, step: GpuStep) -> tuple[Tensor, Tensor]:

@@ -69,7 +69,7 @@ class GpuStep:
     positions: Tensor
     #: Slots of the pool that take the keys and values, int32 [T].
     slots: Tensor
-    #: Rows whose logits are asked, int32 [S].
+    #: Rows whose logits are asked, then those whose hidden states are, int32 [S].
     sampled_rows: Tensor
     #: Overlapping rows over the flat list of pages: row i starts at place i, which attention items name.
     block_tables: Tensor
@@ -96,6 +96,8 @@ class GpuStep:
     #: LoRA of the sampled rows, with which alone the last layer goes on behind its attention; None: it goes on with all
     #: rows.
     sampled_segments: Segments | None = None
+    #: Rows at the end of `sampled_rows` whose hidden states are asked instead of logits.
+    num_pooled: int = 0
 
 
 class StepBuffer:

@@ -67,9 +67,19 @@ class StepEntry:
         return ScoredPositions(self.sequence, places.start - self.sequence.num_stored, following)
 
     @property
-    def yields_token(self) -> bool:
-        """Whether the step reaches the sequence's last known token, whose logits choose the next one."""
+    def pooled(self) -> range:
+        """The places of the prompt, among these tokens, whose hidden states are asked."""
+        return self.sequence.positions_to_pool(self.num_tokens)
+
+    @property
+    def reaches_end(self) -> bool:
+        """Whether the step reaches the sequence's last known token."""
         return self.sequence.num_stored + self.num_tokens == self.sequence.total_tokens
+
+    @property
+    def yields_token(self) -> bool:
+        """Whether the step computes the logits that choose the sequence's next token."""
+        return self.reaches_end and not self.pooled
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +99,8 @@ class StepBatch:
     #: Rows whose logits are asked, with which alone the last layer goes on once its keys and values are stored: their
     #: numbers in the step, and the layer's spans and attention, which count among them. None: it goes on with all.
     asked: tuple[Tensor, tuple[LoraSpan, ...], AttentionPlan] | None
-    #: Rows whose logits are asked, int64: of `sampled`, then of the places of `scored`, counted among the rows of
-    #: `asked`.
+    #: Rows that are asked for, int64, counted among the rows of `asked`: those of `sampled` and of the places of
+    #: `scored`, for their logits, then those of `pooled`, for their hidden states.
     sampled_rows: Tensor
     #: Sequences that get a token.
     sampled: tuple[Sequence, ...]
@@ -98,6 +108,13 @@ class StepBatch:
     row_lengths: tuple[Tensor, Tensor] | None = None
     #: Places of prompts whose log-probabilities are asked.
     scored: tuple[ScoredPositions, ...] = ()
+    #: Sequences whose hidden states are asked, and the number of places of each.
+    pooled: tuple[tuple[Sequence, int], ...] = ()
+
+    @property
+    def num_logits(self) -> int:
+        """Rows whose logits are asked: the first ones of `sampled_rows`."""
+        return len(self.sampled_rows) - sum(count for _, count in self.pooled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +145,13 @@ def build_step(
     heads = torch.arange(2 * model.num_kv_heads)[None, :]
     kv_rows = (offsets.repeat_interleave(counts) + positions)[:, None] + heads * capacity
     scored = [e.scored for e in ordered]
-    behind = [e.num_tokens - s.offset if s else int(e.yields_token) for e, s in zip(ordered, scored, strict=True)]
+    behind = [
+        len(e.pooled) or (e.num_tokens - s.offset if s else int(e.yields_token))
+        for e, s in zip(ordered, scored, strict=True)
+    ]
     asked = _chunks(ordered, behind)
+    pooled = [chunk for chunk in asked if chunk.entry.pooled]
+    pooled_rows = [row for chunk in pooled for row in range(chunk.start, chunk.end)]
     yielding = [(chunk.end - 1, chunk.entry.sequence) for chunk in asked if chunk.entry.yields_token]
     scored_rows = [c.start + i for c, s in zip(asked, scored, strict=True) if s for i in range(len(s.token_ids))]
     return StepBatch(
@@ -142,9 +164,10 @@ def build_step(
             for window in set(model.sliding_windows)
         },
         asked=None if asked[-1].end == chunks[-1].end else _asked_rows(chunks, asked, model, layout, dtype, is_exact),
-        sampled_rows=torch.tensor([*(row for row, _ in yielding), *scored_rows], dtype=torch.int64),
+        sampled_rows=torch.tensor([*(row for row, _ in yielding), *scored_rows, *pooled_rows], dtype=torch.int64),
         sampled=tuple(sequence for _, sequence in yielding),
         scored=tuple(places for places in scored if places is not None),
+        pooled=tuple((chunk.entry.sequence, chunk.num_tokens) for chunk in pooled),
         row_lengths=_row_lengths(ordered, counts) if model.has_length_dependent_rope else None,
     )
 

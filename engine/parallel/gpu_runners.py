@@ -11,6 +11,7 @@ next step finds them.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -47,7 +48,7 @@ class LeadingRunner(GpuRunner):
             self._members.check()  # sums that have waited for a lost member are none
             return tokens
 
-        return LaunchedStep(launched.sampled, read)
+        return replace(launched, read=read)
 
     def _have_moved(self) -> bool:
         return self._members.collectives.any_of(super()._have_moved())
@@ -73,6 +74,9 @@ class FollowingRunner(GpuRunner):
         for planned, key in zip(self._next, graphs, strict=True):
             self._launch_part(planned, first, key)
             first += len(planned.sampled)
+
+    def _bring(self, states: Tensor, planned: PlannedStep) -> None:
+        """Do nothing: the leader has the same states."""
 
     def _choose_tokens(self, logits: Tensor, step: GpuStep, planned: PlannedStep, count: int) -> None:
         """Do nothing: the leader chooses."""

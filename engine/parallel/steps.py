@@ -24,7 +24,7 @@ from .messages import PlaceAdapter, Step
 # The order of no adapter, and the place of no pending token.
 _NONE = -1
 #: Numbers that encode an entry.
-COLUMNS = 13
+COLUMNS = 15
 #: Places of pending tokens where every step is read before the next one.
 NO_PLACES: Mapping[int, int] = {}
 
@@ -52,6 +52,8 @@ class MirroredRow:
     new_tokens: list[int]
     #: Places of the prompt whose log-probabilities are asked.
     scored: range
+    #: Places of the prompt whose hidden states are asked.
+    pooled: range
 
     @property
     def total_tokens(self) -> int:
@@ -65,6 +67,11 @@ class MirroredRow:
         """Places of the prompt, among the tokens of the step, whose log-probabilities are asked."""
         assert num_tokens == len(self.new_tokens), f"{num_tokens} tokens of {self}"
         return self.scored
+
+    def positions_to_pool(self, num_tokens: int) -> range:
+        """Places of the prompt, among the tokens of the step, whose hidden states are asked."""
+        assert num_tokens == len(self.new_tokens), f"{num_tokens} tokens of {self}"
+        return self.pooled
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Token ids of the step. Zeros stand for tokens behind it, such as the one that follows the last scored place:
@@ -100,6 +107,8 @@ def encode_step(entries: Items[StepEntry], places: Mapping[int, int] = NO_PLACES
                 _NONE if entry.minus is None else entry.minus.order,
                 scored.start,
                 scored.stop,
+                entry.pooled.start,
+                entry.pooled.stop,
                 places[id(sequence)] if sequence.num_pending else _NONE,
                 len(entry.shared),
                 len(entry.extensions),
@@ -116,6 +125,11 @@ def place_adapter(message: PlaceAdapter, memory: Tensor, residents: dict[int, Re
     residents[message.order] = ResidentAdapter("", message.order, numbers, message.layout)
 
 
+def _ranges(bounds: Items[int]) -> tuple[range, range]:
+    """The places that are scored and those that are pooled, from their four bounds."""
+    return range(*bounds[:2]), range(*bounds[2:])
+
+
 def decode_step(step: Step, residents: Mapping[int, ResidentAdapter]) -> tuple[list[StepEntry], dict[int, int]]:
     """The entries and the places that `encode_step` was given, as far as planning asks. `residents`: the adapters that
     were placed, by their order.
@@ -123,11 +137,11 @@ def decode_step(step: Step, residents: Mapping[int, ResidentAdapter]) -> tuple[l
     token_ids = iter(np.frombuffer(step.token_ids, np.int64).tolist())
     pages = iter(np.frombuffer(step.pages, np.int64).tolist())
     entries, places = [], {}
-    for num_tokens, num_stored, prompt, generated, start, length, order, minus, *scored, place, shared, runs in (
+    for num_tokens, num_stored, prompt, generated, start, length, order, minus, *asked, place, shared, runs in (
         np.frombuffer(step.rows, np.int64).reshape(-1, COLUMNS).tolist()
     ):
         new_tokens = list(islice(token_ids, num_tokens))
-        row = MirroredRow(num_stored, prompt, generated, int(place != _NONE), new_tokens, range(*scored))
+        row = MirroredRow(num_stored, prompt, generated, int(place != _NONE), new_tokens, *_ranges(asked))
         if place != _NONE:
             places[id(row)] = place
         entries.append(

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ...system.html import facts_table
 from ...system.untrusted import MALFORMED, STOPS, printable, shortened, shown_name
@@ -37,6 +37,7 @@ from .folder import (
     parse_config,
     read_config,
 )
+from .heads import SCORE_WEIGHT, labels_of, task_of
 from .names import LORA_ROLES, BaseLayout, Renaming, TensorName, base_layout, choose_renaming, parse_name
 from .other_engines import EngineFindings, in_words, other_engines
 from .parameters import Changes, resized_shapes
@@ -96,6 +97,12 @@ class AdapterAudit:
     missing_header: str = ""
     #: Its tensors by PEFT's names, where its files have others; empty for PEFT's own.
     sources: Mapping[str, TensorEntry] = field(default_factory=dict)
+    #: Task of its rows unless they say otherwise: `classify`, `embed`, or "" for text.
+    task: Literal["", "classify", "embed"] = ""
+    #: Names of the labels of its head; empty where it has no head.
+    labels: tuple[str, ...] = ()
+    #: Kind of its head's numbers (`model_config.classifier.PROBLEM_TYPES`); "" where it has no head.
+    problem_type: str = ""
 
     def __repr__(self) -> str:
         why = f": {shortened(self.reasons[0])}" if self.reasons else f", rank {self.max_rank}"
@@ -124,15 +131,20 @@ class AdapterAudit:
         return None if self.content_sha256 is None else self.identity_of(self.content_sha256)
 
     def identity_of(self, content_sha256: str) -> str:
-        """`identity_sha256` of an adapter with this tokenizer and content."""
-        if not self.tokenizer_sha256:
-            return content_sha256
-        return hashlib.sha256(f"{content_sha256} {self.tokenizer_sha256}".encode()).hexdigest()
+        """`identity_sha256` of an adapter with this tokenizer, these labels and this content."""
+        of_labels = [json.dumps([self.labels, self.problem_type])] if self.labels else []
+        parts = [*([self.tokenizer_sha256] if self.tokenizer_sha256 else []), *of_labels]
+        return hashlib.sha256(" ".join([content_sha256, *parts]).encode()).hexdigest() if parts else content_sha256
 
     @property
     def touched_parameters(self) -> tuple[str, ...]:
         """Names of the base parameters that merging changes. A tied head is listed by its own name."""
-        return tuple(change.parameter for change in self.changes)
+        return tuple(change.parameter for change in self.changes if change.parameter != SCORE_WEIGHT)
+
+    @property
+    def head(self) -> ParameterChange | None:
+        """The head of a classifier; None for an adapter without one."""
+        return next((change for change in self.changes if change.parameter == SCORE_WEIGHT), None)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready object with every field but `sources`; `docs/reference/adapters.md` describes its form."""
@@ -154,6 +166,14 @@ def audit_adapter(
     read = _read(folder)
     judged = _judge(read, layout)
     ledger = read.ledger | judged.ledger
+    head = judged.changes.by_parameter.get(SCORE_WEIGHT)
+    labels: tuple[str, ...] = ()
+    problem_type = ""
+    if head is not None:
+        of_labels = Ledger()
+        with _refusing(of_labels, folder):
+            labels, problem_type = labels_of(folder, _raw(read.config), head.shape[0], layout)
+        ledger |= of_labels
     content_sha256 = None
     if check_values and read.files is not None and not ledger.is_refused:
         of_values = Ledger()
@@ -181,7 +201,17 @@ def audit_adapter(
         tokenizer=whose_tokenizer(folder) if read.tokenizer_sha256 else "",
         has_own_vocabulary=bool(read.tokenizer_sha256) and has_vocabulary(folder),
         sources=judged.entries if read.files and judged.entries.keys() != read.files.entries.keys() else {},
+        task="" if ledger.is_refused else task_of(_raw(read.config), head is not None),
+        labels=labels,
+        problem_type=problem_type,
     )
+
+
+def _raw(content: bytes | None) -> Mapping[str, Any]:
+    """The configuration of an adapter; empty where it cannot be read."""
+    with suppress(AdapterRefusedError, *MALFORMED):
+        return parse_config(content or b"{}")
+    return {}
 
 
 def _other_base(content: bytes | None, base_name: str) -> str:
@@ -302,7 +332,7 @@ def _judgement(content: bytes | None, files: AdapterFolder, layout: BaseLayout) 
         judged.vocab_size = contents.shapes[f"{layout.embedding}.weight"][0]
         judged.sites = find_sites(contents, ledger)
         judged.other_engines = other_engines(contents, raw, files.entries, files.dialect, targeted_modules(contents))
-        judged.changes = find_changes(contents, judged.sites, ledger)
+        judged.changes = find_changes(contents, raw, judged.sites, ledger)
         _check_all_used(contents, judged.changes, ledger)
     return judged
 
@@ -415,6 +445,7 @@ def audit_rows(audits: Sequence[AdapterAudit]) -> tuple[list[tuple[str, ...]], l
                     *audit.reasons,
                     *(note for note in audit.notes if note not in shared),
                     *([audit.tokenizer] if audit.tokenizer else []),
+                    *_task_in_words(audit),
                     *in_words(audit.other_engines),
                 )
             ),
@@ -422,6 +453,13 @@ def audit_rows(audits: Sequence[AdapterAudit]) -> tuple[list[tuple[str, ...]], l
         for audit in audits
     ]
     return rows, [f"{_few_names(names)}: {note}" for note, names in shared.items()]
+
+
+def _task_in_words(audit: AdapterAudit) -> list[str]:
+    """The task of an adapter's rows as a clause; none for text."""
+    if audit.labels:
+        return [f"classifies by {len(audit.labels)} labels: {printable(_few_names(audit.labels))}"]
+    return ["embeds its rows"] if audit.task == "embed" else []
 
 
 def _few_names(names: Sequence[str]) -> str:

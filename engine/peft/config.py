@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from .findings import Ledger
 from .patterns import END, first_matches, why_invalid
@@ -266,6 +266,10 @@ REFUSED_WHEN_SET: Mapping[str, str] = {
 _HARMLESS_STARTS = ("gaussian", "eva", "orthogonal", "mica")
 _BASE_CHANGING_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _GENERATING_TASKS = (None, "CAUSAL_LM")
+#: Task of PEFT -> what rows of such an adapter ask, unless they say otherwise (`SamplingParams.task`).
+OTHER_TASKS: Mapping[str, Literal["classify", "embed"]] = {"SEQ_CLS": "classify", "FEATURE_EXTRACTION": "embed"}
+#: Keys of a model's `config.json` that some programs write here, too: names of labels and their meaning.
+LABEL_KEYS = ("id2label", "problem_type")
 # Methods of PEFT whose layers its `save_as_lora` converts; of all other methods it converts none.
 CONVERTIBLE = (
     "C3A", "DELORA", "FOURIERFT", "GRALORA", "LOHA", "LOKR", "MISS", "RANDLORA", "TINYLORA", "UNILORA", "VBLORA",
@@ -282,6 +286,8 @@ def judge_keys(raw: Mapping[str, Any], ledger: Ledger) -> None:
             continue
         if key == "task_type":
             _judge_task(value, ledger)
+        elif key in LABEL_KEYS and _is_set(value):
+            ledger.use_key(key)
         elif key == "init_lora_weights":
             _judge_start(value, ledger)
         elif key in IRRELEVANT:
@@ -320,8 +326,15 @@ def _judge_task(value: Any, ledger: Ledger) -> None:
     elif value == "SEQ_2_SEQ_LM":
         # PEFT wraps no layer otherwise for it; an adapter of an encoder and decoder has other layers than the base.
         ledger.ignore_key("task_type", "a name for text generation too; the tensors are those of the base's layers")
+    elif isinstance(value, str) and value in OTHER_TASKS:
+        ledger.use_key("task_type")
     else:
-        ledger.refuse_key("task_type", value, "expected 'CAUSAL_LM'; this adapter was not trained to generate text")
+        ledger.refuse_key(
+            "task_type",
+            value,
+            f"expected 'CAUSAL_LM', {' or '.join(map(repr, OTHER_TASKS))}; what this adapter was trained for is not "
+            "computed",
+        )
 
 
 def _judge_start(value: Any, ledger: Ledger) -> None:

@@ -11,12 +11,14 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..model_config.model import HEAD
 from .findings import Ledger
+from .heads import find_score
 from .parameters import Changes, find_saved, find_token_rows
 from .sites import Contents, LoraSite, ParameterChange
 from .targets import ties_targets
@@ -36,10 +38,13 @@ _CHUNK_ELEMENTS = 1 << 20
 _FACTS = json.JSONEncoder(sort_keys=True)
 
 
-def find_changes(contents: Contents, sites: tuple[LoraSite, ...], ledger: Ledger) -> Changes:
-    """Put whole parameters, token rows and pairs together; enter what they ask of the verdict."""
+def find_changes(contents: Contents, raw: Mapping[str, Any], sites: tuple[LoraSite, ...], ledger: Ledger) -> Changes:
+    """Put whole parameters, token rows and pairs together; enter what they ask of the verdict. `raw`: the adapter's
+    configuration.
+    """
     changes = Changes()
     find_saved(contents, changes, ledger)
+    find_score(contents, raw, changes, ledger)
     find_token_rows(contents, changes, ledger)
     for site in sites:
         weight, bias = f"{site.module}.weight", f"{site.module}.bias"

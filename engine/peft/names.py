@@ -148,6 +148,14 @@ class BaseLayout:
     num_heads: int = 0
     #: Key heads.
     num_kv_heads: int = 0
+    #: Features that a head reads.
+    embedding_size: int = 0
+    #: Whether the base is a classifier with a head of its own.
+    has_score: bool = False
+    #: Names of the base's labels; empty where it names none.
+    labels: tuple[str, ...] = ()
+    #: Kind of a classifier's numbers by the base's configuration; "" where it says nothing.
+    problem_type: str = ""
 
     @property
     def vocab_size(self) -> int:
@@ -180,4 +188,8 @@ def base_layout(model: ModelConfig) -> BaseLayout:
         num_layers=model.num_layers,
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
+        embedding_size=model.embedding_size,
+        has_score=model.is_classifier,
+        labels=model.labels,
+        problem_type=model.problem_type,
     )

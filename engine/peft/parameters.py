@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..model_config.model import HEAD
+from ..model_config.model import HEAD, SCORE
 from .findings import OTHER_BASE, Ledger
 from .names import LORA_ROLES, Role, TensorName
 from .sites import Contents, ParameterChange
@@ -22,7 +22,8 @@ from .targets import is_saved_module, ties_saved
 
 WHOLE_ROLES: frozenset[Role] = frozenset(("saved", "saved_base", "saved_copy"))
 SAVED_ROLES: frozenset[Role] = WHOLE_ROLES | {"original"}
-CLASSIFIER_NAMES = ("score", "classifier", "classification_head", "qa_outputs")
+# Names of heads of tasks in other families.
+_OTHER_HEADS = ("classifier", "classification_head", "qa_outputs")
 
 
 @dataclass(slots=True)
@@ -70,6 +71,8 @@ def find_saved(contents: Contents, changes: Changes, ledger: Ledger) -> None:
     shared: dict[str, str] = {}
     groups: dict[tuple[str, str], dict[Role, TensorName]] = {}
     for name in contents.names:
+        if is_of_score(name):
+            continue
         if name.role in SAVED_ROLES and _fits_base(contents, name, ledger):
             groups.setdefault((name.module, str(name.parameter)), {})[name.role] = name
     for (trained, kind), parts in groups.items():
@@ -81,6 +84,11 @@ def find_saved(contents: Contents, changes: Changes, ledger: Ledger) -> None:
     _share(contents, shared, changes)
     _judge_originals(contents, groups, changes, ledger)
     _check_complete(contents, changes, ledger)
+
+
+def is_of_score(name: TensorName) -> bool:
+    """Whether a tensor belongs to the head of a classifier (`heads.find_score`)."""
+    return name.module == SCORE and name.role in SAVED_ROLES
 
 
 def _is_saved(contents: Contents, trained: str) -> bool:
@@ -96,8 +104,8 @@ def _fits_base(contents: Contents, name: TensorName, ledger: Ledger) -> bool:
     shape = contents.entries[name.key].shape
     if expected is None:
         why = f"the base has no parameter {parameter!r}"
-        if name.module.rpartition(".")[2] in CLASSIFIER_NAMES:
-            why += ", and a classification head does not generate text"
+        if name.module.rpartition(".")[2] in _OTHER_HEADS:
+            why += f", and of heads that classify text only {SCORE!r} is computed"
         ledger.refuse_tensors([name.key], "no such parameter", f"{why}. Use the base it was trained on")
     elif shape != expected:
         why = f"has shape {list(shape)}, expected {list(expected)}. {OTHER_BASE}"
@@ -201,7 +209,8 @@ def _check_complete(contents: Contents, changes: Changes, ledger: Ledger) -> Non
     config, layout = contents.config, contents.layout
     trained_names = {module: contents.renaming.to_trained(module) for module in layout.modules}
     for parameter in layout.parameters:
-        if parameter not in changes.by_parameter and _is_saved(contents, trained_names[parameter.rpartition(".")[0]]):
+        is_there = parameter in changes.by_parameter or parameter == f"{SCORE}.weight"
+        if not is_there and _is_saved(contents, trained_names[parameter.rpartition(".")[0]]):
             why = "missing, expected because modules_to_save names its module. Save the adapter again"
             ledger.refuse(f"{parameter}: {why}", "modules_to_save missing")
     if layout.is_tied and ties_saved(config):
@@ -209,8 +218,11 @@ def _check_complete(contents: Contents, changes: Changes, ledger: Ledger) -> Non
         if tables[0] and tables[1]:
             changes.twins.append((tables[0], tables[1]))
     for name in config.modules_to_save:
-        if name in CLASSIFIER_NAMES:
-            ledger.refuse_key("modules_to_save", config.modules_to_save, f"{name!r} does not generate text")
+        if name == SCORE or (name in _OTHER_HEADS and SCORE in config.modules_to_save):
+            continue  # PEFT adds both `classifier` and `score` to the modules of every SEQ_CLS adapter
+        if name in _OTHER_HEADS:
+            why = f"{name!r} is a head of another family; of heads that classify text only {SCORE!r} is computed"
+            ledger.refuse_key("modules_to_save", config.modules_to_save, why)
         elif not any(name in f".{trained}" for trained in trained_names.values()):
             ledger.notes.append(f"modules_to_save names {name!r}, which this base does not have; PEFT ignores it too")
     _check_biases(contents, changes, ledger)

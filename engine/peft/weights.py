@@ -46,6 +46,12 @@ class AdapterWeights:
     norms: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
     @property
+    def head(self) -> Tensor | None:
+        """The head of a classifier, [num_labels, embedding_size], on the host; None for an adapter without one."""
+        head = self.audit.head
+        return None if head is None or head.replaced_by is None else self.stored[head.replaced_by].cpu()
+
+    @property
     def lora(self) -> Mapping[str, LoraPair]:
         """Pairs by layer name, for unmerged batches.
 
@@ -154,7 +160,8 @@ def load_adapter(audit: AdapterAudit, device: torch.device | str, identity_sha25
         for site in audit.sites
         if audit.verdict == "exact"
     }
-    return AdapterWeights(audit, stored, pairs, {change.parameter: change for change in audit.changes})
+    changes = {change.parameter: change for change in audit.changes if change is not audit.head}
+    return AdapterWeights(audit, stored, pairs, changes)
 
 
 def read_adapter(

@@ -91,7 +91,10 @@ class PlannedStep:
         self._plus, self._minus = plus, minus
         self._context = self._stored + self._num_tokens
         self._num_pages = -(-self._context // geometry.layout.page_tokens)
-        yields = self._context == self._total
+        #: Entries of prompts whose hidden states are asked, and their numbers of places.
+        self.pooled = [(i, len(e.pooled)) for i, e in enumerate(entries) if e.pooled]
+        self.num_pooled = sum(num_places for _, num_places in self.pooled)
+        yields = np.fromiter((e.yields_token for e in entries), bool, count)
         self._yielding = np.flatnonzero(yields)
         self.sampled: tuple[Sequence, ...] = tuple(entries[i].sequence for i in self._yielding.tolist())
         #: Places of prompts whose log-probabilities are asked, each with its entry.
@@ -123,6 +126,8 @@ class PlannedStep:
         self._num_sampled = yields.astype(np.int64)
         for i, places in self.scored:
             self._num_sampled[i] += len(places.token_ids)
+        for i, num_places in self.pooled:
+            self._num_sampled[i] += num_places
         self.cuts_last_layer = not self.is_decode and 2 * int(self._num_sampled.sum()) <= self.num_rows
 
     @property
@@ -172,7 +177,7 @@ class PlannedStep:
             sampled = self._geometry.segment_limits(num_rows, num_items, scratch_rows, DECODE_TILE_ROWS)
         return StepSizes(
             rows=self.num_rows,
-            sampled=len(self.sampled) + self.num_scored,
+            sampled=len(self.sampled) + self.num_scored + self.num_pooled,
             withheld=self.num_withheld,
             pages=self.num_pages,
             segments=self._geometry.segment_limits(
@@ -206,6 +211,7 @@ class PlannedStep:
             [
                 (row_starts + self._num_tokens - 1)[self._yielding],
                 *(row_starts[i] + p.offset + np.arange(len(p.token_ids)) for i, p in self.scored),
+                *(row_starts[i] + self._num_tokens[i] - n + np.arange(n) for i, n in self.pooled),
             ]
         )
         columns: dict[str, NDArray[np.generic]] = {

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -33,7 +33,7 @@ from ...kernels.layouts.pages import PageLayout
 from ...kernels.log_sum_exp import log_sum_exp
 from ...kernels.paged_attention.libraries import PromptAttention
 from ...kernels.paged_attention.types import allocate_partials
-from ...kernels.sampling import NO_TOKEN, sample_tokens
+from ...kernels.sampling import NO_TOKEN, SamplingRows, sample_tokens
 from ..config import EngineConfig
 from ..model_config.model import ModelConfig
 from ..models.gpu_decoder import GpuDecoder, GpuMemory
@@ -45,8 +45,8 @@ from ..sequence import Sequence
 from .gpu_adapters import GpuAdapters
 from .gpu_graphs import GraphKey, StepExecutor, bucket_of
 from .gpu_plan import DECODE_TILE_ROWS, SPLIT_KEYS, PlannedStep, StepGeometry, rounded
-from .runner import LaunchedStep
-from .sampler import PromptLogprobs, SampledTokens, read_prompts
+from .runner import LaunchedStep, finished_prompts
+from .sampler import PromptLogprobs, SampledTokens, read_prompts, split_states
 
 if TYPE_CHECKING:
     from ..text.answers.token_rules import TokenRules
@@ -138,6 +138,8 @@ class GpuRunner:
         self._asked: list[Tensor] = []
         # read log-probabilities of prompts of each part of the step, which are on their way to the host
         self._scored: list[Callable[[], Iterator[PromptLogprobs]]] = []
+        # hidden states of prompts of each part, on their way, with their sequences and numbers of places
+        self._states: list[tuple[Tensor, list[tuple[Sequence, int]]]] = []
         self._places: dict[int, int] = {}
         self._rules = rules
 
@@ -177,13 +179,15 @@ class GpuRunner:
         """Launch parts by these graphs, or kernel by kernel."""
         sampled: tuple[Sequence, ...] = ()
         self._asked.clear()
-        self._scored = []
+        self._scored, self._states = [], []
         for planned, key in zip(parts, graphs, strict=True):
             self._launch_part(planned, len(sampled), key)
             sampled += planned.sampled
         self._places = {id(sequence): place for place, sequence in enumerate(sampled)}
         num_top = max(planned.num_top for planned in parts)
-        return self._launched(sampled, any(planned.wants_logprobs for planned in parts), num_top)
+        launched = self._launched(sampled, any(planned.wants_logprobs for planned in parts), num_top)
+        finished = [each for planned in parts for each in finished_prompts(planned.entries)]
+        return replace(launched, pooled=tuple(finished))
 
     def _launch_part(self, planned: PlannedStep, first: int, key: GraphKey | None) -> None:
         """Launch one part; its tokens stand from place `first` on."""
@@ -204,6 +208,7 @@ class GpuRunner:
                 draws=planned.draws,
                 first_place=first,
             )
+            made = replace(made, num_pooled=planned.num_pooled)
             if self._prompt_attention is None or planned.is_decode:
                 return made
             library = self._prompt_attention(*planned.spans(), self._memory.layout, target.buffer.device)
@@ -220,7 +225,17 @@ class GpuRunner:
 
     def compute(self, step: GpuStep, planned: PlannedStep) -> None:
         """Launch the device's part of a step."""
-        self._choose(self.forward(step), step, planned)
+        logits = self.forward(step)
+        if planned.pooled:
+            self._bring(self._decoder.states, planned)
+        self._choose(logits, step, planned)
+
+    def _bring(self, states: Tensor, planned: PlannedStep) -> None:
+        """Copy hidden states of prompts to the host."""
+        wide = states.float()
+        host = empty_pinned(wide.numel(), wide.dtype, wide.device).view(wide.shape)
+        host.copy_(wide, non_blocking=True)
+        self._states.append((host, [(planned.entries[i].sequence, count) for i, count in planned.pooled]))
 
     def forward(self, step: GpuStep) -> Tensor:
         """Launch the forward pass; logits of the sampled rows."""
@@ -237,9 +252,13 @@ class GpuRunner:
     def _choose(self, logits: Tensor, step: GpuStep, planned: PlannedStep) -> None:
         """Launch the sampling; the tokens stay on the device for the next step, on every member of a group."""
         # places of prompts stand behind the rows that get tokens, as rows of padding do
-        count = len(step.sampled_rows) - planned.num_scored
-        if not len(step.sampled_rows):
+        count = len(logits) - planned.num_scored
+        if not len(logits):
             return
+        if planned.pooled:
+            # the rows behind those with logits have no options either
+            options = (getattr(step.sampling, option.name)[: len(logits)] for option in fields(SamplingRows))
+            step = replace(step, sampling=SamplingRows(*options), withheld=step.withheld[: len(logits)])
         self._choose_tokens(logits, step, planned, count)
         if self._share is not None:
             self._share(self._tokens[step.first_place : step.first_place + count])
@@ -359,7 +378,7 @@ class GpuRunner:
 
     def _bucket(self, planned: PlannedStep) -> int | None:
         """The bucket that serves a step; None for prompts, and for what no bucket has room for."""
-        if not planned.is_decode or planned.scored:
+        if not planned.is_decode or planned.scored or planned.pooled:
             return None
         bucket = bucket_of(planned.num_rows)
         sizes = self._bucket_sizes(bucket, planned.split_keys)
@@ -420,7 +439,7 @@ class GpuRunner:
             top_ids.copy_(self._top_ids[:count, :num_top], non_blocking=True)
             top_logprobs.copy_(self._top_logprobs[:count, :num_top], non_blocking=True)
         num_asked = [len(sequence.asked_tokens) for sequence in sampled]
-        prompts = self._scored
+        prompts, pooled = self._scored, self._states
         asked = empty_pinned(sum(num_asked), torch.float32, device)
         if self._asked:
             asked.copy_(torch.cat(self._asked), non_blocking=True)
@@ -439,7 +458,8 @@ class GpuRunner:
             values = iter(asked.tolist())
             of_each = [tuple(islice(values, count)) for count in num_asked]
             scored = [prompt for of_part in prompts for prompt in of_part()]
-            return SampledTokens(tokens.tolist(), logprobs.tolist(), tops, of_each, scored)
+            states = [found for of_part in pooled for found in split_states(*of_part)]
+            return SampledTokens(tokens.tolist(), logprobs.tolist(), tops, of_each, scored, states)
 
         return LaunchedStep(sampled, read)
 

@@ -26,7 +26,7 @@ from ..models.decoder import Decoder
 from ..models.step_batch import StepEntry, build_step
 from ..request import TopLogprobs
 from ..sequence import Sequence
-from .sampler import SampledTokens, sample, score_prompts
+from .sampler import SampledTokens, sample, score_prompts, split_states
 from .step_counts import StepCounts
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ class LaunchedStep:
     max_tokens: int = 0
     #: Seconds on the engine's clock when the host began to plan it.
     began_s: float = 0.0
+    #: Sequences whose last hidden states it computes, so that they are done.
+    pooled: tuple[Sequence, ...] = ()
 
 
 class StepsInFlight:
@@ -73,7 +75,7 @@ class StepsInFlight:
                 entry.sequence.num_scored, entry.sequence.positions_to_score(entry.num_tokens).stop
             )
             entry.sequence.num_stored += entry.num_tokens
-        for sequence in step.sampled if step.entries else ():
+        for sequence in (*step.sampled, *step.pooled) if step.entries else ():
             sequence.num_pending += 1
         self._steps.append(step)
 
@@ -87,6 +89,10 @@ class StepsInFlight:
             for sequence, logprobs, tops in tokens.prompts:
                 sequence.prompt_logprobs += logprobs
                 sequence.prompt_tops += tops
+            for sequence, states in tokens.states:
+                sequence.add_states(states)
+            for sequence in step.pooled:
+                sequence.num_pending -= 1
             yield step, _read_tokens(step.sampled, tokens)
 
 
@@ -127,5 +133,11 @@ class CpuRunner:
         logits = decoder.forward(batch, memory)
         count = len(batch.sampled)
         tokens = sample(logits[:count], batch.sampled, self._rules)
-        tokens = tokens._replace(prompts=score_prompts(logits[count:], batch.scored))
-        return LaunchedStep(batch.sampled, lambda: tokens)
+        prompts, states = score_prompts(logits[count:], batch.scored), split_states(decoder.states, batch.pooled)
+        tokens = tokens._replace(prompts=prompts, states=states)
+        return LaunchedStep(batch.sampled, lambda: tokens, pooled=finished_prompts(entries))
+
+
+def finished_prompts(entries: Items[StepEntry]) -> tuple[Sequence, ...]:
+    """Sequences that are classified or embedded, of whose prompts a step computes the end."""
+    return tuple(entry.sequence for entry in entries if entry.pooled and entry.reaches_end)

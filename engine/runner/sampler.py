@@ -42,7 +42,8 @@ PromptLogprobs = tuple[Sequence, list[float], list[TopLogprobs]]
 class SampledTokens(NamedTuple):
     """One token for each sequence of a step: `NO_TOKEN` where the largest logit is no finite number. `logprobs`: of
     these tokens, zeros for sequences that did not ask. `tops`: the likeliest tokens, none for sequences that did not
-    ask. `asked`: log-probabilities of each sequence's `asked_tokens`. `prompts`: of prompts of the step.
+    ask. `asked`: log-probabilities of each sequence's `asked_tokens`. `prompts`: of prompts of the step. `states`:
+    hidden states of prompts of the step, [num_places, embedding_size] of each sequence.
     """
 
     ids: list[int]
@@ -50,6 +51,7 @@ class SampledTokens(NamedTuple):
     tops: list[TopLogprobs]
     asked: list[tuple[float, ...]]
     prompts: Items[PromptLogprobs] = ()
+    states: Items[tuple[Sequence, NDArray[np.float32]]] = ()
 
 
 def sample(logits: Tensor, sequences: Items[Sequence], rules: TokenRules) -> SampledTokens:
@@ -88,6 +90,16 @@ def score_prompts(logits: Tensor, scored: Items[ScoredPositions]) -> list[Prompt
             tops.append(tuple(zip(likeliest.tolist(), row[likeliest].tolist(), strict=True)))
         found.append((places.sequence, logprobs, tops))
     return found
+
+
+def split_states(states: Tensor, pooled: Items[tuple[Sequence, int]]) -> list[tuple[Sequence, NDArray[np.float32]]]:
+    """Hidden states [num_places of all, embedding_size] by sequence. `pooled`: sequences and their numbers of places,
+    in the order of the states.
+    """
+    if not pooled:
+        return []
+    parts = torch.split(states.float().cpu(), [count for _, count in pooled])
+    return [(sequence, part.numpy()) for (sequence, _), part in zip(pooled, parts, strict=True)]
 
 
 def read_prompts(

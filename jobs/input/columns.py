@@ -55,6 +55,22 @@ CHOICE_SCORES_FIELD = pa.field(
 CHOICE_SHARES_FIELD = pa.field(
     "choice_probabilities", pa.list_(pa.struct([("choice", pa.string()), ("probability", pa.float64())]))
 )
+#: Likeliest label of a row that was classified; null where the head gives quantities.
+LABEL_FIELD = pa.field("label", pa.string())
+#: The head's number for each label, and the probability that it stands for.
+SCORES_FIELD = pa.field(
+    "scores",
+    pa.list_(pa.struct([("label", pa.string()), ("logit", pa.float32()), ("probability", pa.float32())])),
+)
+EMBEDDING_FIELD = pa.field("embedding", pa.list_(pa.float32()))
+#: Probability of the first of the two texts of a row that was reranked.
+RELEVANCE_FIELD = pa.field("relevance", pa.float64())
+#: Task -> the columns that the output of a job has in which rows may ask it.
+TASK_FIELDS: Mapping[str, tuple[pa.Field, ...]] = {
+    "classify": (LABEL_FIELD, SCORES_FIELD),
+    "embed": (EMBEDDING_FIELD,),
+    "rerank": (RELEVANCE_FIELD,),
+}
 #: Option or role -> the column that the output has when the job gives the option or an input column plays the role.
 ASKED_FIELDS: Mapping[str, pa.Field] = {
     "top_logprobs": pa.field("token_top_logprobs", pa.list_(pa.list_(_TOKEN))),
@@ -94,12 +110,14 @@ def asked_options(spec: JobSpec) -> list[str]:
         stages = [stage.name for stage in stages_of(spec.stages)]
         return [_STAGES, *(spec.output_columns or stages)]
     sampling = spec.sampling
+    sampling = sampling.of_task("rerank") if sampling.task == "rerank" else sampling
     names = (*ASKED_FIELDS, "json_schema", "choice", "score_choices")
     return [
         *(name for name in names if getattr(sampling, name, None)),
         *(["n"] if sampling.n > 1 else []),
         *(["samples"] if spec.samples == "lists" else []),
         *(["split_answer"] if spec.split_answer else []),
+        *([sampling.task] if sampling.task in TASK_FIELDS else []),
     ]
 
 
@@ -148,7 +166,12 @@ def completion_fields(record: JobRecord) -> tuple[pa.Field, ...]:
     fields += _asked_fields(asked, record.input.roles)
     if "json_schema" in asked:
         fields.append(pa.field(TYPED_COLUMN, answer_type(record.spec.sampling.json_schema).arrow))
-    return (*fields, *choice_fields(asked, record.input.roles, record.spec.output_prefix))
+    fields += choice_fields(asked, record.input.roles, record.spec.output_prefix)
+    return (*fields, *_task_fields(record.tasks))
+
+
+def _task_fields(tasks: Collection[str]) -> list[pa.Field]:
+    return [field for task, fields in TASK_FIELDS.items() if task in tasks for field in fields]
 
 
 def _asked_fields(asked: Collection[str], roles: Collection[str]) -> list[pa.Field]:
@@ -162,7 +185,7 @@ def choice_fields(asked: Collection[str], roles: Mapping[str, str], prefix: str 
     """The columns that choices add to the output of a job. An input column `choice` with the lists of texts stays as it
     is: without a `prefix`, the column of the chosen text is not added.
     """
-    if "choice" not in asked and {"choice", "structured_outputs"}.isdisjoint(roles):
+    if "choice" not in asked and {"choice", "structured_outputs", "task"}.isdisjoint(roles):
         return []
     scores = [CHOICE_SCORES_FIELD, CHOICE_SHARES_FIELD] if "score_choices" in asked or "score_choices" in roles else []
     is_taken = roles.get("choice") == CHOICE_FIELD.name and not prefix
@@ -364,6 +387,22 @@ def _name_clashes(
     return problems
 
 
+def task_clashes(record: JobRecord) -> list[str]:
+    """Why columns of the input and of the tasks that adapters bring with them would have one name, as sentences. Other
+    clashes are found before adapters are read.
+    """
+    if record.spec.stages is not None:
+        return []  # columns of answers are fields of their stage
+    ours = {output_name(record, field.name) for field in _task_fields(record.tasks)}
+    taken = [name for name in copied_schema(record).names if name in ours]
+    return [
+        f"input column {name!r}: the output has a column of that name, since rows are classified or embedded. Put a "
+        f"text before the names of the output's own with --output-prefix answer_, or leave it out with --drop "
+        f"{quote(name)}."
+        for name in taken
+    ]
+
+
 def default_prefix(copied: Collection[str], roles: Mapping[str, str], asked: Collection[str]) -> str:
     """The `output_prefix` of a job that gives none: "" unless `completion`, and no other name that the output needs, is
     a column of the input, as in tables of TRL. `copied`: input columns that the output has.
@@ -389,6 +428,7 @@ def _added_names(roles: Mapping[str, str], asked: Collection[str], prefix: str) 
     ours |= {field.name for field in choice_fields(asked, roles, prefix)}
     ours |= {EXPECTED_FIELD.name} if "split_answer" in asked else set()
     ours |= {SAMPLE_FIELD.name} if has_samples(asked, roles) else set()
+    ours |= {field.name for field in _task_fields(TASK_FIELDS if "task" in roles else asked)}
     return {f"{prefix}{name}" for name in ours}
 
 

@@ -156,4 +156,7 @@ def _audit(
         tokenizer_sha256=found.tokenizer_sha256,
         missing_header=found.missing_header,
         vocab_size=found.vocab_size if found.vocab_size != model.vocab_size else 0,
+        task=found.task,
+        labels=found.labels,
+        problem_type=found.problem_type,
     )

@@ -16,12 +16,16 @@ from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
+from ...engine.model_config.classifier import problem_type_of
+from ...engine.model_config.model import ModelConfig
 from ...engine.text.answers.sampling_check import token_problems
 from ...engine.text.chat.conversation import read_variables
 from ...engine.text.tokenizers.template_probe import template_traits
 from ...system.untrusted import NoProcessError
 from ..errors import DamagedRecordError, JobFailedError, JobRequestError, MissingFileError, OutputConflictError
+from ..input.columns import task_clashes
 from ..parts import PartMark, changed_parts, in_words, read_mark
 from ..record import InputRecord, JobRecord, JobState, ModelRecord, changed_adapters, differences
 from ..spec import JobSpec
@@ -268,7 +272,7 @@ def make_record(checked: CheckedJob) -> JobRecord:
     problems = token_problems(spec.sampling, largest)
     if problems:
         raise JobRequestError(*(f"{problem}. Correct it, or leave out what is named." for problem in problems))
-    return JobRecord(
+    record = JobRecord(
         job_id=f"{spec.name or 'job'}-{now:%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}",
         created_at=now.isoformat(timespec="seconds"),
         local_time=now.astimezone().isoformat(timespec="seconds"),
@@ -288,12 +292,25 @@ def make_record(checked: CheckedJob) -> JobRecord:
             notes=checked.model.notes,
             missing_header=missing_header,
             template_drops=template_drops,
+            pad_token_id=config.pad_token_id,
+            **_head_of(config),
         ),
         adapters=adapters,
         input=checked.input,
         with_logprobs=spec.sampling.wants_logprobs
         or not roles.isdisjoint(("logprobs", "top_logprobs", "continuation")),
     )
+    if problems := task_clashes(record):
+        raise JobRequestError(*problems)
+    return record
+
+
+def _head_of(config: ModelConfig) -> dict[str, Any]:
+    """Fields of `ModelRecord` about the head of a base that classifies; none for one that generates text."""
+    if not config.is_classifier:
+        return {}
+    problem_type = problem_type_of(config.problem_type, len(config.labels))
+    return {"task": "classify", "labels": config.labels, "problem_type": problem_type}
 
 
 def _template_traits(checked: CheckedJob) -> tuple[str, tuple[str, ...]]:

@@ -71,6 +71,13 @@ class JobOptions(TypedDict, total=False):
     reasoning_markers: str | Sequence[str] | Mapping[str, str]
     #: Form of the tool calls that are read from completions: hermes, llama3, mistral.
     tool_call_parser: str
+    #: Task of the rows: generate, classify, embed, rerank; by default a classifier's rows are classified, an embedding
+    #: adapter's embedded, and all others generate text.
+    task: str
+    #: Embeddings are the last hidden state of the prompt's last token (last), or the mean of all its tokens (mean).
+    pooling: str
+    #: Divide embeddings by their length, so that it is 1.
+    normalize_embeddings: bool
     #: Base model: local folder, GGUF file, Hugging Face hub id or fsspec URL.
     model: str | PathLike[str]
     #: Folder or URL of an adapter, or with one folder per adapter; a glob of them; a hub id, as ORG/NAME@REVISION;

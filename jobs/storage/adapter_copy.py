@@ -14,6 +14,7 @@ from typing import Any
 
 from ...engine.errors import AdapterRefusedError
 from ...engine.peft.folder import CONFIG_NAME, PICKLE_NAMES, WEIGHTS_NAME, check_links, holds_weights
+from ...engine.peft.heads import MODEL_CONFIG
 from ...engine.tokenizer_files import NAMES as TOKENIZER_NAMES
 from ...system.confinement import MEMORY_BYTES, ConfinedError, confined
 from ...system.local_cache import default_cache_root, file_lock, make_private, temporary_folder
@@ -51,7 +52,7 @@ def adapter_folder(url: str, storage_options: Mapping[str, Any], cache_root: Pat
 
 def _converted(folder: Path, pickle: Path, root: Path) -> Path:
     """The folder with safetensors in place of its pickle."""
-    kept = [name for name in (CONFIG_NAME, *TOKENIZER_NAMES) if (folder / name).is_file()]
+    kept = [name for name in (CONFIG_NAME, MODEL_CONFIG, *TOKENIZER_NAMES) if (folder / name).is_file()]
     kept += sorted(path.name for path in folder.glob("*.safetensors") if path.is_file())
     digests = [(name, file_sha256(folder / name, cache_root=root)) for name in (*kept, pickle.name)]
     target = root / "adapters" / f"{folder.name}-{sha256_of_files(digests)[:16]}-v{_VERSION}"

@@ -62,6 +62,8 @@ class RowAnswer:
     prompt_token_logprobs: tuple[float, ...] | None = None
     #: Likeliest tokens in place of each of the prompt's tokens but the first; None unless the row asks for them.
     prompt_token_top_logprobs: tuple[TopLogprobs, ...] | None = None
+    #: Logits of the labels of a row that was classified, or an embedding, as `Result.pooled`; None for other rows.
+    pooled: bytes | None = None
 
     @classmethod
     def from_result(cls, fingerprint: bytes, request: Request, result: Result, attempts: int) -> RowAnswer:
@@ -86,6 +88,7 @@ class RowAnswer:
             choice_logprobs=result.choice_logprobs,
             prompt_token_logprobs=result.prompt_logprobs,
             prompt_token_top_logprobs=result.prompt_top_logprobs,
+            pooled=result.pooled,
         )
 
     @classmethod

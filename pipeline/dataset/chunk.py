@@ -22,7 +22,7 @@ from ...jobs.input.file_version import has_changed
 from ...jobs.input.files import footer_sha256, unpack_schema
 from ...jobs.input.row_group import MAX_ROW_GROUP_BYTES, OversizedRowGroupError, open_row_group
 from ...jobs.options.stages import Stage
-from ...jobs.record import AdapterRecord, FileVersion, JobRecord, PartitionValues, index_key
+from ...jobs.record import AdapterRecord, FileVersion, JobRecord, ModelRecord, PartitionValues, index_key
 from ...jobs.spec import JobSpec
 from ...jobs.stages import first_stage, requests_of_stages, stage_record, stage_spec
 from ...jobs.storage.location import options_for
@@ -156,6 +156,10 @@ class IndexJob:
     expected_prompts: float = 1.0
     #: Most tokens that one row is expected to have generated in all stages together.
     expected_tokens: float = 0.0
+    #: The base model, in a job with tasks beside text; None in other jobs.
+    base: ModelRecord | None = None
+    #: Adapters that can be used, by name, in a job with tasks beside text.
+    heads: Mapping[str, AdapterRecord] = field(default_factory=dict)
 
     @classmethod
     def from_record(cls, record: JobRecord, spec: JobSpec) -> IndexJob:
@@ -212,7 +216,26 @@ class IndexJob:
             dropped=record.input.dropped,
             id_from_content=record.spec.id_from_content,
             tokenizer_sha256=record.model.tokenizer_sha256,
+            base=record.model if record.tasks else None,
+            heads={each.name: each for each in record.adapters if record.tasks and not each.is_refused},
         )
+
+    def task_of(self, adapter: str | None) -> str:
+        """The task of an adapter's rows unless they say otherwise; "" for text."""
+        own = self.heads.get(adapter or "")
+        return (own.task if own else "") or (self.base.task if self.base else "")
+
+    def task_problem(self, task: str, adapter: str | None) -> list[str]:
+        """Why an adapter, or the base, cannot do what a row asks, as a sentence; none if it can."""
+        own, has_base_head = self.heads.get(adapter or ""), bool(self.base and self.base.labels)
+        if self.base is None or (adapter and own is None):
+            return []  # the row's adapter is unknown or refused, which is its problem
+        whose = f"adapter {adapter!r} has" if adapter else "the base model has"
+        if task == "classify" and not (has_base_head or (own and own.labels)):
+            return [f"task={task!r}: {whose} no head that classifies"]
+        if task in ("", "generate", "rerank") and has_base_head:
+            return [f"task={task or 'generate'!r}: the base model classifies text and has no head that generates it"]
+        return []
 
 
 def _most_tokens(spec: JobSpec) -> int:

@@ -62,6 +62,7 @@ from .row_checks import (
     system_text,
     take_tokens,
     templated_messages,
+    without_padding,
 )
 
 _TOGETHER_CHARACTERS = 4 << 20
@@ -153,9 +154,9 @@ class PromptReader:
         drafts = []
         for row, adapter in enumerate(adapters):
             row_id = columns["id"][row] if "id" in columns else places[row]
-            sampling, problems = self._sampling({name: columns[name][row] for name in own}, self._vocab_size(adapter))
+            sampling, problems = self._sampling({name: columns[name][row] for name in own}, adapter)
             draft = RowDraft(row_id, sampling, row=row, adapter=adapter, expected=expected[row])
-            draft.task = task_hash(sampling, asked[row], self._job.templates)
+            draft.task = task_hash(sampling, sampling.task if sampling.is_pooled else asked[row], self._job.templates)
             drafts.append(draft)
             for problem in undecodable.get(row, ()):
                 draft.reject(ErrorKind.PROMPT, problem)
@@ -177,17 +178,24 @@ class PromptReader:
         apart = None if adapter is None else self._job.prepared_apart.get(adapter)
         return (apart.vocab_size if apart else 0) or self._job.vocab_size
 
-    def _sampling(self, values: Mapping[str, Any], vocab_size: int) -> tuple[SamplingParams, list[str]]:
-        """A row's sampling and what is wrong with it. Kept by value, since rows mostly repeat a few combinations."""
+    def _sampling(self, values: Mapping[str, Any], adapter: str | None) -> tuple[SamplingParams, list[str]]:
+        """A row's sampling for its task, and what is wrong with it. Kept by value, since rows mostly repeat a few
+        combinations.
+        """
+        vocab_size, named = self._vocab_size(adapter), None if self._job.base is None else adapter
         key = (
             vocab_size,
+            named,
             *(
                 (type(v), str(v) if isinstance(v, dict) else tuple(v) if isinstance(v, list) else v)
                 for v in values.values()
             ),
         )
         if key not in self._samplings:
-            self._samplings[key] = read_sampling(self._job.sampling, values, vocab_size)
+            sampling, problems = read_sampling(self._job.sampling, values, vocab_size)
+            task = sampling.task or self._job.task_of(adapter)
+            problems = problems or self._job.task_problem(task, adapter)
+            self._samplings[key] = sampling.of_task(task), problems
         return self._samplings[key]
 
     def _check_prompt(self, draft: RowDraft, value: Any) -> None:
@@ -325,6 +333,8 @@ class PromptReader:
                 with rejecting(draft):
                     self._score(draft, None, self._tokenizer(draft.adapter))
             check_tokens(draft, self._vocab_size(draft.adapter))
+            if draft.sampling.task == "classify" and draft.tokens and self._job.base:
+                draft.tokens = without_padding(draft.tokens, self._job.base.pad_token_id)
 
     def _check_options(self, drafts: list[RowDraft]) -> None:
         """Reject rows whose options hold texts that do not fit or cannot be tokenised, before an engine meets them."""
@@ -371,7 +381,7 @@ class PromptReader:
         """Tokens that will be computed behind a row's prompt; 0 when its options do not fix the number."""
         if draft.problems:
             return 0
-        given = len(draft.sampling.continuation_token_ids)
+        given = 1 if draft.sampling.is_pooled else len(draft.sampling.continuation_token_ids)
         return given or steps_of_choice(self._tokenizer(draft.adapter), draft.sampling, draft.tokens or ())
 
 

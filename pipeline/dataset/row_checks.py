@@ -232,6 +232,16 @@ def check_rendered(draft: RowDraft, prompt: RenderedMessages | str, source: str 
         draft.stand_ins = prompt.stand_ins
 
 
+def without_padding(tokens: list[int], pad_token_id: int | None) -> list[int]:
+    """A prompt without the padding at its end, at least its first token: as in transformers, a classifier reads the
+    last token that is none.
+    """
+    end = len(tokens)
+    while end > 1 and tokens[end - 1] == pad_token_id:
+        end -= 1
+    return tokens if end == len(tokens) else tokens[:end]
+
+
 def check_token_ids(draft: RowDraft, value: Any, vocab_size: int) -> None:
     """Take `prompt_token_ids`, or reject the row: they must be a list, not empty, of tokens that the model has."""
     if not isinstance(value, list) or not value:
@@ -284,6 +294,13 @@ def check_tokens(draft: RowDraft, vocab_size: int) -> None:
 def check_continuation(draft: RowDraft, value: Any) -> None:
     """Take a `continuation`, or reject the row: it must be text that is not empty, or a list of such texts, or null."""
     if value is None:
+        return
+    if draft.sampling.is_pooled:
+        draft.reject(
+            ErrorKind.PROMPT,
+            f"continuation={_shown(value)}: this row's task is {draft.sampling.task}, which scores no text. Leave it "
+            "null, or give task generate.",
+        )
         return
     texts = [value] if isinstance(value, str) else value
     if not texts or not all(isinstance(text, str) and text for text in texts):

@@ -290,6 +290,8 @@ def _value_of(cell: _Cell) -> Any:
         value["probability"] = shares and dict(zip(sampling.choice, shares, strict=True))
     if sampling is not None and sampling.json_schema:
         value["answer"] = _parsed(answer.completion)
+    if sampling is not None and sampling.task == "classify":
+        value["label"] = answer.completion
     return value
 
 

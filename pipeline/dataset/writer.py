@@ -43,6 +43,7 @@ from ...jobs.record import JobRecord
 from .answers import RowAnswer, probabilities
 from .reader import ShardRows
 from .schema import SAMPLE, passthrough_schema
+from .task_columns import POOLED_COLUMNS, pooled_of, task_columns
 
 #: Function of an adapter (None: the base model) and tokens that returns the bytes of each; None if they are not known.
 Spell = Callable[[str | None, Sequence[int]], list[bytes] | None]
@@ -161,7 +162,8 @@ def answer_values(part: pa.Table, record: JobRecord) -> list[dict[str, Any]]:
     """The fields of `RowAnswer` of each completion in a part, as far as the table has their columns. The other columns
     of a part follow from these and from the request.
     """
-    names = [field.name for field in completion_fields(record) if field.name in RowAnswer.__dataclass_fields__]
+    known = {*RowAnswer.__dataclass_fields__, *POOLED_COLUMNS}
+    names = [field.name for field in completion_fields(record) if field.name in known]
     columns = {name: column for name in names if (column := output_name(record, name)) in part.column_names}
     answers: list[dict[str, Any]] = part.select(list(columns.values())).rename_columns(list(columns)).to_pylist()
     if record.has_lists:
@@ -183,7 +185,7 @@ def row_answer(values: dict[str, Any], fingerprint: bytes) -> RowAnswer:
         values[_PROMPT.name] = tuple(token["logprob"] for token in prompt[1:])
     if (scores := values.get(CHOICE_SCORES_FIELD.name)) is not None:
         values[CHOICE_SCORES_FIELD.name] = tuple(score["logprob"] for score in scores)
-    return RowAnswer(fingerprint=fingerprint, **values)
+    return RowAnswer(fingerprint=fingerprint, pooled=pooled_of(values), **values)
 
 
 def _with_answers(rows: ShardRows, answers: list[RowAnswer], record: JobRecord, spell: Spell) -> pa.Table:
@@ -232,6 +234,7 @@ def answer_columns(
         CHOICE_FIELD.name: lambda: pa.array(map(_chosen, requests, answers), CHOICE_FIELD.type),
         CHOICE_SCORES_FIELD.name: lambda: pa.array(map(_choice_scores, requests, answers), CHOICE_SCORES_FIELD.type),
         CHOICE_SHARES_FIELD.name: lambda: pa.array(map(_choice_shares, requests, answers), CHOICE_SHARES_FIELD.type),
+        **task_columns(requests, answers, names, record),
     }
     return {
         field.name: made[field.name]()

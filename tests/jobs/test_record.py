@@ -64,6 +64,9 @@ OTHER_VALUES: dict[str, Any] = {
     "grammar": 'start: "x"',
     "reasoning_markers": "<think>,</think>",
     "tool_call_parser": "hermes",
+    "task": "embed",
+    "pooling": "mean",
+    "normalize_embeddings": False,
     "mode": "exact",
     "dtype": "bfloat16",
     "base_quantization": "int8",
@@ -196,6 +199,9 @@ def test_a_record_of_the_version_before_is_the_same_job_with_the_same_index() ->
     given = [written["spec"].pop(name) for name in later]
     assert given == json.loads(json.dumps([JobSpec.model_fields[name].default for name in later]))
     expected["input"] |= {"converted": [], "json_columns": [], "sole_adapter": ""}  # which it did not have
+    head = {"task": "", "labels": [], "problem_type": ""}
+    expected["model"] |= head | {"pad_token_id": None}
+    expected["adapters"] = [adapter | head for adapter in expected["adapters"]]
     assert written == expected
     assert index_key(frozen) == "04abca8e2ea70d9932b36a473bfe4db1c1b84ac84900a529e84b8185928afc67"
     again = frozen.job_spec({"key": "k"}, workers=2)

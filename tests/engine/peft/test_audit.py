@@ -314,9 +314,9 @@ def test_an_adapter_of_another_architecture_matches_nothing_and_is_refused(plain
 
 def test_several_problems_are_joined(plain: Any) -> None:
     (plain.folder / "adapter_model.safetensors").write_bytes(b"broken")
-    plain.configure(peft_type="IA3", lora_alpha="x", task_type="SEQ_CLS", warp=1)
+    plain.configure(peft_type="IA3", lora_alpha="x", task_type="TOKEN_CLS", warp=1)
     text = "\n".join(plain.audit().reasons)
-    for what in ("peft_type='IA3'", "lora_alpha='x'", "task_type='SEQ_CLS'", "warp=1", "adapter_model.safetensors"):
+    for what in ("peft_type='IA3'", "lora_alpha='x'", "task_type='TOKEN_CLS'", "warp=1", "adapter_model.safetensors"):
         assert what in text
 
 

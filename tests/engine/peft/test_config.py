@@ -239,14 +239,14 @@ def test_a_missing_method_is_refused() -> None:
     assert ledger.is_refused
 
 
-@pytest.mark.parametrize("task", ["SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"])
+@pytest.mark.parametrize("task", ["TOKEN_CLS", "QUESTION_ANS", ["SEQ_CLS"]])
 def test_an_adapter_for_another_task_is_refused(task: str) -> None:
     (reason,) = judge(task_type=task).reasons("zoo")
     assert f"task_type={task!r}: expected 'CAUSAL_LM'" in reason
 
 
-@pytest.mark.parametrize("task", ["CAUSAL_LM", "SEQ_2_SEQ_LM", None])
-def test_an_adapter_for_generation_is_accepted(task: Any) -> None:
+@pytest.mark.parametrize("task", ["CAUSAL_LM", "SEQ_2_SEQ_LM", None, "SEQ_CLS", "FEATURE_EXTRACTION"])
+def test_an_adapter_for_a_task_that_is_computed_is_accepted(task: Any) -> None:
     assert not judge(task_type=task).is_refused
 
 

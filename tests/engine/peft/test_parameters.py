@@ -37,13 +37,13 @@ def test_a_saved_module_that_is_missing_is_refused(train: Any, llama: Any) -> No
     assert "model.layers.1.input_layernorm.weight: missing, expected because modules_to_save names" in reasons(trained)
 
 
-@pytest.mark.parametrize("name", ["score", "classifier"])
-def test_a_classification_head_is_refused(plain: Any, name: str) -> None:
+@pytest.mark.parametrize("name", ["classifier", "qa_outputs"])
+def test_a_head_of_another_family_is_refused(plain: Any, name: str) -> None:
     plain.configure(modules_to_save=[name])
     add(plain, f"{P}{name}.weight", 3, 16)
     text = reasons(plain)
-    assert f"modules_to_save=('{name}',): '{name}' does not generate text" in text
-    assert f"{P}{name}.weight: the base has no parameter '{name}.weight', and a classification head" in text
+    assert f"modules_to_save=('{name}',): '{name}' is a head of another family" in text
+    assert f"{P}{name}.weight: the base has no parameter '{name}.weight', and of heads" in text
 
 
 def test_a_saved_module_the_base_does_not_have_is_reported(plain: Any) -> None:

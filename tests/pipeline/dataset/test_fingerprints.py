@@ -42,6 +42,9 @@ OTHER: dict[str, Any] = {
     "grammar": 'start: "x"',
     "reasoning_markers": "<think>,</think>",
     "tool_call_parser": "hermes",
+    "task": "embed",
+    "pooling": "mean",
+    "normalize_embeddings": False,
 }
 
 
