@@ -17,6 +17,7 @@ from ...system.untrusted import MALFORMED, parse_json, shown_name
 from ..storage.location import options_for
 from ..storage.redaction import redacted_url, storage_reason
 from ..storage.stores import open_store
+from ..storage.urls import has_wildcard
 from .conversion.source import Kind
 from .formats import (
     FIRST_BYTES,
@@ -32,7 +33,6 @@ from .formats import (
 
 #: Format of a table of this program, which is no `Kind`.
 TABLE = "table"
-_GLOB_SIGNS = "*?["
 _ENDINGS_EXPLAINED = 3
 # Folders with records of other programs and ours, whose Parquet files hold no input rows.
 _RECORDS = ("_lorabatch", "_temporary", "_delta_log", "_spark_metadata")
@@ -138,9 +138,9 @@ class _NoInputError(ValueError):
 
 
 def _find(url: str, fs: Any, options: Mapping[str, Any], path: str) -> FoundInput:
-    if any(sign in path for sign in _GLOB_SIGNS) and not fs.exists(path):
+    if has_wildcard(path) and not fs.exists(path):
         parts = path.split("/")
-        fixed = next(i for i, part in enumerate(parts) if any(sign in part for sign in _GLOB_SIGNS))
+        fixed = next(i for i, part in enumerate(parts) if has_wildcard(part))
         paths = sorted(found for found in fs.glob(path) if fs.isfile(found))
         return _of_one_kind(FoundInput(url, fs, options, paths, "/".join(parts[:fixed]), []))
     # `isfile` and `exists` would take storage that refuses for empty storage.
@@ -288,7 +288,7 @@ def _ending(name: str) -> str:
 def would_read(url: str, file: str) -> bool:
     """Whether `file` would be found behind the input `url`. Both are absolute paths or URLs."""
     source, file = resolved(url), resolved(file)
-    if any(sign in source for sign in _GLOB_SIGNS):
+    if has_wildcard(source):
         return re.match(glob_translate(source), file) is not None
     below = file.removeprefix(f"{source}/")
     return below != file and _is_visible(below.split("/"))
