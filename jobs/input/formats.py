@@ -106,7 +106,7 @@ def refusal(name: str, address: str, first: bytes, reason: str) -> str:
 
 
 def advice_for(address: str, first: bytes) -> str:
-    """What a file that is not read seems to be, and what to do, without a full stop; "" where neither its name nor its
+    """A clause on what a file that is not read seems to be, and on what to do; "" where neither its name nor its
     first bytes say it.
     """
     compression, ending = _compression(address), _ending(_stem(address))
