@@ -14,7 +14,7 @@ from rich.text import Text
 from ..jobs.comparison import Comparison, compare_answers
 from ..jobs.errors import JobRequestError
 from ..jobs.store import JobStore
-from ..system.untrusted import printable
+from ..system.untrusted import printable, shortened
 from .terminal import plain_console
 
 # Characters of an answer in a cell of a comparison.
@@ -86,10 +86,6 @@ def _example(key: str, first: dict[str, Any], second: dict[str, Any]) -> Table:
     start = max(equal - _CELL_CHARACTERS // 4, 0)
     for name, row in zip(("first", "second"), rows, strict=True):
         table.add_column(f"{name}, {row['finish_reason']}")
-    table.add_row(*(Text(printable(("…" if start else "") + _shortened(text[start:]))) for text in texts))
+    shown = [shortened(" ".join(text[start:].split()), _CELL_CHARACTERS) for text in texts]
+    table.add_row(*(Text(printable(("…" if start else "") + text)) for text in shown))
     return table
-
-
-def _shortened(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _CELL_CHARACTERS else line[: _CELL_CHARACTERS - 1] + "…"

@@ -18,10 +18,10 @@ from ..jobs.options.values import TLS_FIELDS
 from ..jobs.spec import JobSpec
 
 _FILE = Path(__file__).parents[1] / "jobs" / "options" / "types.py"
-# Values that a program may give beside those of the field's own type: what the validators of `JobSpec` read.
 _COLUMNS, _COMMENT = 120, "    #: "
 _PATH = "str | PathLike[str]"
 _OBJECT = "str | Mapping[str, Any]"
+# Values that a program may give beside those of the field's own type: what the validators of `JobSpec` read.
 _ACCEPTED = {
     **dict.fromkeys(("model", "output"), _PATH),
     **dict.fromkeys(("chat_template", "scheduler_file", "cost_model"), f"{_PATH} | None"),

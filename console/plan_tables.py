@@ -120,7 +120,7 @@ def plan_json(found: DryRun, gpu_hour_price: str | float | None) -> dict[str, An
         "rows": found.workload.num_rows,
         "error_rows": sum(kind.num_rows for kind in found.errors),
         "errors": [asdict(kind) for kind in found.errors],
-        "update": found.update and asdict(found.update),
+        "update": found.update and asdict(found.update) | {"kept_bytes": found.kept_bytes},
         "prompt_tokens": int(found.workload.prompt_tokens.sum()),
         "shared_prompt_tokens": forecast.shared_prompt_tokens,
         "predicted_output_tokens": sum(share.predicted_output_tokens for share in found.shares),
@@ -205,7 +205,8 @@ def totals(found: DryRun, gpu_hour_price: str | float | None) -> list[str]:
         *([found.update.to_text()] if found.update else []),
         f"{found.workload.num_rows} rows, {int(found.workload.prompt_tokens.sum())} prompt tokens, about {output} "
         f"output tokens, {len(forecast.plan.shards)} shards on {found.num_workers} workers",
-        f"Predicted: {forecast.predicted_s:.1f} s (simulated on predicted lengths{_part_played(found)})",
+        f"Predicted: {forecast.predicted_s:.1f} s (simulated on predicted lengths{_part_played(found)})"
+        f"{_left_out(found)}",
         *_speeds(found),
         *_bound(found),
         *_range(found),
@@ -234,6 +235,14 @@ def _part_played(found: DryRun) -> str:
     played = found.forecast.simulated_rows
     num_rows = sum(shard.num_rows for shard in found.forecast.plan.shards if shard.has_engine_work)
     return "" if played == num_rows else f" of {played} of the rows"
+
+
+def _left_out(found: DryRun) -> str:
+    """A clause about the work of an update for which there are no predicted seconds; "" for other jobs."""
+    if found.update is None or not found.update.kept:
+        return ""
+    size = f" of {found.kept_bytes / 1e6:,.1f} MB" if found.kept_bytes else ""
+    return f", without the time to read parts{size} for the answers that are kept and to write them again"
 
 
 def _speeds(found: DryRun) -> list[str]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from itertools import takewhile
 from typing import Any, Self
 
+from ..system.untrusted import shortened
 from .progress import AdapterCount
 
 #: Answers of each adapter that are shown.
@@ -79,8 +80,7 @@ class AdapterOutcome:
     @property
     def name(self) -> str:
         """Name of the adapter for people, cut to a readable length."""
-        name = self.adapter or BASE_NAME
-        return name if len(name) <= _NAME_CHARACTERS else name[: _NAME_CHARACTERS - 1] + "…"
+        return shortened(self.adapter or BASE_NAME, _NAME_CHARACTERS)
 
     @property
     def count(self) -> AdapterCount:
@@ -287,6 +287,6 @@ def _common_end(prompts: Sequence[str]) -> str:
 
 def _shown(text: str, *, is_end: bool) -> str:
     """A text as a JSON string on one line, cut at its beginning or its end."""
-    if len(text) > _CHARACTERS_SHOWN:
-        text = "…" + text[1 - _CHARACTERS_SHOWN :] if is_end else text[: _CHARACTERS_SHOWN - 1] + "…"
-    return json.dumps(text, ensure_ascii=False)
+    if is_end and len(text) > _CHARACTERS_SHOWN:
+        text = "…" + text[1 - _CHARACTERS_SHOWN :]
+    return json.dumps(shortened(text, _CHARACTERS_SHOWN), ensure_ascii=False)

@@ -10,6 +10,7 @@ from typing import Any
 from ..jobs.outcome import AdapterOutcome, KindOfError, outcome_lines
 from ..jobs.progress import RowTotals, counted
 from ..system.html import facts_table
+from ..system.untrusted import shortened
 
 _SENTENCE_CHARS = 200
 # Adapters in the table that a notebook shows.
@@ -138,5 +139,4 @@ class JobResult:
 
 
 def _short(kind: KindOfError) -> str:
-    sentence = " ".join(kind.sentence.split())
-    return sentence if len(sentence) <= _SENTENCE_CHARS else sentence[: _SENTENCE_CHARS - 1] + "…"
+    return shortened(" ".join(kind.sentence.split()), _SENTENCE_CHARS)

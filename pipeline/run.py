@@ -118,8 +118,8 @@ def _run_opened(
     job: OpenedJob, client: Client | None, watcher: Progress, reporter: JobReporter, engine_factory: str
 ) -> JobResult:
     try:
-        # Spare processes import the engine; other factories do not need it.
-        has_spares = engine_factory == ENGINE_FACTORY
+        # Spare processes import the engine; other factories do not need it, and an update may need none.
+        has_spares = engine_factory == ENGINE_FACTORY and not job.record.sources
         connection = connected(job.spec, client, has_spares=has_spares)
         with EarlyCheck(job) as rows, connection as dask, cluster_errors_named(dask, redacted_url(job.spec.output)):
             run_id, future, notes = launch(dask, job, rows, reporter, engine_factory)
@@ -189,7 +189,9 @@ def _launch(
         spec.model, settings.engine, engine_factory, spec.storage_options, model_sha256, verify=spec.verify
     )
     rows.raise_problems()
-    run_id = register_plugin(client, job.record.job_id, engines, job.store)
+    # The coordinator starts the engines of an update once it knows that there are rows for them.
+    starts_later = bool(job.record.sources)
+    run_id = register_plugin(client, job.record.job_id, engines, job.store, starts_later=starts_later)
     lease_s = parse_timedelta(dask.config.get(LEASE_SETTING, default=_LEASE))
     arguments = (job, run_id, time.time(), settings, lease_s, opened_s)
     future = client.submit(run_job, *arguments, key=job_key(run_id), priority=_JOB_PRIORITY, pure=False)

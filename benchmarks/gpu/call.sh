@@ -19,7 +19,7 @@ RUN="python3 -m lorabatch.benchmarks.gpu"
     free -g
     df -h "$WORK"
     # the extension modules alone, by gcc: nothing is installed
-    ls kernels/native/_avx*.so || python3 -c 'from setuptools import setup; setup()' build_ext --inplace
+    ls kernels/native/_avx*.so || python3 setup.py build_ext --inplace
 } >"$FOUND/machine.txt" 2>&1
 (while sleep 10; do tar czf "$WORK/part.tgz" -C "$FOUND" . && mv "$WORK/part.tgz" "$OUT/found.tgz"; done) 2>/dev/null &
 ARCHIVING=$!

@@ -13,6 +13,12 @@ from .targets import targeted, ties_targets, unmatched_targets
 from .tensor_file import TensorEntry
 
 MAX_NAMES_IN_NOTE = 5
+# Layers that some bases have as one, and others as several whose outputs stand one behind the other in it.
+_PACKED_LAYERS: Mapping[str, tuple[str, ...]] = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+_ITS_BASE = "Use the base this adapter was trained on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +123,24 @@ def find_sites(contents: Contents, ledger: Ledger) -> tuple[LoraSite, ...]:
     return tuple(sorted(sites, key=lambda site: site.module))
 
 
+def _why_absent(module: str, layout: BaseLayout) -> tuple[str, str]:
+    """Cause and reason of a refusal of tensors for a module that the base lacks."""
+    absent = f"the base has no linear layer {module!r}"
+    if ".linear_attn." in f".{module}":
+        return "linear attention", (
+            f"{absent}: it is of linear attention, which hybrid models such as Qwen3.5 have (Tinker splits their "
+            "in_proj_qkv into in_proj_q, in_proj_k and in_proj_v). No base with linear attention is served"
+        )
+    for packed, parts in _PACKED_LAYERS.items():
+        stem = module.removesuffix(packed)
+        if stem != module and {f"{stem}{part}" for part in parts} <= layout.linear.keys():
+            return packed, f"{absent}: it packs {' and '.join(parts)}, which this base has apart. {_ITS_BASE}"
+        part = next((part for part in parts if module.endswith(part)), None)
+        if part is not None and module.removesuffix(part) + packed in layout.linear:
+            return packed, f"{absent}: it is a part of {packed}, which this base has as one layer. {_ITS_BASE}"
+    return "no such layer", f"{absent}. {_ITS_BASE}"
+
+
 def _site(
     contents: Contents, trained: str, parts: Mapping[Role, TensorName], scale: tuple[int, float], ledger: Ledger
 ) -> LoraSite | None:
@@ -127,11 +151,7 @@ def _site(
     module = contents.renaming.to_base(trained)
     keys = [name.key for name in parts.values()]
     if module not in contents.layout.adaptable:
-        ledger.refuse_tensors(
-            keys,
-            "no such layer",
-            f"the base has no linear layer {module!r}. Use the base this adapter was trained on",
-        )
+        ledger.refuse_tensors(keys, *_why_absent(module, contents.layout))
         return None
     is_embedding = module == contents.layout.embedding
     a_role: Role = "embedding_a" if is_embedding else "lora_a"

@@ -21,7 +21,7 @@ from ..spec import JobSpec
 from .answer_type import answer_type
 from .completions import listed
 from .files import unpack_schema
-from .known_tables import is_turn, messages_hint, table_hint, template_hint
+from .known_tables import conversation_column, is_turn, messages_hint, table_hint, template_hint
 
 # Columns that every output adds; input columns must leave these names free.
 ANSWER_FIELDS = (
@@ -230,11 +230,13 @@ def find_roles(
 
     `columns`: roles that the user has assigned. Other roles are played by the column of their own name, if there is
     one: the id, the adapter, the prompt, tools beside messages, fields of a struct `sampling_params`, and settings only
-    where `row_settings` has their name or `all`. `asked`: the job's options that add columns to the output; see
-    `asked_options`. `copied`: input columns that the output has, by default all. `prefix`: before the names of
-    lorabatch's own columns. `is_made`: a template of the job makes the prompts, so that no column has them. A role that
-    is given to "" is played by no column.
+    where `row_settings` has their name or `all`. A `conversation_column` has messages. `asked`: the job's options that
+    add columns to the output; see `asked_options`. `copied`: input columns that the output has, by default all.
+    `prefix`: before the names of lorabatch's own columns. `is_made`: a template of the job makes the prompts, so that
+    no column has them. A role that is given to "" is played by no column.
     """
+    if not is_made and (conversation := conversation_column(schema, columns)):
+        columns = {**columns, "messages": conversation}
     roles = {role: name for role, name in columns.items() if name}
     problems = [
         f"column {role}={name!r}: the input has no such column. Name one of {_names(schema) or 'none'}."

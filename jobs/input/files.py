@@ -23,7 +23,8 @@ from ..storage.stores import open_store
 from .column_types import INT96_UNIT, carried_field
 from .conversion.source import Item, Kind, Source
 from .file_version import file_version
-from .finding import PARQUET, TABLE, FoundInput, find_input, other_format, resolved
+from .finding import TABLE, FoundInput, find_input, first_bytes, resolved
+from .formats import PARQUET, refusal
 from .parquet_schema import column_kinds
 from .row_group import MAX_ROW_GROUP_ROWS
 from .spark_metadata import SPARK_CALENDAR_KEYS
@@ -251,10 +252,7 @@ def _read_footer(found: FoundInput, path: str, name: str, kinds: _KindsOfSchemas
         metadata, of_columns = parsed.metadata, kinds.of(parsed.schema, footer)
         schema = pa.schema([carried_field(column) for column in parsed.schema_arrow])
     except ValueError as error:
-        kind = other_format(name)
-        if kind is not None:
-            return f"input file {name!r}: {kind}, which is not read. Write it as Parquet or leave it out."
-        return f"input file {name!r}: not a readable Parquet file ({error}). Write it again or leave it out."
+        return refusal(name, redacted_url(found.address(path)), first_bytes(fs, path), str(error))
     except Exception as error:
         return f"input file {name!r}: {storage_reason(error, found.options, found.url)}"
     row_group_rows = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))

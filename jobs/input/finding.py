@@ -17,23 +17,23 @@ from ...system.untrusted import MALFORMED, parse_json, shown_name
 from ..storage.location import options_for
 from ..storage.redaction import redacted_url, storage_reason
 from ..storage.stores import open_store
+from ..storage.urls import has_wildcard
 from .conversion.source import Kind
+from .formats import (
+    FIRST_BYTES,
+    PARQUET,
+    SUFFIXES,
+    advice_for,
+    is_plain_json,
+    kind_of_content,
+    kind_of_name,
+    may_be_stream,
+    shown_ending,
+)
 
-#: Formats that are no `Kind`: Parquet, and a table of this program.
-PARQUET, TABLE = "Parquet", "table"
-_GLOB_SIGNS = "*?["
-_SUFFIXES = (".parquet", ".pq", ".parq")
-# A folder with one of these and files of `.json` has its rows in the former: `.json` files often describe others.
-_FORMATS: Mapping[str, Kind] = {
-    ".csv": "CSV", ".tsv": "TSV", ".jsonl": "JSON Lines", ".ndjson": "JSON Lines", ".arrow": "Arrow",
-    ".feather": "Arrow", ".ipc": "Arrow", ".orc": "ORC",
-}  # fmt: skip
-_OTHER_FORMATS: Mapping[str, str] = {**_FORMATS, ".json": "JSON Lines", ".avro": "Avro", ".xlsx": "Excel"}
-_COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".snappy")
-_COMPRESSIBLE = ("CSV", "TSV", "JSON Lines")
-_MAGIC: Mapping[bytes, str] = {b"PAR1": PARQUET, b"PARE": PARQUET, b"ARROW1": "Arrow", b"ORC": "ORC"}
-_STREAM_MAGIC = b"\xff\xff\xff\xff"
-_MAGIC_BYTES = 8
+#: Format of a table of this program, which is no `Kind`.
+TABLE = "table"
+_ENDINGS_EXPLAINED = 3
 # Folders with records of other programs and ours, whose Parquet files hold no input rows.
 _RECORDS = ("_lorabatch", "_temporary", "_delta_log", "_spark_metadata")
 #: Folder in which a Delta table records which of its files count.
@@ -106,9 +106,31 @@ def find_input(url: str, storage_options: Mapping[str, Any], problems: list[str]
     others = f" ({found.endings(found.unread)})" if found.unread else ""
     problems.append(
         f"input={shown!r}: no Parquet files there{others}. Expected a file of Parquet, {', '.join(get_args(Kind))}, a "
-        "folder with such files, or a glob that matches some."
+        f"folder with such files, or a glob that matches some.{_advice(found)}"
     )
     return None
+
+
+def _advice(found: FoundInput) -> str:
+    """Sentences about the first unread file of each ending: what it seems to be, and what to do; "" about no file."""
+    by_ending: dict[str, str] = {}
+    for path in found.unread:
+        if _is_visible(_below(found.root, path)):
+            by_ending.setdefault(_ending(path), path)
+    said = {
+        path: advice_for(redacted_url(found.address(path)), first_bytes(found.fs, path))
+        for path in [*by_ending.values()][:_ENDINGS_EXPLAINED]
+    }
+    return "".join(f" {found.shown(path)!r}: {advice}." for path, advice in said.items() if advice)
+
+
+def first_bytes(fs: Any, path: str) -> bytes:
+    """The begin of a file; none of one that cannot be read."""
+    try:
+        with fs.open(path, "rb") as file:
+            return bytes(file.read(FIRST_BYTES))
+    except Exception:
+        return b""
 
 
 class _NoInputError(ValueError):
@@ -116,9 +138,9 @@ class _NoInputError(ValueError):
 
 
 def _find(url: str, fs: Any, options: Mapping[str, Any], path: str) -> FoundInput:
-    if any(sign in path for sign in _GLOB_SIGNS) and not fs.exists(path):
+    if has_wildcard(path) and not fs.exists(path):
         parts = path.split("/")
-        fixed = next(i for i, part in enumerate(parts) if any(sign in part for sign in _GLOB_SIGNS))
+        fixed = next(i for i, part in enumerate(parts) if has_wildcard(part))
         paths = sorted(found for found in fs.glob(path) if fs.isfile(found))
         return _of_one_kind(FoundInput(url, fs, options, paths, "/".join(parts[:fixed]), []))
     # `isfile` and `exists` would take storage that refuses for empty storage.
@@ -130,7 +152,14 @@ def _find(url: str, fs: Any, options: Mapping[str, Any], path: str) -> FoundInpu
 def _of_one_kind(found: FoundInput) -> FoundInput:
     """Files that were named, with their format. Raises `_NoInputError` for several formats."""
     kinds = dict(zip(found.paths, _looked_at(found, found.paths), strict=True))
-    several = {kind or PARQUET for kind in kinds.values()}
+    several = {kind for kind in kinds.values() if kind is not None}
+    unknown = [path for path, kind in kinds.items() if kind is None]
+    if unknown and several - {PARQUET}:
+        raise _NoInputError(
+            f"beside files of {', '.join(sorted(several))} there are others, of no format that is read "
+            f"({found.endings(unknown)}), such as {found.shown(unknown[0])!r}. Leave them out, for example with a glob "
+            f"that names an ending.{_advice(_with_kind(found, [], unknown, PARQUET))}"
+        )
     if len(several) > 1:
         raise _NoInputError(
             f"files of several formats there ({', '.join(sorted(several))}): {found.endings(found.paths)}. Give each "
@@ -150,7 +179,7 @@ def _folder(url: str, fs: Any, options: Mapping[str, Any], root: str) -> FoundIn
     is_delta = False
     for path in sorted(fs.find(root)):
         below = _below(root, path)
-        is_parquet = path.lower().endswith(_SUFFIXES)
+        is_parquet = path.lower().endswith(SUFFIXES)
         if _is_visible(below):
             (paths if is_parquet else unread).append(path)
         elif is_parquet and not any(part in _RECORDS for part in below):
@@ -188,9 +217,9 @@ def _other_files(found: FoundInput, files: list[str]) -> tuple[str, list[str]]:
         folder, _, name = path.rpartition("/")
         if folder in described and name.startswith(_DATASET_CACHE):
             continue  # a result that the package keeps beside the rows
-        kind = _kind_of_name(path)
+        kind = kind_of_name(path)
         if kind is not None:
-            by_kind.setdefault(kind if not _is_plain_json(path) else ".json", []).append(path)
+            by_kind.setdefault(kind if not is_plain_json(path) else ".json", []).append(path)
     plain_json = by_kind.pop(".json", [])
     if len(by_kind) > 1:
         raise _NoInputError(
@@ -223,36 +252,22 @@ def _looked_at(found: FoundInput, paths: Sequence[str], *, by_name: bool = True)
     """
 
     def kind_of(path: str) -> str | None:
-        if path.lower().endswith(_SUFFIXES):
+        if path.lower().endswith(SUFFIXES):
             return PARQUET
         # A filesystem for this thread, instead of `found.fs`: a connection of SFTP is for one thread.
         fs, _ = open_store(found.url, found.options)
         if isinstance(fs, LocalFileSystem) and not os.path.isfile(path):
             return None  # a pipe, or a link to a folder
-        named = _kind_of_name(path) if by_name else None
+        named = kind_of_name(path) if by_name else None
         try:
             with fs.open(path, "rb") as file:
-                first = file.read(_MAGIC_BYTES)
+                first = file.read(FIRST_BYTES)
         except (PermissionError, FileNotFoundError):
             return named  # it is named as not read
-        by_content = next((kind for magic, kind in _MAGIC.items() if first.startswith(magic)), None)
-        return by_content or named or ("Arrow" if by_name and first.startswith(_STREAM_MAGIC) else None)
+        return kind_of_content(first) or named or ("Arrow" if by_name and may_be_stream(first) else None)
 
     with ThreadPoolExecutor(_PARALLEL_LOOKS) as pool:
         return list(pool.map(kind_of, paths))
-
-
-def _kind_of_name(path: str) -> str | None:
-    """The format that is read, by the ending of a file's name; None for others."""
-    kind = other_format(path)
-    is_compressed = path.lower().endswith(_COMPRESSIONS)
-    if kind not in get_args(Kind) or path.lower().endswith(".snappy") or (is_compressed and kind not in _COMPRESSIBLE):
-        return None
-    return kind
-
-
-def _is_plain_json(path: str) -> bool:
-    return _stem(path).endswith(".json")
 
 
 def endings(names: Sequence[str]) -> str:
@@ -267,30 +282,16 @@ def _ending(name: str) -> str:
         return DELTA_LOG
     if not _is_visible(name.strip("/").split("/")):
         return "hidden"
-    stem = next((file.removesuffix(end) for end in _COMPRESSIONS if file.lower().endswith(end)), file)
-    ending = stem.rpartition(".")[2] if "." in stem else ""
-    ending = f".{ending}" if ending else ""
-    return (ending + file[len(stem) :]) or "without an ending"
+    return shown_ending(file) or "without an ending"
 
 
 def would_read(url: str, file: str) -> bool:
     """Whether `file` would be found behind the input `url`. Both are absolute paths or URLs."""
     source, file = resolved(url), resolved(file)
-    if any(sign in source for sign in _GLOB_SIGNS):
+    if has_wildcard(source):
         return re.match(glob_translate(source), file) is not None
     below = file.removeprefix(f"{source}/")
     return below != file and _is_visible(below.split("/"))
-
-
-def other_format(name: str) -> str | None:
-    """The format of a data file that is not Parquet, by the ending of its name; None for other files."""
-    return next((kind for suffix, kind in _OTHER_FORMATS.items() if _stem(name).endswith(suffix)), None)
-
-
-def _stem(name: str) -> str:
-    """A name in small letters, without the ending of its compression."""
-    stem = name.lower()
-    return next((stem.removesuffix(end) for end in _COMPRESSIONS if stem.endswith(end)), stem)
 
 
 def resolved(url: str) -> str:

@@ -23,10 +23,9 @@ from ..errors import JobRequestError, StorageError
 from ..storage.local_copy import HUB_REPOSITORY, local_path
 from ..storage.location import Location
 from ..storage.redaction import redacted_url
-from ..storage.urls import LATEST, absolute, hub_parts, is_hub_id
+from ..storage.urls import LATEST, absolute, has_wildcard, hub_parts, is_hub_id
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d{1,18})")
-_GLOB_SIGNS = "*?["
 _HIDDEN = ("_", ".")
 
 
@@ -84,13 +83,13 @@ def _run_of(url: str, storage_options: Mapping[str, Any]) -> str | None:
 
 def _is_glob(url: str) -> bool:
     is_local = "://" not in url
-    has_signs = any(sign in url for sign in _GLOB_SIGNS) and not url.startswith(("http://", "https://"))
+    has_signs = has_wildcard(url) and not url.startswith(("http://", "https://"))
     return has_signs and not (is_local and Path(url).exists())
 
 
 def _matching(url: str, storage_options: Mapping[str, Any]) -> dict[str, str]:
     parts = url.rstrip("/").split("/")
-    fixed = next(i for i, part in enumerate(parts) if any(sign in part for sign in _GLOB_SIGNS))
+    fixed = next(i for i, part in enumerate(parts) if has_wildcard(part))
     root, segments = "/".join(parts[:fixed]), parts[fixed:]
     is_latest = segments[-1] == LATEST and len(segments) > 1
     found: dict[str, str] = {}
@@ -126,7 +125,7 @@ def _walk(place: Location, folder: str, segments: list[str]) -> Iterator[tuple[s
                 for below, matched in _walk(place, path, segments):
                     yield below, (name, *matched)
         return
-    is_pattern = any(sign in first for sign in _GLOB_SIGNS)
+    is_pattern = has_wildcard(first)
     for name, size in sorted(entries.items()):
         if not (fnmatchcase(name, first) if is_pattern else name == first):
             continue

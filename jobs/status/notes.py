@@ -53,6 +53,7 @@ def _input_notes(record: JobRecord) -> list[str]:
     from ..input.columns import names_beside_ours, seeming_settings, settings_in
     from ..input.files import unpack_schema
     from ..input.finding import DELTA_LOG
+    from ..input.known_tables import conversation_note
 
     given, notes = record.input, []
     made = {given.roles["adapter"]} if given.sole_adapter else ()
@@ -73,6 +74,10 @@ def _input_notes(record: JobRecord) -> list[str]:
     if given.sole_adapter:
         name = shown_name(given.sole_adapter)
         notes.append(f"input: no column names adapters; {name}, the only one of the job, answers all rows")
+    conversation = given.roles.get("messages", "messages")
+    if conversation != "messages" and "messages" not in record.spec.columns:
+        form = conversation_note(unpack_schema(given.schema_ipc).field(conversation).type)
+        notes.append(f"input: column {conversation!r} holds {form} and is read as messages")
     folders = {name for file in given.files for name in file.partition if name not in made}
     if folders:
         schema = unpack_schema(given.schema_ipc)

@@ -10,6 +10,12 @@ from pathlib import Path
 LATEST = "latest"
 # A revision is a branch, a tag, a commit, or a reference such as refs/pr/1.
 _HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/(?P<name>[A-Za-z0-9][\w.-]*))(?:@(?P<revision>\w[\w./-]*))?")
+_WILDCARDS = "*?["
+
+
+def has_wildcard(text: str) -> bool:
+    """Whether a path, or a part of one, has a sign that stands for other names in a glob."""
+    return any(sign in text for sign in _WILDCARDS)
 
 
 def is_hub_id(url: str) -> bool:

@@ -36,8 +36,8 @@ _SETTINGS = {
     "distributed.scheduler.allowed-failures": 100,
     "distributed.deploy.lost-worker-timeout": "10m",
 }
-# Arguments of cluster classes that say how many workers there are.
-_COUNTS = ("n_workers",)
+# Argument of cluster classes that says how many workers there are.
+_COUNT = "n_workers"
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def class_cluster(spec: JobSpec, open_client: Callable[[Any], Client]) -> Iterat
 
 def planned_workers(spec: JobSpec) -> int:
     """Number of workers that a cluster of the job's class is asked for, without starting it."""
-    count = next((spec.cluster_options[name] for name in _COUNTS if name in spec.cluster_options), None)
+    count = spec.cluster_options.get(_COUNT)
     return spec.workers or (count if isinstance(count, int) and count > 0 else DEFAULT_CLASS_WORKERS)
 
 
@@ -70,12 +70,12 @@ def class_problems(spec: JobSpec, *, is_installed: bool = True) -> list[str]:
     """Problems of the job's cluster class and of the options for it, as sentences. `is_installed`: whether the class
     has to be there.
     """
-    problems = [
-        f"workers={spec.workers}, cluster_options {name}={spec.cluster_options[name]!r}: each is the number of "
-        "workers. Give one of them."
-        for name in _COUNTS
-        if name in spec.cluster_options and spec.workers is not None
-    ]
+    problems = []
+    if _COUNT in spec.cluster_options and spec.workers is not None:
+        problems.append(
+            f"workers={spec.workers}, cluster_options {_COUNT}={spec.cluster_options[_COUNT]!r}: each is the number of "
+            "workers. Give one of them."
+        )
     if spec.cluster_options.get("asynchronous"):
         problems.append("cluster_options asynchronous: a job waits for its cluster. Leave it out.")
     if is_installed:

@@ -139,6 +139,7 @@ def keep_warnings(worker: Worker) -> None:
         if Path(handler.baseFilename).exists():
             return  # this worker's file, or that of another worker in this process
         package.removeHandler(handler)
+        handler.close()
     if not path.exists():
         handler = _WarningsLog(path, encoding="utf-8")
         handler.setLevel(logging.WARNING)

@@ -37,6 +37,7 @@ from ...jobs.store import JobStore
 from ...scheduler.estimates.lengths import AnswerLengths, length_class
 from ...scheduler.forecast import row_seconds
 from ...scheduler.workload import BASE_MODEL, Workload
+from ...system.untrusted import shortened
 from ..dataset.index import prompt_end
 from ..dataset.reader import ShardReader
 from ..dataset.row_checks import ErrorKind
@@ -448,7 +449,7 @@ class _Counting:
             example = {
                 "id": row_id if isinstance(row_id, int | str) else str(row_id),
                 "prompt_end": None if tokens is None else prompt_end(self.record, self.spec, name, tokens),
-                "answer": answer if len(answer) <= EXAMPLE_CHARACTERS else answer[: EXAMPLE_CHARACTERS - 1] + "…",
+                "answer": shortened(answer, EXAMPLE_CHARACTERS),
                 "finish_reason": row["finish_reason"],
             }
             account.adapters[name].examples.append((shard_id, place, example))

@@ -47,7 +47,7 @@ from ..monitoring.topics import WAITS
 from ..planning.plan import JobPlan, plan_job, read_plan, reopen_shard, reopen_shards, serving_adapters
 from ..planning.settings import RunSettings
 from ..result import JobResult
-from ..worker.registration import is_registered, unregister_plugin
+from ..worker.registration import is_registered, start_engines, unregister_plugin
 from ..worker.run_shard import keep_shards
 from .control import JobControl, JobRun
 from .driver import Coordinator
@@ -289,11 +289,8 @@ def coordinate(run: JobRun, plan: JobPlan, indexed: IndexTotals, turn: int = 0) 
     _take_away(run, found.unusable | strange, found.curable)
     rows_of_part = {shard_id: plan.shards[shard_id].num_rows for shard_id in found.parts}
     run.reporter.check_budget(found.num_errors, plan.num_rows)
-    if len(rows_of_part) < len(plan.shards) and not is_registered(run.client, run.run_id):
-        raise JobFailedError(
-            "The worker that coordinated the job was lost while the run ended. Finished rows are kept; run the same "
-            "command to go on."
-        )
+    if len(rows_of_part) < len(plan.shards):
+        _need_engines(run)
     names = {adapter.sha256: adapter.name for adapter in job.record.adapters if not adapter.is_refused}
     known_lengths = None if job.spec.sampling.ignore_eos else _known_lengths(run, indexed.rows_per_task)
     before = replace(
@@ -310,7 +307,8 @@ def coordinate(run: JobRun, plan: JobPlan, indexed: IndexTotals, turn: int = 0) 
         planned=_planned(run.settings, plan, num_workers, known_lengths),
     )
     scheduler = make_scheduler(plan.shards, committed=rows_of_part, settings=settings)
-    run.reporter.phase("loading engines", plan.num_rows, rows_done=sum(rows_of_part.values()))
+    if len(rows_of_part) < len(plan.shards) or not job.record.sources:
+        run.reporter.phase("loading engines", plan.num_rows, rows_done=sum(rows_of_part.values()))
     coordinator, estimates = Coordinator(run, scheduler, monitor), scheduler.estimates
     coordinator.run()
     is_whole = not coordinator.has_adopted and found.num_reused == found.num_rows
@@ -324,6 +322,17 @@ def coordinate(run: JobRun, plan: JobPlan, indexed: IndexTotals, turn: int = 0) 
         monitor.batch_fill,
         monitor.prefix_hit_rate,
     )
+
+
+def _need_engines(run: JobRun) -> None:
+    """Start the engines of an update; those of other jobs load already. Raises `JobFailedError` if the run is over."""
+    if not is_registered(run.client, run.run_id):
+        raise JobFailedError(
+            "The worker that coordinated the job was lost while the run ended. Finished rows are kept; run the same "
+            "command to go on."
+        )
+    if run.job.record.sources:
+        start_engines(run.client, run.run_id)
 
 
 def _known_lengths(run: JobRun, rows_per_task: Mapping[AnswerKey, int]) -> dict[str | None, AnswerLengths]:

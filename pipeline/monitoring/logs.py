@@ -42,13 +42,18 @@ class LogShipper:
         self._store = store
         self._interval_s = interval_s or (LOCAL_INTERVAL_S if store.location.is_local else REMOTE_INTERVAL_S)
         self._max_shipment_bytes = max_shipment_bytes
-        self._files = dict(files)
-        self._shipped_bytes = {
-            name: path.stat().st_size if name in shared and path.exists() else 0 for name, path in files.items()
-        }
+        self._files: dict[str, Path] = {}
+        self._shipped_bytes: dict[str, int] = {}
+        for name, path in files.items():
+            self.add(name, path, is_shared=name in shared)
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="log shipper", daemon=True)
         self._thread.start()
+
+    def add(self, name: str, path: Path, *, is_shared: bool = True) -> None:
+        """Ship another file too. `is_shared`: only text that is appended from now on."""
+        self._shipped_bytes[name] = path.stat().st_size if is_shared and path.exists() else 0
+        self._files = {**self._files, name: path}  # the thread may be reading the present one
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Ship the rest, and stop. Waits at most `timeout_s`."""

@@ -100,6 +100,9 @@ class DryRun:
     example: tuple[str, str] | None = None
     #: Counts of an update's rows; None for a job that is no update.
     update: UpdateCounts | None = None
+    #: Bytes of the parts from which an update reads the answers that it keeps. The forecast has no seconds for reading
+    #: and writing these.
+    kept_bytes: int = 0
 
     @property
     def memory(self) -> CpuMemory | None:
@@ -136,6 +139,7 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None, speeds: str
             rows, workload = checked.whole()
             name_number = np.where(workload.adapter_index == BASE_MODEL, BASE_MODEL, rows["adapter"])
             is_computed = rows["source"] < 0
+            kept_bytes = _kept_bytes(checked, sources)
         predict = partial(
             prediction.forecast, settings, workload, num_workers, max_rows=_SIMULATED_ROWS, slowness=slowness
         )
@@ -166,6 +170,7 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None, speeds: str
             ),
             example_prompt(job.record, job.spec) if job.record.makes_prompts else None,
             _counts(checked, spec),
+            kept_bytes,
         )
 
 
@@ -184,6 +189,16 @@ def _counts(checked: CheckedRows, spec: JobSpec) -> UpdateCounts | None:
     if checked.earlier is not None:
         return checked.earlier.counts
     return UpdateCounts(0, checked.rows.num_rows, 0, 0, 0) if spec.update else None
+
+
+def _kept_bytes(checked: CheckedRows, sources: Sequence[JobStore]) -> int:
+    """Bytes of the parts that have answers which an update keeps."""
+    if checked.earlier is None:
+        return 0
+    kept = zip(checked.earlier.places, checked.earlier.rows_per_source, strict=True)
+    parts_of = [store.committed_parts() for store in sources]
+    places = [divmod(place, 1 << 32) for place, num_rows in kept if num_rows]
+    return sum(parts_of[job].get(shard_id, 0) for job, shard_id in places)
 
 
 def _workers(spec: JobSpec) -> tuple[int, Device]:

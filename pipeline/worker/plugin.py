@@ -2,7 +2,8 @@
 
 Dask sets the plugin up on every worker, including workers that join or restart later. `setup` starts the engine
 process, or joins that of another run with equal settings, and returns at once: loading weights takes longer than a
-worker may be silent. Reports say when the engine is ready.
+worker may be silent. Reports say when the engine is ready. Engines of a run that may need none, such as an update,
+start later (`registration.start_engines`).
 """
 
 from __future__ import annotations
@@ -74,39 +75,48 @@ def plugin_name(run_id: str) -> str:
 
 
 class RunPlugin(WorkerPlugin):
-    """One run of a job on one worker."""
+    """One run of a job on one worker. `starts_later`: whether `setup` leaves the engine to `start_engine`."""
 
     # A client that reconnects registers the plugin again, which must not tear the running engine down.
     idempotent = True
 
-    def __init__(self, run_id: str, settings: EngineSettings, store: JobStore) -> None:
+    def __init__(self, run_id: str, settings: EngineSettings, store: JobStore, *, starts_later: bool = False) -> None:
         self.name = plugin_name(run_id)
         self._run_id = run_id
         self._settings = settings
         self.store = store
+        self.starts_later = starts_later
 
     def __reduce__(self) -> tuple[Any, ...]:
         return sent_to_workers(type(self), self.__dict__)
 
     def setup(self, worker: Worker) -> None:
-        """Join the engine, which is started unless it runs. Dask calls this on the worker."""
+        """Prepare the worker for the run's tasks, and start the engine unless it starts later. Dask calls this on the
+        worker.
+        """
         self._begin(worker)
         let_pools_wait(worker)
-        self._engines = engines_of(worker)
-        settings = self._settings.with_threads(worker.state.nthreads)
-        self.engine: EngineHandle = self._engines.join(self._run_id, settings, self._find_model, self._send)
         keep_warnings(worker)
-        tag = file_tag(worker.address)
-        logs = {f"engine-{tag}": self.engine.log_path, f"worker-{tag}": worker_log_path(worker)}
-        self._shipper = LogShipper(self.store, logs, shared=logs)
-        peers = Peers(worker, self._run_id)
-        folder = self.engine.folder / "adapters"
-        self._adapters = AdapterCache(peers, lambda: self.record().adapters, self._settings.storage_options, folder)
-        self._peer_service = PeerService(worker, self._run_id, self.engine, peers, self._adapters)
+        log = f"worker-{file_tag(worker.address)}"
+        self._shipper = LogShipper(self.store, {log: worker_log_path(worker)}, shared=[log])
         self._watch = worker.loop.asyncio_loop.create_task(self._leave_after_the_run())  # type: ignore[attr-defined]
         self._waits = contextlib.ExitStack()
         self._waits.enter_context(waits_said(self._say_wait, partial(self._say_wait, "")))
         leave_on_sigterm(worker)
+        if not self.starts_later:
+            self.start_engine()
+
+    def start_engine(self) -> None:
+        """Join the engine, which is started unless it runs. To be called once, in the event loop's thread."""
+        worker, self._engines = self._worker, engines_of(self._worker)
+        settings = self._settings.with_threads(worker.state.nthreads)
+        self.engine: EngineHandle = self._engines.join(self._run_id, settings, self._find_model, self._send)
+        self._shipper.add(f"engine-{file_tag(worker.address)}", self.engine.log_path)
+        peers = Peers(worker, self._run_id)
+        folder = self.engine.folder / "adapters"
+        self._adapters = AdapterCache(peers, lambda: self.record().adapters, self._settings.storage_options, folder)
+        self._peer_service = PeerService(worker, self._run_id, self.engine, peers, self._adapters)
+        self.starts_later = False
 
     def _begin(self, worker: Worker) -> None:
         """Set the attributes of a plugin on a worker that has no engine yet."""
@@ -124,11 +134,16 @@ class RunPlugin(WorkerPlugin):
         """
         if self._watch is not asyncio.current_task():
             self._watch.cancel()
+        folder = None if self.starts_later else await self._leave_engine()
+        await asyncio.to_thread(self._close, folder)
+
+    async def _leave_engine(self) -> TemporaryDirectory[str] | None:
+        """Leave the engine. Returns its folder if no other run uses the engine."""
         await self._peer_service.outgoing.call_back(_RECALL_TIMEOUT_S)
         folder = await asyncio.to_thread(self._engines.leave, self._run_id, _CLOSE_TIMEOUT_S)
         await self._peer_service.incoming.depart(_RETURN_TIMEOUT_S)
-        stop_serving_peers(worker, self._run_id)
-        await asyncio.to_thread(self._close, folder)
+        stop_serving_peers(self._worker, self._run_id)
+        return folder
 
     async def _leave_after_the_run(self) -> None:
         """Remove the plugin once its run is over, if the scheduler has not done so: it could not reach this worker at

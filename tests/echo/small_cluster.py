@@ -449,6 +449,9 @@ class SmallCluster:
     def run_on_scheduler(self, function: Callable[..., T], **arguments: Any) -> T:
         return function(dask_scheduler=self, **arguments)
 
+    def register_plugin(self, plugin: Any) -> None:
+        """Workers have their plugins, with engines, from `start` on."""
+
     def unregister_worker_plugin(self, name: str) -> None:
         self.make_plugin = None
         self.worker_plugins.discard(name)

@@ -349,9 +349,9 @@ def test_a_run_has_the_shards_and_the_settings_with_which_it_is_planned_and_simu
     echo_job.write_input(make_rows(300))
     engines = []
 
-    def register(client: Client, job_id: str, settings: EngineSettings, store: JobStore) -> str:
+    def register(client: Client, job_id: str, settings: EngineSettings, store: JobStore, **options: Any) -> str:
         engines.append(settings.config)
-        return register_plugin(client, job_id, settings, store)
+        return register_plugin(client, job_id, settings, store, **options)
 
     monkeypatch.setattr("lorabatch.pipeline.run.register_plugin", register)
     assert find_device_of_workers(shared_client, "auto") == find_device("auto")

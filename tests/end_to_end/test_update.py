@@ -20,11 +20,12 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from echo_job import ECHO_FOLDER, EchoJob, Watcher, make_rows, wait_until
+from echo_job import ECHO_FOLDER, EchoJob, Watcher, make_rows, processes_of, wait_until
 
 import lorabatch
 from lorabatch.jobs.errors import InputRowsError, JobInterruptedError, JobRequestError, OutputConflictError
 from lorabatch.jobs.opening.opened_job import open_job
+from lorabatch.jobs.record import JobState
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.status.job_status import read_status
 
@@ -55,9 +56,14 @@ def test_a_grown_table_has_its_new_rows_computed_and_no_other(shared_client: Any
     echo_job.write_input(rows)
     planned = lorabatch.plan(**echo_job.options(update=True))
     assert "update: 20 rows keep their answers, 100 new" in planned.to_text()
+    size = sum(path.stat().st_size for path in echo_job.output.glob("part-*.parquet"))
     assert planned.to_json()["update"] == {
-        **dict.fromkeys(("changed", "unanswered", "removed"), 0), "kept": 20, "new": 100, "reasons": ()
+        **dict.fromkeys(("changed", "unanswered", "removed"), 0), "kept": 20, "new": 100, "reasons": (),
+        "kept_bytes": size,
     }  # fmt: skip
+    assert (
+        f", without the time to read parts of {size / 1e6:,.1f} MB for the answers that are kept" in planned.to_text()
+    )
     assert sum(share["num_rows"] for share in planned.to_json()["adapters"]) == 100
     result = echo_job.run(shared_client, update=True)
     assert (result.num_rows, result.num_reused, result.num_errors) == (120, 20, 0)
@@ -129,6 +135,38 @@ def test_an_update_has_the_answers_of_a_fresh_job_and_counts_what_it_keeps(
     if "n" not in options:
         assert result.num_reused == expected.get("kept", 0)
     assert_like_a_fresh_job(shared_client, echo_job, **options)
+
+
+def test_an_update_starts_engines_only_if_a_row_is_computed(shared_client: Any, echo_job: EchoJob) -> None:
+    rows = make_rows(40)
+    echo_job.write_input(rows)
+    echo_job.run(shared_client)
+    before = set(engine_processes())
+    engines: set[int] = set()
+
+    def look(state: JobState) -> bool:
+        engines.update(engine_processes())
+        return False
+
+    watcher = Watcher(look, lambda: None)
+    echo_job.write_input(with_a_column_more(reordered(rows[5:])))
+    result = echo_job.run(shared_client, watcher, update=True)
+    assert (result.num_rows, result.num_reused) == (35, 35)
+    assert engines <= before
+    phases = {state.phase for state in watcher.states}
+    assert {"planning", "running", "done"} <= phases
+    assert "loading engines" not in phases
+    assert_like_a_fresh_job(shared_client, echo_job)
+    # One new row needs them.
+    echo_job.write_input(rows[4:])
+    assert echo_job.run(shared_client, watcher, update=True).num_reused == 35
+    assert engines - before
+    assert "loading engines" in {state.phase for state in watcher.states}
+    echo_job.assert_answered(rows[4:])
+
+
+def engine_processes() -> list[int]:
+    return [process.pid for process in processes_of(os.getpid(), "engine")]
 
 
 @pytest.mark.long

@@ -60,6 +60,10 @@ _NO_PART = "it describes the file"
 _REFUSED_KEYS = {
     "adapter.alora.invocation_tokens": "activated LoRA acts on part of a prompt only. Use a plain LoRA",
 }
+_INFORMATIVE = {
+    "adapter.lora.task_name": "a name for people",
+    "adapter.lora.prompt_prefix": "llama.cpp leaves it to the caller to begin prompts with it",
+}
 # Keys of an `adapter_config.json` beside the file that would change what the file says.
 _LOST_KEYS = ("use_rslora", "use_dora", "alpha_pattern", "lora_bias", "modules_to_save", "trainable_token_indices")
 _USE_PEFT = "Give the PEFT adapter that was converted"
@@ -182,12 +186,6 @@ def _read_metadata(metadata: Mapping[str, Any], layout: BaseLayout, ledger: Ledg
         elif key not in ledger.key_uses:
             ledger.ignore_key(key, _INFORMATIVE.get(key, _NO_PART))
     return float(alpha)
-
-
-_INFORMATIVE = {
-    "adapter.lora.task_name": "a name for people",
-    "adapter.lora.prompt_prefix": "llama.cpp leaves it to the caller to begin prompts with it",
-}
 
 
 def _place(key: str, layout: BaseLayout) -> tuple[str, str, str, str] | None:

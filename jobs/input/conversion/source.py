@@ -34,6 +34,7 @@ _COMPRESSED: Mapping[bytes, str] = {
     b"\xfd7zXZ\x00": "xz",
     b"\x04\x22\x4d\x18": "lz4",
 }
+_ARCHIVE = b"PK\x03\x04"
 _ENDINGS: Mapping[str, str] = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz", ".lz4": "lz4"}
 _OTHER_ENCODINGS: Mapping[bytes, str] = {
     codecs.BOM_UTF32_LE: "UTF-32",
@@ -233,6 +234,10 @@ def _decompressed(raw: HashedFile, compression: str) -> Any:
 
 
 def _check_encoding(first: bytes) -> None:
+    if first.startswith(_ARCHIVE):
+        raise UnreadableSourceError(
+            "a ZIP archive, as files of Excel are, not text. Write its table as Parquet or CSV."
+        )
     encoding = next((name for mark, name in _OTHER_ENCODINGS.items() if first.startswith(mark)), None)
     if encoding is None and b"\x00" in first[:4]:
         encoding = "UTF-16"  # written without a mark

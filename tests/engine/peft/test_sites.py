@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lorabatch.engine.peft import audit_adapter
+
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
@@ -169,3 +171,34 @@ def test_a_converted_start_is_exact_and_an_unconverted_one_is_refused(
     for name, parameter in merged.named_parameters():
         parameter.data = weights.effective(name, parameter.data)
     assert (logits(merged, 32) - expected).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize(
+    ("own", "named", "expected"),
+    [
+        (
+            "self_attn.q_proj",
+            "self_attn.qkv_proj",
+            "it packs self_attn.q_proj and self_attn.k_proj and",
+        ),
+        ("self_attn.o_proj", "mlp.gate_up_proj", "it packs mlp.gate_proj and mlp.up_proj, which this base has apart"),
+        ("self_attn.o_proj", "linear_attn.in_proj_qkv", "hybrid models such as Qwen3.5 have"),
+        ("self_attn.o_proj", "linear_attn.in_proj_k", "Tinker splits their in_proj_qkv into in_proj_q, in_proj_k and"),
+    ],
+)
+def test_layers_of_other_architectures_are_refused_with_the_difference(
+    plain: Any, own: str, named: str, expected: str
+) -> None:
+    plain.rename(lambda key: key.replace(own, named))
+    text = reasons(plain)
+    assert f"the base has no linear layer 'model.layers.0.{named}': " in text
+    assert expected in text
+
+
+def test_parts_of_a_layer_that_the_base_has_as_one_are_refused(plain: Any, served_base: Any) -> None:
+    phi = served_base("phi3", False).config
+    text = "\n".join(audit_adapter(plain.folder, phi, "zoo").reasons)
+    assert "_proj': it is a part of self_attn.qkv_proj, which this base has as one layer. Use the base this" in text
+    plain.rename(lambda key: key.replace("self_attn.q_proj", "mlp.up_proj"))
+    text = "\n".join(audit_adapter(plain.folder, phi, "zoo").reasons)
+    assert "mlp.up_proj': it is a part of mlp.gate_up_proj, which this base has as one layer" in text

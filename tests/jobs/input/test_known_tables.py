@@ -38,7 +38,7 @@ def test_alpaca_s_columns_get_a_template_that_renders_them(with_input: bool) -> 
     assert found == (["Add.\n\n1, 2", "Sing.", "a"] if with_input else ["Add.", "Sing.", "a"])
 
 
-@pytest.mark.parametrize("name", ["conversations", "prompt", "my talk"])
+@pytest.mark.parametrize("name", ["talks", "my talk"])
 def test_share_gpt_s_conversations_get_the_option_that_reads_them(name: str) -> None:
     schema = pa.schema([pa.field("id", pa.int64()), pa.field(name, TURN)])
     said = problem(schema)
@@ -65,7 +65,45 @@ def test_turns_of_share_gpt_are_messages() -> None:
         assert turns_as_messages(other) == other
 
 
-@pytest.mark.parametrize("name", ["prompt", "chat", "two words"])
+@pytest.mark.parametrize("kind", [TURN, MESSAGE, pa.large_list(TURN.value_type)])
+@pytest.mark.parametrize("name", ["conversations", "prompt"])
+def test_conversations_of_a_known_name_and_type_are_read_without_an_option(name: str, kind: pa.DataType) -> None:
+    text = pa.string()
+    schema = pa.schema(
+        [pa.field("id", text), pa.field(name, kind), pa.field("tools", text), pa.field("category", text)]
+    )
+    assert find_roles(schema, {}) == ({"id": "id", "messages": name, "tools": "tools"}, [])
+    # The user's word comes first.
+    assert find_roles(schema, {"prompt": "category"})[0] == {"id": "id", "prompt": "category"}
+    assert "messages" not in find_roles(schema, {"messages": ""})[0]
+    assert "messages" not in find_roles(schema, {}, is_made=True)[0]
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({"conversations": TURN, "prompt": pa.string()}, {"prompt": "prompt"}),
+        ({"conversations": TURN, "messages": MESSAGE}, {"messages": "messages"}),
+        ({"prompt": MESSAGE, "messages": MESSAGE}, None),
+        ({"conversations": TURN, "system": pa.string()}, None),
+        ({"conversations": pa.string()}, None),
+        ({"conversations": pa.list_(pa.struct([("from", pa.string())]))}, None),
+        ({"conversations": TURN.value_type}, None),
+        ({"conversation": TURN}, None),
+        ({"prompt": pa.string(), "completion": MESSAGE}, {"prompt": "prompt"}),
+    ],
+)
+def test_what_may_be_meant_otherwise_is_not_taken_for_messages(
+    columns: dict[str, pa.DataType], expected: dict[str, str] | None
+) -> None:
+    roles, problems = find_roles(pa.schema(list(columns.items())), {}, prefix="answer_")
+    if expected is None:
+        assert problems
+    else:
+        assert (roles, problems) == (expected, [])
+
+
+@pytest.mark.parametrize("name", ["chat", "two words"])
 def test_lists_of_messages_get_the_option_that_reads_them(name: str) -> None:
     schema = pa.schema([pa.field("id", pa.string()), pa.field(name, MESSAGE)])
     said = problem(schema)

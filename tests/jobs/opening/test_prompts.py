@@ -194,8 +194,30 @@ def test_tables_of_trl_run_and_say_how_their_columns_are_called(given: dict[str,
     pq.write_table(table.append_column("error", pa.array(["x"])), tmp_path / "in.parquet")
     (problem,) = problems(given)
     assert "input columns 'completion', 'error'" in problem
-    conversations = pa.table({"prompt": [[{"role": "user", "content": "a"}]], "completion": [["x"]]})
-    pq.write_table(conversations, tmp_path / "in.parquet")
+
+
+@pytest.mark.parametrize(
+    ("name", "turn", "expected"),
+    [
+        ("conversations", {"from": "human", "value": "a"}, "ShareGPT's conversations (from, value)"),
+        ("prompt", {"role": "user", "content": "a"}, "lists of messages"),
+    ],
+)
+def test_conversations_of_other_projects_are_read_and_the_notes_say_so(
+    given: dict[str, Any], tmp_path: Path, name: str, turn: dict[str, str], expected: str
+) -> None:
+    pq.write_table(pa.table({name: [[turn]], "completion": [["x"]]}), tmp_path / "in.parquet")
+    record = make_record(checked(given))
+    assert record.input.roles["messages"] == name
+    assert record.renders_messages
+    assert record.spec.output_prefix == "answer_"
+    note = f"input: column {name!r} holds {expected} and is read as messages"
+    assert note in job_notes(record)
+    assert differences(record, make_record(check_job(record.job_spec()))) == []
+    # A user who says it needs no note, and one who says otherwise gets what they say.
+    assert note not in job_notes(make_record(checked(given, columns={"messages": name})))
+    made = make_record(checked(given, prompt_template=f"{{{{ {name}[0].{next(iter(turn))} }}}}"))
+    assert "messages" not in made.input.roles
+    pq.write_table(pa.table({name: [[turn]], "system": ["be brief"]}), tmp_path / "in.parquet")
     (problem,) = problems(given)
-    assert problem.endswith("It holds lists of messages: add --column messages=prompt.")
-    assert checked(given, columns={"messages": "prompt"}).spec.output_prefix == "answer_"
+    assert f"add --column messages={name}" in problem

@@ -16,7 +16,7 @@ from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.messages import EngineSettings
 from lorabatch.pipeline.worker import plugin as plugin_module
 from lorabatch.pipeline.worker.plugin import plugin_name
-from lorabatch.pipeline.worker.registration import register_plugin, unregister_plugin
+from lorabatch.pipeline.worker.registration import register_plugin, start_engines, unregister_plugin
 
 CHECK_S = 0.5
 
@@ -67,3 +67,34 @@ def test_a_worker_that_nobody_told_that_the_run_is_over_ends_its_engine(
         while folder.exists():  # the last thing that a leaving run removes
             time.sleep(CHECK_S / 10)
         unregister_plugin(client, kept)
+
+
+def test_a_run_that_starts_its_engines_later_has_none_before_and_then_on_every_worker(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    before, settings = engines(), EngineSettings(str(tiny_llama), EngineConfig())
+    store = JobStore(str(tmp_path / "output"), {})
+    with (
+        LocalCluster(1, processes=False, protocol="tcp", host="127.0.0.1", dashboard_address="127.0.0.1:0") as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        scheduler = cluster.scheduler
+        assert isinstance(scheduler, Scheduler)
+        # One that never needs its engines is removed as any other.
+        idle = register_plugin(client, "job-1", settings, store, starts_later=True)
+        (worker,) = cluster.workers.values()
+        assert worker.plugins[plugin_name(idle)].starts_later
+        unregister_plugin(client, idle)
+        assert plugin_name(idle) not in worker.plugins
+        late = register_plugin(client, "job-1", settings, store, starts_later=True)
+        assert engines() == before
+        for _ in range(2):
+            start_engines(client, late)
+        wait_for_engines(1, before)
+        cluster.scale(2)  # a worker that comes later starts its engine, too
+        wait_for_engines(2, before)
+        # The next run of the job takes the place of one whose coordinator is gone.
+        again = register_plugin(client, "job-1", settings, store, starts_later=True)
+        wait_for_engines(0, before)
+        assert [name for name in scheduler.worker_plugins if "job-1" in name] == [plugin_name(again)]
+        unregister_plugin(client, again)

@@ -62,10 +62,20 @@ def test_what_was_not_saved_whole_or_has_two_heads_is_refused(llama: Any, train:
         assert what in reasons, reasons
 
 
-def test_split_projections_are_refused_where_the_base_has_none(llama: Any, train: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_head", [True, False])
+def test_split_projections_of_hybrid_models_are_refused_with_the_reason(
+    llama: Any, train: Any, tmp_path: Path, has_head: bool
+) -> None:
+    """Only bases with linear attention have them, and none of these is served."""
     folder = as_tinker(train(llama, target_modules=[*ALL, "lm_head"]).folder, tmp_path / "tinker")
     tensors = load_file(folder / WEIGHTS)
-    renamed = {key.replace("self_attn.q_proj", "linear_attn.in_proj_q"): value for key, value in tensors.items()}
+    renamed = {
+        key.replace("self_attn.q_proj", "linear_attn.in_proj_q"): value
+        for key, value in tensors.items()
+        if has_head or "unembed_tokens" not in key
+    }
     save_file(renamed, folder / WEIGHTS)
-    assert "linear_attn.in_proj_q" in " ".join(audit_adapter(folder, llama.config, "tinker").reasons)
+    reasons = " ".join(audit_adapter(folder, llama.config, "tinker").reasons)
+    assert "'model.layers.0.linear_attn.in_proj_q': it is of linear attention, which hybrid models" in reasons
+    assert "No base with linear attention is served" in reasons
     assert json.loads((folder / CONFIG).read_text())["target_modules"] == "all-linear"

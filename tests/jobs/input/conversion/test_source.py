@@ -65,6 +65,12 @@ def test_few_bytes_that_stand_for_many_are_refused(convert: Any, monkeypatch: py
             convert(kind, bomb, name="x.gz")
 
 
+def test_a_file_of_excel_that_is_called_csv_is_called_so(convert: Any) -> None:
+    for kind in ("CSV", "TSV", "JSON Lines"):
+        with pytest.raises(JobRequestError, match="a ZIP archive, as files of Excel are, not text"):
+            convert(kind, b"PK\x03\x04\x14\x00\x06\x00", name="rows.csv")
+
+
 @pytest.mark.parametrize("cut", [1, 2, 3])
 def test_characters_may_be_cut_by_reads(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "rows.csv"
