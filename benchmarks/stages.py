@@ -85,7 +85,7 @@ def by_stages(
 def by_jobs(
     folder: Path, rows: Sequence[Mapping[str, Any]], least: float | None, common: Mapping[str, Any]
 ) -> tuple[dict[str, float], float]:
-    """The same requests as three jobs. `least`: None for the median of the best drafts. Returns sums, and `least`."""
+    """Three jobs with these requests. `least`: None for the median of the best drafts. Returns sums, and `least`."""
 
     def job(name: str, given: Sequence[Mapping[str, Any]], **options: Any) -> tuple[dict[str, float], list[Any]]:
         found = measured(folder / name, input=list(given), **options, **common)

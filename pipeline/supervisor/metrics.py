@@ -90,7 +90,7 @@ class EngineMeter:
                 incoming_rows += shard.num_unfinished
             else:
                 own.append(UnfinishedRows(shard.shard_id, shard.planned_rows_left))
-        # Of a row with several requests more may be away than it counts for.
+        # A row with several requests counts once, and each of them may be away.
         left = {rows.shard_id: rows.num_rows for rows in own}
         away = {shard_id: min(num_rows, left.get(shard_id, num_rows)) for shard_id, num_rows in (lent or {}).items()}
         latest, telemetry = self.latest, self.latest.telemetry
