@@ -171,8 +171,7 @@ class Engine:
         except TokenizerError:
             self._take_out([request.request_id])
             raise
-        max_tokens = 0 if request.sampling.is_pooled else request.sampling.max_tokens
-        self._lengths.asked(max_tokens, int(max_tokens > 0), prompt_tokens=sequence.prompt_tokens)
+        self._lengths.asked(request.sampling.max_tokens, prompt_tokens=sequence.prompt_tokens)
         return None
 
     def expect_rows(self, adapter_id: str, num_rows: int) -> None:
@@ -443,6 +442,7 @@ class Engine:
         rows = [sequence for sequence in pooled if self._batch.is_running(sequence)]
         results = self._heads.results(rows)
         for sequence in rows:
+            self._lengths.finished(1, reused_tokens=sequence.num_reused)  # as long as rows of one token
             self._end(sequence)
         return results
 
