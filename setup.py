@@ -41,4 +41,5 @@ def _arguments() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    setup(**_arguments())
+    # The name by which setuptools leaves this file out of the package, whose folder is this one.
+    setup(script_name="setup.py", **_arguments())

@@ -10,7 +10,7 @@ command needs to go on.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from .errors import DamagedRecordError, MissingFileError
@@ -31,6 +31,14 @@ def arithmetic_differences(old: JobRecord, new: JobRecord) -> tuple[str, ...]:
     pairs = [(name, getattr(old.spec, name), getattr(new.spec, name)) for name in ARITHMETIC_FIELDS]
     clauses = [f"{name} was {before!r}, now {now!r}" for name, before, now in pairs if before != now]
     return (*clauses, *(["the base model has another content"] if old.model.sha256 != new.model.sha256 else ()))
+
+
+def computes_rows(update: JobRecord, sources: Iterable[JobRecord]) -> bool:
+    """Whether an update computes a row for certain, by records alone: its input has more rows than those of the earlier
+    jobs, `sources`, whose answers can be kept.
+    """
+    kept = [old for old in sources if not arithmetic_differences(old, update)]
+    return update.input.num_rows > sum(old.input.num_rows for old in kept)
 
 
 def put_in_place(update: JobStore) -> JobStore:

@@ -25,6 +25,7 @@ from ..jobs.spec import JobSpec
 from ..jobs.status.notes import job_notes
 from ..jobs.storage.limits import expect_away
 from ..jobs.storage.redaction import redacted_url
+from ..jobs.updates import computes_rows
 from ..system.long_work import listening
 from .cluster.class_cluster import planned_workers
 from .cluster.connect import (
@@ -118,8 +119,8 @@ def _run_opened(
     job: OpenedJob, client: Client | None, watcher: Progress, reporter: JobReporter, engine_factory: str
 ) -> JobResult:
     try:
-        # Spare processes import the engine; other factories do not need it, and an update may need none.
-        has_spares = engine_factory == ENGINE_FACTORY and not job.record.sources
+        # Spare processes import the engine; other factories do not need it.
+        has_spares = engine_factory == ENGINE_FACTORY and not _starts_later(job)
         connection = connected(job.spec, client, has_spares=has_spares)
         with EarlyCheck(job) as rows, connection as dask, cluster_errors_named(dask, redacted_url(job.spec.output)):
             run_id, future, notes = launch(dask, job, rows, reporter, engine_factory)
@@ -169,6 +170,17 @@ def launch(
         return _launch(client, job, rows, engine_factory, opened_s)
 
 
+def _starts_later(job: OpenedJob) -> bool:
+    """Whether the coordinator starts the engines once the plan has rows for them: those of an update that may compute
+    none.
+    """
+    try:
+        before = [job.store.source(name).read_record() for name in job.record.sources]
+    except StorageError:
+        return False
+    return bool(before) and not computes_rows(job.record, before)
+
+
 def _launch(
     client: Client, job: OpenedJob, rows: EarlyCheck, engine_factory: str, opened_s: float | None
 ) -> tuple[str, Future[JobResult], tuple[str, ...]]:
@@ -189,9 +201,7 @@ def _launch(
         spec.model, settings.engine, engine_factory, spec.storage_options, model_sha256, verify=spec.verify
     )
     rows.raise_problems()
-    # The coordinator starts the engines of an update once it knows that there are rows for them.
-    starts_later = bool(job.record.sources)
-    run_id = register_plugin(client, job.record.job_id, engines, job.store, starts_later=starts_later)
+    run_id = register_plugin(client, job.record.job_id, engines, job.store, starts_later=_starts_later(job))
     lease_s = parse_timedelta(dask.config.get(LEASE_SETTING, default=_LEASE))
     arguments = (job, run_id, time.time(), settings, lease_s, opened_s)
     future = client.submit(run_job, *arguments, key=job_key(run_id), priority=_JOB_PRIORITY, pure=False)

@@ -28,6 +28,7 @@ from lorabatch.jobs.opening.opened_job import open_job
 from lorabatch.jobs.record import JobState
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.status.job_status import read_status
+from lorabatch.jobs.updates import computes_rows
 
 Rows = list[dict[str, Any]]
 
@@ -157,12 +158,20 @@ def test_an_update_starts_engines_only_if_a_row_is_computed(shared_client: Any, 
     assert {"planning", "running", "done"} <= phases
     assert "loading engines" not in phases
     assert_like_a_fresh_job(shared_client, echo_job)
-    # One new row needs them.
-    echo_job.write_input(rows[4:])
-    assert echo_job.run(shared_client, watcher, update=True).num_reused == 35
-    assert engines - before
-    assert "loading engines" in {state.phase for state in watcher.states}
-    echo_job.assert_answered(rows[4:])
+    # One row that asks something else needs them, and so does one more row, for which they start at once.
+    changed = [*rows[5:39], {**rows[39], "prompt_token_ids": [9, 9, 9]}]
+    for table in (changed, [*changed, rows[0]]):
+        echo_job.write_input(table)
+        opened = open_job(JobSpec(**echo_job.options(update=True)))
+        sources = [opened.store.source(name).read_record() for name in opened.record.sources]
+        assert computes_rows(opened.record, sources) == (len(table) > 35)
+        other = opened.record.spec.model_copy(update={"mode": "unmerged"})
+        assert computes_rows(opened.record.model_copy(update={"spec": other}), sources)
+        before, watcher.states = set(engine_processes()), []
+        assert echo_job.run(shared_client, watcher, update=True).num_reused == len(table) - 1
+        assert engines - before
+        assert "loading engines" in {state.phase for state in watcher.states}
+        echo_job.assert_answered(table)
 
 
 def engine_processes() -> list[int]:

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from email.parser import BytesParser
 from pathlib import Path
 
@@ -104,6 +105,17 @@ def test_with_a_repository_links_and_pictures_lead_to_this_release(sources: Path
 def test_each_form_of_link(written: str, plain: str, linked: str) -> None:
     assert long_description(written, None, "2") == plain
     assert long_description(written, "R", "2") == linked
+
+
+def test_the_package_has_no_setup_script(sources: Path) -> None:
+    """The folder of the package is that of the checkout, whose modules are all taken."""
+    command = [sys.executable, "-P", "-c", BUILD, sources.parent / "dist", "build_wheel"]
+    done = subprocess.run(command, cwd=sources, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    with zipfile.ZipFile(sources.parent / "dist" / done.stdout.splitlines()[-1]) as wheel:
+        names = set(wheel.namelist())
+    assert "lorabatch/version.py" in names
+    assert "lorabatch/setup.py" not in names
 
 
 def test_sources_can_be_built_again(sources: Path) -> None:
