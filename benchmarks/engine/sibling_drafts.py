@@ -1,5 +1,5 @@
 """How many tokens of a row another adapter would draft: `python -m lorabatch.benchmarks.engine.sibling_drafts
-[--rows 40] [--steps 20] [--trained NAME …] [--save FILE]`.
+[--rows 40] [--steps 20] [--tasks NAME …] [--save FILE]`.
 
 Held-out prompts of the demo's tasks are answered greedily by their adapter. Drafters then read each answer: the base
 model, the other adapters, and a neighbouring checkpoint, which is the adapter itself after more steps of training.
@@ -78,11 +78,12 @@ def runs(answers: list[Result], drafts: list[Result]) -> Iterator[tuple[int, boo
             yield length, False
 
 
-def measure(engine: Engine, ids: dict[str, str], num_rows: int) -> list[dict[str, Any]]:
-    """A line for each adapter and drafter. `ids`: content hash of each adapter by name."""
+def measure(engine: Engine, ids: dict[str, str], names: list[str], num_rows: int) -> list[dict[str, Any]]:
+    """A line for each adapter of `names` and drafter. `ids`: content hash of each adapter by name."""
     tokenizer = AutoTokenizer.from_pretrained(base_model_folder())
     lines = []
-    for name, task in TASKS.items():
+    for name in names:
+        task = TASKS[name]
         prompts = [
             tokenizer.apply_chat_template(task.messages(each.prompt), add_generation_prompt=True, return_dict=False)
             for each in task.examples("held_out", num_rows, 1)
@@ -119,14 +120,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=40)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--trained", nargs="*", default=[*TASKS])
+    parser.add_argument("--tasks", nargs="*", default=[*TASKS])
     parser.add_argument("--save", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        for name in TASKS:
+        for name in arguments.tasks:
             shutil.copytree(training.ADAPTERS / name, Path(place) / name)
-            if name in arguments.trained:
-                train_on(name, Path(place) / f"{name}+", arguments.steps)
+            train_on(name, Path(place) / f"{name}+", arguments.steps)
         engine = Engine(base_model_folder(), EngineConfig(mode="unmerged"))
         ids = {}
         for folder in sorted(Path(place).iterdir()):
@@ -134,7 +134,7 @@ def main() -> None:
             assert content is not None, f"{folder.name} is refused"
             engine.register_adapter(content, folder, folder.name)
             ids[folder.name] = content
-        lines = measure(engine, ids, arguments.rows)
+        lines = measure(engine, ids, arguments.tasks, arguments.rows)
     if arguments.save is not None:
         facts = {"commit": commit(), "cpu": cpu_name(), "rows": arguments.rows, "steps": arguments.steps}
         arguments.save.write_text(json.dumps(facts | {"lines": lines}, indent=1) + "\n")

@@ -3,7 +3,8 @@
 
 Given texts of random tokens are computed by one engine for the base model and the demo's adapters, in turns: without
 log-probabilities, with `teacher_top_k`, with `prompt_top_logprobs`, and token by token as scores with `top_logprobs`
-are. Seconds are those of the processor: on a machine with other work they say more than those of a clock. Bytes are those of one Parquet column with all places of all rows, as parts are written.
+are. Seconds are those of the processor: on a machine with other work they say more than those of a clock. Bytes are
+those of one Parquet column with all places of all rows, as parts are written.
 """
 
 from __future__ import annotations
