@@ -467,10 +467,9 @@ class GpuRunner:
             if arrived is not None:
                 arrived.synchronize()
             counts = [sequence.request.sampling.top_logprobs for sequence in sampled]
-            tops = [
-                tuple(zip(ids[:count], values[:count], strict=True))
-                for count, ids, values in zip(counts, top_ids.tolist(), top_logprobs.tolist(), strict=True)
-            ]
+            most = max(counts, default=0)
+            likeliest = zip(counts, top_ids[:, :most].tolist(), top_logprobs[:, :most].tolist(), strict=True)
+            tops = [tuple(zip(ids[:count], values[:count], strict=True)) for count, ids, values in likeliest]
             values = iter(asked.tolist())
             of_each = [tuple(islice(values, count)) for count in num_asked]
             scored = [prompt for of_part in prompts for prompt in of_part()]

@@ -428,9 +428,9 @@ def _added_names(roles: Mapping[str, str], asked: Collection[str], prefix: str) 
     if _STAGES in asked:
         return {*asked} - {_STAGES} | {f"{prefix}{field.name}" for field in STAGED_FIELDS}
     ours = {*OUTPUT_COLUMNS, *(field.name for field in _asked_fields(asked, roles))}
-    ours |= {field.name for field in teacher_fields(int("teacher_top_k" in asked))}
     ours |= {TYPED_COLUMN} if "json_schema" in asked else set()
-    ours |= {field.name for field in choice_fields(asked, roles, prefix)}
+    others = (*teacher_fields(int("teacher_top_k" in asked)), *choice_fields(asked, roles, prefix))
+    ours |= {field.name for field in others}
     ours |= {EXPECTED_FIELD.name} if "split_answer" in asked else set()
     ours |= {SAMPLE_FIELD.name} if has_samples(asked, roles) else set()
     ours |= {field.name for field in _task_fields(TASK_FIELDS if "task" in roles else asked)}
