@@ -38,9 +38,9 @@ from .memory.residency import AdapterResidency
 from .model_config.model import SCORE, ModelConfig
 from .models.rope import restart_lengths
 from .models.step_batch import StepEntry
-from .request import ExportedRow, Request, Result, ServedMode, TopLogprobs
+from .request import ExportedRow, Request, Result, ServedMode
 from .runner.backend import Backend, MakeBackend, choose_backend
-from .runner.runner import LaunchedStep, StepsInFlight
+from .runner.runner import LaunchedStep, ReadToken, StepsInFlight
 from .runner.step_counts import StepCounts
 from .sequence import Sequence
 from .telemetry import EngineTelemetry
@@ -218,7 +218,7 @@ class Engine:
         # with nothing launched, what is on its way is all that can be waited for
         keep = self._runner.steps_ahead if entries and unusable is None else 0
         for step, tokens in self._in_flight.read(keep):
-            finished += [result for token in tokens if (result := self._append_token(*token)) is not None]
+            finished += [result for token in tokens if (result := self._append_token(token)) is not None]
             finished += self._finish_prompts(step.pooled)
             self._count(step)
         if unusable is not None:
@@ -407,12 +407,11 @@ class Engine:
         if self.observe_step is not None:
             self.observe_step(StepSample(step.counts.load, seconds), step.entries)
 
-    def _append_token(
-        self, sequence: Sequence, token: int | None, logprob: float, top: TopLogprobs, asked: tuple[float, ...]
-    ) -> Result | None:
+    def _append_token(self, read: ReadToken) -> Result | None:
+        sequence, token, logprob, top, asked, teacher = read
         if not self._batch.is_running(sequence):
             return None  # it ended or was taken out after this step was launched
-        if token is None:
+        if token is None or sequence.has_unsound_scores:
             return self._give_up_row(sequence, self._why_no_token(sequence))
         self._generated_tokens += 1
         if sequence.asked_tokens:
@@ -424,6 +423,7 @@ class Engine:
             sequence.token_logprobs.append(logprob)
         if sequence.request.sampling.top_logprobs:
             sequence.top_logprobs.append(top)
+        sequence.teacher += teacher
         try:
             self._choices.ask(sequence)
             result = self._completion.finish(sequence)

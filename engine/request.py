@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_origin, get_type_hints
 
 from .structured_output import CONSTRAINTS, schema_text
+from .teacher import token_bytes
 
 #: Options of the first version: hashes of rows and indexes always contain them, other options only where they are
 #: given.
@@ -19,6 +20,8 @@ FIRST_OPTIONS = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "s
 #: Pairs of a token and what is added to its logit, by rising token.
 LogitBias = tuple[tuple[int, float], ...]
 MOST_TOP_LOGPROBS = 20
+#: Most of the likeliest tokens of a place that `teacher_top_k` keeps.
+MOST_TEACHER_TOKENS = 1024
 #: Most texts of a choice that are scored: each place of their tree is a step of the row.
 MOST_SCORED = 1024
 #: The likeliest tokens of one place and their log-probabilities, the likeliest first.
@@ -165,6 +168,15 @@ class SamplingParams:
         f"from 0 to {MOST_TOP_LOGPROBS}",
         lambda k: 0 <= k <= MOST_TOP_LOGPROBS,
     )
+    #: Likeliest tokens that are kept of each place of the completion, packed (`teacher`); 0 for none. Equal in all rows
+    #: of a job.
+    teacher_top_k: int = _option(
+        0,
+        "Add, for each token of a completion or given text, this many of the likeliest tokens and their "
+        "log-probabilities as lists of one length, for distillation.",
+        f"from 0 to {MOST_TEACHER_TOKENS}",
+        lambda k: 0 <= k <= MOST_TEACHER_TOKENS,
+    )
     #: False beside a constraint, whose grammar ends the completion.
     ignore_eos: bool = _option(False, "Continue after the model's end token, up to max_tokens.")
     #: Tokens, beside the end tokens of model and tokenizer.
@@ -295,12 +307,17 @@ class SamplingParams:
     @property
     def wants_logprobs(self) -> bool:
         """Whether log-probabilities of the tokens are part of the answer; those of the likeliest come with them."""
-        return self.logprobs or self.top_logprobs > 0
+        return self.logprobs or self.top_logprobs > 0 or self.teacher_top_k > 0
 
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of the prompt's tokens are part of the answer."""
         return self.prompt_logprobs or self.prompt_top_logprobs > 0
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the completion is given and computed in steps of many tokens, as a prompt is."""
+        return self.teacher_top_k > 0 and bool(self.continuation_token_ids)
 
     @property
     def has_rules(self) -> bool:
@@ -330,6 +347,7 @@ class SamplingParams:
             ignore_eos=True,
             logprobs=True,
             top_logprobs=self.top_logprobs,
+            teacher_top_k=self.teacher_top_k,
             prompt_logprobs=self.prompt_logprobs,
             prompt_top_logprobs=self.prompt_top_logprobs,
             continuation_token_ids=token_ids,
@@ -400,6 +418,11 @@ class SamplingParams:
             found.append(f"task={self.task}, choice={list(self.choice)}: expected two texts, the first for relevance")
         if self.task == "rerank" and (constraints or ["choice"]) != ["choice"]:
             found.append(f"task={self.task}, {constraints[0]}: a row that reranks chooses one of two texts")
+        if self.teacher_top_k and self.scores_choices:
+            found.append(
+                f"teacher_top_k={self.teacher_top_k}, choice: the answer may be another text than the one whose tokens "
+                "were generated; expected score_choices=False"
+            )
         if constraints and self.ignore_eos:
             found.append(f"ignore_eos={self.ignore_eos}, {constraints[0]}: a completion ends where its grammar does")
         return found
@@ -479,6 +502,8 @@ class Result:
     prompt_logprobs: tuple[float, ...] | None = None
     #: Likeliest tokens in place of each of these; None where they are not asked.
     prompt_top_logprobs: tuple[TopLogprobs, ...] | None = None
+    #: Likeliest tokens in place of each of `token_ids`, packed (`teacher`); None where they are not asked.
+    teacher: bytes | None = None
     #: Numbers about the prompt, fp32, little-endian: a logit for each label of a row that is classified, or its
     #: embedding; None for other rows.
     pooled: bytes | None = None
@@ -506,33 +531,29 @@ class Result:
 class ExportedRow:
     """A request and what was generated for it so far; a row that has not begun has no tokens.
 
-    `token_logprobs` and `top_logprobs` have one item per token when the request asks for them, else none.
+    `token_logprobs`, `top_logprobs` and the packed `teacher` have one item per token when the request asks for them,
+    else none.
     """
 
     request: Request
     token_ids: tuple[int, ...] = ()
     token_logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[TopLogprobs, ...] = ()
+    teacher: bytes = b""
 
     def problems(self) -> list[str]:
         """Problems of the tokens so far, and of their fit to the request's options; empty for rows that an engine
         exported.
         """
-        sampling = self.request.sampling
-        num_logprobs = len(self.token_ids) if sampling.wants_logprobs else 0
-        num_tops = len(self.token_ids) if sampling.top_logprobs else 0
-        checks = [
-            (
-                len(self.token_ids) < sampling.max_tokens,
-                f"the row has {len(self.token_ids)} tokens, max_tokens={sampling.max_tokens}: it is finished",
-            ),
-            (
-                len(self.token_logprobs) == num_logprobs,
-                f"the row has {len(self.token_logprobs)} log-probabilities, expected {num_logprobs}",
-            ),
-            (
-                len(self.top_logprobs) == num_tops,
-                f"the row has {len(self.top_logprobs)} lists of likeliest tokens, expected {num_tops}",
-            ),
-        ]
-        return [message for holds, message in checks if not holds]
+        sampling, num_tokens = self.request.sampling, len(self.token_ids)
+        counts = {
+            "log-probabilities": (len(self.token_logprobs), num_tokens * sampling.wants_logprobs),
+            "lists of likeliest tokens": (len(self.top_logprobs), num_tokens * (sampling.top_logprobs > 0)),
+            "bytes of likeliest tokens": (len(self.teacher), num_tokens * token_bytes(sampling.teacher_top_k)),
+        }
+        problems = [f"the row has {n} {what}, expected {asked}" for what, (n, asked) in counts.items() if n != asked]
+        if num_tokens >= sampling.max_tokens:
+            problems.append(f"the row has {num_tokens} tokens, max_tokens={sampling.max_tokens}: it is finished")
+        if sampling.is_given and self.token_ids != sampling.continuation_token_ids[:num_tokens]:
+            problems.append("the row has other tokens than the completion that is given")
+        return problems

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from math import isnan
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,11 @@ from .request import ExportedRow, FinishReason, Request, Result, ServedMode, Top
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request while an engine works on it, with its tokens and what the engine stores of them."""
+    """A request while an engine works on it, with its tokens and what the engine stores of them.
+
+    The tokens of a given completion are known from the start, but for the last one, which its last step yields as any
+    other row's. What is asked of them arrives as their places are computed.
+    """
 
     #: The row that is served.
     request: Request
@@ -23,6 +28,8 @@ class Sequence:
     token_logprobs: list[float] = field(default_factory=list)
     #: Likeliest tokens in place of each of `token_ids`; empty where they are not asked.
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    #: Likeliest tokens in place of each of `token_ids`, packed (`teacher`); empty where they are not asked.
+    teacher: bytearray = field(default_factory=bytearray)
     #: Tokens (prompt first, then generated) whose keys and values are in the pool.
     num_stored: int = 0
     #: Tokens behind `token_ids` whose steps are launched and not read yet. They count, but only the device knows them.
@@ -45,7 +52,7 @@ class Sequence:
     answer_start: int | None = None
     #: Tokens that it may store beyond prompt and `max_tokens`.
     spare_tokens: int = 0
-    #: Places of the prompt whose log-probabilities are computed or on their way.
+    #: Places of the prompt, or of a given completion, whose log-probabilities are computed or on their way.
     num_scored: int = 0
     #: Log-probability of the token behind each scored place, as far as they have arrived.
     prompt_logprobs: list[float] = field(default_factory=list)
@@ -57,8 +64,14 @@ class Sequence:
     @classmethod
     def of(cls, row: ExportedRow, spare_tokens: int = 0) -> Sequence:
         """The sequence that goes on where `row` stopped; nothing of it is stored yet."""
-        columns = list(row.token_ids), list(row.token_logprobs), list(row.top_logprobs)
-        return cls(row.request, *columns, spare_tokens=spare_tokens)
+        columns = list(row.token_ids), list(row.token_logprobs), list(row.top_logprobs), bytearray(row.teacher)
+        sequence = cls(row.request, *columns, spare_tokens=spare_tokens)
+        sampling = row.request.sampling
+        if sampling.is_given:
+            sequence.token_ids = list(sampling.continuation_token_ids[:-1])
+            if row.token_ids:
+                sequence.num_scored = sequence.prompt_tokens - 1 + len(row.token_ids)
+        return sequence
 
     @property
     def prompt_tokens(self) -> int:
@@ -79,13 +92,41 @@ class Sequence:
         """Tokens whose keys and values the sequence may have to store: the last one is never read back."""
         return self.prompt_tokens + self.request.sampling.max_tokens - 1 + self.spare_tokens
 
+    @property
+    def next_asked(self) -> int:
+        """First place whose logits are asked and not computed yet."""
+        sampling, last_of_prompt = self.request.sampling, self.prompt_tokens - 1
+        if sampling.wants_prompt_logprobs and self.num_scored < last_of_prompt:
+            return self.num_scored
+        return max(self.num_scored, last_of_prompt) if sampling.is_given else self.total_tokens - 1
+
     def positions_to_score(self, num_tokens: int) -> range:
-        """Places of the prompt, among the next `num_tokens`, whose log-probabilities are asked and not computed yet.
-        The prompt's last token is none of them.
+        """Places of the prompt, or of a given completion, among the next `num_tokens`, whose log-probabilities are
+        asked and not computed yet. The place of the last known token, which yields the next one, is none of them.
         """
-        if not self.request.sampling.wants_prompt_logprobs:
-            return range(0)
-        return range(max(self.num_stored, self.num_scored), min(self.num_stored + num_tokens, self.prompt_tokens - 1))
+        end = self.total_tokens if self.request.sampling.is_given else self.prompt_tokens
+        places = range(max(self.num_stored, self.next_asked), min(self.num_stored + num_tokens, end - 1))
+        return places if places else range(0)
+
+    def note_scored(self, logprobs: Items[float], tops: Items[TopLogprobs], teacher: bytes) -> None:
+        """Keep the log-probabilities of the next places that were scored: of the prompt first, then of a given
+        completion, to which `teacher` belongs. `tops` and `teacher` as far as they are asked.
+        """
+        sampling = self.request.sampling
+        num_left = self.prompt_tokens - 1 - len(self.prompt_logprobs) if sampling.wants_prompt_logprobs else 0
+        in_prompt = min(num_left, len(logprobs))
+        self.prompt_logprobs += logprobs[:in_prompt]
+        self.token_logprobs += logprobs[in_prompt:]
+        if sampling.prompt_top_logprobs:
+            self.prompt_tops += tops[:in_prompt]
+        if sampling.top_logprobs:
+            self.top_logprobs += tops[in_prompt:]
+        self.teacher += teacher
+
+    @property
+    def has_unsound_scores(self) -> bool:
+        """Whether the logits of a given completion's place were no finite numbers."""
+        return self.request.sampling.is_given and any(map(isnan, self.token_logprobs))
 
     def positions_to_pool(self, num_tokens: int) -> range:
         """Places of the prompt, among the next `num_tokens`, whose hidden states are asked: of a row that is classified
@@ -99,7 +140,7 @@ class Sequence:
     @property
     def needs_all_places(self) -> bool:
         """Whether every place of the prompt must be computed for this row, although another row may have its keys."""
-        return bool(self.positions_to_score(self.prompt_tokens)) or self.pools_all
+        return self.next_asked < self.prompt_tokens - 1 or self.pools_all
 
     @property
     def pools_all(self) -> bool:
@@ -158,10 +199,15 @@ class Sequence:
         self.num_stored = min(self.num_stored, self.prompt_tokens + same, self.total_tokens - 1)
 
     def exported(self) -> ExportedRow:
-        """The request and its tokens, from which another engine can go on."""
-        kept = slice(self.answer_start)
+        """The request and its tokens, from which another engine can go on. A given completion goes on behind the places
+        that are computed; with its prompt's log-probabilities, which do not move, it begins again.
+        """
+        sampling = self.request.sampling
+        if sampling.is_given and sampling.wants_prompt_logprobs:
+            return ExportedRow(self.request)
+        kept = slice(len(self.token_logprobs) if sampling.is_given else self.answer_start)
         logprobs, tops = self.token_logprobs[kept], self.top_logprobs[kept]
-        return ExportedRow(self.request, tuple(self.token_ids[kept]), tuple(logprobs), tuple(tops))
+        return ExportedRow(self.request, tuple(self.token_ids[kept]), tuple(logprobs), tuple(tops), bytes(self.teacher))
 
     def result(self, text: str, finish_reason: FinishReason) -> Result:
         """The outcome, once nothing more will be generated."""
@@ -179,4 +225,5 @@ class Sequence:
             reused_prompt_tokens=self.num_reused,
             prompt_logprobs=tuple(self.prompt_logprobs) if sampling.wants_prompt_logprobs else None,
             prompt_top_logprobs=tuple(self.prompt_tops) if sampling.prompt_top_logprobs else None,
+            teacher=bytes(self.teacher) if sampling.teacher_top_k else None,
         )

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...scheduler.batchers.batching import MOST_SCORED_PLACES, BatchView, StepPlan, without_vain_merge
+from ...scheduler.batchers.batching import BatchView, StepPlan, without_vain_merge
 from ...scheduler.estimates.lengths import LengthsByPrompt
 from ..memory.packed import AdapterLayout
 from ..memory.pool import PageRange
@@ -266,16 +266,11 @@ class RunningBatch:
         for sequence in self._running.values():
             sequence.num_paused += id(sequence) not in taking_part
         entries = [self._entry(s, 1, plan) for s in served if s.is_decoding]
-        budget, num_scored = max(max_step_tokens - len(entries), 1), MOST_SCORED_PLACES
+        budget = max(max_step_tokens - len(entries), 1)
         for sequence in served:
             if sequence.is_decoding or not self._can_advance(sequence):
                 continue
             num_tokens = min(budget, sequence.total_tokens - sequence.num_stored)
-            if sequence.positions_to_score(1):
-                num_tokens = min(num_tokens, num_scored)
-                num_scored -= num_tokens
-                if num_tokens == 0:
-                    continue  # the logits of one step are bounded
             if self.prefixes is not None:
                 self.prefixes.compute(sequence, num_tokens, row_owner(sequence))
             entries.append(self._entry(sequence, num_tokens, plan))

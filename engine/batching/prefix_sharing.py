@@ -79,7 +79,7 @@ class PrefixSharing(ABC):
         first, rest = divmod(sequence.num_stored, self._page_tokens)
         number = first
         # the last token known is always computed: its logits choose the next one
-        last = min(len(path), (sequence.total_tokens - 1) // self._page_tokens)
+        last = min(len(path), sequence.next_asked // self._page_tokens)
         while rest == 0 and number < last:
             page = self.cache.find(path[number])
             if page is None or path[number] in self._being_computed or not self._have(reader, number, page, owner):

@@ -6,7 +6,7 @@ Legend: T tokens of the step, H query heads, K key/value heads, D head_dim. `poo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -119,6 +119,19 @@ class Decoder:
         """Logits of the rows that are asked for them, [num_logits, vocab_size]; stores the step's keys and values in
         `pool`, and the hidden states of pooled rows in `states`.
         """
+        return self.logits(self._forward(batch, pool))
+
+    def forward_in_blocks(self, batch: StepBatch, pool: Tensor) -> Iterator[Tensor]:
+        """Logits as `forward` gives them, `batch.head_rows` rows at a time. All are to be taken: in a group, members
+        compute them together.
+        """
+        if len(batch.head_rows) == 1:
+            yield self.forward(batch, pool)
+            return
+        yield from map(self.logits, torch.split(self._forward(batch, pool), batch.head_rows))
+
+    def _forward(self, batch: StepBatch, pool: Tensor) -> Tensor:
+        """The rows that are asked for logits as the head reads them, [num_logits, hidden]."""
         x = self._embed(batch.token_ids, batch.positions)  # [T, hidden]
         rotaries = [rope.tables(batch.positions, batch.row_lengths, self.dtype) for rope in self._ropes]
         spans = batch.spans
@@ -166,17 +179,23 @@ class Decoder:
             x = table[rows.where(is_here, 0)].to(self.dtype).masked_fill_(~is_here[:, None], 0.0)
         return self._sums.add_up(x)
 
-    def _outputs(self, x: Tensor, num_logits: int) -> Tensor:
-        """Logits of the first rows of the last layer's output. The others' hidden states are left in `states`."""
-        x = self._norm(x, self.model.names.final_norm)
-        if self.model.names.project_out is not None:
-            x = self.linears[self.model.names.project_out](x)
-        self.states = x[num_logits:]
-        logits = self.linears[HEAD](x[:num_logits])
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits [num_rows, vocab_size] of rows as the head reads them, [num_rows, hidden]."""
+        logits = self.linears[HEAD](x)
         cap = self.model.logit_softcap
         if cap is not None:
             logits.div_(cap).tanh_().mul_(cap)
         return logits if self._sums is None else self._sums.join_logits(logits)
+
+    def _outputs(self, x: Tensor, num_logits: int) -> Tensor:
+        """The first rows of the last layer's output, as the head reads them. The others' hidden states are left in
+        `states`.
+        """
+        x = self._norm(x, self.model.names.final_norm)
+        if self.model.names.project_out is not None:
+            x = self.linears[self.model.names.project_out](x)
+        self.states = x[num_logits:]
+        return x[:num_logits]
 
     def _norm(self, x: Tensor, module: str | None) -> Tensor:
         return x if module is None else self._norm_of_kind(x, module)

@@ -82,6 +82,12 @@ class GpuDecoder(Decoder):
         """Logits of the rows that are asked for them, [num_logits, vocab_size]; stores keys and values of the step in
         the pool, and the hidden states of pooled rows in `states`.
         """
+        return self.logits(self.forward_to_head(step, memory))
+
+    def forward_to_head(self, step: GpuStep, memory: GpuMemory) -> Tensor:
+        """The rows that are asked for logits as the head reads them, [num_logits, hidden]; stores what `forward_step`
+        does.
+        """
         x = self._embed(step.token_ids, step.positions)  # [T, hidden]
         rotaries = [self._angles(rope, step) for rope in self._ropes]
         no_angles = torch.empty(len(x), 0, dtype=torch.float32, device=x.device)

@@ -10,7 +10,7 @@ place that its attention items name.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -98,6 +98,16 @@ class GpuStep:
     sampled_segments: Segments | None = None
     #: Rows at the end of `sampled_rows` whose hidden states are asked instead of logits.
     num_pooled: int = 0
+
+    def with_first_sampled(self, num_rows: int) -> GpuStep:
+        """The step as the sampling of its first `num_rows` sampled rows reads it."""
+        columns = {f.name: getattr(self.sampling, f.name)[:num_rows] for f in fields(SamplingRows)}
+        return replace(
+            self,
+            sampled_rows=self.sampled_rows[:num_rows],
+            sampling=SamplingRows(**columns),
+            withheld=self.withheld[:num_rows],
+        )
 
 
 class StepBuffer:

@@ -24,14 +24,22 @@ from ..memory.residency import ResidentAdapter
 from ..model_config.model import ModelConfig
 from ..sequence import Sequence
 
+#: Scored places whose logits are computed together; each takes 0.5 MB at 128k tokens.
+HEAD_ROWS = 128
+
 
 @dataclass(frozen=True, slots=True)
 class ScoredPositions:
-    """Consecutive places of a prompt, the first at `offset` of the step's tokens, and the tokens that follow them."""
+    """Consecutive places of a prompt and of a given completion, and the tokens that follow them."""
 
+    #: The sequence.
     sequence: Sequence
+    #: Number of the first place among the step's tokens of the sequence.
     offset: int
+    #: Token behind each place.
     token_ids: tuple[int, ...]
+    #: Places before the prompt's last; the others are those of a given completion's tokens.
+    num_in_prompt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +67,13 @@ class StepEntry:
 
     @property
     def scored(self) -> ScoredPositions | None:
-        """The places of the prompt, among these tokens, whose log-probabilities are asked."""
+        """The places of prompt and given completion, among these tokens, whose log-probabilities are asked."""
         places = self.sequence.positions_to_score(self.num_tokens)
         if not places:
             return None
         following = tuple(self.sequence.tokens(places.start + 1, places.stop + 1))
-        return ScoredPositions(self.sequence, places.start - self.sequence.num_stored, following)
+        num_in_prompt = min(max(self.sequence.prompt_tokens - 1 - places.start, 0), len(places))
+        return ScoredPositions(self.sequence, places.start - self.sequence.num_stored, following, num_in_prompt)
 
     @property
     def pooled(self) -> range:
@@ -115,6 +124,18 @@ class StepBatch:
     def num_logits(self) -> int:
         """Rows whose logits are asked: the first ones of `sampled_rows`."""
         return len(self.sampled_rows) - sum(count for _, count in self.pooled)
+
+    @property
+    def head_rows(self) -> list[int]:
+        """Rows of `sampled_rows` in each product with the head."""
+        return rows_of_head(len(self.sampled), self.num_logits - len(self.sampled))
+
+
+def rows_of_head(num_sampled: int, num_scored: int) -> list[int]:
+    """Rows of each product with the head: all that yield tokens and the first places, then the other places."""
+    first = num_sampled + min(num_scored, HEAD_ROWS)
+    rest = num_sampled + num_scored - first
+    return [first, *([HEAD_ROWS] * (rest // HEAD_ROWS)), *([rest % HEAD_ROWS] if rest % HEAD_ROWS else [])]
 
 
 @dataclass(frozen=True, slots=True)

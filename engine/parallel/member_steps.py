@@ -59,7 +59,8 @@ class StepsInMemory:
             case Step():
                 entries, _ = decode_step(message, self._residents)
                 batch = build_step(entries, self._decoder.model, self._layout, self._memory.dtype)
-                self._decoder.forward(batch, self._memory)
+                for _ in self._decoder.forward_in_blocks(batch, self._memory):
+                    pass  # the leader reads the logits
             case _:
                 return False
         return True

@@ -99,7 +99,9 @@ class PlannedStep:
         self.sampled: tuple[Sequence, ...] = tuple(entries[i].sequence for i in self._yielding.tolist())
         #: Places of prompts whose log-probabilities are asked, each with its entry.
         self.scored = [(i, found) for i, e in enumerate(entries) if (found := e.scored) is not None]
-        self.num_scored = sum(len(places.token_ids) for _, places in self.scored)
+        #: Token behind each of these places.
+        self.scored_tokens = [token for _, places in self.scored for token in places.token_ids]
+        self.num_scored = len(self.scored_tokens)
         self._withheld = [
             ()
             if rules is None or s.request.sampling.has_rules or s.num_generated >= s.request.sampling.min_tokens
@@ -109,7 +111,9 @@ class PlannedStep:
         #: Places, among those that are sampled, of rows whose logits the host changes.
         self.ruled = [i for i, s in enumerate(self.sampled) if s.request.sampling.has_rules]
         #: Most of the likeliest tokens that a row asks for.
-        self.num_top = max((s.request.sampling.top_logprobs for s in self.sampled), default=0)
+        self.num_top = max(
+            (max(s.request.sampling.top_logprobs, s.request.sampling.teacher_top_k) for s in self.sampled), default=0
+        )
         #: Pairs of such a place and a token whose log-probability is asked there.
         self.asked = [(i, token) for i, s in enumerate(self.sampled) for token in s.asked_tokens]
         self.wants_logprobs = bool(self.asked or self.scored) or any(

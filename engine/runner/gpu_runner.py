@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -33,27 +33,26 @@ from ...kernels.layouts.pages import PageLayout
 from ...kernels.log_sum_exp import log_sum_exp
 from ...kernels.paged_attention.libraries import PromptAttention
 from ...kernels.paged_attention.types import allocate_partials
-from ...kernels.sampling import NO_TOKEN, SamplingRows, sample_tokens
+from ...kernels.sampling import NO_TOKEN, largest_of_rows, sample_tokens
 from ..config import EngineConfig
 from ..model_config.model import ModelConfig
 from ..models.gpu_decoder import GpuDecoder, GpuMemory
 from ..models.gpu_step import GpuStep, StepBuffer, StepSizes
 from ..models.merge import LiveWeights
-from ..models.step_batch import ScoredPositions, StepEntry
+from ..models.step_batch import StepEntry, rows_of_head
 from ..request import MOST_TOP_LOGPROBS
 from ..sequence import Sequence
 from .gpu_adapters import GpuAdapters
 from .gpu_graphs import GraphKey, StepExecutor, bucket_of
 from .gpu_plan import DECODE_TILE_ROWS, SPLIT_KEYS, PlannedStep, StepGeometry, rounded
 from .runner import LaunchedStep, finished_prompts
-from .sampler import PromptLogprobs, SampledTokens, read_prompts, split_states
+from .sampler import PromptLogprobs, SampledTokens, most_likeliest, packed_rows, read_prompts, split_states
 
 if TYPE_CHECKING:
     from ..text.answers.token_rules import TokenRules
 
 # per multiprocessor, as in kernels.lora_shrink.triton and kernels.paged_attention.triton
 _SHRINK_PROGRAMS, _ATTENTION_PROGRAMS = 4, 4
-_LAST_TOKEN, _ORDERED_ROWS = 2**31 - 1, 64
 # Room of a bucket per row: 12 chunks, which rank 64 on the three members of qkv takes, and 8 withheld stop tokens.
 # Steps that need more (a batch full of distinct adapters of higher ranks) run without a graph.
 _BUCKET_CHUNKS, _BUCKET_WITHHELD = 12, 8
@@ -136,6 +135,8 @@ class GpuRunner:
         self._top_logprobs = torch.zeros((rows, MOST_TOP_LOGPROBS), dtype=torch.float32, device=device)
         # log-probabilities of the tokens that rows ask for, of each part of the step
         self._asked: list[Tensor] = []
+        # log-probabilities of the part's prompts, with the likeliest tokens of each place, some places at a time
+        self._columns: list[tuple[Tensor, Tensor, Tensor]] = []
         # read log-probabilities of prompts of each part of the step, which are on their way to the host
         self._scored: list[Callable[[], Iterator[PromptLogprobs]]] = []
         # hidden states of prompts of each part, on their way, with their sequences and numbers of places
@@ -180,11 +181,16 @@ class GpuRunner:
         sampled: tuple[Sequence, ...] = ()
         self._asked.clear()
         self._scored, self._states = [], []
+        num_top = max(planned.num_top for planned in parts)
+        if num_top > self._top_ids.shape[1]:
+            # no graph writes here
+            shape = (len(self._top_ids), rounded(num_top))
+            self._top_ids = self._top_ids.new_zeros(shape)
+            self._top_logprobs = self._top_logprobs.new_zeros(shape)
         for planned, key in zip(parts, graphs, strict=True):
             self._launch_part(planned, len(sampled), key)
             sampled += planned.sampled
         self._places = {id(sequence): place for place, sequence in enumerate(sampled)}
-        num_top = max(planned.num_top for planned in parts)
         launched = self._launched(sampled, any(planned.wants_logprobs for planned in parts), num_top)
         finished = [each for planned in parts for each in finished_prompts(planned.entries)]
         return replace(launched, pooled=tuple(finished))
@@ -224,11 +230,21 @@ class GpuRunner:
             self._choose(self._logits[: key.bucket], step(), planned)
 
     def compute(self, step: GpuStep, planned: PlannedStep) -> None:
-        """Launch the device's part of a step."""
-        logits = self.forward(step)
+        """Launch the device's part of a step. The logits of many scored places are computed some at a time."""
+        rows = rows_of_head(len(step.sampled_rows) - planned.num_pooled - planned.num_scored, planned.num_scored)
+        others: list[Tensor] = []
+        if len(rows) == 1:
+            logits = self.forward(step)
+        else:
+            first, *others = torch.split(self._decoder.forward_to_head(self._with_fed_tokens(step), self._memory), rows)
+            logits = self._decoder.logits(first)
         if planned.pooled:
             self._bring(self._decoder.states, planned)
         self._choose(logits, step, planned)
+        for block in others:
+            self._score(self._decoder.logits(block), planned)
+        if self._columns:
+            self._copy_scores(planned)
 
     def _bring(self, states: Tensor, planned: PlannedStep) -> None:
         """Copy hidden states of prompts to the host."""
@@ -239,9 +255,12 @@ class GpuRunner:
 
     def forward(self, step: GpuStep) -> Tensor:
         """Launch the forward pass; logits of the sampled rows."""
+        return self._decoder.forward_step(self._with_fed_tokens(step), self._memory)
+
+    def _with_fed_tokens(self, step: GpuStep) -> GpuStep:
+        """The step with the tokens that the step before has chosen."""
         fed = self._tokens.index_select(0, step.sources.clamp(min=0)).to(torch.int32)
-        token_ids = torch.where(step.sources >= 0, fed, step.token_ids)
-        return self._decoder.forward_step(replace(step, token_ids=token_ids), self._memory)
+        return replace(step, token_ids=torch.where(step.sources >= 0, fed, step.token_ids))
 
     def _keep(self, logits: Tensor) -> None:
         """Copy a graph's logits to where they stay after it."""
@@ -252,13 +271,11 @@ class GpuRunner:
     def _choose(self, logits: Tensor, step: GpuStep, planned: PlannedStep) -> None:
         """Launch the sampling; the tokens stay on the device for the next step, on every member of a group."""
         # places of prompts stand behind the rows that get tokens, as rows of padding do
-        count = len(logits) - planned.num_scored
+        count = len(logits) - rows_of_head(0, planned.num_scored)[0]
         if not len(logits):
             return
-        if planned.pooled:
-            # the rows behind those with logits have no options either
-            options = (getattr(step.sampling, option.name)[: len(logits)] for option in fields(SamplingRows))
-            step = replace(step, sampling=SamplingRows(*options), withheld=step.withheld[: len(logits)])
+        if len(logits) < len(step.sampled_rows):
+            step = step.with_first_sampled(len(logits))
         self._choose_tokens(logits, step, planned, count)
         if self._share is not None:
             self._share(self._tokens[step.first_place : step.first_place + count])
@@ -279,7 +296,7 @@ class GpuRunner:
         tokens = sample_tokens(logits, step.sampling) if step.draws else logits.argmax(-1)
         places = slice(step.first_place, step.first_place + count)
         if whole is not None and planned.scored:
-            self._score(raw[count:], whole[count:], planned.scored)
+            self._score(raw[count:], planned)
             raw, whole, tokens, is_finite = raw[:count], whole[:count], tokens[:count], is_finite[:count]
         self._tokens[places].copy_(tokens)
         self._read_tokens[places].copy_(torch.where(is_finite, tokens, NO_TOKEN))
@@ -307,27 +324,26 @@ class GpuRunner:
         if not self._is_exact:
             largest = logits.float().topk(count)
             return largest.values, largest.indices
-        # few rows at a time, since these numbers take four times as much memory as logits
-        found = torch.cat([in_order(rows).topk(count).values for rows in torch.split(logits, _ORDERED_ROWS)])
-        ids = _LAST_TOKEN - (found & _LAST_TOKEN)
-        return logits.gather(1, ids).float(), ids
+        return largest_of_rows(logits, count)
 
-    def _score(self, raw: Tensor, whole: Tensor, scored: Items[tuple[int, ScoredPositions]]) -> None:
-        """Copy log-probabilities of prompts back. `raw` [num_places, vocab_size]: their logits; `whole`: the logarithms
-        of the sums of their exponentials.
-        """
-        targets = torch.tensor([token for _, places in scored for token in places.token_ids])
-        tokens = to_device(targets, raw.device)
-        is_known = tokens < raw.shape[1]  # an adapter may have more than the model
-        values = raw.gather(1, tokens.where(is_known, 0)[:, None])[:, 0].float() - whole
-        values = values.where(is_known, -torch.inf)
-        num_top = max(places.sequence.request.sampling.prompt_top_logprobs for _, places in scored)
-        top, ids = self._largest(raw, num_top)
-        columns = (values, top - whole[:, None], ids)
-        pinned = [empty_pinned(column.numel(), column.dtype, raw.device).view(column.shape) for column in columns]
+    def _score(self, logits: Tensor, planned: PlannedStep) -> None:
+        """Find what is asked of the next places of prompts. `logits` [num_places, vocab_size]: theirs."""
+        first = sum(len(values) for values, *_ in self._columns)
+        tokens = to_device(torch.tensor(planned.scored_tokens[first : first + len(logits)]), logits.device)
+        whole = self._sums(logits)
+        is_known = tokens < logits.shape[1]  # an adapter may have more than the model
+        values = logits.gather(1, tokens.where(is_known, 0)[:, None])[:, 0].float() - whole
+        top, ids = self._largest(logits, most_likeliest([places for _, places in planned.scored]))
+        self._columns.append((values.where(is_known, -torch.inf), top - whole[:, None], ids))
+
+    def _copy_scores(self, planned: PlannedStep) -> None:
+        """Copy what was found at all places of a part's prompts back."""
+        columns = list(map(torch.cat, zip(*self._columns, strict=True)))
+        self._columns = []
+        pinned = [empty_pinned(column.numel(), column.dtype, column.device).view(column.shape) for column in columns]
         for host, column in zip(pinned, columns, strict=True):
             host.copy_(column, non_blocking=True)
-        self._scored.append(partial(read_prompts, [places for _, places in scored], *pinned))
+        self._scored.append(partial(read_prompts, [places for _, places in planned.scored], *pinned))
 
     def _table_rows(self, entries: Items[StepEntry]) -> dict[int, int]:
         """Table rows of all adapters of a step by their `order`."""
@@ -451,15 +467,15 @@ class GpuRunner:
             if arrived is not None:
                 arrived.synchronize()
             counts = [sequence.request.sampling.top_logprobs for sequence in sampled]
-            tops = [
-                tuple(zip(ids[:count], values[:count], strict=True))
-                for count, ids, values in zip(counts, top_ids.tolist(), top_logprobs.tolist(), strict=True)
-            ]
+            most = max(counts, default=0)
+            likeliest = zip(counts, top_ids[:, :most].tolist(), top_logprobs[:, :most].tolist(), strict=True)
+            tops = [tuple(zip(ids[:count], values[:count], strict=True)) for count, ids, values in likeliest]
             values = iter(asked.tolist())
             of_each = [tuple(islice(values, count)) for count in num_asked]
             scored = [prompt for of_part in prompts for prompt in of_part()]
             states = [found for of_part in pooled for found in split_states(*of_part)]
-            return SampledTokens(tokens.tolist(), logprobs.tolist(), tops, of_each, scored, states)
+            teacher = packed_rows([sequence.request.sampling for sequence in sampled], top_ids, top_logprobs)
+            return SampledTokens(tokens.tolist(), logprobs.tolist(), tops, of_each, scored, states, teacher)
 
         return LaunchedStep(sampled, read)
 
@@ -475,16 +491,6 @@ def _parts(entries: Items[StepEntry]) -> list[Items[StepEntry]]:
     if not decoding or not others or any(entry.sequence.num_pending for entry in others):
         return [entries]
     return [decoding, others]
-
-
-def in_order(logits: Tensor) -> Tensor:
-    """Whole numbers in the order of `logits` [num_rows, vocab_size], no two of a row alike: of equal logits the one of
-    the smaller token is larger. The last 32 bits are `_LAST_TOKEN` less the token."""
-    bits = logits.float().add(0.0).view(torch.int32)  # -0.0 becomes 0.0
-    # negative numbers grow with their bits, other than whole ones
-    ordered = torch.where(bits < 0, bits ^ _LAST_TOKEN, bits).to(torch.int64)
-    tokens = torch.arange(logits.shape[1], device=logits.device)
-    return (ordered << 32) | (_LAST_TOKEN - tokens)
 
 
 def _withhold_(logits: Tensor, token_ids: Tensor) -> None:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from ..text.answers.token_rules import TokenRules
 
 #: A sequence, its next token (None where the largest logit is no finite number), the token's log-probability, the
-#: likeliest tokens, and log-probabilities of the asked ones.
-ReadToken = tuple[Sequence, int | None, float, TopLogprobs, tuple[float, ...]]
+#: likeliest tokens, log-probabilities of the asked ones, and the likeliest tokens that are packed.
+ReadToken = tuple[Sequence, int | None, float, TopLogprobs, tuple[float, ...], bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +87,8 @@ class StepsInFlight:
             tokens = step.read()
             if not step.entries:
                 continue
-            for sequence, logprobs, tops in tokens.prompts:
-                sequence.prompt_logprobs += logprobs
-                sequence.prompt_tops += tops
+            for sequence, logprobs, tops, teacher in tokens.prompts:
+                sequence.note_scored(logprobs, tops, teacher)
             for sequence, states in tokens.states:
                 sequence.add_states(states)
             for sequence in step.pooled:
@@ -98,10 +98,11 @@ class StepsInFlight:
 
 def _read_tokens(sampled: tuple[Sequence, ...], tokens: SampledTokens) -> Iterator[ReadToken]:
     """The tokens of a step, which are no longer pending."""
-    columns = sampled, tokens.ids, tokens.logprobs, tokens.tops, tokens.asked
-    for sequence, token, logprob, top, asked in zip(*columns, strict=True):
+    teacher = tokens.teacher or [b""] * len(sampled)
+    columns = sampled, tokens.ids, tokens.logprobs, tokens.tops, tokens.asked, teacher
+    for sequence, token, *found in zip(*columns, strict=True):
         sequence.num_pending -= 1
-        yield sequence, None if token == NO_TOKEN else token, logprob, top, asked
+        yield sequence, None if token == NO_TOKEN else token, *found
 
 
 class CpuRunner:
@@ -130,11 +131,11 @@ class CpuRunner:
             self._announce(entries)
         decoder, memory = self._decoder, self._memory
         batch = build_step(entries, decoder.model, self._layout, memory.dtype, is_exact=decoder.is_exact)
-        logits = decoder.forward(batch, memory)
-        count = len(batch.sampled)
+        blocks = decoder.forward_in_blocks(batch, memory)
+        logits, count = next(blocks), len(batch.sampled)
         tokens = sample(logits[:count], batch.sampled, self._rules)
-        prompts, states = score_prompts(logits[count:], batch.scored), split_states(decoder.states, batch.pooled)
-        tokens = tokens._replace(prompts=prompts, states=states)
+        prompts = score_prompts(chain([logits[count:]], blocks), batch.scored)
+        tokens = tokens._replace(prompts=prompts, states=split_states(decoder.states, batch.pooled))
         return LaunchedStep(batch.sampled, lambda: tokens, pooled=finished_prompts(entries))
 
 

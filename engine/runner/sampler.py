@@ -20,10 +20,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.sampling import NO_TOKEN, Choices, choose_further_tokens, choose_tokens, largest_tokens
+from ...kernels.sampling import NO_TOKEN, Choices, choose_further_tokens, choose_tokens, largest_of_rows
 from ..models.step_batch import ScoredPositions
-from ..request import TopLogprobs
+from ..request import SamplingParams, TopLogprobs
 from ..sequence import Sequence
+from ..teacher import pack, token_bytes
 
 if TYPE_CHECKING:
     from ..text.answers.token_rules import TokenRules  # not at run time: members of a group read no texts
@@ -35,15 +36,17 @@ _NEXT_DRAW = 2**40
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-#: Log-probabilities of consecutive tokens of a sequence's prompt, and the likeliest tokens in their places, if asked.
-PromptLogprobs = tuple[Sequence, list[float], list[TopLogprobs]]
+#: Log-probabilities of consecutive tokens of a sequence, those of its prompt first, the likeliest tokens in their
+#: places, if asked, and those of a given completion, packed (`teacher`).
+PromptLogprobs = tuple[Sequence, list[float], list[TopLogprobs], bytes]
 
 
 class SampledTokens(NamedTuple):
     """One token for each sequence of a step: `NO_TOKEN` where the largest logit is no finite number. `logprobs`: of
     these tokens, zeros for sequences that did not ask. `tops`: the likeliest tokens, none for sequences that did not
     ask. `asked`: log-probabilities of each sequence's `asked_tokens`. `prompts`: of prompts of the step. `states`:
-    hidden states of prompts of the step, [num_places, embedding_size] of each sequence.
+    hidden states of prompts of the step, [num_places, embedding_size] of each sequence. `teacher`: the likeliest
+    tokens, packed, empty for sequences that did not ask; no items where none did.
     """
 
     ids: list[int]
@@ -52,6 +55,7 @@ class SampledTokens(NamedTuple):
     asked: list[tuple[float, ...]]
     prompts: Items[PromptLogprobs] = ()
     states: Items[tuple[Sequence, NDArray[np.float32]]] = ()
+    teacher: Items[bytes] = ()
 
 
 def sample(logits: Tensor, sequences: Items[Sequence], rules: TokenRules) -> SampledTokens:
@@ -67,29 +71,61 @@ def sample(logits: Tensor, sequences: Items[Sequence], rules: TokenRules) -> Sam
     logprobs = [0.0] * len(tokens)
     tops: list[TopLogprobs] = [()] * len(tokens)
     of_tokens: list[tuple[float, ...]] = [()] * len(tokens)
-    for i, row in zip(asked, of_asked, strict=True):
+    settings = [sequences[i].request.sampling for i in asked]
+    num_top = max((max(s.top_logprobs, s.teacher_top_k) for s in settings), default=0)
+    top, ids = largest_of_rows(of_asked, min(num_top, of_asked.shape[1])) if num_top else _none_of(of_asked)
+    for place, (i, row) in enumerate(zip(asked, of_asked, strict=True)):
         logprobs[i] = float(row[tokens[i]])
         of_tokens[i] = _of_tokens(row, sequences[i].asked_tokens)
-        if count := sequences[i].request.sampling.top_logprobs:
-            likeliest = largest_tokens(row, min(count, len(row)))
-            tops[i] = tuple(zip(likeliest.tolist(), row[likeliest].tolist(), strict=True))
-    return SampledTokens(tokens, logprobs, tops, of_tokens)
+        if count := settings[place].top_logprobs:
+            (tops[i],) = _tops(ids[place : place + 1], top[place : place + 1], count)
+    teacher = [b""] * len(tokens)
+    for i, packed in zip(asked, packed_rows(settings, ids, top), strict=True):
+        teacher[i] = packed
+    return SampledTokens(tokens, logprobs, tops, of_tokens, teacher=teacher)
 
 
-def score_prompts(logits: Tensor, scored: Items[ScoredPositions]) -> list[PromptLogprobs]:
-    """Log-probabilities at places of prompts. `logits` [num_places, vocab_size] are in the order of the places."""
+def packed_rows(settings: Items[SamplingParams], ids: Tensor, top: Tensor) -> list[bytes]:
+    """The likeliest tokens of rows, packed; empty for those that do not ask. `ids` and `top` [num_rows, num_top]."""
+    packed = [b""] * len(settings)
+    for count in {sampling.teacher_top_k for sampling in settings} - {0}:
+        size, rows = token_bytes(count), pack(ids[:, :count].numpy(), top[:, :count].numpy())
+        for place, sampling in enumerate(settings):
+            if sampling.teacher_top_k == count:
+                packed[place] = rows[place * size : (place + 1) * size]
+    return packed
+
+
+def score_prompts(blocks: Iterable[Tensor], scored: Items[ScoredPositions]) -> list[PromptLogprobs]:
+    """Log-probabilities at places of prompts and given completions. `blocks`: logits [num_places, vocab_size] in the
+    order of the places, those of some places at a time, so that no more of them are in memory.
+    """
+    if not scored:
+        return []
+    tokens = torch.tensor([token for places in scored for token in places.token_ids])
     found, first = [], 0
-    for places in scored:
-        count, num_top = len(places.token_ids), places.sequence.request.sampling.prompt_top_logprobs
-        rows = torch.log_softmax(logits[first : first + count].float(), -1)
-        first += count
-        logprobs = [_of_tokens(row, (token,))[0] for row, token in zip(rows, places.token_ids, strict=True)]
-        tops: list[TopLogprobs] = []
-        for row in rows if num_top else ():
-            likeliest = largest_tokens(row, min(num_top, len(row)))
-            tops.append(tuple(zip(likeliest.tolist(), row[likeliest].tolist(), strict=True)))
-        found.append((places.sequence, logprobs, tops))
-    return found
+    for block in blocks:
+        here = slice(first, first + len(block))
+        first = here.stop
+        found.append(score_rows(torch.log_softmax(block.float(), -1), tokens[here], most_likeliest(scored)))
+    return list(read_prompts(scored, *map(torch.cat, zip(*found, strict=True))))
+
+
+def most_likeliest(scored: Items[ScoredPositions]) -> int:
+    """Most of the likeliest tokens that are asked of one of these places."""
+    settings = [places.sequence.request.sampling for places in scored]
+    in_prompts = max(s.prompt_top_logprobs for s in settings)
+    return max(in_prompts, *(max(s.top_logprobs, s.teacher_top_k) for s in settings if s.is_given), 0)
+
+
+def score_rows(rows: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities [num_places] of `tokens` [num_places], and the `num_top` likeliest tokens of each place,
+    [num_places, num_top], their log-probabilities first. `rows` [num_places, vocab_size]: of all tokens.
+    """
+    is_known = tokens < rows.shape[1]  # an adapter may have more than the model
+    logprobs = rows.gather(1, tokens.where(is_known, 0)[:, None])[:, 0].where(is_known, -torch.inf)
+    likeliest = largest_of_rows(rows, min(num_top, rows.shape[1])) if num_top else _none_of(rows)
+    return logprobs, *likeliest
 
 
 def split_states(states: Tensor, pooled: Items[tuple[Sequence, int]]) -> list[tuple[Sequence, NDArray[np.float32]]]:
@@ -105,17 +141,30 @@ def split_states(states: Tensor, pooled: Items[tuple[Sequence, int]]) -> list[tu
 def read_prompts(
     scored: Items[ScoredPositions], logprobs: Tensor, top: Tensor, ids: Tensor
 ) -> Iterator[PromptLogprobs]:
-    """Log-probabilities of each prompt that a GPU has scored, once the step has ended. On the host: `logprobs`
-    [num_places], `top` and `ids` [num_places, num_top].
+    """Log-probabilities of each sequence whose places were scored. On the host: `logprobs` [num_places], `top` and
+    `ids` [num_places, num_top].
     """
     first = 0
     for places in scored:
-        here = slice(first, first + len(places.token_ids))
-        first = here.stop
-        count = places.sequence.request.sampling.prompt_top_logprobs
-        pairs = zip(ids[here].tolist(), top[here].tolist(), strict=True)
-        tops = [tuple(zip(tokens[:count], values[:count], strict=True)) for tokens, values in pairs] if count else []
-        yield places.sequence, logprobs[here].tolist(), tops
+        start, stop = first, first + len(places.token_ids)
+        first, behind = stop, start + places.num_in_prompt
+        sampling = places.sequence.request.sampling
+        tops = _tops(ids[start:behind], top[start:behind], sampling.prompt_top_logprobs)
+        tops += _tops(ids[behind:stop], top[behind:stop], sampling.top_logprobs)
+        count = sampling.teacher_top_k if behind < stop else 0
+        teacher = pack(ids[behind:stop, :count].numpy(), top[behind:stop, :count].numpy()) if count else b""
+        yield places.sequence, logprobs[start:stop].tolist(), tops, teacher
+
+
+def _none_of(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """No numbers of each row and no places."""
+    return rows[:, :0], rows[:, :0].long()
+
+
+def _tops(ids: Tensor, logprobs: Tensor, count: int) -> list[TopLogprobs]:
+    """The first `count` tokens and log-probabilities of each row of `ids` and `logprobs` [num_rows, num_top]."""
+    pairs = zip(ids[:, :count].tolist(), logprobs[:, :count].tolist(), strict=True)
+    return [tuple(zip(tokens, values, strict=True)) for tokens, values in pairs]
 
 
 def _of_tokens(logprobs: Tensor, token_ids: Items[int]) -> tuple[float, ...]:

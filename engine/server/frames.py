@@ -100,6 +100,7 @@ class RowTokens:
     token_ids: tuple[int, ...]
     token_logprobs: tuple[float, ...]
     top_logprobs: tuple[TopLogprobs, ...] = ()
+    teacher: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,7 +171,7 @@ class EngineServer:
             case ExportRows():
                 rows = engine.export_rows(message.request_ids)
                 exported = (
-                    RowTokens(row.request.request_id, row.token_ids, row.token_logprobs, row.top_logprobs)
+                    RowTokens(row.request.request_id, row.token_ids, row.token_logprobs, row.top_logprobs, row.teacher)
                     for row in rows
                 )
                 self._send(Exported(tuple(exported)))

@@ -22,6 +22,7 @@ from .answer_type import answer_type
 from .completions import listed
 from .files import unpack_schema
 from .known_tables import conversation_column, is_turn, messages_hint, table_hint, template_hint
+from .teacher import teacher_fields
 
 # Columns that every output adds; input columns must leave these names free.
 ANSWER_FIELDS = (
@@ -111,7 +112,7 @@ def asked_options(spec: JobSpec) -> list[str]:
         return [_STAGES, *(spec.output_columns or stages)]
     sampling = spec.sampling
     sampling = sampling.of_task("rerank") if sampling.task == "rerank" else sampling
-    names = (*ASKED_FIELDS, "json_schema", "choice", "score_choices")
+    names = (*ASKED_FIELDS, "teacher_top_k", "json_schema", "choice", "score_choices")
     return [
         *(name for name in names if getattr(sampling, name, None)),
         *(["n"] if sampling.n > 1 else []),
@@ -164,6 +165,7 @@ def completion_fields(record: JobRecord) -> tuple[pa.Field, ...]:
     asked = asked_options(record.spec)
     fields = [*ANSWER_FIELDS, *(LOGPROB_FIELDS if record.with_logprobs else ())]
     fields += _asked_fields(asked, record.input.roles)
+    fields += teacher_fields(record.spec.sampling.teacher_top_k)
     if "json_schema" in asked:
         fields.append(pa.field(TYPED_COLUMN, answer_type(record.spec.sampling.json_schema).arrow))
     fields += choice_fields(asked, record.input.roles, record.spec.output_prefix)
@@ -427,7 +429,8 @@ def _added_names(roles: Mapping[str, str], asked: Collection[str], prefix: str) 
         return {*asked} - {_STAGES} | {f"{prefix}{field.name}" for field in STAGED_FIELDS}
     ours = {*OUTPUT_COLUMNS, *(field.name for field in _asked_fields(asked, roles))}
     ours |= {TYPED_COLUMN} if "json_schema" in asked else set()
-    ours |= {field.name for field in choice_fields(asked, roles, prefix)}
+    others = (*teacher_fields(int("teacher_top_k" in asked)), *choice_fields(asked, roles, prefix))
+    ours |= {field.name for field in others}
     ours |= {EXPECTED_FIELD.name} if "split_answer" in asked else set()
     ours |= {SAMPLE_FIELD.name} if has_samples(asked, roles) else set()
     ours |= {field.name for field in _task_fields(TASK_FIELDS if "task" in roles else asked)}

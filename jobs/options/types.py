@@ -35,6 +35,9 @@ class JobOptions(TypedDict, total=False):
     prompt_logprobs: bool
     #: Add, for each token of the prompt, this many of the likeliest tokens in its place to the output.
     prompt_top_logprobs: int
+    #: Add, for each token of a completion or given text, this many of the likeliest tokens and their log-probabilities
+    #: as lists of one length, for distillation.
+    teacher_top_k: int
     #: Continue after the model's end token, up to max_tokens.
     ignore_eos: bool
     #: A token that ends a completion and is not part of its text. Repeatable.
@@ -253,6 +256,9 @@ class Stage(TypedDict, total=False):
     prompt_logprobs: bool
     #: Add, for each token of the prompt, this many of the likeliest tokens in its place to the output.
     prompt_top_logprobs: int
+    #: Add, for each token of a completion or given text, this many of the likeliest tokens and their log-probabilities
+    #: as lists of one length, for distillation.
+    teacher_top_k: int
     #: Continue after the model's end token, up to max_tokens.
     ignore_eos: bool
     #: A token that ends a completion and is not part of its text. Repeatable.

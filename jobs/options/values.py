@@ -26,7 +26,8 @@ _MOST_PREFIX_CHARACTERS = 64
 _MOST_CURRENCY_CHARACTERS = 8
 #: Roles of columns that hold prompts.
 PROMPT_ROLES = ("prompt", "messages", "prompt_token_ids")
-SAMPLING_COLUMNS = (*SAMPLING_OPTIONS, *FORMS)
+# Columns of a job have one type for all rows, and so `teacher_top_k` is no setting of a row.
+SAMPLING_COLUMNS = (*(name for name in SAMPLING_OPTIONS if name != "teacher_top_k"), *FORMS)
 #: Settings that a column may give for its row, only when the job asks for it; `tools` beside `messages` always may.
 SETTING_ROLES = (*RENDERING_OPTIONS, *SAMPLING_COLUMNS, "continuation")
 COLUMN_ROLES = ("id", "adapter", *PROMPT_ROLES, *SETTING_ROLES)

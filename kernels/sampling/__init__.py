@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .cpu import choose_further_tokens, choose_tokens, largest_tokens
+from .largest import largest_of_rows
 from .types import LARGEST_TEMPERATURE, NO_TOKEN, SMALLEST_TEMPERATURE, Choices, SamplingRows
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "SamplingRows",
     "choose_further_tokens",
     "choose_tokens",
+    "largest_of_rows",
     "largest_tokens",
     "sample_tokens",
 ]

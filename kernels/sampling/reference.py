@@ -38,3 +38,9 @@ def sample(tokens: Tensor, logits: Tensor, rows: SamplingRows) -> None:
         u = uniform(int(rows.seeds[row]), int(rows.streams[row]), int(rows.positions[row]))
         target = min(share_of(int(reached[-1]), u), int(reached[-1]) - 1)
         tokens[row] = kept[int((reached <= target).sum())]
+
+
+def largest_of_rows(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest numbers of each of `rows` and their places, by sorting."""
+    places = rows.float().argsort(dim=-1, descending=True, stable=True)[:, :count]
+    return rows.gather(1, places).float(), places

@@ -402,18 +402,20 @@ class _Counting:
         index = [number.get(ids.get(_adapter_of(row) or "", ""), BASE_MODEL) for row in rows]
         has_engine = np.array([row["mode"] is not None for row in rows])
         fixed = numbers["fixed_tokens"]
+        generated = np.array([row["completion_tokens"] for row in rows], np.int32)
+        # of a given completion that is computed as a prompt, all tokens but the last
+        given = np.where(fixed == 1, np.maximum(generated - 1, 0), 0)
         workload = Workload(
             adapters=serving,
             adapter_index=np.array(index, np.int32),
-            prompt_tokens=np.array([row["prompt_tokens"] for row in rows], np.int32),
+            prompt_tokens=np.array([row["prompt_tokens"] for row in rows], np.int32) + given.astype(np.int32),
             max_tokens=np.where(has_engine, np.maximum(numbers["max_tokens"], 1), 0).astype(np.int32),
             prefix_hash=np.zeros(len(rows), np.uint64),
             shared_tokens=np.where(numbers["is_scored"], 0, numbers["shared_tokens"]).astype(np.int32),
             is_drawn=numbers["is_drawn"],
             is_scored=numbers["is_scored"],
         )
-        generated = np.array([row["completion_tokens"] for row in rows], np.float64)
-        output = np.where(fixed > 0, fixed, generated)
+        output = np.where(fixed > 0, fixed, generated).astype(np.float64)
         reused = prediction.with_reuse(settings, workload)
         return row_seconds(reused, output, settings.step_prices, settings.limits.batch_rows)
 

@@ -64,6 +64,8 @@ class RowAnswer:
     prompt_token_top_logprobs: tuple[TopLogprobs, ...] | None = None
     #: Logits of the labels of a row that was classified, or an embedding, as `Result.pooled`; None for other rows.
     pooled: bytes | None = None
+    #: Likeliest tokens in place of each token, packed (`engine.teacher`); None unless the row asks for them.
+    teacher: bytes | None = None
 
     @classmethod
     def from_result(cls, fingerprint: bytes, request: Request, result: Result, attempts: int) -> RowAnswer:
@@ -89,6 +91,7 @@ class RowAnswer:
             prompt_token_logprobs=result.prompt_logprobs,
             prompt_token_top_logprobs=result.prompt_top_logprobs,
             pooled=result.pooled,
+            teacher=result.teacher,
         )
 
     @classmethod
@@ -140,6 +143,8 @@ class BegunRow:
     token_logprobs: tuple[float, ...]
     #: Likeliest tokens in place of each token; empty unless the row asks for them.
     top_logprobs: tuple[TopLogprobs, ...] = ()
+    #: Likeliest tokens in place of each token, packed (`engine.teacher`); empty unless the row asks for them.
+    teacher: bytes = b""
 
 
 def encode_answers(rows: Iterable[RowAnswer]) -> bytes:

@@ -143,16 +143,25 @@ def _no_columns(num_rows: int) -> pa.Array:
 
 
 def _numbers(drafts: list[RowDraft], fingerprints: list[bytes]) -> pa.RecordBatch:
-    """The rows' numbers for the index. Error rows have `max_tokens` 0: they need no engine."""
+    """The rows' numbers for the index. Error rows have `max_tokens` 0: they need no engine. All tokens of a given
+    completion that is computed as prompts are, but the last, count as tokens of the prompt.
+    """
     halves = prepared.fingerprint_numbers(fingerprints)
+    given = [max(len(d.sampling.continuation_token_ids) - 1, 0) if d.sampling.is_given else 0 for d in drafts]
     values = {
-        "prompt_tokens": [len(draft.tokens or ()) for draft in drafts],
-        "max_tokens": [0 if draft.problems else draft.sampling.max_tokens for draft in drafts],
+        "prompt_tokens": [len(draft.tokens or ()) + more for draft, more in zip(drafts, given, strict=True)],
+        "max_tokens": [
+            0 if draft.problems else draft.sampling.max_tokens - more for draft, more in zip(drafts, given, strict=True)
+        ],
         "prefix_hash": [prefix_hash(draft.tokens or ()) for draft in drafts],
         "id_hash": [0 if draft.sample else id_hash(draft.row_id) for draft in drafts],
         "error_kind": [int(draft.kind) for draft in drafts],
         "is_drawn": [draft.sampling.is_drawn for draft in drafts],
-        "is_scored": [draft.sampling.wants_prompt_logprobs for draft in drafts],
+        # of a given completion's row all tokens or none count as scored
+        "is_scored": [
+            draft.sampling.wants_prompt_logprobs or more >= len(draft.tokens or ()) > 0
+            for draft, more in zip(drafts, given, strict=True)
+        ],
         "fixed_tokens": [draft.fixed_tokens for draft in drafts],
         "task": [draft.task for draft in drafts],
         "fingerprint_high": halves[:, 0],

@@ -381,7 +381,9 @@ class PromptReader:
         """Tokens that will be computed behind a row's prompt; 0 when its options do not fix the number."""
         if draft.problems:
             return 0
-        given = 1 if draft.sampling.is_pooled else len(draft.sampling.continuation_token_ids)
+        given = len(draft.sampling.continuation_token_ids)
+        if draft.sampling.is_pooled or draft.sampling.is_given:
+            return 1  # the others of a given completion are computed as a prompt's are
         return given or steps_of_choice(self._tokenizer(draft.adapter), draft.sampling, draft.tokens or ())
 
 

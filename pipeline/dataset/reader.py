@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from ...engine.request import Request
+from ...engine.teacher import token_bytes
 from ...jobs.errors import StorageError
 from ...jobs.input.adapter_names import adapter_problem
 from ...jobs.options.stages import Stage, stages_of
@@ -107,10 +108,12 @@ class ShardReader:
         when the prepared rows or the plan are gone or damaged.
         """
         table = self._gather(shard_id)
+        requests = tuple(self._requests(table))
+        self._check_bytes(shard_id, len(requests), table.nbytes + sum(map(_answer_bytes, requests)))
         return ShardRows(
             shard_id=shard_id,
             table=table,
-            requests=tuple(self._requests(table)),
+            requests=requests,
             fingerprints=tuple(table.column(prepared.FINGERPRINT).to_pylist()),
         )
 
@@ -186,11 +189,7 @@ class ShardReader:
             found = self._read_chunk(int(chunk[piece[0]]), batch[piece], row[piece], columns)
             with counting:
                 num_bytes += sum(part.nbytes for part in found)
-            if num_bytes > self._max_bytes:
-                raise StorageError(
-                    f"{part_name(shard_id)}: its {len(row)} rows take more than {self._max_bytes / 1e9:.1f} GB in "
-                    "memory. Start over with fewer --rows-per-shard."
-                )
+            self._check_bytes(shard_id, len(row), num_bytes)
             return found
 
         if self._store.location.is_local or len(chunks) == 1:
@@ -203,6 +202,14 @@ class ShardReader:
         order[by_place] = np.arange(len(by_place))
         rows = table.unify_dictionaries().combine_chunks().take(pa.array(order)).combine_chunks()
         return rows.replace_schema_metadata(None)
+
+    def _check_bytes(self, shard_id: int, num_rows: int, num_bytes: int) -> None:
+        """Raise `StorageError` unless a worker has room for the rows of a shard."""
+        if num_bytes > self._max_bytes:
+            raise StorageError(
+                f"{part_name(shard_id)}: its {num_rows} rows take more than {self._max_bytes / 1e9:.1f} GB in "
+                "memory. Start over with fewer --rows-per-shard."
+            )
 
     def _read_chunk(
         self, chunk_id: int, batch: NDArray[np.int32], row: NDArray[np.int32], columns: Sequence[str]
@@ -250,6 +257,13 @@ class ShardReader:
                 )
             )
         return requests
+
+
+def _answer_bytes(request: Request | RowAnswer) -> int:
+    """Bytes of the likeliest tokens in the longest answer that a row may have."""
+    if isinstance(request, RowAnswer):
+        return 0
+    return request.sampling.max_tokens * token_bytes(request.sampling.teacher_top_k)
 
 
 def read_shard(store: JobStore, record: JobRecord, shard_id: int, *, max_bytes: int = _MAX_SHARD_BYTES) -> ShardRows:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from ...engine.errors import RUN_AGAIN
 from ...engine.request import Request, TopLogprobs
+from ...jobs.input import teacher
 from ...jobs.input.answer_type import answer_type
 from ...jobs.input.columns import (
     ASKED_FIELDS,
@@ -169,6 +171,11 @@ def answer_values(part: pa.Table, record: JobRecord) -> list[dict[str, Any]]:
     if record.has_lists:
         lists = {name for name in columns if name not in OF_ROWS}
         answers = [each for row in answers for each in completions(row, lists)]
+    count = record.spec.sampling.teacher_top_k
+    taught = [output_name(record, name) for name in (teacher.TOKENS, teacher.LOGPROBS)] if count else []
+    if taught and {*taught} <= {*part.column_names}:
+        places = teacher.packed_places(part.column(taught[0]), part.column(taught[1]), count)
+        answers = [each | {"teacher": of_each} for each, of_each in zip(answers, places, strict=True)]
     return answers
 
 
@@ -236,6 +243,10 @@ def answer_columns(
         CHOICE_SHARES_FIELD.name: lambda: pa.array(map(_choice_shares, requests, answers), CHOICE_SHARES_FIELD.type),
         **task_columns(requests, answers, names, record),
     }
+    if count := record.spec.sampling.teacher_top_k:
+        arrays = teacher.teacher_arrays([answer.teacher for answer in answers], count)
+        arrays[teacher.PROMPT] = pa.array(map(_taught_prompt, requests, answers), pa.list_(pa.int32()))
+        made |= {name: partial(arrays.__getitem__, name) for name in arrays}
     return {
         field.name: made[field.name]()
         if field.name in made
@@ -282,6 +293,11 @@ def _prompt(
         return None
     pairs = zip(request.prompt_token_ids, (None, *answer.prompt_token_logprobs), strict=True)
     return _tokens(spell, adapter, list(pairs))
+
+
+def _taught_prompt(request: Request | RowAnswer, answer: RowAnswer) -> tuple[int, ...] | None:
+    """The prompt's tokens beside the places of a completion; None where there are none."""
+    return None if isinstance(request, RowAnswer) or answer.teacher is None else request.prompt_token_ids
 
 
 def _score(request: Request | RowAnswer, answer: RowAnswer) -> float | None:

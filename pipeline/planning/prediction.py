@@ -37,6 +37,8 @@ from .settings import RunSettings
 _LEAP_STEPS = 8
 # Rows that a simulated batcher looks at: all that wait, as an engine's batcher does.
 _ALL_ROWS = 1 << 30
+# Bytes of a shard's answers at most where shards are cut by the size of the job: a worker has several open.
+_SHARD_ANSWER_BYTES = 128 << 20
 # Rows of a sample that is played, and the least number of full batches in it, over all of its replicas.
 _SAMPLE_ROWS = 4_000
 _LEAST_BATCHES = 24
@@ -85,7 +87,8 @@ def cut_rows(
     """
     batch_rows = settings.limits.batch_rows
     num_rows = rows.num_rows if job_rows is None else job_rows
-    rows_per_shard = settings.rows_per_shard or shard_rows(num_rows, batch_rows, num_workers)
+    most_rows = _rows_in_memory(settings, rows)
+    rows_per_shard = settings.rows_per_shard or min(shard_rows(num_rows, batch_rows, num_workers), most_rows)
     predicted = expected_tokens(settings, rows, length_share)
     rows = with_reuse(settings, rows)
     cut = _cut(settings, rows, predicted, num_workers, rows_per_shard)
@@ -93,6 +96,17 @@ def cut_rows(
     if plan is not cut.plan:
         cut = CutRows.of(plan, predicted, cut.row_s)
     return place_cut(cut, rows.adapters, settings.cost, num_workers) if settings.places(num_workers) else cut
+
+
+def _rows_in_memory(settings: RunSettings, rows: Workload) -> int:
+    """Rows of a shard whose answers take `_SHARD_ANSWER_BYTES` if they are as long as they may be."""
+    is_asked = rows.max_tokens > 0
+    if not settings.answer_token_bytes or not is_asked.any():
+        return _ALL_ROWS
+    # tokens of given completions are counted with their prompts, and the last one is fixed
+    is_given = False if rows.fixed_tokens is None else rows.fixed_tokens == 1
+    most_tokens = np.where(is_given, rows.prompt_tokens, rows.max_tokens)[is_asked].mean(dtype=np.float64)
+    return max(1, int(_SHARD_ANSWER_BYTES / (settings.answer_token_bytes * most_tokens)))
 
 
 def _cut(

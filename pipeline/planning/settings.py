@@ -32,6 +32,7 @@ from ...engine.memory.limits import (
 from ...engine.memory.prefix_cache import shares_prefixes
 from ...engine.model_config import parse_model_config
 from ...engine.model_config.model import ModelConfig
+from ...engine.teacher import token_bytes
 from ...jobs.agreement import Agreement
 from ...jobs.errors import JobRequestError
 from ...jobs.history import history_path, known_agreement, read_history
@@ -80,6 +81,8 @@ class RunSettings:
     length_share: float = PRIOR_SHARE
     #: Most rows of a shard; None to choose it by the job's size.
     rows_per_shard: int | None = None
+    #: Bytes that a worker keeps of each token of an answer, beside the token: `teacher_top_k` of the likeliest ones.
+    answer_token_bytes: int = 0
     #: Whether running rows may move between workers.
     migrates: bool = True
     #: Whether workers fetch adapters from one another.
@@ -149,6 +152,7 @@ class RunSettings:
             device,
             length_share=1.0 if spec.sampling.ignore_eos else PRIOR_SHARE,
             rows_per_shard=spec.rows_per_shard,
+            answer_token_bytes=token_bytes(spec.sampling.teacher_top_k),
             migrates=spec.migration,
             # Adapters that workers see as files need not be fetched.
             shares_adapters=any(is_remote(adapter.url) for adapter in served),

@@ -282,6 +282,7 @@ class EngineQueue:
                     token_ids=tokens.token_ids,
                     token_logprobs=tokens.token_logprobs,
                     top_logprobs=tokens.top_logprobs,
+                    teacher=tokens.teacher,
                 )
                 rows.append(row)
         self._exports.popleft()(rows)
@@ -294,13 +295,13 @@ class EngineQueue:
                 self._finish(row, replace(result, request_id=row.request.request_id))
 
     def _finish(self, row: QueuedRow, result: Result, num_crashes_elsewhere: int = 0) -> None:
-        self.table.finish(row, result.completion_tokens)
+        self.table.finish(row, _generated_tokens(row, result))
         self._deliver(row, ServedRow(result, row.num_crashes + num_crashes_elsewhere))
 
     def _deliver(self, row: QueuedRow, served: ServedRow) -> None:
         is_last = row.shard.deliver(served)
         if row.shard.rows_left is None:
-            row.run.count_finished(row.request.adapter_id, served.result.completion_tokens)
+            row.run.count_finished(row.request.adapter_id, _generated_tokens(row, served.result))
             self.has_news |= is_last
 
     def process_gone(self, reason: str, *, is_spared: bool) -> int:
@@ -328,6 +329,11 @@ class EngineQueue:
         assert self._exports or not num_leaving, f"{num_leaving} rows are leaving, no export is under way"
         counts = f"{self.table.num_in_process} rows, {len(self._exports)} exports"
         assert self._is_ready or not (self.table.num_in_process or self._exports), f"{counts} without a process"
+
+
+def _generated_tokens(row: QueuedRow, result: Result) -> int:
+    """Tokens that an engine has generated for a row; of a given completion that it computes as a prompt, the last."""
+    return min(result.completion_tokens, 1) if row.request.sampling.is_given else result.completion_tokens
 
 
 def shared_window(batch_rows: int) -> int:

@@ -81,7 +81,8 @@ def _answer_and_commit(plugin: RunPlugin, command: RunShard, run_id: str) -> Sha
         plugin.check_output()
         plugin.store.remove_part(command.shard_id)
     fresh = {request_id: answer for request_id, answer in answers.items() if request_id not in reused}
-    return _outcome(plugin, rows, answers, len(kept.earlier), work_of(fresh, kept.begun))
+    given = {r.request_id: ExportedRow(r, r.sampling.continuation_token_ids[:-1]) for r in asked if r.sampling.is_given}
+    return _outcome(plugin, rows, answers, len(kept.earlier), work_of(fresh, kept.begun | given))
 
 
 def _answer(
@@ -125,6 +126,7 @@ def _keep_begun(plugin: RunPlugin, shard: OpenShard, fingerprints: Mapping[str, 
             row.token_ids,
             row.token_logprobs,
             row.top_logprobs,
+            row.teacher,
         )
         for row in shard.begun
     ]
@@ -270,7 +272,7 @@ def read_done(store: JobStore, record: JobRecord, rows: ShardRows) -> dict[str, 
 
 def _begin(kept: KeptRows, request: Request, row: BegunRow) -> None:
     """Keep a begun row, unless another attempt has generated more tokens for it."""
-    begun = ExportedRow(request, row.token_ids, row.token_logprobs, row.top_logprobs)
+    begun = ExportedRow(request, row.token_ids, row.token_logprobs, row.top_logprobs, row.teacher)
     before = kept.begun.get(request.request_id)
     if not begun.problems() and (before is None or len(before.token_ids) < len(begun.token_ids)):
         kept.begun[request.request_id] = begun

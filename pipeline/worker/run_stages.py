@@ -180,6 +180,7 @@ def _keep_begun(plugin: RunPlugin, shard: OpenShard, staged: StagedShard, journa
             row.token_ids,
             row.token_logprobs,
             row.top_logprobs,
+            row.teacher,
         )
         for row in shard.begun
     ]

@@ -22,11 +22,14 @@ def journals_of(run_id: str) -> str:
 
 
 def work_of(answers: Mapping[str, RowAnswer], begun: Mapping[str, ExportedRow]) -> JobWork:
-    """Work that engines did for these answers. `begun`: rows that had tokens before. Both by request id."""
+    """Work that engines did for these answers. `begun`: rows that had tokens before. Both by request id. The tokens of
+    a given completion but the last are computed as a prompt's.
+    """
     done = [(answer, begun.get(request_id)) for request_id, answer in answers.items() if answer.error is None]
     adapters = list(dict.fromkeys(answer.adapter_sha256 for answer, _ in done))
     slot = [adapters.index(answer.adapter_sha256) for answer, _ in done]
     prompt = np.array([answer.prompt_tokens for answer, _ in done], dtype=np.float64)
+    prompt += [len(row.token_ids) if row is not None and row.request.sampling.is_given else 0 for _, row in done]
     copied = np.array([answer.reused_prompt_tokens or 0 for answer, _ in done], dtype=np.float64)
     # The first token comes out of the prompt and the tokens that a row had before.
     first = np.array([1 if before is None else len(before.token_ids) + 1 for _, before in done], dtype=np.float64)

@@ -189,7 +189,7 @@ class StagedShard:
     def _begun(self, request: Request, fingerprint: bytes) -> ExportedRow:
         begun = self._kept.begun.get(fingerprint)
         if begun is not None and begun.adapter_sha256 == request.adapter_id:
-            exported = ExportedRow(request, begun.token_ids, begun.token_logprobs, begun.top_logprobs)
+            exported = ExportedRow(request, begun.token_ids, begun.token_logprobs, begun.top_logprobs, begun.teacher)
             if not exported.problems():
                 return exported
         return ExportedRow(request)

@@ -28,9 +28,6 @@ from numpy.typing import NDArray
 from ..costs.cost import CostModel
 from ..estimates.lengths import LengthEstimator
 
-#: Places of prompts whose log-probabilities one step computes. Each takes a row of logits, 0.5 MB at 128k tokens.
-MOST_SCORED_PLACES = 128
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FreeMemory:

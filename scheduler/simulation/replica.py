@@ -27,7 +27,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..batchers.batching import (
-    MOST_SCORED_PLACES,
     Batcher,
     BatchView,
     FreeMemory,
@@ -424,18 +423,10 @@ class SimulatedReplica:
         return passes
 
     def _prompt_budget(self, is_served: NDArray[np.bool_]) -> int:
-        """Prompt tokens of one pass: what decoding rows leave, and one at least.
-
-        Where all prompts are scored, they are no more than an engine scores in a step.
-        """
+        """Prompt tokens of one pass: what decoding rows leave, and one at least."""
         num_decoding = int((self._unstored[is_served] == 0).sum())
         limit = self._settings.max_step_tokens if self._settings.is_coarse else self._budget.tokens
-        budget = max(limit - num_decoding, 1)
-        if self._workload.is_scored is None:
-            return budget
-        prompts = self.running[is_served & (self._unstored > 0)]
-        is_bounded = len(prompts) > 0 and bool(self._workload.is_scored[prompts].all())
-        return min(budget, MOST_SCORED_PLACES) if is_bounded else budget
+        return max(limit - num_decoding, 1)
 
     def _advance(
         self, now_s: float, overhead_s: float, is_served: NDArray[np.bool_], num_passes: int

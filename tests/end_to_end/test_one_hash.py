@@ -124,6 +124,23 @@ def test_they_change_no_byte_of_rows_with_lists_of_completions(
     check_one_hash(variants, rules | {"samples": "lists"}, tmp_path, capsys, dies_at_step=60)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_they_change_no_byte_of_a_teachers_columns_and_neither_does_a_kill(
+    options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = pq.read_table(tmp_path / "input.parquet").to_pylist()
+    texts = [None, [" said the fox" * 20], [" one" * 30, " two"]]
+    rows = [row | {"continuation": texts[row["id"] // 4 % 3]} for row in rows]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "input.parquet")
+    variants = [Variant(1, 24, False), Variant(2, 5, True), Variant(2, 12, True)]
+    check_one_hash(variants, options | {"teacher_top_k": 16, "step_tokens": 64}, tmp_path, capsys, dies_at_step=60)
+    answers = sorted_output(tmp_path / "output-1")
+    assert answers["teacher_logprobs"].null_count == 0
+    lengths = [len(places) for places in answers["teacher_token_ids"].to_pylist()]
+    assert lengths == answers["completion_tokens"].to_pylist()
+
+
 def check_one_hash(
     variants: list[Variant],
     options: dict[str, Any],

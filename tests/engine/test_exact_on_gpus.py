@@ -14,8 +14,8 @@ from lorabatch.benchmarks.gpu.engine_checks import check_exact
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.request import Request, SamplingParams
-from lorabatch.engine.runner.gpu_runner import in_order
 from lorabatch.kernels.launch import is_interpreted
+from lorabatch.kernels.sampling.largest import in_order
 
 DEVICE = torch.device("cpu" if is_interpreted() else "cuda")
 

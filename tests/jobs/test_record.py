@@ -47,6 +47,7 @@ OTHER_VALUES: dict[str, Any] = {
     "top_logprobs": 2,
     "prompt_logprobs": True,
     "prompt_top_logprobs": 3,
+    "teacher_top_k": 5,
     "stop_token_ids": [5],
     "n": 2,
     "min_p": 0.1,

@@ -347,7 +347,7 @@ def test_no_option_is_declared_and_read_nowhere() -> None:
     read_as = (
         {"input": "inputs", "max_errors": "error_budget"}
         | dict.fromkeys(TLS_FIELDS, "tls_files")
-        | dict.fromkeys(SAMPLING_COLUMNS, "sampling")
+        | dict.fromkeys((*SAMPLING_COLUMNS, *SAMPLING_OPTIONS), "sampling")
     )
     assert {name for name in JobSpec.model_fields if read_as.get(name, name) not in read} == set()
     engine = [file for file in (root / "engine").rglob("*.py") if file.name != "request.py"]

@@ -16,6 +16,7 @@ import pytest
 from echo_host import Host
 
 from lorabatch.engine.request import Request
+from lorabatch.engine.teacher import token_bytes
 from lorabatch.jobs.opening.opened_job import make_record
 from lorabatch.jobs.opening.validation import check_job
 from lorabatch.jobs.record import AdapterRecord, JobRecord
@@ -53,7 +54,8 @@ class PreparedJob:
 
     def settings(self) -> RunSettings:
         found = RunSettings.of_machine("cpu-smollm2-135m", batch_rows=self.spec.batch_rows)
-        return replace(found, rows_per_shard=self.spec.rows_per_shard, shares_prefixes=True)
+        size = token_bytes(self.spec.sampling.teacher_top_k)
+        return replace(found, rows_per_shard=self.spec.rows_per_shard, shares_prefixes=True, answer_token_bytes=size)
 
     def shards(self) -> list[ShardRows]:
         return [read_shard(self.store, self.record, shard.shard_id) for shard in self.plan().shards]

@@ -9,8 +9,10 @@ MAX_TOKENS = 1 << 31
 
 
 def token_problems(sampling: SamplingParams, vocab_size: int) -> list[str]:
-    """Tokens of a sampling that a model of `vocab_size` tokens does not have, as a plain sentence."""
+    """Tokens of a sampling that a model of `vocab_size` tokens does not have, as plain sentences."""
     beyond = sorted({token for token in sampling.token_ids if token >= vocab_size})
+    if sampling.teacher_top_k > vocab_size:
+        return [f"teacher_top_k={sampling.teacher_top_k}: expected at most {vocab_size}, the tokens of the model"]
     return [f"token {beyond[0]} of the sampling options: expected tokens up to {vocab_size - 1}"] if beyond else []
 
 

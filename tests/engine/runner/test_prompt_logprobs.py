@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft_oracle import Oracle, make_engine, prompts, register_all, serve
 
-from lorabatch.engine.batching import batch
+from lorabatch.engine.models import step_batch
 from lorabatch.engine.request import Request, Result, SamplingParams
 from lorabatch.kernels.launch import is_interpreted
 
@@ -54,7 +54,7 @@ def check(rows: list[Request], results: dict[str, Result], oracle: Oracle, names
 def test_they_are_those_of_transformers_and_peft_beside_prompts_that_begin_alike(
     tiny_llama: Path, tiny_adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch, "MOST_SCORED_PLACES", 17)
+    monkeypatch.setattr(step_batch, "HEAD_ROWS", 7)
     engine = make_engine(tiny_llama, page_tokens=4, max_step_tokens=40, max_batch_rows=4)
     names: dict[str | None, str | None] = {None: None}
     names |= {sha: name for name, sha in register_all(engine, tiny_adapters).items()}
