@@ -85,7 +85,8 @@ class AdapterOutcome:
     @property
     def count(self) -> AdapterCount:
         """The adapter's rows and tokens, as a running job counts them."""
-        return AdapterCount(self.adapter, self.num_rows, self.num_errors, self.completion_tokens)
+        num_cut = self.finish_reasons.get("length", 0)
+        return AdapterCount(self.adapter, self.num_rows, self.num_errors, self.completion_tokens, num_cut)
 
     @property
     def num_ended(self) -> int:

@@ -57,6 +57,8 @@ class AdapterCount:
     num_rows: int
     num_errors: int
     completion_tokens: int
+    #: Answers that `max_tokens` ended.
+    num_cut: int = 0
 
 
 def counted(number: int, noun: str) -> str:

@@ -13,6 +13,22 @@ from typing import Any, Literal, TypedDict
 class JobOptions(TypedDict, total=False):
     """The options of a job by name. `JobSpec` says which are required, and their limits."""
 
+    #: Rows of each adapter that are answered first; their lengths, errors and examples are then shown, and the time
+    #: left rests on them.
+    canary: int | None
+    #: Run no row but the canary's until you agree: in a terminal a question, elsewhere the job stops with 5, and the
+    #: next run of it goes on.
+    confirm: bool
+    #: Stop the job, with 5, once its rows so far meet a condition, such as 'errors > 2%' or 'cut > 90% in any adapter';
+    #: checked after the canary, and as parts are written. Repeatable (in a job file a list).
+    stop_if: str | Sequence[str]
+    #: Most seconds of a run; it stops, with 5, once it is known to take longer.
+    max_seconds: float | None
+    #: Most that the runs of the job may cost together, such as '20 EUR'; it stops, with 5, once it is known to cost
+    #: more. Needs gpu_hour_price.
+    max_cost: str | float | None
+    #: Price of one worker for an hour, and its currency, such as '2.5 EUR': adds costs.
+    gpu_hour_price: str | float | None
     #: Most tokens of a completion.
     max_tokens: int
     #: Tokens before which a completion does not end.

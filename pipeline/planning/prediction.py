@@ -24,8 +24,10 @@ from ...scheduler.forecast import (
     place_cut,
     plan_dealt,
     row_seconds,
+    with_canary_first,
 )
 from ...scheduler.planning.bound import JobBound, job_bound
+from ...scheduler.planning.canary import canary_rows
 from ...scheduler.planning.waves import ShardPlan, shard_rows, with_whole_groups
 from ...scheduler.policies import POLICIES, RowsToDeal, dealing
 from ...scheduler.simulation.replica import ReplicaSettings
@@ -85,6 +87,9 @@ def cut_rows(
     """
     batch_rows = settings.limits.batch_rows
     num_rows = rows.num_rows if job_rows is None else job_rows
+    if settings.canary:
+        is_canary = canary_rows(rows, settings.canary)
+        return _canary_first(settings, rows, is_canary, num_workers, num_rows, length_share)
     rows_per_shard = settings.rows_per_shard or shard_rows(num_rows, batch_rows, num_workers)
     predicted = expected_tokens(settings, rows, length_share)
     rows = with_reuse(settings, rows)
@@ -93,6 +98,35 @@ def cut_rows(
     if plan is not cut.plan:
         cut = CutRows.of(plan, predicted, cut.row_s)
     return place_cut(cut, rows.adapters, settings.cost, num_workers) if settings.places(num_workers) else cut
+
+
+def _canary_first(
+    settings: RunSettings,
+    rows: Workload,
+    is_canary: NDArray[np.bool_],
+    num_workers: int,
+    job_rows: int,
+    length_share: float | None,
+) -> CutRows:
+    """Cut the canary of a job, or of a block of its rows, and the other rows."""
+    without = replace(settings, canary=0)
+    canary = cut_canary(without, rows.part(np.flatnonzero(is_canary)), num_workers, job_rows, length_share)
+    rest = cut_rows(without, rows.part(np.flatnonzero(~is_canary)), num_workers, job_rows, length_share)
+    return with_canary_first(canary, rest, is_canary)
+
+
+def cut_canary(
+    settings: RunSettings,
+    rows: Workload,
+    num_workers: int,
+    job_rows: int,
+    length_share: float | None = None,
+) -> CutRows:
+    """Cut the rows of a canary into shards: about one for each worker, so that all of them answer it together."""
+    usual = settings.rows_per_shard or shard_rows(job_rows, settings.limits.batch_rows, num_workers)
+    settings = replace(settings, canary=0, rows_per_shard=max(1, min(usual, -(-rows.num_rows // num_workers))))
+    cut = cut_rows(settings, rows, num_workers, job_rows, length_share)
+    return replace(cut, plan=replace(cut.plan, shards=tuple(replace(s, is_canary=True) for s in cut.plan.shards)))
 
 
 def _cut(

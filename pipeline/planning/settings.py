@@ -80,6 +80,8 @@ class RunSettings:
     length_share: float = PRIOR_SHARE
     #: Most rows of a shard; None to choose it by the job's size.
     rows_per_shard: int | None = None
+    #: Rows of each adapter that are answered before all others; 0 for no canary.
+    canary: int = 0
     #: Whether running rows may move between workers.
     migrates: bool = True
     #: Whether workers fetch adapters from one another.
@@ -149,6 +151,7 @@ class RunSettings:
             device,
             length_share=1.0 if spec.sampling.ignore_eos else PRIOR_SHARE,
             rows_per_shard=spec.rows_per_shard,
+            canary=spec.canary or 0,
             migrates=spec.migration,
             # Adapters that workers see as files need not be fetched.
             shares_adapters=any(is_remote(adapter.url) for adapter in served),
