@@ -16,9 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..jobs.agreement import Agreement
-from ..jobs.canary import canary_line, canary_lines
 from ..jobs.errors import JobError, JobLimitError, naming_damage
-from ..jobs.outcome import outcome_lines, plain_time
+from ..jobs.outcome import canary_line, canary_lines, outcome_lines, plain_time
 from ..jobs.progress import clock, wall_clock
 from ..jobs.record import ANSWERING_PHASES, BEGINNING_PHASES, STILL_AFTER_S, JobState
 from ..jobs.spec import JobSpec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any, Self
@@ -59,6 +59,13 @@ class AdapterCount:
     completion_tokens: int
     #: Answers that `max_tokens` ended.
     num_cut: int = 0
+
+
+def added_up(adapter: str, counts: Iterable[AdapterCount]) -> AdapterCount:
+    """The rows of several counts together. `adapter`: name of the result."""
+    found = list(counts)
+    names = ("num_rows", "num_errors", "completion_tokens", "num_cut")
+    return AdapterCount(adapter, *(sum(getattr(count, name) for count in found) for name in names))
 
 
 def counted(number: int, noun: str) -> str:

@@ -453,7 +453,7 @@ class JobStore:
         return self._read_json(_SUMMARY) if self.location.exists(_SUMMARY) else None
 
     def write_canary(self, facts: Mapping[str, Any]) -> None:
-        """Store the account of the canary; see `canary.py`."""
+        """Store the account of the canary."""
         self.location.write(_CANARY, json.dumps(facts, indent=1).encode())
 
     def read_canary(self) -> dict[str, Any] | None:

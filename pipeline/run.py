@@ -19,9 +19,9 @@ from dask.utils import parse_timedelta
 from distributed import Client, Future, KilledWorker, Semaphore
 from distributed.scheduler import NoValidWorkerError, NoWorkerError
 
-from ..jobs.canary import canary_lines
 from ..jobs.errors import JobFailedError, JobInterruptedError, OutputConflictError, StorageError
 from ..jobs.opening.opened_job import OpenedJob, open_job
+from ..jobs.outcome import canary_lines
 from ..jobs.record import JobState
 from ..jobs.spec import JobSpec
 from ..jobs.status.notes import job_notes

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from .assignment.dispatch import DealtShards
 from .costs.cost import CostModel
-from .planning.canary import with_canary
+from .estimates.canary import with_canary
 from .planning.waves import Shard, ShardMode
 from .scheduler import Scheduler
 from .settings import SchedulerSettings

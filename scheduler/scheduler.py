@@ -23,6 +23,7 @@ from .assignment.dispatch import (
 )
 from .assignment.migration import MigrationRule, TailMigration
 from .assignment.shares import Share, WorkShares
+from .estimates.canary import mean_lengths, with_canary
 from .estimates.run_estimates import RunEstimates
 from .estimates.time_left import TimeLeft
 from .liveness import LivenessDetector
@@ -47,7 +48,6 @@ from .messages import (
     Tick,
     WorkersSeen,
 )
-from .planning.canary import mean_lengths, with_canary
 from .planning.waves import Shard
 from .settings import SchedulerSettings
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 
 from ...system.untrusted import shortened
-from ..progress import AdapterCount
+from ..progress import AdapterCount, added_up
 
 _OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
     ">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le,
@@ -76,10 +76,3 @@ def _measured(measure: str, count: AdapterCount) -> tuple[int, int]:
     if measure == "errors":
         return count.num_errors, count.num_rows
     return (count.num_cut, answers) if measure == "cut" else (count.completion_tokens, answers)
-
-
-def added_up(adapter: str, counts: Iterable[AdapterCount]) -> AdapterCount:
-    """The rows of several counts together. `adapter`: name of the result."""
-    found = list(counts)
-    names = ("num_rows", "num_errors", "completion_tokens", "num_cut")
-    return AdapterCount(adapter, *(sum(getattr(count, name) for count in found) for name in names))

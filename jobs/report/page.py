@@ -19,13 +19,13 @@ from markupsafe import Markup
 
 from ...engine.request import FIRST_OPTIONS, SAMPLING_OPTIONS
 from ..agreement import Agreement
-from ..canary import canary_line
 from ..errors import JobRequestError, naming_damage
 from ..input.columns import output_name, readable_values
 from ..options.values import parse_price
 from ..outcome import (
     BASE_NAME,
     AdapterOutcome,
+    canary_line,
     cost_shares,
     cut_note,
     plain_time,

@@ -10,13 +10,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ...jobs.errors import DamagedRecordError, JobLimitError, naming_damage
-from ...jobs.options.conditions import added_up, condition_met
+from ...jobs.options.conditions import condition_met
 from ...jobs.options.values import parse_price
-from ...jobs.progress import AdapterCount, clock
+from ...jobs.progress import AdapterCount, added_up, clock
 from ...jobs.storage.redaction import redacted_url
+from ...scheduler.estimates.canary import with_canary
 from ...scheduler.estimates.time_left import TimeLeft
 from ...scheduler.messages import CanaryAnswered, FinishedRows
-from ...scheduler.planning.canary import with_canary
 from ...scheduler.planning.waves import merged_waves
 from ..dataset.reader import ShardReader
 from ..planning.plan import JobPlan, serving_adapters

@@ -30,9 +30,9 @@ from ...jobs.outcome import KindOfError
 from ...jobs.progress import UpdateCounts
 from ...jobs.record import JobRecord, index_key
 from ...jobs.store import JobStore
+from ...scheduler.estimates.canary import canary_rows
 from ...scheduler.estimates.lengths import PRIOR_SHARE, expected_tokens
 from ...scheduler.forecast import CutRows
-from ...scheduler.planning.canary import canary_rows
 from ...scheduler.planning.waves import Shard, ShardPlan, dispatch_order
 from ...scheduler.workload import BASE_MODEL, AdapterInfo, Workload
 from ...system.local_cache import temporary_folder

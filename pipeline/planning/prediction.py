@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ...engine.memory.limits import ROWS_GROW, adapter_growth
 from ...scheduler.batchers.batching import Batcher, ReplicaFacts
+from ...scheduler.estimates.canary import canary_rows
 from ...scheduler.estimates.lengths import OTHER_TASKS, AnswerKey, AnswerModel, frequent_tasks, spread_quantiles
 from ...scheduler.forecast import (
     CutRows,
@@ -27,7 +28,6 @@ from ...scheduler.forecast import (
     with_canary_first,
 )
 from ...scheduler.planning.bound import JobBound, job_bound
-from ...scheduler.planning.canary import canary_rows
 from ...scheduler.planning.waves import ShardPlan, shard_rows, with_whole_groups
 from ...scheduler.policies import POLICIES, RowsToDeal, dealing
 from ...scheduler.simulation.replica import ReplicaSettings

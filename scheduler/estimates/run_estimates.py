@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from ..costs.cost import CostModel
 from ..messages import CanaryAnswered, ReplicaReported
-from ..planning.canary import answer_lengths
 from ..planning.waves import Shard
+from .canary import answer_lengths
 from .lengths import PRIOR_SHARE, LengthEstimator
 from .pace import PaceEstimator, planned_work
 from .step_costs import StepCosts

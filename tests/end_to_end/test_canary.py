@@ -74,7 +74,8 @@ def test_a_met_condition_stops_the_job_after_its_canary_and_another_one_goes_on(
     assert stopped.value.exit_code == 5
     status = read_status(job.store)
     assert (status.outcome, status.exit_code, status.headline) == ("stopped", 5, "stopped by itself")
-    assert status.canary is not None and status.next_step
+    assert status.canary is not None
+    assert status.next_step
     before = job.parts()
     assert set(canary_parts(job)) <= before.keys()
     assert len(before) < len(read_plan(job.store).shards)
@@ -117,7 +118,8 @@ def test_a_limit_stops_the_job_and_a_higher_one_goes_on(job, options, sentence):
     assert job.run(canary=1, **dict.fromkeys(options, "1000")).num_rows == NUM_ROWS
     job.assert_answered(make_rows(NUM_ROWS))
     state = job.store.read_state()
-    assert state is not None and state.worker_s > 0.5
+    assert state is not None
+    assert state.worker_s > 0.5
 
 
 def test_workers_that_are_killed_in_the_canary_lose_no_row_of_it(job):
@@ -130,7 +132,8 @@ def test_workers_that_are_killed_in_the_canary_lose_no_row_of_it(job):
 
     watcher = Watcher(lambda state: state.phase == "canary", kill_all)
     result = job.run(canary=4, progress=watcher)
-    assert watcher.has_acted and result.num_rows == NUM_ROWS
+    assert watcher.has_acted
+    assert result.num_rows == NUM_ROWS
     job.assert_answered(make_rows(NUM_ROWS))
     assert job.store.read_canary() is not None
 

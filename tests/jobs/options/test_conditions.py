@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorabatch.jobs.errors import JobRequestError
-from lorabatch.jobs.options.conditions import added_up, check_conditions, condition_met
-from lorabatch.jobs.progress import AdapterCount
+from lorabatch.jobs.options.conditions import check_conditions, condition_met
+from lorabatch.jobs.progress import AdapterCount, added_up
 from lorabatch.jobs.spec import JobSpec
 
 BASE = {"model": "m", "input": "i", "output": "o"}

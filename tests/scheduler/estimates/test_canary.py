@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lorabatch.scheduler.estimates.canary import canary_rows, mean_lengths, with_canary
 from lorabatch.scheduler.messages import CanaryAnswered, FinishedRows
-from lorabatch.scheduler.planning.canary import canary_rows, mean_lengths, with_canary
 from lorabatch.scheduler.planning.waves import Shard, dispatch_order
 from lorabatch.scheduler.simulation.synthetic import make_adapters, make_workload
 from lorabatch.scheduler.workload import BASE_MODEL
@@ -82,17 +82,23 @@ def test_other_shards_are_predicted_as_long_as_the_canarys_answers():
     answered = CanaryAnswered(1.0, answers, merged_waves=(2,))
     found = with_canary(shards, answered)
     lengths = mean_lengths(answered)
-    assert 29.5 < lengths["a"] < 30.5 and 19.5 < lengths[None] < 20.5
+    assert 29.5 < lengths["a"] < 30.5
+    assert 19.5 < lengths[None] < 20.5
     tokens = [one.predicted_output_tokens for one in found]
     # canary and error rows stay; the longer shard of an adapter stays twice as long as the other; an adapter that the
     # canary lacks stays as it was
-    assert tokens[0] == 1000 and tokens[5:] == [1000, 1000]
-    assert abs(tokens[1] - 400) <= 2 and abs(tokens[2] - 200) <= 1 and abs(tokens[3] - 200) <= 2
+    assert tokens[0] == 1000
+    assert tokens[5:] == [1000, 1000]
+    assert abs(tokens[1] - 400) <= 2
+    assert abs(tokens[2] - 200) <= 1
+    assert abs(tokens[3] - 200) <= 2
     assert abs(tokens[4] - 300) <= 2
     assert [one.mode for one in found] == ["unmerged"] * 2 + ["merged"] + ["unmerged"] * 3 + ["none"]
     assert [one.shard_id for one in found] == list(range(7))
     again = with_canary(found, answered)
-    assert all(abs(a.predicted_output_tokens - b.predicted_output_tokens) <= 1 for a, b in zip(found, again, strict=True))
+    assert all(
+        abs(a.predicted_output_tokens - b.predicted_output_tokens) <= 1 for a, b in zip(found, again, strict=True)
+    )
     assert with_canary(shards, None) == shards
     assert with_canary(shards, CanaryAnswered(1.0, ())) == shards
 

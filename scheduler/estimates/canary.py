@@ -14,10 +14,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..estimates.lengths import AnswerLengths, spread_quantiles
 from ..messages import CanaryAnswered
+from ..planning.waves import Shard
 from ..workload import Workload
-from .waves import Shard
+from .lengths import AnswerLengths, spread_quantiles
 
 
 def canary_rows(
