@@ -36,10 +36,9 @@ def canary_rows(
     task = np.zeros(workload.num_rows, np.uint64) if workload.task is None else workload.task
     keys = (workload.places, workload.prompt_tokens, workload.max_tokens, task, workload.adapter_index)
     ordered = candidates[np.lexsort(tuple(key[candidates] for key in keys))]
-    adapter = workload.adapter_index[ordered]
-    starts = np.flatnonzero(np.concatenate([[True], adapter[1:] != adapter[:-1]])) if len(ordered) else []
     chosen = np.zeros(workload.num_rows, bool)
-    for rows in np.split(ordered, starts[1:]) if len(ordered) else []:
+    starts = np.flatnonzero(np.diff(workload.adapter_index[ordered])) + 1
+    for rows in np.split(ordered, starts) if len(ordered) else []:
         number = int(workload.adapter_index[rows[0]])
         quota = num_each
         if total is not None:
