@@ -179,6 +179,10 @@ class Scheduler:
         if not self._is_over:
             candidates = self._maybe_hungry(event, commands)
             shares = self._shares.of(candidates, self._replicas) if self._queue else {}
+            if self._canary_left:
+                # Rows that wait for a place would compete with the canary's.
+                most = {replica.replica_id: replica.batch_rows for replica in candidates}
+                shares = {name: replace(s, num_rows=min(s.num_rows, most[name])) for name, s in shares.items()}
             if isinstance(event, ReplicaReported) and self._queue:
                 commands += self._relieve(event.replica_id, event.time_s, shares)
             commands += self._dispatch(candidates, shares)

@@ -82,8 +82,10 @@ class RunEstimates:
         self._paused_s = None if answered.goes_on else answered.time_s
         self._refreshed = {shard.shard_id: shard for shard in uncommitted}
         if self._planned is not None and self._planned.known_lengths is not None:
-            known = {**self._planned.known_lengths, **answer_lengths(answered)}
-            self._work = WorkLeft(uncommitted, known, self.lengths)
+            canary = answer_lengths(answered)
+            known = {**self._planned.known_lengths, **canary}
+            rows = {adapter_id: round(found.num_rows) for adapter_id, found in canary.items()}
+            self._work = WorkLeft(uncommitted, known, self.lengths, rows)
 
     def committed(self, shard: Shard) -> None:
         """Subtract the work of a shard whose part is written."""
