@@ -139,7 +139,6 @@ class WorkLeft:
                 guessed += predicted * mean / predicted_mean * self._lengths.share_guessed
         return output, guessed
 
-
     def _by_canary(self, adapters: tuple[str, ...], work: Work) -> float:
         """Output tokens that rows of these adapters have in all: as the canary's, all of which have finished. Of the
         other rows the short ones finish first, so that they say more only when they are many times the canary's.
