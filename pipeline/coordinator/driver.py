@@ -127,6 +127,8 @@ class Coordinator:
         Finished rows are kept in all cases.
         """
         run_id = self._run.run_id
+        # A job that has stopped itself begins no row before its limits are higher.
+        self._limits.check(0, None)
         REPORTS.subscribe(self._client, run_id, self._inbox.put)
         OUTCOMES.subscribe(self._client, run_id, self._inbox.put)
         try:
@@ -137,6 +139,8 @@ class Coordinator:
                 self._take_messages()
                 self._count_canary()
                 self._keep_time()
+            if isinstance(self._outcome, FinishJob) and self._limits.is_uncounted:
+                self._keep_account(self._limits.count_canary())
         finally:
             self._counter.shutdown(wait=False)
             REPORTS.unsubscribe(self._client, run_id)
@@ -329,14 +333,18 @@ class Coordinator:
         """Take in the account of the canary: predict the other rows by its lengths, and stop the job where it says
         so.
         """
+        self._limits.check_canary(self._keep_account(account))
+
+    def _keep_account(self, account: Account) -> CanaryAnswered:
+        """Keep and report the account of the canary; returns the scheduler's event for it."""
         now_s, num_workers = self._now_s(), len(self._workers)
         event = self._limits.event_of(account, num_workers, now_s)
         self._handle(event)
-        seconds = max(0.0, now_s - self._opened_s)
-        self._limits.counted(account, event, seconds, self._scheduler.time_left(now_s), num_workers)
+        left = self._scheduler.time_left(now_s) if self._outcome is None else None
+        self._limits.counted(account, event, max(0.0, now_s - self._opened_s), left, num_workers)
         self._asked_s = now_s
         self._report_state()
-        self._limits.check_canary(event)
+        return event
 
     def _handle(self, event: Event) -> None:
         # Checked before anything is enacted: this process may have been stopped, and another coordinator have taken

@@ -75,6 +75,11 @@ class JobLimits:
         return replace(event, time_s=0.0, goes_on=not self.is_to_confirm)
 
     @property
+    def is_uncounted(self) -> bool:
+        """Whether the job has a canary that is not counted yet."""
+        return bool(self.shard_ids) and self.canary is None
+
+    @property
     def is_settled(self) -> bool:
         """Whether the job has no canary, or one that is counted, and confirmed if it must be."""
         return not self.shard_ids or (self.canary is not None and not self.is_to_confirm)

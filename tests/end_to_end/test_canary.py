@@ -69,18 +69,20 @@ def test_the_canary_is_answered_first_shown_and_part_of_the_job(job):
 
 
 def test_a_met_condition_stops_the_job_after_its_canary_and_another_one_goes_on(job):
+    # `confirm` holds the other rows back, however long the count takes
+    met = {"canary": 3, "confirm": True, "stop_if": "mean_tokens >= 4"}
     with pytest.raises(JobLimitError, match=r"stop_if: mean_tokens >= 4: 4\.0\. Finished rows are kept") as stopped:
-        job.run(canary=3, stop_if="mean_tokens >= 4")
+        job.run(**met)
     assert stopped.value.exit_code == 5
     status = read_status(job.store)
     assert (status.outcome, status.exit_code, status.headline) == ("stopped", 5, "stopped by itself")
     assert status.canary is not None
     assert status.next_step
     before = job.parts()
-    assert set(canary_parts(job)) <= before.keys()
-    assert len(before) < len(read_plan(job.store).shards)
-    with pytest.raises(JobLimitError):
-        job.run(canary=3, stop_if="mean_tokens >= 4")
+    assert sorted(before) == canary_parts(job)
+    with pytest.raises(JobLimitError, match="stop_if"):
+        job.run(**met)
+    assert job.parts() == before
     assert job.run(canary=3, stop_if="mean_tokens >= 5").num_reused >= 12
     job.assert_answered(make_rows(NUM_ROWS))
     assert before.items() <= job.parts().items()
@@ -119,7 +121,7 @@ def test_a_limit_stops_the_job_and_a_higher_one_goes_on(job, options, sentence):
     job.assert_answered(make_rows(NUM_ROWS))
     state = job.store.read_state()
     assert state is not None
-    assert state.worker_s > 0.5
+    assert state.worker_s > 0
 
 
 def test_workers_that_are_killed_in_the_canary_lose_no_row_of_it(job):
