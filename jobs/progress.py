@@ -51,11 +51,15 @@ class RowTotals:
 
 @dataclass(frozen=True, slots=True)
 class AdapterCount:
-    """Rows of one adapter ("": base model), those among them that are errors, and the tokens generated for them."""
+    """Counts of the rows of one adapter."""
 
+    #: Name of the adapter; "" for the base model.
     adapter: str
+    #: Rows.
     num_rows: int
+    #: Rows among them that are errors.
     num_errors: int
+    #: Tokens that were generated for them.
     completion_tokens: int
     #: Answers that `max_tokens` ended.
     num_cut: int = 0
