@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from .jobs.options.types import JobOptions
-from .jobs.options.values import parse_price
 from .jobs.progress import counted
 from .jobs.spec import JobSpec
 from .jobs.status.job_status import JobStatus, read_status, request_cancel, wait_for_end, wait_interval_s
@@ -127,7 +126,6 @@ def plan(
     job: JobSource = None,
     *,
     speeds: str | Sequence[float] | None = None,
-    gpu_hour_price: str | float | None = None,
     **options: Unpack[JobOptions],
 ) -> JobPlan:
     """Plan a job without running it: adapters, rows and tokens, waves, placement, memory, seconds and money.
@@ -138,7 +136,6 @@ def plan(
 
     job: a `JobSpec`, or the path of a job file; options given beside it take precedence. An output is not needed.
     speeds: speed of each worker, relative to the cost model's.
-    gpu_hour_price: price of one worker's hour, such as 2.5 or "2.5 EUR".
 
     Raises what `run` raises before work starts.
     """
@@ -146,8 +143,8 @@ def plan(
 
     values, job_file = _values(job, options)
     text = speeds if speeds is None or isinstance(speeds, str) else ",".join(map(str, speeds))
-    parse_price(gpu_hour_price)  # raises before anything is looked at
-    return JobPlan(dry_run(values, job_file, text), gpu_hour_price)
+    found = dry_run(values, job_file, text)
+    return JobPlan(found, found.spec.gpu_hour_price)
 
 
 def status(output: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> JobStatus:

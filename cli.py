@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -111,19 +112,17 @@ def plan(
     job_file: Path | None,
     options: dict[str, Any],
     speeds: SpeedsOption = None,
-    gpu_hour_price: PriceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Dry run: adapters, rows and tokens, waves, placement, memory, predicted seconds and money. Runs nothing."""
     with errors_as_exit_codes():
         from .console.plan_tables import print_plan
         from .jobs.input.without_pandas import leave_out_pandas
-        from .jobs.options.values import parse_price
         from .pipeline.planning.dry_run import dry_run
 
         leave_out_pandas()
-        parse_price(gpu_hour_price)  # raises before anything is looked at
-        print_plan(dry_run(options, job_file, speeds), gpu_hour_price, as_json=as_json)
+        found = dry_run(options, job_file, speeds)
+        print_plan(found, found.spec.gpu_hour_price, as_json=as_json)
 
 
 @app.command()
@@ -294,6 +293,10 @@ def resume(
     tls_cert: TlsCertOption = None,
     tls_key: TlsKeyOption = None,
     max_errors: Annotated[str | None, shared_option("max_errors")] = None,
+    stop_if: Annotated[list[str] | None, shared_option("stop_if")] = None,
+    max_seconds: Annotated[str | None, shared_option("max_seconds", "<float>")] = None,
+    max_cost: Annotated[str | None, shared_option("max_cost")] = None,
+    gpu_hour_price: Annotated[str | None, shared_option("gpu_hour_price")] = None,
     storage_options: StorageOption = None,
     as_json: JsonEndOption = False,
 ) -> None:
@@ -301,6 +304,8 @@ def resume(
     where = {"output": output, "cluster": cluster, "scheduler_file": scheduler_file, "workers": workers}
     where["cluster_options"] = cluster_options
     given = where | {"tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key, "max_errors": max_errors}
+    given |= {"stop_if": stop_if or None, "max_seconds": max_seconds}
+    given |= {"max_cost": max_cost, "gpu_hour_price": gpu_hour_price}
     with errors_as_exit_codes(as_json=as_json) as ending:
         from .jobs.status.job_status import read_status
 
@@ -482,9 +487,10 @@ def _run(spec: JobSpec, ending: Ending) -> None:
 
     ending.spec = spec
     leave_out_pandas()
+    can_ask = sys.stdin.isatty() and sys.stderr.isatty()
     with ConsoleProgress() as progress:
         ending.say = progress.note
-        result = run_job(spec, progress=progress)
+        result = run_job(spec, progress=progress, ask=progress.ask if spec.confirm and can_ask else None)
     echo(result.to_text(), err=ending.as_json)
     ending.print()
 

@@ -30,6 +30,7 @@ _ACCEPTED = {
     "adapters": f"{_PATH} | Mapping[str, {_PATH}] | Sequence[str] | None",
     "columns": "Mapping[str, str] | Sequence[str]",
     "max_errors": "str | int",
+    **dict.fromkeys(("max_cost", "gpu_hour_price"), "str | float | None"),
     **dict.fromkeys(("storage_options", "cluster_options"), f"{_OBJECT} | None"),
     **dict.fromkeys(("response_format", "structured_outputs"), f"{_OBJECT} | None"),
     "tools": "str | Sequence[Mapping[str, Any]] | None",

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from ..engine.memory.limits import CpuMemory
 from ..jobs.options.values import parse_price
+from ..jobs.progress import counted
 from ..pipeline.planning import prediction
 from ..pipeline.planning.dry_run import AdapterForecast, DryRun
 from ..scheduler.planning.waves import Shard
@@ -131,6 +132,7 @@ def plan_json(found: DryRun, gpu_hour_price: str | float | None) -> dict[str, An
         "predicted_s": forecast.predicted_s,
         "bound_s": found.bound_s,
         "predicted_range_s": found.range_s,
+        "canary_rows": sum(shard.num_rows for shard in forecast.plan.shards if shard.is_canary),
         "simulated_rows": forecast.simulated_rows,
         "placement_s": placement and placement.makespan_s,
         "placement_lower_bound_s": placement and placement.bound_s,
@@ -207,6 +209,7 @@ def totals(found: DryRun, gpu_hour_price: str | float | None) -> list[str]:
         f"output tokens, {len(forecast.plan.shards)} shards on {found.num_workers} workers",
         f"Predicted: {forecast.predicted_s:.1f} s (simulated on predicted lengths{_part_played(found)})"
         f"{_left_out(found)}",
+        *_canary(found),
         *_speeds(found),
         *_bound(found),
         *_range(found),
@@ -243,6 +246,16 @@ def _left_out(found: DryRun) -> str:
         return ""
     size = f" of {found.kept_bytes / 1e6:,.1f} MB" if found.kept_bytes else ""
     return f", without the time to read parts{size} for the answers that are kept and to write them again"
+
+
+def _canary(found: DryRun) -> list[str]:
+    """A line about the canary; none without one."""
+    shards = [shard for shard in found.forecast.plan.shards if shard.is_canary]
+    if not shards:
+        return []
+    seconds = sum(float(found.forecast.shard_s[shard.shard_id]) for shard in shards)
+    rows, parts = counted(sum(shard.num_rows for shard in shards), "row"), counted(len(shards), "shard")
+    return [f"Canary: {rows} in {parts} are answered first, in about {seconds:.1f} s of one engine"]
 
 
 def _speeds(found: DryRun) -> list[str]:

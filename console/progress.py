@@ -16,10 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ..jobs.agreement import Agreement
-from ..jobs.errors import JobError, naming_damage
-from ..jobs.outcome import outcome_lines, plain_time
+from ..jobs.errors import JobError, JobLimitError, naming_damage
+from ..jobs.outcome import canary_line, canary_lines, outcome_lines, plain_time
 from ..jobs.progress import clock, wall_clock
-from ..jobs.record import BEGINNING_PHASES, STILL_AFTER_S, JobState
+from ..jobs.record import ANSWERING_PHASES, BEGINNING_PHASES, STILL_AFTER_S, JobState
 from ..jobs.spec import JobSpec
 from ..jobs.status.job_status import JobStatus, Outcome, read_status
 from ..jobs.store import JobStore
@@ -105,17 +105,30 @@ class ConsoleProgress:
         """Seconds without a report of the job, and seconds in which it ran and no row finished."""
         if state.updated_at_s != self._heard[0]:
             self._heard = state.updated_at_s, now_s
-        if state.phase != "running":
+        if state.phase not in ANSWERING_PHASES:
             self._last_row = None
         elif self._last_row is None or self._last_row[0] != state.rows_done:
             self._last_row = state.rows_done, now_s
         return now_s - self._heard[1], 0.0 if self._last_row is None else now_s - self._last_row[1]
 
     def _rows_per_s(self, state: JobState, now_s: float) -> float:
-        if state.phase != "running":
+        if state.phase not in ANSWERING_PHASES:
             return 0.0
         since_s, rows_before = self._running_since = self._running_since or (now_s, state.rows_done)
         return (state.rows_done - rows_before) / max(now_s - since_s, 1e-3)
+
+    def ask(self, question: str) -> bool:
+        """Ask a person who sits at a terminal; anything but yes is no."""
+        if self._live is not None:
+            self._live.stop()
+        try:
+            answer = input(f"{question} [y/N] ")
+        except EOFError:
+            answer = ""
+        finally:
+            if self._live is not None:
+                self._live.start(refresh=True)
+        return answer.strip().lower() in ("y", "yes")
 
     def note(self, text: str) -> None:
         """Print a sentence that stays on the screen; as a line of a log, with the time before it."""
@@ -164,7 +177,9 @@ def _rates(state: JobState, rows_per_s: float, silent_s: float) -> Iterator[str]
         yield f"{state.shards_done}/{state.shards} shards"
     if state.phase == "loading engines" and state.workers:
         yield f"0 of {workers} ready"
-    if state.phase == "running":
+    if state.phase == "canary":
+        yield f"canary {state.canary_rows - state.canary_left:,} of {state.canary_rows:,} rows"
+    if state.phase in ANSWERING_PHASES:
         yield f"{rows_per_s:.1f} rows/s"
         yield f"{state.tokens_per_s:.0f} tokens/s"
         # A worker's report may be older than the rows that are done.
@@ -216,7 +231,7 @@ def print_end(spec: JobSpec | None, message: str, exit_code: int) -> None:
 
     A request that was refused has no status, and a job that failed because of storage may have none.
     """
-    outcomes: dict[int, Outcome] = {0: "done", 1: "failed", 130: "stopped"}
+    outcomes: dict[int, Outcome] = {0: "done", 1: "failed", JobLimitError.exit_code: "stopped", 130: "stopped"}
     values: dict[str, Any] = {}
     if spec is not None and exit_code in outcomes:
         with suppress(JobError):
@@ -261,6 +276,10 @@ def status_lines(status: JobStatus) -> list[str]:
             lines.append(f"batches   {state.batch_fill:.1%} full while shards were queued")
         if state.prefix_hit_rate is not None:
             lines.append(f"prompts   {state.prefix_hit_rate:.1%} of their tokens reused")
+    if status.canary is not None:
+        with naming_damage("canary.json"):
+            shown = canary_lines(status.canary) if status.done_summary is None else [canary_line(status.canary)]
+        lines += [f"{'canary' if i == 0 else '':10}{line}" for i, line in enumerate(shown)]
     if state is not None:
         lines += [f"note      {note}" for note in state.notes]
     if status.message:

@@ -10,7 +10,8 @@
     ├── ErrorBudgetError         1   more rows ended in errors than `--max-errors` allows
     ├── JobFailedError           1   the job could not go on
     └── JobInterruptedError    130   stopped by Ctrl-C; `lorabatch resume` goes on from here
-        └── JobCancelledError  130   stopped by `lorabatch cancel`
+        ├── JobCancelledError  130   stopped by `lorabatch cancel`
+        └── JobLimitError        5   stopped by itself: a limit or condition that it was given, or a canary to confirm
 
 Every message names the field or file, its value, what was expected, and what to do next. No message holds a
 value of `storage_options`. What a message quotes has its control characters written out. All of them survive pickling,
@@ -122,6 +123,12 @@ class JobInterruptedError(JobError):
 
 class JobCancelledError(JobInterruptedError):
     """The job was asked to stop by `lorabatch cancel`, from any machine."""
+
+
+class JobLimitError(JobInterruptedError):
+    """The job stopped itself: by `stop_if`, `max_cost` or `max_seconds`, or since its canary is to be confirmed."""
+
+    exit_code: ClassVar[int] = 5
 
 
 def error_of_kind(name: str, phase: str) -> type[JobError]:

@@ -13,7 +13,7 @@ from itertools import takewhile
 from typing import Any, Self
 
 from ..system.untrusted import shortened
-from .progress import AdapterCount
+from .progress import AdapterCount, added_up, clock, counted, time_left
 
 #: Answers of each adapter that are shown.
 NUM_EXAMPLES = 3
@@ -85,7 +85,8 @@ class AdapterOutcome:
     @property
     def count(self) -> AdapterCount:
         """The adapter's rows and tokens, as a running job counts them."""
-        return AdapterCount(self.adapter, self.num_rows, self.num_errors, self.completion_tokens)
+        num_cut = self.finish_reasons.get("length", 0)
+        return AdapterCount(self.adapter, self.num_rows, self.num_errors, self.completion_tokens, num_cut)
 
     @property
     def num_ended(self) -> int:
@@ -290,3 +291,32 @@ def _shown(text: str, *, is_end: bool) -> str:
     if is_end and len(text) > _CHARACTERS_SHOWN:
         text = "…" + text[1 - _CHARACTERS_SHOWN :]
     return json.dumps(shortened(text, _CHARACTERS_SHOWN), ensure_ascii=False)
+
+
+def canary_line(facts: Mapping[str, Any]) -> str:
+    """A sentence on a job's canary: its rows, and what they say of the whole job. `facts`: content of `canary.json`."""
+    counts = [AdapterOutcome.from_json(count) for count in facts["adapters"]]
+    whole = added_up("", (count.count for count in counts))
+    rows, answers = counted(whole.num_rows, "row"), whole.num_rows - whole.num_errors
+    of = "1 adapter" if len(counts) == 1 else f"{len(counts)} adapters"
+    parts = [f"{rows} of {of} answered in {facts['seconds']:,.1f} s", counted(whole.num_errors, "error")]
+    if answers:
+        parts.append(f"{whole.num_cut:,} cut off, {whole.completion_tokens / answers:,.1f} tokens an answer")
+    left = facts.get("left_s")
+    if left is not None:
+        words = time_left(left[0], (left[1], left[2]))
+        parts.append(f"{words}; the plan predicted {clock(facts['predicted_s'])} in all")
+    if (cost := facts.get("cost")) is not None:
+        parts.append(f"about {cost:,.2f} {facts.get('currency') or 'in the currency of the price'} in all".strip())
+    return "; ".join([", ".join(parts[:3]), *parts[3:]])
+
+
+def canary_lines(facts: Mapping[str, Any]) -> list[str]:
+    """Lines on the canary: its sentence, a table of its adapters, examples, and kinds of errors."""
+    counts = [AdapterOutcome.from_json(count) for count in facts["adapters"]]
+    kinds = [
+        f"{kind['num_rows']:,} x {kind['kind']}, first at {kind['location']}: {' '.join(kind['sentence'].split())}"
+        for kind in facts["errors"]
+    ]
+    lines = [canary_line(facts), cut_note(counts), *outcome_table(counts), *example_lines(counts), *kinds]
+    return [line for line in lines if line]

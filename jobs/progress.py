@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any, Self
@@ -51,12 +51,25 @@ class RowTotals:
 
 @dataclass(frozen=True, slots=True)
 class AdapterCount:
-    """Rows of one adapter ("": base model), those among them that are errors, and the tokens generated for them."""
+    """Counts of the rows of one adapter."""
 
+    #: Name of the adapter; "" for the base model.
     adapter: str
+    #: Rows.
     num_rows: int
+    #: Rows among them that are errors.
     num_errors: int
+    #: Tokens that were generated for them.
     completion_tokens: int
+    #: Answers that `max_tokens` ended.
+    num_cut: int = 0
+
+
+def added_up(adapter: str, counts: Iterable[AdapterCount]) -> AdapterCount:
+    """The rows of several counts together. `adapter`: name of the result."""
+    found = list(counts)
+    names = ("num_rows", "num_errors", "completion_tokens", "num_cut")
+    return AdapterCount(adapter, *(sum(getattr(count, name) for count in found) for name in names))
 
 
 def counted(number: int, noun: str) -> str:

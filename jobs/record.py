@@ -387,14 +387,17 @@ def index_key(record: JobRecord) -> str:
     return hashlib.sha256(json.dumps(basis, sort_keys=True).encode()).hexdigest()
 
 
-# Stages of a run. "starting" is the command's first phase and the coordinator's. "queued": the cluster has the job and
+# Stages of a run. "canary": rows of the canary are left. "confirming": they are answered, and a person is asked whether
+# the job goes on. "starting" is the command's first phase and the coordinator's. "queued": the cluster has the job and
 # no worker has begun it. "checking" was written up to version 0.1.
 Phase = Literal[
-    "checking", "queued", "starting", "indexing", "planning", "loading engines", "running", "finishing", "done",
-    "failed", "cancelled", "interrupted",
+    "checking", "queued", "starting", "indexing", "planning", "loading engines", "canary", "confirming", "running",
+    "finishing", "done", "failed", "cancelled", "interrupted",
 ]  # fmt: skip
 # Phases of a run before it works on rows.
 BEGINNING_PHASES: tuple[Phase, ...] = ("queued", "starting", "indexing", "planning")
+#: Phases of a run in which engines answer rows.
+ANSWERING_PHASES: tuple[Phase, ...] = ("canary", "running")
 #: Seconds without progress after which a running job shows no time left, since its prediction has no basis any more.
 STILL_AFTER_S = 30.0
 FINAL_PHASES: tuple[Phase, ...] = ("done", "failed", "cancelled", "interrupted")
@@ -484,6 +487,14 @@ class JobState:
     still_s: float = 0.0
     #: Rows of each adapter ("": base model), in order of names, of the adapters with the most rows.
     adapter_rows: dict[str, int] = field(default_factory=dict)
+    #: Rows of the canary; 0 for a job without one.
+    canary_rows: int = 0
+    #: Rows of the canary without an answer.
+    canary_left: int = 0
+    #: Whether the canary was counted, so that `canary.json` has its account.
+    is_canary_counted: bool = False
+    #: Seconds that workers had the job, added up over all workers and all runs so far.
+    worker_s: float = 0.0
     #: Done rows of each adapter in `adapter_rows`. Errors and tokens are of finished shards.
     adapters: tuple[AdapterCount, ...] = ()
 

@@ -37,6 +37,7 @@ from .options.readers import (
     read_sampling,
 )
 from .options.stages import stages_of
+from .options.stopping import StoppingFields
 from .options.types import JobOptions
 from .options.values import (
     TEMPLATE_OPTIONS,
@@ -58,7 +59,7 @@ EMBEDDED_CLUSTERS = ("local", "local-cuda")
 # Name of a Python class with its module; a class's own name begins with a capital letter.
 _CLASS = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\.[A-Z]\w*"
 #: Parts of the help, in the order in which it shows them.
-Panel = Literal["data", "prompts", "answers", "form", "adapters", "engine", "cluster", "storage"]
+Panel = Literal["data", "prompts", "answers", "form", "adapters", "engine", "cluster", "storage", "limits"]
 PolicyName = Literal["planner", "dlora", "s-lora", "vllm-like", "merged-only", "peft-like"]
 PlacementName = Literal["planner", "planned", "none", "loraserve"]
 # Values for the required fields while the other fields are checked.
@@ -78,15 +79,15 @@ def _option(
 
 
 # Declarations of options, by the part of the help that shows them.
-_data, _prompts, _answers, _form, _adapters, _engine, _cluster, _storage = (
+_data, _prompts, _answers, _form, _adapters, _engine, _cluster, _storage, _ = (
     partial(_option, panel=panel) for panel in get_args(Panel)
 )
 if TYPE_CHECKING:
-    _SamplingFields = BaseModel
+    _SamplingFields = StoppingFields
 else:
     _SamplingFields = create_model(
         "_SamplingFields",
-        __config__=ConfigDict(defer_build=True),
+        __base__=StoppingFields,
         **{
             name: (o.kind, _option(o.default, o.help, panel=o.panel, short=o.short))
             for name, o in SAMPLING_OPTIONS.items()

@@ -30,6 +30,7 @@ _EVENTS = f"{OURS}/events.jsonl"
 _SUMMARY = f"{OURS}/summary.json"
 _PARTS = f"{OURS}/parts.json"
 _AGREEMENT = f"{OURS}/agreement.json"
+_CANARY = f"{OURS}/canary.json"
 #: Folder in which `compare` answers some rows again.
 COMPARISON = f"{OURS}/compare"
 _INPUT = "input"
@@ -450,6 +451,18 @@ class JobStore:
     def read_summary(self) -> dict[str, Any] | None:
         """The final account, or None when the job has not ended."""
         return self._read_json(_SUMMARY) if self.location.exists(_SUMMARY) else None
+
+    def write_canary(self, facts: Mapping[str, Any]) -> None:
+        """Store the account of the canary."""
+        self.location.write(_CANARY, json.dumps(facts, indent=1).encode())
+
+    def read_canary(self) -> dict[str, Any] | None:
+        """The account of the canary, or None while it was not counted."""
+        return self._read_json(_CANARY) if self.location.exists(_CANARY) else None
+
+    def remove_canary(self) -> None:
+        """Forget the account of the canary: rows of it are computed again."""
+        self.location.remove([_CANARY])
 
     def write_agreement(self, agreement: Agreement) -> None:
         """Store the comparison of answers with answers in float32."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import time
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from contextlib import nullcontext
 from math import inf
@@ -20,12 +21,14 @@ from distributed.scheduler import NoValidWorkerError, NoWorkerError
 
 from ..jobs.errors import JobFailedError, JobInterruptedError, OutputConflictError, StorageError
 from ..jobs.opening.opened_job import OpenedJob, open_job
+from ..jobs.outcome import canary_lines
 from ..jobs.record import JobState
 from ..jobs.spec import JobSpec
 from ..jobs.status.notes import job_notes
 from ..jobs.storage.limits import expect_away
 from ..jobs.storage.redaction import redacted_url
 from ..jobs.updates import computes_rows
+from ..jobs.store import JobStore
 from ..system.long_work import listening
 from .cluster.class_cluster import planned_workers
 from .cluster.connect import (
@@ -78,21 +81,30 @@ def run(
     client: Client | None = None,
     progress: Progress | None = None,
     engine_factory: str = ENGINE_FACTORY,
+    ask: Callable[[str], bool] | None = None,
 ) -> JobResult:
     """Run a job to its end, or go on with it where it stopped.
 
     `client`: client of the cluster to use instead of `spec.cluster`. `engine_factory`: `module:callable` that makes an
-    engine, as in `EngineSettings`.
+    engine, as in `EngineSettings`. `ask`: asks a person a question (`confirm`); None where there is none, so that the
+    job stops after its canary.
 
     Raises `JobRequestError` with all problems of the request before anything is written; `ErrorBudgetError` when too
     many rows are wrong; `JobFailedError` or `StorageError` when the job cannot go on; `JobInterruptedError` on Ctrl-C
-    or a request to cancel. Finished rows are kept: running the job again goes on with the others.
+    or a request to cancel, and `JobLimitError`, one of these, when the job stops itself. Finished rows are kept:
+    running the job again goes on with the others.
     """
     with listening(progress.note) if progress else nullcontext():
-        return _run(spec, client, progress or SilentProgress(), engine_factory)
+        return _run(spec, client, progress or SilentProgress(), engine_factory, ask)
 
 
-def _run(spec: JobSpec, client: Client | None, watcher: Progress, engine_factory: str) -> JobResult:
+def _run(
+    spec: JobSpec,
+    client: Client | None,
+    watcher: Progress,
+    engine_factory: str,
+    ask: Callable[[str], bool] | None,
+) -> JobResult:
     began_s = time.time()
     check_suitability(spec, connected, client)
     job = open_job(spec)
@@ -107,7 +119,7 @@ def _run(spec: JobSpec, client: Client | None, watcher: Progress, engine_factory
     try:
         with reporter.ending_recorded(), job_log(job.store), reporter.kept_fresh(lambda: reporter.is_starting):
             reporter.begins("starting")
-            return _run_opened(job, client, watcher, reporter, engine_factory)
+            return _run_opened(job, client, watcher, reporter, engine_factory, ask)
     except (JobFailedError, JobInterruptedError, StorageError):
         # A coordinator may have finished the job while this process recorded a failure.
         if not has_finished(job):
@@ -116,19 +128,24 @@ def _run(spec: JobSpec, client: Client | None, watcher: Progress, engine_factory
 
 
 def _run_opened(
-    job: OpenedJob, client: Client | None, watcher: Progress, reporter: JobReporter, engine_factory: str
+    job: OpenedJob,
+    client: Client | None,
+    watcher: Progress,
+    reporter: JobReporter,
+    engine_factory: str,
+    ask: Callable[[str], bool] | None,
 ) -> JobResult:
     try:
         # Spare processes import the engine; other factories do not need it.
         has_spares = engine_factory == ENGINE_FACTORY and not _starts_later(job)
         connection = connected(job.spec, client, has_spares=has_spares)
         with EarlyCheck(job) as rows, connection as dask, cluster_errors_named(dask, redacted_url(job.spec.output)):
-            run_id, future, notes = launch(dask, job, rows, reporter, engine_factory)
+            run_id, future, notes = launch(dask, job, rows, reporter, engine_factory, can_ask=ask is not None)
             for line in notes:
                 watcher.note(line)
             if page := page_address(dask):
                 watcher.note(f"dashboard: {page}")
-            return follow(dask, run_id, future, reporter, watcher)
+            return follow(dask, run_id, future, reporter, watcher, _CanaryDisplay(job.store, watcher, ask))
     except (JobFailedError, StorageError) as error:
         if isinstance(error, StorageError) and error.is_away:
             expect_away(job.store.url)
@@ -137,6 +154,29 @@ def _run_opened(
         if not has_finished(job):
             raise
         return finished_before(job)
+
+
+class _CanaryDisplay:
+    """Shows the canary of a job, once it is counted, and asks whether the job goes on; called with each state."""
+
+    def __init__(self, store: JobStore, shown: Progress, ask: Callable[[str], bool] | None) -> None:
+        self._store, self._shown, self._ask = store, shown, ask
+        # Whether the state before had a canary that was not counted, and whether the question was asked.
+        self._is_awaited = self._is_asked = False
+
+    def __call__(self, state: JobState) -> None:
+        is_new = state.is_canary_counted and self._is_awaited
+        self._is_awaited = bool(state.canary_rows) and not state.is_canary_counted
+        if state.phase == "confirming" and self._ask is not None and not self._is_asked:
+            self._is_asked = is_new = True
+        if not is_new or (facts := self._store.settled().read_canary()) is None:
+            return
+        first, *others = canary_lines(facts)
+        for line in (f"canary: {first}", *others):
+            self._shown.note(line)
+        if state.phase == "confirming" and self._ask is not None:
+            agreed = self._ask("Go on with the other rows?")
+            self._store.settled().write_canary(facts | {"confirmed": agreed})
 
 
 _JOB_PRIORITY = 100
@@ -155,10 +195,17 @@ _LEASE = "20s"
 
 
 def launch(
-    client: Client, job: OpenedJob, rows: EarlyCheck, reporter: JobReporter, engine_factory: str
+    client: Client,
+    job: OpenedJob,
+    rows: EarlyCheck,
+    reporter: JobReporter,
+    engine_factory: str,
+    *,
+    can_ask: bool = False,
 ) -> tuple[str, Future[JobResult], tuple[str, ...]]:
     """Start engines for an opened job, and the task that coordinates it. Returns the id of the run, the future of the
     task, and sentences for the user about device and engines. When no client holds the future any more, the job stops.
+    `can_ask`: whether a person follows the run who can be asked.
 
     Raises `OutputConflictError` when the job runs on this cluster already, and what `rows` raises.
     """
@@ -167,7 +214,7 @@ def launch(
         _refuse_running(client, job)
         reporter.takes_over()
         opened_s = reporter.phases[0][1] if reporter.phases else None
-        return _launch(client, job, rows, engine_factory, opened_s)
+        return _launch(client, job, rows, engine_factory, opened_s, can_ask)
 
 
 def _starts_later(job: OpenedJob) -> bool:
@@ -182,7 +229,7 @@ def _starts_later(job: OpenedJob) -> bool:
 
 
 def _launch(
-    client: Client, job: OpenedJob, rows: EarlyCheck, engine_factory: str, opened_s: float | None
+    client: Client, job: OpenedJob, rows: EarlyCheck, engine_factory: str, opened_s: float | None, can_ask: bool
 ) -> tuple[str, Future[JobResult], tuple[str, ...]]:
     show_jobs(client)
     keep_leases(client)
@@ -203,7 +250,7 @@ def _launch(
     rows.raise_problems()
     run_id = register_plugin(client, job.record.job_id, engines, job.store, starts_later=_starts_later(job))
     lease_s = parse_timedelta(dask.config.get(LEASE_SETTING, default=_LEASE))
-    arguments = (job, run_id, time.time(), settings, lease_s, opened_s)
+    arguments = (job, run_id, time.time(), settings, lease_s, opened_s, can_ask)
     future = client.submit(run_job, *arguments, key=job_key(run_id), priority=_JOB_PRIORITY, pure=False)
     # Dask sends tasks in batches, after the requests that follow them: the next command must find this one's task.
     while not (future.done() or client.run_on_scheduler(_is_known, key=future.key)):
@@ -212,9 +259,15 @@ def _launch(
 
 
 def follow(
-    client: Client, run_id: str, future: Future[JobResult], reporter: JobReporter, watcher: Progress
+    client: Client,
+    run_id: str,
+    future: Future[JobResult],
+    reporter: JobReporter,
+    watcher: Progress,
+    received: Callable[[JobState], None] = lambda state: None,
 ) -> JobResult:
-    """Report the job's states until it ends, and return its result. Raises the error that the job raised.
+    """Report the job's states until it ends, and return its result. Raises the error that the job raised. `received`:
+    called with each state after it was reported.
 
     The watcher gets a note when the cluster has no workers any more. Ctrl-C stops the job, waits until finished rows
     are kept, and raises `JobInterruptedError`.
@@ -224,10 +277,10 @@ def follow(
     future.add_done_callback(lambda _: states.put(None))
     try:
         try:
-            _report_until_done(client, future, states, reporter, watcher)
+            _report_until_done(client, future, states, reporter, watcher, received)
         except KeyboardInterrupt:
             CONTROL.publish(client, run_id, StopRun())
-            _report_until_done(client, future, states, reporter, watcher, _STOP_PATIENCE_S)
+            _report_until_done(client, future, states, reporter, watcher, patience_s=_STOP_PATIENCE_S)
             if not future.done():
                 # No worker runs the coordinator, or its worker hangs.
                 future.cancel()
@@ -244,6 +297,8 @@ def _report_until_done(
     states: queue.SimpleQueue[JobState | None],
     reporter: JobReporter,
     watcher: Progress,
+    received: Callable[[JobState], None] = lambda state: None,
+    *,
     patience_s: float = inf,
 ) -> None:
     """Report states until the coordinator's task is done and none is left, or `patience_s` have passed."""
@@ -275,6 +330,7 @@ def _report_until_done(
         silent_since_s, has_said = time.monotonic(), patience_s < inf
         if state is not None:
             reporter.received(state)
+            received(state)
 
 
 def _result(future: Future[JobResult], output: str) -> JobResult:

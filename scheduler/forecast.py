@@ -76,6 +76,28 @@ class CutRows:
         return cls(plan, np.array([row_s[plan.rows_of(s.shard_id)].sum() for s in plan.shards]), predicted, row_s)
 
 
+def with_canary_first(canary: CutRows, rest: CutRows, is_canary: NDArray[np.bool_]) -> CutRows:
+    """The shards of a job whose canary was cut apart from its other rows; the canary's come first.
+
+    `is_canary` bool `[num_rows]`: rows of the canary; both parts have their rows in the order of the job.
+    """
+    rows = np.flatnonzero(is_canary), np.flatnonzero(~is_canary)
+    num_first, first_wave = len(canary.plan.shards), 1 + max((s.wave_id for s in canary.plan.shards), default=-1)
+    shards = (
+        *canary.plan.shards,
+        *(
+            replace(shard, shard_id=num_first + shard.shard_id, wave_id=first_wave + shard.wave_id)
+            for shard in rest.plan.shards
+        ),
+    )
+    order = np.concatenate([rows[0][canary.plan.row_order], rows[1][rest.plan.row_order]])
+    offsets = np.concatenate([canary.plan.shard_offsets, rows[0].size + rest.plan.shard_offsets[1:]])
+    predicted, row_s = np.empty(len(is_canary)), np.empty(len(is_canary))
+    for mine, part in zip(rows, (canary, rest), strict=True):
+        predicted[mine], row_s[mine] = part.predicted, part.row_s
+    return CutRows.of(ShardPlan(order, offsets, shards), predicted, row_s)
+
+
 def forecast_job(
     workload: Workload, cut: CutRows, cost: CostModel, num_replicas: int, play: Play, played_rows: int
 ) -> Forecast:

@@ -19,7 +19,7 @@ from ..system.codec import from_plain, to_plain
 #: Kind of the line with which a scheduler's part of `events.jsonl` begins.
 BEGINNING = "SchedulerStarted"
 #: Version of the events and commands in `events.jsonl`. Runs of another version are not replayed.
-EVENTS_VERSION = 8
+EVENTS_VERSION = 9
 
 
 class Record:
@@ -234,6 +234,18 @@ class ReplicaReported(Event):
     prefill_tokens_left: int = 0
     #: Share of prompt tokens that its engine reused instead of computing them, from 0 to 1.
     reused_share: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryAnswered(Event):
+    """The canary has its answers, and was counted."""
+
+    #: Rows of the canary that were answered, by adapter and length.
+    answers: tuple[FinishedRows, ...]
+    #: Waves of one adapter that run sooner merged, with answers of these lengths; None where the mode is not chosen.
+    merged_waves: tuple[int, ...] | None = None
+    #: Whether the other rows may run; else the event is told again once they may.
+    goes_on: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from .assignment.dispatch import DealtShards
 from .costs.cost import CostModel
+from .estimates.canary import with_canary
 from .planning.waves import Shard, ShardMode
 from .scheduler import Scheduler
 from .settings import SchedulerSettings
@@ -99,6 +100,7 @@ def make_scheduler(
     shards: Sequence[Shard], *, committed: Collection[int] = (), settings: SchedulerSettings
 ) -> Scheduler:
     """The scheduler of a job, with the rules of its policy."""
+    shards = with_canary(shards, settings.canary)
     with_work = [shard for shard in shards if shard.has_engine_work]
     name = POLICIES[settings.policy].migration
     return Scheduler(

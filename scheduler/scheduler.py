@@ -23,12 +23,14 @@ from .assignment.dispatch import (
 )
 from .assignment.migration import MigrationRule, TailMigration
 from .assignment.shares import Share, WorkShares
+from .estimates.canary import mean_lengths, with_canary
 from .estimates.run_estimates import RunEstimates
 from .estimates.time_left import TimeLeft
 from .liveness import LivenessDetector
 from .messages import (
     BEGINNING,
     EVENTS_VERSION,
+    CanaryAnswered,
     Command,
     Event,
     FailJob,
@@ -79,6 +81,11 @@ class Scheduler:
         self._idle_queue: DispatchRule = ShardQueue([shard for shard in shards if not shard.has_engine_work])
         self._rows_behind = rows_behind(shards, settings.expected_replicas)
         self._num_uncommitted = len(self._shards)
+        # Shards of the canary without a part; None once the canary was counted, and in jobs without one.
+        canary = {shard.shard_id for shard in shards if shard.is_canary}
+        self._canary_left: set[int] | None = canary if canary and settings.canary is None else None
+        # Whether the other shards wait until the canary was counted and the job goes on.
+        self._is_held = settings.holds_rest and bool(canary)
         # Queued shards with engine work that failed twice; replicas that get nothing else may open them too.
         self._failing: set[int] = set()
         self._replicas: dict[str, ReplicaState] = {}
@@ -104,6 +111,9 @@ class Scheduler:
         self._committed_before = sorted(committed)
         for shard_id in self._committed_before:
             self._commit(self._shards[shard_id])
+        if settings.canary is not None:
+            self._is_held = not settings.canary.goes_on
+            estimates.canary_answered(self._uncommitted(), settings.canary)
 
     def beginning(self) -> dict[str, Any]:
         """The line of `events.jsonl` before the first event, from which the events can be replayed (`replay.py`)."""
@@ -118,6 +128,18 @@ class Scheduler:
     def num_queued(self) -> int:
         """Shards with engine work that no replica has opened."""
         return len(self._queue)
+
+    @property
+    def is_canary_due(self) -> bool:
+        """Whether the canary has its parts, and was not counted yet: `CanaryAnswered` is expected."""
+        return self._canary_left is not None and not self._canary_left
+
+    @property
+    def canary_rows_left(self) -> int:
+        """Rows of the canary without a result, as far as replicas have reported."""
+        opened = {shard.shard_id: num_rows for shard, num_rows in self._opened()}
+        left = self._canary_left or ()
+        return sum(opened.get(shard_id, self._shards[shard_id].shard.num_rows) for shard_id in left)
 
     @property
     def rows_left(self) -> int:
@@ -157,6 +179,10 @@ class Scheduler:
         if not self._is_over:
             candidates = self._maybe_hungry(event, commands)
             shares = self._shares.of(candidates, self._replicas) if self._queue else {}
+            if self._canary_left:
+                # Rows that wait for a place would compete with the canary's.
+                most = {replica.replica_id: replica.batch_rows for replica in candidates}
+                shares = {name: replace(s, num_rows=min(s.num_rows, most[name])) for name, s in shares.items()}
             if isinstance(event, ReplicaReported) and self._queue:
                 commands += self._relieve(event.replica_id, event.time_s, shares)
             commands += self._dispatch(candidates, shares)
@@ -197,9 +223,24 @@ class Scheduler:
                 return self._shard_failed(event)
             case ReplicaReported():
                 return self._reported(event)
+            case CanaryAnswered():
+                self._canary_answered(event)
             case Tick():
                 return self._tick(event.time_s)
         return []
+
+    def _canary_answered(self, event: CanaryAnswered) -> None:
+        """Predict the other shards anew, and let them run if the job goes on."""
+        self._canary_left, self._is_held = None, not event.goes_on
+        refreshed = with_canary([state.shard for state in self._shards.values()], event)
+        self._rows_behind = rows_behind(refreshed, self._settings.expected_replicas)
+        uncommitted = {shard.shard_id for shard in self._uncommitted()}
+        self.estimates.canary_answered([shard for shard in refreshed if shard.shard_id in uncommitted], event)
+        for adapter_id, mean in mean_lengths(event).items():
+            self._queue.correct_length(adapter_id, mean)
+
+    def _uncommitted(self) -> list[Shard]:
+        return [state.shard for state in self._shards.values() if state.status is not ShardStatus.COMMITTED]
 
     def _join(self, replica_id: str, batch_rows: int, heard_s: float) -> ReplicaState:
         self._failed.pop(replica_id, None)
@@ -307,6 +348,8 @@ class Scheduler:
             case ShardStatus.OPEN:
                 self._close(state)
         state.move(ShardStatus.COMMITTED)
+        if self._canary_left is not None:
+            self._canary_left.discard(state.shard.shard_id)
         self._num_uncommitted -= 1
         self._rows_uncommitted -= state.shard.num_rows
 
@@ -439,7 +482,8 @@ class Scheduler:
         def is_allowed(shard_id: int) -> bool:
             state = self._shards[shard_id]
             has_failed = replica.replica_id in state.failed_on and not state.failed_on >= self._takers(state)
-            return not has_failed and (among is None or shard_id in among)
+            is_held = self._is_held and not state.shard.is_canary
+            return not (has_failed or is_held) and (among is None or shard_id in among)
 
         shard_id = queue.take(replica.replica_id, is_allowed)
         return [] if shard_id is None else [self._open(self._shards[shard_id], replica)]

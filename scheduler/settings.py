@@ -10,6 +10,7 @@ from .assignment.lending import TailSettings
 from .assignment.migration import ReplicaMemory
 from .costs.cost import CostModel
 from .estimates.time_left import PlannedJob
+from .messages import CanaryAnswered, Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,10 @@ class SchedulerSettings:
     is_dealt: bool = False
     #: Memory of each replica, for a policy that asks (None: unknown).
     memory: ReplicaMemory | None = None
+    #: Whether no row but the canary's runs until the canary is answered and the job is to go on.
+    holds_rest: bool = False
+    #: Answers of the canary, when they were counted before this scheduler began (None: they were not).
+    canary: CanaryAnswered | None = None
     #: Seconds without a report after which a replica is lost. Replicas report once a second; Dask finds a silent worker
     #: only after minutes.
     silence_limit_s: float = 20.0
@@ -50,7 +55,8 @@ class SchedulerSettings:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready object with every field."""
-        return asdict(replace(self, planned=None)) | {"planned": self.planned and self.planned.to_json()}
+        nested = {"planned": self.planned and self.planned.to_json(), "canary": self.canary and self.canary.to_json()}
+        return asdict(replace(self, planned=None, canary=None)) | nested
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> SchedulerSettings:
@@ -60,6 +66,7 @@ class SchedulerSettings:
             "cost": CostModel.from_json,
             "memory": lambda memory: ReplicaMemory(**memory),
             "planned": PlannedJob.from_json,
+            "canary": Event.from_json,
         }
         nested = {name: make(raw[name]) for name, make in kinds.items() if raw[name] is not None}
         return cls(**{**raw, **nested})

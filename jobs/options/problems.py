@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from ...engine.config import Mode
 from ...system.untrusted import shortened
 from ..storage.redaction import redacted_url, scrubbed
-from .values import PROMPT_ROLES, TEMPLATE_OPTIONS
+from .values import PROMPT_ROLES, TEMPLATE_OPTIONS, parse_price
 
 # Spellings of an option that are accepted beside the field's name.
 _SPELLINGS = {"column": "columns", "adapter": "adapters"}
@@ -130,6 +130,7 @@ def conflicts(spec: Any) -> list[str]:
             "add_generation_prompt, continue_final_message: a prompt ends with one of the two. Give one of them."
         )
     problems += _template_problems(spec)
+    problems += _limit_problems(spec)
     if spec.update and spec.overwrite:
         problems.append(
             "update, overwrite: one keeps the answers in the output, the other removes them. Give one of them."
@@ -195,6 +196,26 @@ def _stage_problems(spec: Any) -> list[str]:
         for name, given in is_given.items()
         if given
     ]
+
+
+def _limit_problems(spec: Any) -> list[str]:
+    """Problems of options by which a job stops itself, as sentences."""
+    problems = []
+    if spec.confirm and spec.canary is None:
+        problems.append("confirm: what is to be confirmed are the answers of a canary. Give canary, such as 16, too.")
+    if spec.max_cost is None:
+        return problems
+    (_, currency), hour = parse_price(spec.max_cost) or (0.0, ""), parse_price(spec.gpu_hour_price)
+    if hour is None:
+        problems.append(
+            f"max_cost={spec.max_cost!r}: a cost needs the price of a worker's hour. Give gpu_hour_price, such as "
+            f"'2.5{' ' + currency if currency else ''}'."
+        )
+    elif currency and hour[1] and currency != hour[1]:
+        problems.append(
+            f"max_cost={spec.max_cost!r}, gpu_hour_price={spec.gpu_hour_price!r}: give both in one currency."
+        )
+    return problems
 
 
 def policy_problem(policy: str, mode: Mode) -> str | None:

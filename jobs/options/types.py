@@ -13,6 +13,22 @@ from typing import Any, Literal, TypedDict
 class JobOptions(TypedDict, total=False):
     """The options of a job by name. `JobSpec` says which are required, and their limits."""
 
+    #: Rows of each adapter that are answered first; their lengths, errors and examples are then shown, and the time
+    #: left rests on them.
+    canary: int | None
+    #: Run no row but the canary's until you agree: in a terminal a question, elsewhere the job stops with 5, and the
+    #: next run of it goes on.
+    confirm: bool
+    #: Stop the job, with 5, once its rows so far meet a condition, such as 'errors > 2%' or 'cut > 90% in any adapter';
+    #: checked after the canary, and as parts are written. Repeatable (in a job file a list).
+    stop_if: str | Sequence[str]
+    #: Most seconds of a run; it stops, with 5, once it is known to take longer.
+    max_seconds: float | None
+    #: Most that the runs of the job may cost together, such as '20 EUR'; it stops, with 5, once it is known to cost
+    #: more. Needs gpu_hour_price.
+    max_cost: str | float | None
+    #: Price of one worker for an hour, and its currency, such as '2.5 EUR': adds costs.
+    gpu_hour_price: str | float | None
     #: Most tokens of a completion.
     max_tokens: int
     #: Tokens before which a completion does not end.
@@ -295,6 +311,13 @@ class Stage(TypedDict, total=False):
     reasoning_markers: str | Sequence[str] | Mapping[str, str]
     #: Form of the tool calls that are read from completions: hermes, llama3, mistral.
     tool_call_parser: str
+    #: Task of the rows: generate, classify, embed, rerank; by default a classifier's rows are classified, an embedding
+    #: adapter's embedded, and all others generate text.
+    task: str
+    #: Embeddings are the last hidden state of the prompt's last token (last), or the mean of all its tokens (mean).
+    pooling: str
+    #: Divide embeddings by their length, so that it is 1.
+    normalize_embeddings: bool
     #: System message for rows whose messages have none.
     system_prompt: str | None
     #: Variables for the chat template, such as enable_thinking: a JSON object (in a job file a mapping).

@@ -168,8 +168,13 @@ def check_prefix(text: str) -> str:
     return text
 
 
-def parse_price(value: str | float | None) -> tuple[float, str] | None:
-    """Price of an hour and its currency, "" for one that is not named: "2.5 EUR", "2.5" or 2.5; None for no price.
+#: Expectation of an amount of money, for messages.
+MONEY = "a number, 0 or more, and its currency if you like, such as 2.5 or '2.5 EUR'"
+
+
+def parse_price(value: str | float | None, name: str = "gpu_hour_price") -> tuple[float, str] | None:
+    """An amount of money and its currency, "" for one that is not named: "2.5 EUR", "2.5" or 2.5; None for no amount.
+    `name`: the option that has it.
 
     Raises `JobRequestError`.
     """
@@ -185,10 +190,7 @@ def parse_price(value: str | float | None) -> tuple[float, str] | None:
         c.isalpha() or category(c) == "Sc" for c in currency
     )
     if not (0 <= price < math.inf and is_currency):
-        raise JobRequestError(
-            f"gpu_hour_price={shortened(repr(value), 60)}: expected a number, 0 or more, and its currency if you like, "
-            "such as 2.5 or '2.5 EUR'."
-        )
+        raise JobRequestError(f"{name}={shortened(repr(value), 60)}: expected {MONEY}.")
     return price, currency
 
 

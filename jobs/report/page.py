@@ -25,6 +25,7 @@ from ..options.values import parse_price
 from ..outcome import (
     BASE_NAME,
     AdapterOutcome,
+    canary_line,
     cost_shares,
     cut_note,
     plain_time,
@@ -68,13 +69,15 @@ class _ErrorRow:
 def write_report(store: JobStore, gpu_hour_price: str | float | None = None) -> str:
     """The report of the job in `store`, as HTML. Everything that came from outside is escaped.
 
-    `gpu_hour_price`: price of one worker's hour, as `parse_price` reads it; None leaves costs out. Raises
+    `gpu_hour_price`: price of one worker's hour, as `parse_price` reads it; None for the job's own,
+    without which costs are left out. Raises
     `JobRequestError` for a price that cannot be read and when the output holds no job, `StorageError` when it cannot be
     read.
     """
-    price = parse_price(gpu_hour_price)
+    parse_price(gpu_hour_price)  # raises before anything is read
     store = store.latest()
     status = read_status(store)
+    price = parse_price(status.record.spec.gpu_hour_price if gpu_hour_price is None else gpu_hour_price)
     is_ended = status.state is not None and status.state.is_final
     runs = read_timelines(store.read_events(), status.state.updated_at_s if status.state and is_ended else None)
     plan = store.read_plan_facts() if store.has_plan_facts() else {}
@@ -106,7 +109,7 @@ def write_report(store: JobStore, gpu_hour_price: str | float | None = None) -> 
         output=status.output,
         message=status.state.message if status.state else "",
         first_facts=list(islice(_first_facts(status, summary, cost, counts, runs), _FIRST_FACTS)),
-        lines=_lines(status, summary, counts),
+        lines=[*_lines(status, summary, counts), *_canary(status)],
         facts=[*_counts(summary, status, store.read_agreement()), *_times(runs, plan, summary), *_costs(cost, summary)],
         runs=[_phases(run, summary if len(runs) == 1 else {}) for run in runs],
         library=Markup(_library() if drawn else ""),
@@ -187,6 +190,11 @@ def _lines(status: JobStatus, summary: Mapping[str, Any], counts: Sequence[Adapt
         for line in (time_line(summary), stage_line(summary), cut_note(counts), *prediction_lines(summary))
         if line
     ]
+
+
+def _canary(status: JobStatus) -> list[str]:
+    """A sentence on the canary; none without one."""
+    return [] if status.canary is None else [f"Canary: {canary_line(status.canary)}"]
 
 
 def _counts(summary: Mapping[str, Any], status: JobStatus, agreement: Agreement | None) -> Iterator[Fact]:

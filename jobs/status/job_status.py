@@ -9,7 +9,15 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from ...system.html import facts_table
-from ..errors import JobError, JobFailedError, JobRequestError, MissingFileError, error_of_kind, naming_damage
+from ..errors import (
+    JobError,
+    JobFailedError,
+    JobLimitError,
+    JobRequestError,
+    MissingFileError,
+    error_of_kind,
+    naming_damage,
+)
 from ..parts import in_words, missing_parts
 from ..progress import RowTotals
 from ..record import BEGINNING_PHASES, JobRecord, JobState
@@ -58,6 +66,8 @@ class JobStatus:
     silent_s: float = 0.0
     #: Shard id -> why its part is not as it was when the job was done, as a clause.
     changed_parts: Mapping[int, str] = field(default_factory=dict)
+    #: Account of its canary (`canary.json`); None for a job without one, or while it is not counted.
+    canary: Mapping[str, Any] | None = None
 
     def __repr__(self) -> str:
         rows = "" if self.totals is None else f", {self.totals.to_text()}"
@@ -87,6 +97,8 @@ class JobStatus:
             return "not started, its command ended" if self.state.is_of_command else "stopped without a word"
         if self.is_cancel_requested and not self.state.is_final:
             return "stopping"
+        if isinstance(self.error, JobLimitError):
+            return "stopped by itself"
         return self.state.phase
 
     @property
@@ -106,8 +118,9 @@ class JobStatus:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of commands for this outcome."""
-        return EXIT_CODES[self.outcome]
+        """Exit code of commands for this outcome; that of its limit for a job that has stopped itself."""
+        error = self.error if self.outcome == "stopped" else None
+        return error.exit_code if error else EXIT_CODES[self.outcome]
 
     @property
     def totals(self) -> RowTotals | None:
@@ -170,6 +183,7 @@ class JobStatus:
             "is_cancel_requested": self.is_cancel_requested,
             "is_stale": self.is_stale,
             "next_step": self.next_step,
+            "canary": self.canary,
             "state": None if self.state is None else asdict(self.state),
             "summary": self.summary,
         }
@@ -230,6 +244,7 @@ def read_status(store: JobStore, now_s: float | None = None) -> JobStatus:
         is_stale=is_stale,
         silent_s=age_s if is_stale else 0.0,
         changed_parts=changed,
+        canary=store.read_canary() if state is not None and state.is_canary_counted else None,
     )
 
 

@@ -204,6 +204,8 @@ class EventStory:
                 yield self._names.name(worker), f"lost: {reason}"
             case {"kind": "MigrateRows"}:
                 yield self._moved(record)
+            case {"kind": "CanaryAnswered"}:
+                yield "job", "the canary is counted" + ("" if record.get("goes_on", True) else "; other rows wait")
             case {"kind": "FailJob", "reason": reason}:
                 yield "job", f"fails: {reason}"
             case {"shard_id": shard_id, "kind": kind}:

@@ -43,6 +43,8 @@ class JobRun:
     peers: Peers
     #: Settings of the run's engines and scheduler.
     settings: RunSettings
+    #: Whether a person follows the run who can be asked whether it goes on.
+    can_ask: bool = False
 
 
 class JobControl:

@@ -15,8 +15,10 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future as Counting
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -24,7 +26,9 @@ from distributed import Future
 
 from ...jobs.errors import JobFailedError, OutputConflictError, StorageError
 from ...jobs.store import JobStore, part_name
+from ...scheduler.estimates.time_left import TimeLeft
 from ...scheduler.messages import (
+    CanaryAnswered,
     Command,
     Event,
     FailJob,
@@ -52,6 +56,8 @@ from ..monitoring.job_monitor import JobMonitor
 from ..monitoring.topics import OUTCOMES, REPORTS
 from ..worker.run_shard import run_shard
 from .control import JobRun
+from .limits import JobLimits
+from .summary import Account
 
 logger = logging.getLogger(__name__)
 # Seconds that the loop waits for a message before it looks at the clock.
@@ -78,8 +84,9 @@ class Coordinator:
     Earlier coordinators of the run may have opened shards that engines still work on; it takes these over.
     """
 
-    def __init__(self, run: JobRun, scheduler: Scheduler, monitor: JobMonitor) -> None:
+    def __init__(self, run: JobRun, scheduler: Scheduler, monitor: JobMonitor, limits: JobLimits) -> None:
         self._run = run
+        self._limits = limits
         self._client = run.client
         self._scheduler = scheduler
         self._monitor = monitor
@@ -87,7 +94,10 @@ class Coordinator:
         whose["workers"] = run.reporter.latest.worker_addresses
         when = {"at_s": time.time(), "phases": run.reporter.phases}
         self._events = EventLog(run.job.store, scheduler.beginning() | whose | when)
-        self._inbox: queue.SimpleQueue[WorkerReport | ShardOutcome | _Attempt] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[WorkerReport | ShardOutcome | _Attempt | Counting] = queue.SimpleQueue()
+        # Counts the canary beside the loop.
+        self._counter = ThreadPoolExecutor(1, "canary")
+        self._counting: Counting | None = None
         # Attempts in flight by shard id; a shard has one attempt at a time.
         self._attempts: dict[int, _Attempt] = {}
         # Outcomes of shards whose tasks have not ended yet, by shard id.
@@ -98,6 +108,7 @@ class Coordinator:
         self._start_s = time.monotonic()
         self._ticked_s = self._shown_s = 0.0
         self._opened_s, self._committed_s = inf, 0.0
+        self._reported_s = self._asked_s = 0.0
         #: Most rows that an engine of this run takes into a step.
         self.batch_rows = run.settings.limits.batch_rows
         #: Whether shards were open already when this coordinator began, so that it sees a part of the run only.
@@ -116,6 +127,8 @@ class Coordinator:
         Finished rows are kept in all cases.
         """
         run_id = self._run.run_id
+        # A job that has stopped itself begins no row before its limits are higher.
+        self._limits.check(0, None)
         REPORTS.subscribe(self._client, run_id, self._inbox.put)
         OUTCOMES.subscribe(self._client, run_id, self._inbox.put)
         try:
@@ -124,8 +137,12 @@ class Coordinator:
             self._find_replicas(latest_reports(REPORTS.published(self._client, run_id)))
             while self._outcome is None:
                 self._take_messages()
+                self._count_canary()
                 self._keep_time()
+            if isinstance(self._outcome, FinishJob) and self._limits.is_uncounted:
+                self._keep_account(self._limits.count_canary())
         finally:
+            self._counter.shutdown(wait=False)
             REPORTS.unsubscribe(self._client, run_id)
             OUTCOMES.unsubscribe(self._client, run_id)
             self._cancel(lambda attempt: True)
@@ -176,6 +193,8 @@ class Coordinator:
                     self._outcomes[message.shard_id] = message
                 case _Attempt():
                     self._ended(message)
+                case Counting():
+                    self._counted_canary(message.result())
             if self._outcome is not None:
                 return
 
@@ -257,6 +276,7 @@ class Coordinator:
             outcome = self._monitor.unknown_outcome(shard_id, worker)
         self._committed_s = self._now_s()
         self._monitor.committed(outcome)
+        self._limits.committed(outcome.adapters)
         self._handle(ShardCommitted(self._now_s(), shard_id, outcome.worker))
 
     def _keep_time(self) -> None:
@@ -269,8 +289,62 @@ class Coordinator:
             self._run.control.check_displaced()
             self._events.flush()
             self._shown_s = self._now_s()
-            left = self._scheduler.time_left(self._now_s())
-            self._run.reporter(self._monitor.state(time.time(), self._scheduler.rows_left, left))
+            left = self._report_state()
+            is_sure = self._limits.is_settled and self._scheduler.estimates.costs.is_known
+            self._limits.check(len(self._workers), left if is_sure else None)
+            self._hear_answer()
+
+    def _report_state(self) -> TimeLeft | None:
+        """Report the job's state; returns the time left."""
+        now_s, limits = self._now_s(), self._limits
+        limits.worker_s += len(self._workers) * (now_s - self._reported_s)
+        self._reported_s = now_s
+        left = self._scheduler.time_left(now_s)
+        state = self._monitor.state(time.time(), self._scheduler.rows_left, left)
+        if limits.shard_ids and state.phase == "running" and not limits.is_settled:
+            state = replace(state, phase="canary" if limits.canary is None else "confirming")
+        rows_left = self._scheduler.canary_rows_left
+        self._run.reporter(
+            replace(
+                state,
+                canary_rows=limits.canary_rows,
+                canary_left=rows_left,
+                is_canary_counted=limits.canary is not None,
+                worker_s=limits.worker_s,
+            )
+        )
+        return left
+
+    def _count_canary(self) -> None:
+        """Have the canary counted, once it has its parts."""
+        if self._scheduler.is_canary_due and self._counting is None:
+            self._counting = self._counter.submit(self._limits.count_canary)
+            self._counting.add_done_callback(self._inbox.put)
+
+    def _hear_answer(self) -> None:
+        """Let other rows run once a person has agreed."""
+        if self._limits.canary is not None and self._limits.is_to_confirm and self._limits.check_answer():
+            self._limits.canary |= {"confirmed": True}
+            event = CanaryAnswered.from_json(self._limits.canary["event"])
+            self._opened_s += self._now_s() - self._asked_s
+            self._handle(replace(event, time_s=self._now_s(), goes_on=True))
+
+    def _counted_canary(self, account: Account) -> None:
+        """Take in the account of the canary: predict the other rows by its lengths, and stop the job where it says
+        so.
+        """
+        self._limits.check_canary(self._keep_account(account))
+
+    def _keep_account(self, account: Account) -> CanaryAnswered:
+        """Keep and report the account of the canary; returns the scheduler's event for it."""
+        now_s, num_workers = self._now_s(), len(self._workers)
+        event = self._limits.event_of(account, num_workers, now_s)
+        self._handle(event)
+        left = self._scheduler.time_left(now_s) if self._outcome is None else None
+        self._limits.counted(account, event, max(0.0, now_s - self._opened_s), left, num_workers)
+        self._asked_s = now_s
+        self._report_state()
+        return event
 
     def _handle(self, event: Event) -> None:
         # Checked before anything is enacted: this process may have been stopped, and another coordinator have taken

@@ -54,17 +54,24 @@ from .driver import Coordinator
 from .fan_out import FanOut
 from .finishing import HISTORY_S, Coordinated, finish
 from .lease import CoordinatorLease
+from .limits import JobLimits
 from .summary import Account, account_parts
 
 logger = logging.getLogger(__name__)
 
 
 def run_job(
-    job: OpenedJob, run_id: str, began_s: float, settings: RunSettings, lease_s: float, opened_s: float | None = None
+    job: OpenedJob,
+    run_id: str,
+    began_s: float,
+    settings: RunSettings,
+    lease_s: float,
+    opened_s: float | None = None,
+    can_ask: bool = False,
 ) -> JobResult:
     """Run an opened job whose workers have their plugins. `began_s`: beginning of the run, in seconds since the epoch.
     `opened_s`: beginning of the command that opened the job, by default the run's. `lease_s`: seconds of silence after
-    which another coordinator takes over.
+    which another coordinator takes over. `can_ask`: whether a person follows the run who can be asked.
 
     Raises what `run.run` raises. The plugins are unregistered when it returns or raises.
     """
@@ -85,7 +92,7 @@ def run_job(
         reporter = JobReporter(job.store, publish, job.spec.error_budget, state_before(job, run_id))
         reporter.phases += [("opening", min(opened_s, began_s))] if opened_s is not None else []
         reporter.phases.append(("starting", began_s))
-        run = JobRun(client, job, run_id, control, reporter, Peers(worker, run_id), settings)
+        run = JobRun(client, job, run_id, control, reporter, Peers(worker, run_id), settings, can_ask)
         try:
             with (
                 cluster_errors_named(client, redacted_url(job.store.url)),
@@ -300,16 +307,19 @@ def coordinate(run: JobRun, plan: JobPlan, indexed: IndexTotals, turn: int = 0) 
         completion_tokens=found.completion_tokens,
     )
     done = [outcome.count for outcome in found.adapter_outcomes()]
+    limits = JobLimits(run, plan, rows_of_part, done)
     monitor = JobMonitor(plan.shards, rows_of_part, names, before, found.num_reused, indexed.rows_per_adapter, done)
     num_workers = count_workers(run.client)
     settings = replace(
         run.settings.scheduler(num_workers, serving_adapters(job.record)),
         planned=_planned(run.settings, plan, num_workers, known_lengths),
+        holds_rest=limits.is_to_confirm,
+        canary=limits.answered,
     )
     scheduler = make_scheduler(plan.shards, committed=rows_of_part, settings=settings)
     if len(rows_of_part) < len(plan.shards) or not job.record.sources:
         run.reporter.phase("loading engines", plan.num_rows, rows_done=sum(rows_of_part.values()))
-    coordinator, estimates = Coordinator(run, scheduler, monitor), scheduler.estimates
+    coordinator, estimates = Coordinator(run, scheduler, monitor, limits), scheduler.estimates
     coordinator.run()
     is_whole = not coordinator.has_adopted and found.num_reused == found.num_rows
     bound_s = _bound_s(run, coordinator, estimates.costs, monitor.work) if is_whole else None

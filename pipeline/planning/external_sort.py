@@ -72,6 +72,8 @@ class SortedRows:
     """
 
     def __init__(self, rows_per_code: Sequence[int], rows_per_source: Sequence[int] = ()) -> None:
+        #: Number of rows to compute of each adapter, by code; the base model's last.
+        self.rows_per_code = tuple(rows_per_code)
         self._num_codes = len(rows_per_code)
         counts = np.array([*rows_per_code, *rows_per_source], np.int64)
         self._next = np.cumsum(counts) - counts

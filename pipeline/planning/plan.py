@@ -30,7 +30,9 @@ from ...jobs.outcome import KindOfError
 from ...jobs.progress import UpdateCounts
 from ...jobs.record import JobRecord, index_key
 from ...jobs.store import JobStore
+from ...scheduler.estimates.canary import canary_rows
 from ...scheduler.estimates.lengths import PRIOR_SHARE, expected_tokens
+from ...scheduler.forecast import CutRows
 from ...scheduler.planning.waves import Shard, ShardPlan, dispatch_order
 from ...scheduler.workload import BASE_MODEL, AdapterInfo, Workload
 from ...system.local_cache import temporary_folder
@@ -107,29 +109,38 @@ class CheckedRows:
         their answers, have no work in it.
         """
         for rows in self.rows.blocks(block_rows, together=self.together):
-            is_idle = self.errors.is_error(rows) | (rows["source"] >= 0)
-            prompt, output, prefix, shared, is_drawn, is_scored, fixed, task = (
-                np.where(is_idle, INDEXED_ROW[name].type(0), rows[name]) for name in _PLANNED
-            )
-            yield (
-                rows,
-                Workload(
-                    adapters=self.serving,
-                    adapter_index=np.where(is_idle, np.int32(BASE_MODEL), self.number[rows["adapter"] + 1]),
-                    prompt_tokens=prompt,
-                    # engines compute more tokens for a choice of many texts than its answer has
-                    max_tokens=np.maximum(output, fixed),
-                    prefix_hash=prefix,
-                    # a prompt that is scored is computed whole
-                    shared_tokens=np.where(is_scored, np.int32(0), shared),
-                    is_drawn=is_drawn,
-                    is_scored=is_scored,
-                    fixed_tokens=fixed,
-                    task=task,
-                    input_place=(rows["chunk"].astype(np.int64) << 32) + rows["place"],
-                    groups=np.cumsum(~are_further(rows)) if self.together else None,
-                ),
-            )
+            yield rows, self.workload(rows)
+
+    def workload(self, rows: IndexedRows) -> Workload:
+        """The planner's view of some of the rows."""
+        is_idle = self.errors.is_error(rows) | (rows["source"] >= 0)
+        prompt, output, prefix, shared, is_drawn, is_scored, fixed, task = (
+            np.where(is_idle, INDEXED_ROW[name].type(0), rows[name]) for name in _PLANNED
+        )
+        return Workload(
+            adapters=self.serving,
+            adapter_index=np.where(is_idle, np.int32(BASE_MODEL), self.number[rows["adapter"] + 1]),
+            prompt_tokens=prompt,
+            # engines compute more tokens for a choice of many texts than its answer has
+            max_tokens=np.maximum(output, fixed),
+            prefix_hash=prefix,
+            # a prompt that is scored is computed whole
+            shared_tokens=np.where(is_scored, np.int32(0), shared),
+            is_drawn=is_drawn,
+            is_scored=is_scored,
+            fixed_tokens=fixed,
+            task=task,
+            input_place=(rows["chunk"].astype(np.int64) << 32) + rows["place"],
+            groups=np.cumsum(~are_further(rows)) if self.together else None,
+        )
+
+    @property
+    def rows_per_adapter(self) -> Counter[int]:
+        """Rows to compute, error rows among them, by the number of their adapter."""
+        counts: Counter[int] = Counter()
+        for code, num_rows in enumerate(self.rows.rows_per_code):
+            counts[int(self.number[code + 1 if code < len(self.names) else 0])] += num_rows
+        return counts
 
 
 def plan_job(
@@ -152,8 +163,7 @@ def plan_job(
         sample = prediction.sample(settings, num_rows, num_replicas, max_rows=_SIMULATED_ROWS)
         if settings.is_dealt:
             block_rows = max(num_rows, 1)
-        for rows, workload in checked.blocks(block_rows):
-            cut = prediction.cut_rows(settings, workload, num_replicas, num_rows)
+        for rows, workload, cut in _cut_blocks(checked, settings, num_replicas, block_rows):
             draft.add(rows, checked.names, cut.plan)
             sample.add(workload, cut)
         if num_rows > block_rows:
@@ -172,6 +182,31 @@ def plan_job(
         return read_plan(store)
     store.write_plan_facts(plan_facts(plan))
     return plan
+
+
+def _cut_blocks(
+    checked: CheckedRows, settings: RunSettings, num_replicas: int, block_rows: int
+) -> Iterator[tuple[IndexedRows, Workload, CutRows]]:
+    """Cut the rows of each block into shards. The canary of a job of several blocks comes last, as a block of its own:
+    each block has chosen its part of it.
+    """
+    job_rows = checked.rows.num_rows
+    if not settings.canary or job_rows <= block_rows:
+        for rows, workload in checked.blocks(block_rows):
+            yield rows, workload, prediction.cut_rows(settings, workload, num_replicas, job_rows)
+        return
+    rest, total, before = replace(settings, canary=0), checked.rows_per_adapter, Counter[int]()
+    chosen: list[IndexedRows] = []
+    for rows, workload in checked.blocks(block_rows):
+        is_canary = canary_rows(workload, settings.canary, before, total)
+        before.update(checked.number[rows["adapter"] + 1][rows["source"] < 0].tolist())
+        chosen.append(rows[is_canary])
+        others = np.flatnonzero(~is_canary)
+        workload = workload.part(others)
+        yield rows[others], workload, prediction.cut_rows(rest, workload, num_replicas, job_rows)
+    rows = np.concatenate(chosen)
+    workload = checked.workload(rows)
+    yield rows, workload, prediction.cut_canary(settings, workload, num_replicas, job_rows)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ...engine.memory.limits import ROWS_GROW, adapter_growth
 from ...scheduler.batchers.batching import Batcher, ReplicaFacts
+from ...scheduler.estimates.canary import canary_rows
 from ...scheduler.estimates.lengths import OTHER_TASKS, AnswerKey, AnswerModel, frequent_tasks, spread_quantiles
 from ...scheduler.forecast import (
     CutRows,
@@ -24,6 +25,7 @@ from ...scheduler.forecast import (
     place_cut,
     plan_dealt,
     row_seconds,
+    with_canary_first,
 )
 from ...scheduler.planning.bound import JobBound, job_bound
 from ...scheduler.planning.waves import ShardPlan, shard_rows, with_whole_groups
@@ -87,6 +89,9 @@ def cut_rows(
     """
     batch_rows = settings.limits.batch_rows
     num_rows = rows.num_rows if job_rows is None else job_rows
+    if settings.canary:
+        is_canary = canary_rows(rows, settings.canary)
+        return _canary_first(settings, rows, is_canary, num_workers, num_rows, length_share)
     most_rows = _rows_in_memory(settings, rows)
     rows_per_shard = settings.rows_per_shard or min(shard_rows(num_rows, batch_rows, num_workers), most_rows)
     predicted = expected_tokens(settings, rows, length_share)
@@ -107,6 +112,37 @@ def _rows_in_memory(settings: RunSettings, rows: Workload) -> int:
     is_given = False if rows.fixed_tokens is None else rows.fixed_tokens == 1
     most_tokens = np.where(is_given, rows.prompt_tokens, rows.max_tokens)[is_asked].mean(dtype=np.float64)
     return max(1, int(_SHARD_ANSWER_BYTES / (settings.answer_token_bytes * most_tokens)))
+
+
+def _canary_first(
+    settings: RunSettings,
+    rows: Workload,
+    is_canary: NDArray[np.bool_],
+    num_workers: int,
+    job_rows: int,
+    length_share: float | None,
+) -> CutRows:
+    """Cut the canary of a job, or of a block of its rows, and the other rows."""
+    without = replace(settings, canary=0)
+    canary = cut_canary(without, rows.part(np.flatnonzero(is_canary)), num_workers, job_rows, length_share)
+    rest = cut_rows(without, rows.part(np.flatnonzero(~is_canary)), num_workers, job_rows, length_share)
+    return with_canary_first(canary, rest, is_canary)
+
+
+def cut_canary(
+    settings: RunSettings,
+    rows: Workload,
+    num_workers: int,
+    job_rows: int,
+    length_share: float | None = None,
+) -> CutRows:
+    """Cut the rows of a canary into shards: about one for each worker, so that all of them answer it together."""
+    usual = settings.rows_per_shard or min(
+        shard_rows(job_rows, settings.limits.batch_rows, num_workers), _rows_in_memory(settings, rows)
+    )
+    settings = replace(settings, canary=0, rows_per_shard=max(1, min(usual, -(-rows.num_rows // num_workers))))
+    cut = cut_rows(settings, rows, num_workers, job_rows, length_share)
+    return replace(cut, plan=replace(cut.plan, shards=tuple(replace(s, is_canary=True) for s in cut.plan.shards)))
 
 
 def _cut(

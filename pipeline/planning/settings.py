@@ -83,6 +83,8 @@ class RunSettings:
     rows_per_shard: int | None = None
     #: Bytes that a worker keeps of each token of an answer, beside the token: `teacher_top_k` of the likeliest ones.
     answer_token_bytes: int = 0
+    #: Rows of each adapter that are answered before all others; 0 for no canary.
+    canary: int = 0
     #: Whether running rows may move between workers.
     migrates: bool = True
     #: Whether workers fetch adapters from one another.
@@ -153,6 +155,7 @@ class RunSettings:
             length_share=1.0 if spec.sampling.ignore_eos else PRIOR_SHARE,
             rows_per_shard=spec.rows_per_shard,
             answer_token_bytes=token_bytes(spec.sampling.teacher_top_k),
+            canary=spec.canary or 0,
             migrates=spec.migration,
             # Adapters that workers see as files need not be fetched.
             shares_adapters=any(is_remote(adapter.url) for adapter in served),

@@ -170,7 +170,8 @@ def _by_adapter(rows: ShardRows, answers: Mapping[str, RowAnswer]) -> Iterator[A
         of_adapter[name or ""].append(answer)
     for name, group in of_adapter.items():
         num_errors = sum(answer.finish_reason == "error" for answer in group)
-        yield AdapterCount(name, len(group), num_errors, sum(answer.completion_tokens for answer in group))
+        num_cut = sum(answer.finish_reason == "length" for answer in group)
+        yield AdapterCount(name, len(group), num_errors, sum(answer.completion_tokens for answer in group), num_cut)
 
 
 @dataclass(frozen=True, slots=True)

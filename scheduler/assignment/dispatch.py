@@ -1,11 +1,11 @@
 """Parts of the scheduler's state: shards and replicas, the queue of pending shards, where replicas get adapters.
 
-Which pending shard a replica opens next (`ShardQueue.take`): first come the shards that the plan places on it, then
-those of replicas that are not there, then those of the others. Among these, waves are ranked by the predicted length of
-their next rows, by powers of two, since the rows that run longest must not start last. Among equals, affinity decides:
-a replica goes on with the waves of one adapter that it has open, since the adapter is resident, before it starts
-another. A new wave is the one with the most pending work per replica already on it, so that replicas spread over the
-adapters first and help each other later. Within a wave the plan's order holds.
+Which pending shard a replica opens next (`ShardQueue.take`): first come those of the job's canary, then those that the
+plan places on the replica, then those of replicas that are not there, then those of the others. Among these, waves are
+ranked by the predicted length of their next rows, by powers of two, since the rows that run longest must not start
+last. Among equals, affinity decides: a replica goes on with the waves of one adapter that it has open, since the
+adapter is resident, before it starts another. A new wave is the one with the most pending work per replica already on
+it, so that replicas spread over the adapters first and help each other later. Within a wave the plan's order holds.
 """
 
 from __future__ import annotations
@@ -182,6 +182,8 @@ class ShardQueue:
         self._number = {wave: i for i, wave in enumerate(waves)}
         # Number of the replica that each wave is placed on; -1: on none.
         self._home = np.array([home for _, home in waves], np.int64)
+        canary = {_placed_wave(shard) for shard in shards if shard.is_canary}
+        self._is_canary = np.array([wave in canary for wave in waves], bool)
         self._replicas = ReplicaNumbers()
         # By wave number; each list is in reverse order of the plan, so that the next shard is cheap to remove.
         self._pending: list[list[int]] = [[] for _ in waves]
@@ -220,6 +222,7 @@ class ShardQueue:
         number, taken = self._replicas.of(replica_id), self._replicas.taken
         score[~np.isin(self._home, list(taken))] += _ABOVE_ALL_CLASSES
         score[self._home == number] += 2 * _ABOVE_ALL_CLASSES
+        score[self._is_canary] += 4 * _ABOVE_ALL_CLASSES
         score[self._length_class < 0] = -1.0
         found = self._first_allowed([int(np.argmax(score))], is_allowed)
         if found is None:

@@ -313,6 +313,10 @@ class LengthEstimator:
         rows, tokens = self._finished.get(adapter_id, (0, 0))
         return tokens / rows if rows >= MIN_FINISHED_ROWS else None
 
+    def rows_finished(self, adapter_id: str | None) -> int:
+        """Finished rows of an adapter."""
+        return self._finished.get(adapter_id, (0, 0))[0]
+
     def measured_together(self, adapters: Sequence[str]) -> float | None:
         """Mean of the measured lengths of these adapters (none: of the base model); None while there is none."""
         means = [mean for adapter_id in adapters or (None,) if (mean := self.measured(adapter_id)) is not None]

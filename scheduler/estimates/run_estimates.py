@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..costs.cost import CostModel
-from ..messages import ReplicaReported
+from ..messages import CanaryAnswered, ReplicaReported
 from ..planning.waves import Shard
+from .canary import answer_lengths
 from .lengths import PRIOR_SHARE, LengthEstimator
 from .pace import PaceEstimator, planned_work
 from .step_costs import StepCosts
@@ -47,6 +48,10 @@ class RunEstimates:
         self.corrected_s: float | None = None
         self._planned = planned
         self._opened_s: float | None = None
+        # Time at which the job began to wait for a person's word after its canary; None while it does not.
+        self._paused_s: float | None = None
+        # Shards as the canary's answers predict them; empty before.
+        self._refreshed: dict[int, Shard] = {}
         self._reports: dict[str, ReplicaReported] = {}
         if planned is not None:
             #: Costs of steps, measured from the reports of this run's engines.
@@ -67,10 +72,25 @@ class RunEstimates:
             self._reports[event.replica_id] = event
             self.costs.reported(event.replica_id, event.steps, event.engine_s)
 
+    def canary_answered(self, uncommitted: Sequence[Shard], answered: CanaryAnswered) -> None:
+        """Estimate the work left from the lengths that the canary has measured. `uncommitted`: shards without a part,
+        as these lengths predict them.
+        """
+        # Seconds in which the job waits for a person's word are none of its pace.
+        if self._paused_s is not None and self._opened_s is not None:
+            self._opened_s += answered.time_s - self._paused_s
+        self._paused_s = None if answered.goes_on else answered.time_s
+        self._refreshed = {shard.shard_id: shard for shard in uncommitted}
+        if self._planned is not None and self._planned.known_lengths is not None:
+            canary = answer_lengths(answered)
+            known = {**self._planned.known_lengths, **canary}
+            rows = {adapter_id: round(found.num_rows) for adapter_id, found in canary.items()}
+            self._work = WorkLeft(uncommitted, known, self.lengths, rows)
+
     def committed(self, shard: Shard) -> None:
         """Subtract the work of a shard whose part is written."""
         if self._planned is not None:
-            self._work.committed(shard)
+            self._work.committed(self._refreshed.get(shard.shard_id, shard))
 
     def removed(self, replica_id: str) -> None:
         """Drop a replica."""
@@ -89,6 +109,7 @@ class RunEstimates:
         reports = self._reports.values()
         num_running, running_tokens = sum(r.running_rows for r in reports), sum(r.running_tokens for r in reports)
         done = self._done
+        opened = [(self._refreshed.get(shard.shard_id, shard), num_rows) for shard, num_rows in opened]
         left = self._work.now(max(num_places, planned.num_places), done, opened, num_running, running_tokens)
         measured = self.costs.measured() if self.costs.is_known else None
         return planned.time_left(left, done, self._elapsed_s(now_s), self.paces.relative(self._reports), measured)
@@ -105,6 +126,7 @@ class RunEstimates:
         self.corrected_s = self._elapsed_s(now_s) + left.seconds
 
     def _elapsed_s(self, now_s: float) -> float:
+        now_s = now_s if self._paused_s is None else self._paused_s
         return 0.0 if self._opened_s is None else max(0.0, now_s - self._opened_s)
 
     @property

@@ -9,12 +9,16 @@ from ..planning.waves import Shard
 from .lengths import PRIOR_SHARE, AnswerLengths, LengthDistribution, LengthEstimator
 from .time_left import Work
 
+# Finished rows of an adapter, as a multiple of its rows in the canary, from which on their mean counts instead.
+_CANARY_COUNTS = 12
+
 
 class WorkLeft:
     """Adds up the work of shards that are not committed, by the set of adapters of their rows.
 
     `known_lengths`: adapter id (None: base model) -> lengths of its answers in earlier jobs; None when the plan knew
     all lengths exactly. `lengths`: lengths of this run's answers, fed by its owner; those of earlier jobs are added.
+    `canary_rows`: adapter id -> rows of the canary by whose answers the shards are predicted.
     """
 
     def __init__(
@@ -22,9 +26,11 @@ class WorkLeft:
         shards: Iterable[Shard],
         known_lengths: Mapping[str | None, AnswerLengths] | None,
         lengths: LengthEstimator,
+        canary_rows: Mapping[str | None, int] | None = None,
     ) -> None:
         earlier = known_lengths or {}
         self._known = frozenset(earlier)
+        self._canary_rows = canary_rows or {}
         self._lengths = lengths
         # Set of adapters -> planned work of the shards whose rows have these adapters.
         self._planned: defaultdict[tuple[str, ...], Work] = defaultdict(Work)
@@ -83,6 +89,8 @@ class WorkLeft:
             output = expected * waiting + num_running * spread.left(generated)
             guessed *= output / expected
             num_steps = spread.steps_left(num_running, generated, num_waiting, num_places)
+            if self._canary_rows:
+                num_steps *= output / (num_waiting * spread.left() + num_running * spread.left(generated))
         else:
             output, guessed = self._known_left(num_rows, running_tokens), 0.0
             spread = self._spread
@@ -120,7 +128,9 @@ class WorkLeft:
         for adapters, work in groups.items():
             predicted = work.output_tokens
             measured = self._lengths.measured_together(adapters)
-            if measured is not None and finished:
+            if self._canary_rows.keys() >= set(adapters or (None,)):
+                output += self._by_canary(adapters, work)
+            elif measured is not None and finished:
                 output += work.num_rows * measured * mean / finished
             elif self._known.issuperset(adapters or (None,)):
                 output += predicted
@@ -128,6 +138,18 @@ class WorkLeft:
                 output += predicted * mean / predicted_mean
                 guessed += predicted * mean / predicted_mean * self._lengths.share_guessed
         return output, guessed
+
+    def _by_canary(self, adapters: tuple[str, ...], work: Work) -> float:
+        """Output tokens that rows of these adapters have in all: as the canary's, all of which have finished. Of the
+        other rows the short ones finish first, so that they say more only when they are many times the canary's.
+        """
+        ids = adapters or (None,)
+        are_many = all(
+            self._lengths.rows_finished(adapter_id) >= _CANARY_COUNTS * self._canary_rows[adapter_id]
+            for adapter_id in ids
+        )
+        measured = self._lengths.measured_together(adapters) if are_many else None
+        return work.output_tokens if measured is None else work.num_rows * measured
 
 
 def _work_of(shard: Shard, share: float = 1.0) -> Work:

@@ -63,6 +63,8 @@ class Shard:
     longest_output_tokens: int = 0
     #: Weight bytes of all its adapters together.
     adapter_bytes: int = 0
+    #: Whether its rows are the job's canary, or a part of it: they are answered before all others.
+    is_canary: bool = False
 
     @property
     def has_engine_work(self) -> bool:
@@ -154,12 +156,13 @@ def shard_rows(num_rows: int, batch_rows: int, num_replicas: int) -> int:
 def dispatch_order(shards: Sequence[Shard]) -> list[int]:
     """Order in which shards that were planned apart should run.
 
-    Most work comes first, in steps of a quarter of the largest; shards that need no engine come last.
+    The canary comes first, then most work, in steps of a quarter of the largest; shards that need no engine come last.
     """
     work = np.array(
         [s.predicted_output_tokens + _PROMPT_TOKEN_WEIGHT * s.prompt_tokens if s.has_engine_work else 0 for s in shards]
     )
-    order: list[int] = np.argsort(-_coarse(work), kind="stable").tolist()
+    is_canary = np.array([shard.is_canary for shard in shards], bool)
+    order: list[int] = np.lexsort((-_coarse(work), ~is_canary)).tolist()
     return order
 
 
@@ -377,18 +380,25 @@ def with_merged_waves(
 ) -> ShardPlan:
     """Mark the waves of one adapter that run sooner merged as `merged`. Rows and order are untouched."""
     ranks = {adapter.adapter_id: adapter.rank for adapter in workload.adapters}
+    merged = merged_waves(plan.shards, ranks, cost, batch_rows=batch_rows, num_replicas=num_replicas)
+    shards = tuple(replace(s, mode="merged") if s.wave_id in merged else s for s in plan.shards)
+    return replace(plan, shards=shards)
+
+
+def merged_waves(
+    shards: Sequence[Shard], ranks: Mapping[str, int], cost: CostModel, *, batch_rows: int, num_replicas: int
+) -> set[int]:
+    """Numbers of the waves of one adapter that run sooner merged. `ranks`: adapter id -> LoRA rank."""
     waves: dict[int, list[Shard]] = {}
-    for shard in plan.shards:
+    for shard in shards:
         waves.setdefault(shard.wave_id, []).append(shard)
-    merged = {
+    return {
         wave_id
         for wave_id, shards in waves.items()
-        if shards[0].mode == "unmerged"
+        if shards[0].mode in ("unmerged", "merged")
         and len({adapter_id for shard in shards for adapter_id in shard.adapters}) == 1
         and pays_to_merge(shards, ranks[shards[0].adapters[0]], cost, batch_rows=batch_rows, num_replicas=num_replicas)
     }
-    shards = tuple(replace(s, mode="merged") if s.wave_id in merged else s for s in plan.shards)
-    return replace(plan, shards=shards)
 
 
 def pays_to_merge(shards: Sequence[Shard], rank: int, cost: CostModel, *, batch_rows: int, num_replicas: int) -> bool:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ..costs.cost import AdapterSource
 from ..messages import (
     AdapterFetch,
+    CanaryAnswered,
     Command,
     Event,
     FailJob,
@@ -120,6 +121,8 @@ class JobSimulation:
         self._began_s = 0.0
         self._workers = [str(number) for number in range(len(replicas))]
         self._committed: set[int] = set()
+        # Shards of the canary that are not committed; their answers are told with the last of them.
+        self._canary_left = {shard.shard_id for shard in plan.shards if shard.is_canary}
         self._shard_of = np.empty(workload.num_rows, np.int64)
         self._shard_of[plan.row_order] = np.repeat(np.arange(len(plan.shards)), np.diff(plan.shard_offsets))
         self._rows_left: list[dict[int, int]] = [{} for _ in replicas]
@@ -192,6 +195,7 @@ class JobSimulation:
                 del self._rows_left[replica][happening.shard]
                 self._committed.add(happening.shard)
                 self._tell(ShardCommitted(self._event_s(now), happening.shard, str(replica)))
+                self._count_canary(now, (happening.shard,))
             case "migrate":
                 assert happening.move is not None, f"{happening} moves no rows"
                 self._migrate(now, happening.move)
@@ -210,6 +214,28 @@ class JobSimulation:
     def _tell(self, event: Event) -> None:
         for command in self._handle(event):
             self._enact(self._began_s + event.time_s, command)
+
+    def _count_canary(self, now: float, committed: Collection[int]) -> None:
+        """Tell the lengths of the canary's answers if these shards were its last to be committed."""
+        if not self._canary_left:
+            return
+        self._canary_left.difference_update(committed)
+        if not self._canary_left:
+            answers: Counter[tuple[int, int]] = Counter()
+            for shard in (shard for shard in self._plan.shards if shard.is_canary):
+                rows = self._plan.rows_of(shard.shard_id)
+                assert self._workload.output_tokens is not None, f"{self._workload.num_rows} rows without lengths"
+                pairs = self._workload.adapter_index[rows], self._workload.output_tokens[rows]
+                answers.update(zip(*(values.tolist() for values in pairs), strict=True))
+            self._tell(CanaryAnswered(self._event_s(now), self._as_finished(answers)))
+
+    def _as_finished(self, rows: Mapping[tuple[int, int], int]) -> tuple[FinishedRows, ...]:
+        """Counts of rows by adapter's number and tokens, as events have them."""
+        adapters = self._workload.adapters
+        return tuple(
+            FinishedRows(None if number == BASE_MODEL else adapters[number].adapter_id, count, count * tokens)
+            for (number, tokens), count in rows.items()
+        )
 
     def _event_s(self, now: float) -> float:
         return now - self._began_s
@@ -306,10 +332,7 @@ class JobSimulation:
 
     def _report(self, now: float, replica: int) -> None:
         adapters = self._workload.adapters
-        finished = tuple(
-            FinishedRows(None if number == BASE_MODEL else adapters[number].adapter_id, count, count * tokens)
-            for (number, tokens), count in self._finished[replica].items()
-        )
+        finished = self._as_finished(self._finished[replica])
         self._finished[replica].clear()
         engine = self._replicas[replica]
         rows_left = self._rows_left[replica]
@@ -386,6 +409,8 @@ class JobSimulation:
             if join_s <= now and (self._is_alive[n] or self._rows_left[n])
         ]
         self._tell(ReplicasFound(0.0, tuple(found)))
+        self._canary_left = {shard.shard_id for shard in self._plan.shards if shard.is_canary}
+        self._count_canary(now, self._committed)
 
 
 def _unfinished(rows_of_shards: Mapping[int, int]) -> tuple[UnfinishedRows, ...]:

@@ -6,6 +6,7 @@ import pytest
 
 from lorabatch.scheduler.messages import (
     AdapterFetch,
+    CanaryAnswered,
     Command,
     Event,
     FailJob,
@@ -52,6 +53,8 @@ from lorabatch.scheduler.messages import (
             lent_shards=(UnfinishedRows(7, 1),),
             steps=StepTotals(3, 40, 5, rank_sum=1.5),
         ),
+        CanaryAnswered(5.5, (FinishedRows("x", 2, 80), FinishedRows(None, 1, 4)), (3, 4), goes_on=False),
+        CanaryAnswered(5.5, ()),
         Tick(6.0),
     ],
 )
@@ -78,7 +81,7 @@ def test_a_command_survives_json(command):
 
 
 def test_an_unknown_kind_is_refused_by_name():
-    with pytest.raises(ValueError, match="kind='RunShard': expected one of ReplicaFailed"):
+    with pytest.raises(ValueError, match="kind='RunShard': expected one of CanaryAnswered"):
         Event.from_json({"kind": "RunShard"})
 
 
