@@ -531,14 +531,19 @@ class Result:
 class ExportedRow:
     """A request and what was generated for it so far; a row that has not begun has no tokens.
 
-    `token_logprobs`, `top_logprobs` and the packed `teacher` have one item per token when the request asks for them,
+    Log-probabilities, likeliest tokens and the packed `teacher` have one item per token when the request asks for them,
     else none.
     """
 
+    #: The request.
     request: Request
+    #: Tokens generated.
     token_ids: tuple[int, ...] = ()
+    #: Log-probability of each token.
     token_logprobs: tuple[float, ...] = ()
+    #: Likeliest tokens in place of each token.
     top_logprobs: tuple[TopLogprobs, ...] = ()
+    #: Likeliest tokens in place of each token as `engine.teacher` packs them.
     teacher: bytes = b""
 
     def problems(self) -> list[str]:
