@@ -305,6 +305,13 @@ class Stage(TypedDict, total=False):
     reasoning_markers: str | Sequence[str] | Mapping[str, str]
     #: Form of the tool calls that are read from completions: hermes, llama3, mistral.
     tool_call_parser: str
+    #: Task of the rows: generate, classify, embed, rerank; by default a classifier's rows are classified, an embedding
+    #: adapter's embedded, and all others generate text.
+    task: str
+    #: Embeddings are the last hidden state of the prompt's last token (last), or the mean of all its tokens (mean).
+    pooling: str
+    #: Divide embeddings by their length, so that it is 1.
+    normalize_embeddings: bool
     #: System message for rows whose messages have none.
     system_prompt: str | None
     #: Variables for the chat template, such as enable_thinking: a JSON object (in a job file a mapping).
