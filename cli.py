@@ -301,9 +301,9 @@ def resume(
     as_json: JsonEndOption = False,
 ) -> None:
     """Go on with a job from its output alone, as it last ran but for what is given. Changed adapters answer anew."""
-    where = {"output": output, "cluster": cluster, "scheduler_file": scheduler_file, "workers": workers}
-    where["cluster_options"] = cluster_options
-    given = where | {"tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key, "max_errors": max_errors}
+    given: dict[str, Any] = {"cluster": cluster, "scheduler_file": scheduler_file, "workers": workers}
+    given |= {"output": output, "cluster_options": cluster_options}
+    given |= {"tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key, "max_errors": max_errors}
     given |= {"stop_if": stop_if or None, "max_seconds": max_seconds}
     given |= {"max_cost": max_cost, "gpu_hour_price": gpu_hour_price}
     with errors_as_exit_codes(as_json=as_json) as ending:

@@ -27,8 +27,8 @@ from ..jobs.spec import JobSpec
 from ..jobs.status.notes import job_notes
 from ..jobs.storage.limits import expect_away
 from ..jobs.storage.redaction import redacted_url
-from ..jobs.updates import computes_rows
 from ..jobs.store import JobStore
+from ..jobs.updates import computes_rows
 from ..system.long_work import listening
 from .cluster.class_cluster import planned_workers
 from .cluster.connect import (

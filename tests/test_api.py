@@ -43,7 +43,7 @@ def test_every_public_name_is_listed_and_there() -> None:
     found = {name: getattr(lorabatch, name) for name in lorabatch.__all__}
     assert (found["JobSpec"], found["JobResult"], found["JobStatus"]) == (JobSpec, JobResult, JobStatus)
     errors = [value for name, value in found.items() if name.endswith("Error")]
-    assert len(errors) == 10
+    assert len(errors) == 11
     assert all(issubclass(error, JobError | EngineError) for error in errors)
     assert all(found[name].__doc__ for name in found if name != "__version__")
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

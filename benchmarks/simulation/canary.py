@@ -91,8 +91,8 @@ def table(found: Sequence[Compared]) -> str:
         lines.append(f"| {one.num_rows} | {one.canary_share:.1%} | {one.seconds[0]:.0f} | {more:+.2%} | {errors} |")
     means = [np.mean([one.errors[i] for one in found], axis=0) for i in range(len(_PARTS))]
     medians = [np.median([one.errors[i] for one in found], axis=0) for i in range(len(_PARTS))]
-    more = np.array([one.seconds[1] / one.seconds[0] - 1 for one in found])
-    for name, values, cost in (("mean", means, more.mean()), ("median", medians, np.median(more))):
+    costs = np.array([one.seconds[1] / one.seconds[0] - 1 for one in found])
+    for name, values, cost in (("mean", means, costs.mean()), ("median", medians, np.median(costs))):
         shown = " | ".join(f"{without:.1%} → {canary:.1%}" for without, canary in values)
         lines.append(f"| {name} | | | {cost:+.2%} | {shown} |")
     return "\n".join(lines)

@@ -96,10 +96,15 @@ class Results:
 class RowTokens:
     """Tokens generated for an unfinished row, and what belongs to them; see `ExportedRow`."""
 
+    #: Id of the request.
     request_id: str
+    #: Tokens generated.
     token_ids: tuple[int, ...]
+    #: Log-probability of each token.
     token_logprobs: tuple[float, ...]
+    #: Likeliest tokens in place of each token.
     top_logprobs: tuple[TopLogprobs, ...] = ()
+    #: Likeliest tokens in place of each token, packed.
     teacher: bytes = b""
 
 

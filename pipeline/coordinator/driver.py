@@ -94,10 +94,10 @@ class Coordinator:
         whose["workers"] = run.reporter.latest.worker_addresses
         when = {"at_s": time.time(), "phases": run.reporter.phases}
         self._events = EventLog(run.job.store, scheduler.beginning() | whose | when)
-        self._inbox: queue.SimpleQueue[WorkerReport | ShardOutcome | _Attempt | Counting] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[WorkerReport | ShardOutcome | _Attempt | Counting[Any]] = queue.SimpleQueue()
         # Counts the canary beside the loop.
         self._counter = ThreadPoolExecutor(1, "canary")
-        self._counting: Counting | None = None
+        self._counting: Counting[Any] | None = None
         # Attempts in flight by shard id; a shard has one attempt at a time.
         self._attempts: dict[int, _Attempt] = {}
         # Outcomes of shards whose tasks have not ended yet, by shard id.

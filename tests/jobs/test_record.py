@@ -110,6 +110,12 @@ FREE_VALUES: dict[str, Any] = {
     "generation_config": True,
     "storage_options": {"key": "x"},
     "scheduler_file": "/scheduler.json",
+    "canary": 3,
+    "confirm": True,
+    "stop_if": ["errors > 2%"],
+    "max_seconds": 100.0,
+    "max_cost": "20 EUR",
+    "gpu_hour_price": "2 EUR",
 }
 
 
