@@ -156,7 +156,7 @@ class JobLimits:
             "predicted_s": self._plan.predicted_s,
             "left_s": None if left is None else [round(s, 3) for s in (left.seconds, left.least_s, left.most_s)],
             "adapters": [asdict(outcome) for outcome in account.adapter_outcomes()],
-            "errors": [asdict(kind) for kind in account.error_kinds(self._plan.errors)],
+            "errors": [asdict(kind) for kind in account.error_kinds(())],
             "event": event.to_json(),
             "confirmed": None,
         }
