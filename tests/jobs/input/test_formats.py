@@ -53,6 +53,9 @@ def zipped(path: Path) -> None:
         archive.writestr("[Content_Types].xml", "<Types/>")
 
 
+GZIPPED = gzip.compress(CSV, mtime=0)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
@@ -92,8 +95,8 @@ def zipped(path: Path) -> None:
         ("rows.csv.snappy", b"x", "CSV compressed as .snappy, which is not read. Compress it with gzip instead"),
         ("rows.orc.gz", gzip.compress(b"ORC", mtime=0), "ORC compressed as .gz, which is not read. Decompress it"),
         ("rows.parquet.zst", b"\x28\xb5\x2f\xfd", "Parquet compressed as .zst, which is not read. Decompress it"),
-        ("rows.gz", gzip.compress(CSV, mtime=0), "a compressed file whose name does not say what it holds. Rename it, as in"),
-        ("rows.tgz", gzip.compress(CSV, mtime=0), "a compressed file whose name does not say"),
+        ("rows.gz", GZIPPED, "a compressed file whose name does not say what it holds. Rename it, as in"),
+        ("rows.tgz", GZIPPED, "a compressed file whose name does not say"),
     ],
 )
 def test_a_file_of_no_format_is_called_what_it_is(tmp_path: Path, name: str, content: bytes, expected: str) -> None:
@@ -118,7 +121,7 @@ def test_a_file_of_no_format_is_called_what_it_is(tmp_path: Path, name: str, con
         (JSON_LINES, "; it begins like JSON Lines, .* Rename it to rows.jsonl"),
         (b"ARROW1\x00\x00" + b"x" * 20, "; it begins like Arrow, .* Rename it to rows.arrow"),
         (b"PK\x03\x04" + b"x" * 20, "; a ZIP archive, as files of Excel are"),
-        (gzip.compress(CSV, mtime=0), "; a compressed file whose name does not say"),
+        (GZIPPED, "; a compressed file whose name does not say"),
         (b"<html>" + b"x" * 20, "; a web page or XML"),
         (b"PAR1" + b"x" * 20, r"it may be cut off\). Write it again or leave it out"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:1", "; text without columns"),
