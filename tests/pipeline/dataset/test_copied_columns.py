@@ -83,8 +83,6 @@ def as_polars_reads(path: Path, names: list[str]) -> Any:
     return [str(kind) for kind in frame.dtypes], [list(map(str, row)) for row in frame.rows()]
 
 
-# pyarrow below 25 writes no list views, and below 26 no null among lists of fixed size.
-ARROW = int(pa.__version__.partition(".")[0])
 DEEP = pa.struct([("k", pa.list_(pa.int8())), ("to", US)])
 PYARROW = {
     "i": pa.array([1, None, 3], pa.uint8()),
@@ -108,7 +106,7 @@ PYARROW = {
     "deep": pa.array([[{"k": [1, None], "to": FAR}], None, []], pa.list_(DEEP)),
     "map": pa.array([[("a", FIRST)], None, []], pa.map_(pa.string(), US)),
     "ids": pa.array([[uuid.UUID(int=7).bytes], None, []], pa.list_(pa.binary(16))).cast(pa.list_(pa.uuid())),
-    "three": pa.array([[1, 2, 3], None if ARROW >= 26 else [0] * 3, [4, 5, 6]], pa.list_(pa.int32(), 3)),
+    "three": pa.array([[1, 2, 3], None, [4, 5, 6]], pa.list_(pa.int32(), 3)),
 }  # fmt: skip
 BY_DUCKDB = """
     i::UTINYINT AS u8, i::HUGEINT AS huge, (i / 2)::DECIMAL(4, 2) AS money, DATE '0001-01-01' + i::int AS day,
@@ -325,16 +323,12 @@ VIEWS = {
     "large": pa.array([["x"], None, []], pa.large_list(pa.binary_view())),
     "struct": pa.array([{"k": "x"}, None, {"k": None}], pa.struct([("k", pa.string_view())])),
     "map": pa.array([[("a", "b")], None, []], pa.map_(pa.string_view(), pa.string_view())),
-    "pair": pa.array([["x", "y"], None if ARROW >= 26 else ["", ""], ["z", None]], pa.list_(pa.string_view(), 2)),
-}
-LIST_VIEWS = {
+    "pair": pa.array([["x", "y"], None, ["z", None]], pa.list_(pa.string_view(), 2)),
     "views": pa.array([[1], None, []], pa.list_view(pa.int32())),
     "inner_views": pa.array([[[1], []], None, []], pa.list_(pa.list_view(pa.int32()))),
     "struct_views": pa.array([{"v": [1]}, None, {"v": None}], pa.struct([("v", pa.list_view(pa.int32()))])),
     "large_views": pa.array([[1], None, []], pa.large_list_view(pa.int32())),
 }
-if ARROW >= 25:
-    VIEWS |= LIST_VIEWS
 
 
 def test_views_are_read_as_what_they_are_views_of(copied: Callable[..., Path], tmp_path: Path) -> None:
