@@ -162,7 +162,6 @@ def is_long(name: str) -> bool:
 CASES = [pytest.param(*case, id=name, marks=[pytest.mark.long] * is_long(name)) for name, case in FOLDERS.items()]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("change", "reason"), CASES)
 def test_a_hostile_folder_is_refused_by_name(
     plain: Any, tmp_path: Path, change: Callable[[Path], None], reason: str

@@ -73,7 +73,6 @@ def hostile_audits(
     return {record.name: record for record in audit_all(adapters, tiny_llama, read_model_config(tiny_llama), {})}
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("number", range(len(HOSTILE)))
 def test_a_hostile_tokenizer_costs_its_adapter_alone(hostile_audits: dict[str, AdapterRecord], number: int) -> None:
     bad, good, reason = hostile_audits[f"bad{number}"], hostile_audits[f"good{number}"], HOSTILE[number][2]

@@ -392,7 +392,10 @@ def test_files_with_other_types_of_categories_or_without_values_go_together(copi
 def test_types_that_would_be_lost_are_refused_before_the_start(
     copied: Callable[..., Path], tmp_path: Path, column: str, said: str
 ) -> None:
-    data = by_duckdb(tmp_path, f"{column} AS c, 1 AS other")
+    try:
+        data = by_duckdb(tmp_path, f"{column} AS c, 1 AS other")
+    except duckdb.CatalogException:
+        pytest.skip(f"this DuckDB has no type {said}")
     with pytest.raises(JobRequestError) as caught:
         copied(data)
     (problem,) = caught.value.problems
