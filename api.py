@@ -319,8 +319,13 @@ class Job:
         """
         return follow_rows(self._store, columns)
 
-    def to_arrow(self) -> pa.Table:
-        """All rows of the output as an Arrow table, in the order of the parts. Waits and raises as `result` does."""
+    def to_arrow(self, *, wide: bool = False) -> pa.Table:
+        """All rows of the output as an Arrow table, in the order of the parts. Waits and raises as `result` does.
+
+        wide: the table of a sweep with a row for each row of the input, and a struct column for each adapter.
+
+        Raises `JobRequestError` for a wide table of a job that is no sweep.
+        """
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -328,9 +333,15 @@ class Job:
 
         names, location = self._part_names(), self._store.location
         if not names:
-            return pa.Table.from_batches([], output_schema(self.status().record))
-        fs = None if location.is_local else location.fs.store
-        return pa.concat_tables([pq.read_table(location.path(name), filesystem=fs) for name in names])
+            table = pa.Table.from_batches([], output_schema(self.status().record))
+        else:
+            fs = None if location.is_local else location.fs.store
+            table = pa.concat_tables([pq.read_table(location.path(name), filesystem=fs) for name in names])
+        if not wide:
+            return table
+        from .jobs.input.wide import wide_table
+
+        return wide_table(table, self.status().record)
 
     def to_pandas(self) -> pd.DataFrame:
         """All rows of the output as a pandas data frame. Needs pandas. Waits and raises as `result` does."""

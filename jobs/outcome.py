@@ -22,6 +22,7 @@ EXAMPLE_CHARACTERS = 300
 # Adapters in the tables of `run` and `status`, those with examples, and characters of each text of an example.
 _ADAPTERS_SHOWN, _ADAPTERS_WITH_EXAMPLES, _CHARACTERS_SHOWN = 10, 5, 70
 _NAME_CHARACTERS = 40
+_SCORES_SHOWN = 30
 #: Name of the base model where adapters are named.
 BASE_NAME = "(base model)"
 
@@ -69,6 +70,10 @@ class AdapterOutcome:
     rows_per_s: float | None = None
     #: Prompt tokens per second, as `rows_per_s`.
     prompt_tokens_per_s: float | None = None
+    #: Score of the answers: `num_scored` of them, `mean` and `interval` over `num_rows` rows; `to_base` and `to_best`,
+    #: comparisons with another `adapter` on the same rows (`score_statistics.paired`), where there is one; `flips`,
+    #: some rows whose score is not that of the base model, or else of the best adapter. None without a score.
+    score: Mapping[str, Any] | None = None
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Self:
@@ -101,7 +106,7 @@ def outcome_lines(summary: Mapping[str, Any]) -> list[str]:
     counts = [AdapterOutcome.from_json(count) for count in summary["adapters"]]
     note = cut_note(counts)
     lines = [time_line(summary), rate_line(summary), *prediction_lines(summary), stage_line(summary), note]
-    lines += outcome_table(counts)
+    lines += [*outcome_table(counts), *score_table(counts)]
     return [line for line in [*lines, *example_lines(counts)] if line]
 
 
@@ -223,17 +228,22 @@ def outcome_table(counts: Sequence[AdapterOutcome]) -> list[str]:
     rows = [_cells(count) for count in shown]
     known = [column for column in range(len(head)) if any(row[column] != "-" for row in rows)]
     cells = [[row[column] for column in known] for row in (head, *rows)]
+    lines = _aligned(cells)
+    if len(counts) > len(shown):
+        lines.append(f"… and {len(counts) - len(shown):,} more adapters; summary.json and `lorabatch report` have all")
+    return lines
+
+
+def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table, the first column to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
+    return [
         "  ".join(
             cell.ljust(width) if column == 0 else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in cells
     ]
-    if len(counts) > len(shown):
-        lines.append(f"… and {len(counts) - len(shown):,} more adapters; summary.json and `lorabatch report` have all")
-    return lines
 
 
 def _cells(count: AdapterOutcome) -> tuple[str, ...]:
@@ -247,6 +257,44 @@ def _cells(count: AdapterOutcome) -> tuple[str, ...]:
         "-" if count.rows_per_s is None else f"{count.rows_per_s:,.1f}",
         "-" if count.prompt_tokens_per_s is None else f"{count.prompt_tokens_per_s:,.0f}",
     )
+
+
+def score_table(counts: Sequence[AdapterOutcome]) -> list[str]:
+    """A table of plain text with the score of each adapter, the best first; empty without scores."""
+    scored = by_score(counts)
+    if not scored:
+        return []
+    head = ("adapter", "score", "95 %", "of rows", "to base", "better, worse", "to best", "better, worse")
+    rows = [
+        (count.name, *score_cells(score), *paired_cells(score.get("to_base")), *paired_cells(score.get("to_best")))
+        for count, score in scored[:_SCORES_SHOWN]
+    ]
+    known = [column for column in range(len(head)) if any(row[column] != "-" for row in rows)]
+    more = len(scored) - _SCORES_SHOWN
+    return [
+        *_aligned([[row[column] for column in known] for row in (head, *rows)]),
+        *([f"… and {more:,} more adapters with a score"] if more > 0 else []),
+    ]
+
+
+def by_score(counts: Sequence[AdapterOutcome]) -> list[tuple[AdapterOutcome, Mapping[str, Any]]]:
+    """Adapters with a score, and it, the best first."""
+    scored = [(count, count.score) for count in counts if count.score is not None]
+    return sorted(scored, key=lambda one: (-one[1]["mean"], one[0].adapter))
+
+
+def score_cells(score: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Mean, interval and number of rows of a score."""
+    low, high = score["interval"]
+    return f"{score['mean']:.1%}", f"{low:.1%} to {high:.1%}", f"{score['num_rows']:,}"
+
+
+def paired_cells(found: Mapping[str, Any] | None) -> tuple[str, str]:
+    """Difference with its interval, and numbers of rows that are better and worse; "-" without a comparison."""
+    if not found:
+        return "-", "-"
+    low, high = found["interval"]
+    return f"{found['difference']:+.1%} ({low:+.1%} to {high:+.1%})", f"{found['num_better']:,}, {found['num_worse']:,}"
 
 
 def lengths_text(count: AdapterOutcome) -> str:

@@ -106,13 +106,18 @@ def contents_of(record: JobRecord, rows: Iterable[tuple[bytes, str | None, bool]
 
 def counted_columns(record: JobRecord) -> dict[str, str]:
     """Columns of a part that are counted and compared: role -> name in the output."""
-    from .input.columns import DEFAULT_ID_COLUMN, output_name  # reads pyarrow, which `status` does without
+    from .input.columns import (  # reads pyarrow, which `status` does without
+        DEFAULT_ID_COLUMN,
+        RIGHT_SCORE_FIELD,
+        output_name,
+    )
 
     if record.spec.stages is not None:
         stages = record.spec.output_columns or [stage.name for stage in stages_of(record.spec.stages)]
         names = {name: name for name in stages} | {name: output_name(record, name) for name in ("error", "attempts")}
         return names | {ROW_ID: record.input.roles.get("id", DEFAULT_ID_COLUMN)}
-    names = {name: output_name(record, name) for name in _COUNTED}
+    scored = [RIGHT_SCORE_FIELD.name] if record.spec.expected is not None else []
+    names = {name: output_name(record, name) for name in (*_COUNTED, *scored)}
     names[ROW_ID] = record.input.roles.get("id", DEFAULT_ID_COLUMN)
     adapter = record.input.roles.get("adapter")
     return names | ({ROW_ADAPTER: adapter} if adapter else {})

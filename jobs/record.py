@@ -34,7 +34,7 @@ IDENTITY_FIELDS = (
     "input", "columns", *SAMPLING_OPTIONS, "mode", "dtype", "load_format", "rows_per_shard", "system_prompt",
     "allow_special_tokens", "chat_template", *RENDERING_OPTIONS, "policy", "placement", "base_quantization", "samples",
     "row_settings", "keep", "drop", "output_prefix", "split_answer", "prompt_template", "messages_template", "chat",
-    "id_from_content", "stages", "until", "output_columns",
+    "id_from_content", "stages", "until", "output_columns", "expected", "score_by",
 )  # fmt: skip
 # Identity fields that the first version did not have. They enter an index's key only with a value that is not the
 # default, so that indexes of earlier versions stay valid.
@@ -43,6 +43,7 @@ _LATER = (
     "system_prompt", "allow_special_tokens", "chat_template", *RENDERING_OPTIONS, "policy", "placement",
     "base_quantization", "samples", "row_settings", "keep", "drop", "output_prefix", "split_answer",
     "prompt_template", "messages_template", "chat", "id_from_content", "stages", "until", "output_columns",
+    "expected", "score_by",
 )  # fmt: skip
 #: Options that `job.json` leaves out.
 NOT_RECORDED = {"storage_options", "cluster_options", "overwrite", "update"}
@@ -236,6 +237,31 @@ class JobRecord(_Frozen):
     #: Folders, below the records of OUTPUT, of the jobs whose answers an update keeps, oldest first; "" for the job in
     #: OUTPUT itself. Empty for a job that is no update.
     sources: tuple[str, ...] = ()
+    #: Adapters that each answer every row (None: the base model); empty for a job that is no sweep.
+    swept: tuple[str | None, ...] = ()
+
+    @property
+    def adapter_groups(self) -> dict[str | None, tuple[str | None, ...]]:
+        """The adapters of a sweep by the adapter for whose tokenizer, vocabulary and task their rows are prepared, None
+        for the base's; empty for other jobs.
+        """
+        traits = {
+            each.name: (each.tokenizer_sha256, each.vocab_size, each.task)
+            for each in self.adapters
+            if not each.is_refused
+        }
+        of_base: list[str | None] = []
+        others: dict[tuple[str, int, str], list[str | None]] = {}
+        for name in self.swept:
+            own = traits.get(name or "", ("", 0, ""))
+            (others.setdefault(own, []) if any(own) else of_base).append(name)
+        groups = {None: tuple(of_base)} | {members[0]: tuple(members) for members in others.values()}
+        return groups if self.swept else {}
+
+    @property
+    def num_asked(self) -> int:
+        """Rows of the input, in a sweep once for each adapter."""
+        return self.input.num_rows * max(len(self.swept), 1)
 
     @property
     def has_own_ids(self) -> bool:
@@ -337,7 +363,16 @@ def differences(old: JobRecord, new: JobRecord) -> list[str]:
         lines.append(f"model: the content of {old.model.url} is not the content of {new.model.url}")
     if _content(old.input) != _content(new.input) and not any(line.startswith("input:") for line in lines):
         lines.append("input: its files or columns have changed since the job was started")
+    if old.swept != new.swept:
+        lines.append(f"for_each_adapter: was {_shown(_names(old.swept))}, now {_shown(_names(new.swept))}")
+    elif old.adapter_groups != new.adapter_groups:
+        # the plan has the places of rows that were prepared for the adapters together
+        lines.append("for_each_adapter: other adapters than before have a tokenizer or vocabulary in common")
     return lines
+
+
+def _names(swept: tuple[str | None, ...]) -> list[str]:
+    return [name or "(base model)" for name in swept]
 
 
 def _shown(value: Any) -> str:
@@ -379,6 +414,7 @@ def index_key(record: JobRecord) -> str:
         "input": _content(record.input),
         "created_at": record.created_at,
         "tokenizers": [(a.name, a.tokenizer_sha256, a.vocab_size) for a in record.adapters if a.is_prepared_apart],
+        **({"swept": record.swept} if record.swept else {}),
     }
     # rows are checked and prepared for their tasks; indexes of jobs without others than text stay valid
     own = [(a.name, a.task, bool(a.labels)) for a in record.adapters if a.task and not a.is_refused]

@@ -61,6 +61,7 @@ _CLASS = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\.[A-Z]\w*"
 #: Parts of the help, in the order in which it shows them.
 Panel = Literal["data", "prompts", "answers", "form", "adapters", "engine", "cluster", "storage", "limits"]
 PolicyName = Literal["planner", "dlora", "s-lora", "vllm-like", "merged-only", "peft-like"]
+ScoreBy = Literal["exact", "contains", "regex", "json", "number", "choice"]
 PlacementName = Literal["planner", "planned", "none", "loraserve"]
 # Values for the required fields while the other fields are checked.
 _PLACEHOLDERS = {"model": "-", "input": "-", "output": "-"}
@@ -261,6 +262,16 @@ class JobSpec(_SamplingFields):
     )
     tls_cert: str | None = _cluster(None, "PEM file of this client's certificate.")
     tls_key: str | None = _cluster(None, "PEM file of this client's key.")
+    for_each_adapter: tuple[str, ...] = _adapters(
+        (),
+        "Adapters that each answer every row: all, names, or globs of names such as 'run-17-*'. Repeatable (in a job "
+        "file a list).",
+    )
+    include_base: bool = _adapters(False, "The base model answers every row too, beside for_each_adapter.")
+    expected: str | None = _data(
+        None, "Column of right answers, each a value or a list of values that are right; adds the column score."
+    )
+    score_by: ScoreBy = _data("exact", "How a completion is compared with the right answer.")
     mode: Mode = _adapters("auto", "How adapters are applied; exact fixes the arithmetic of every row.", is_common=True)
     max_errors: str = _data("10%", "Error rows that are allowed, as a count or a percentage.", short="e")
     storage_options: dict[str, Any] = _storage(
@@ -493,7 +504,9 @@ class JobSpec(_SamplingFields):
     _keep_tables = field_validator("input", mode="wrap")(keep_tables)
     _read_columns = field_validator("columns", mode="before")(read_columns)
     _check_roles = field_validator("columns")(check_roles)
-    _read_names = field_validator("row_settings", "keep", "drop", "output_columns", mode="before")(read_names)
+    _read_names = field_validator("row_settings", "keep", "drop", "output_columns", "for_each_adapter", mode="before")(
+        read_names
+    )
     _check_settings = field_validator("row_settings")(check_settings)
     _check_prefix = field_validator("output_prefix")(check_prefix)
     _read_json = field_validator(*JSON_READERS, mode="before")(read_json)

@@ -16,7 +16,14 @@ from ..engine.config import DeviceKind, products_format
 from ..jobs.agreement import Agreement, Answer
 from ..jobs.errors import JobRequestError
 from ..jobs.history import keep_agreement
-from ..jobs.input.columns import answer_fields, output_name, records_samples, sample_field, settings_in
+from ..jobs.input.columns import (
+    DEFAULT_ID_COLUMN,
+    answer_fields,
+    output_name,
+    records_samples,
+    sample_field,
+    settings_in,
+)
 from ..jobs.spec import JobSpec
 from ..jobs.stages import refuse_stages
 from ..jobs.storage.location import Location
@@ -70,6 +77,9 @@ def compare(
             "that they cannot be answered again. Compare a job that was run without --drop and --keep."
         )
     settings = [role for role, column in settings_in(record.input.roles).items() if role == column]
+    # the sampled rows of a sweep have their adapter in a column, and an id several times
+    columns = {**spec.columns, **({"adapter": record.input.roles["adapter"], "id": ""} if record.swept else {})}
+    spec = spec.model_copy(update={"columns": columns})
     rows = _sample(store, num_rows)
     if not rows.num_rows:
         raise JobRequestError(f"output={shown!r}: no row of this job has an answer to compare.")
@@ -116,6 +126,10 @@ def _small_job(spec: JobSpec, settings: Collection[str], folder: str, name: str,
         "row_settings": [role for role in settings if role not in (*_SEVERAL, *spec.columns)],
         "keep": (),
         "drop": (),
+        "for_each_adapter": (),
+        "include_base": False,
+        "expected": None,
+        "score_by": "exact",
         "workers": 1 if spec.is_embedded else spec.workers,
         **changes,
     }
@@ -144,6 +158,8 @@ def _sample(store: JobStore, num_rows: int) -> pa.Table:
     ours = {field.name for field in answer_fields(record)}
     ours |= {sample_field(record).name} if records_samples(record) else set()
     ours |= {record.input.roles[role] for role in _SEVERAL if role in record.input.roles}
+    if record.swept:
+        ours |= {record.input.roles.get("id", DEFAULT_ID_COLUMN)} - {*record.input.template_columns}
     parts = sorted(store.committed_parts())
     chosen = [parts[i] for i in _evenly(len(parts), min(num_rows, _MOST_PARTS))]
     tables: list[pa.Table] = []

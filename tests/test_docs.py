@@ -163,7 +163,8 @@ def test_the_example_in_python_scales_by_our_backlog_and_makes_a_job() -> None:
 @pytest.mark.parametrize("name", [path.name for path in (DOCS / "examples").glob("*.py")])
 def test_calls_in_examples_have_the_parameters_of_our_functions(name: str) -> None:
     found = calls_in(DOCS / "examples" / name)
-    calls = {function: call for function, call in found.items() if function in ("lorabatch.run", "lorabatch.submit")}
+    ours = ("lorabatch.run", "lorabatch.submit", "lorabatch.Job")
+    calls = {function: call for function, call in found.items() if function in ours}
     assert calls
     for function, call in calls.items():
         known = inspect.signature(getattr(lorabatch, function.removeprefix("lorabatch."))).parameters

@@ -46,6 +46,10 @@ _TOKEN = pa.struct([("token_id", pa.int32()), ("logprob", pa.float32()), ("text"
 _CALL = pa.struct([(name, pa.string()) for name in ("id", "name", "arguments")])
 #: Sum of the log-probabilities of a continuation's tokens.
 SCORE_FIELD = pa.field("continuation_logprob", pa.float64())
+#: Score of a completion, in the output of a job that says what is right.
+RIGHT_SCORE_FIELD = pa.field("score", pa.float64())
+#: Role of the column of right answers.
+EXPECTED_ROLE = "expected"
 #: Text that was chosen, in the output of a job with choices.
 CHOICE_FIELD = pa.field("choice", pa.string())
 #: Log-probability of each listed text.
@@ -95,8 +99,8 @@ STAGED_FIELDS = tuple(field for field in ANSWER_FIELDS if field.name in ("error"
 _STAGES = "stages"
 #: Name of the struct column whose fields are settings, as in Ray Data and vLLM.
 SAMPLING_PARAMS = "sampling_params"
-#: Roles of the columns by which rows of the output are identified and counted: always copied.
-_NEEDED_ROLES = ("id", "adapter", "n", "continuation")
+#: Roles of the columns by which rows of the output are identified, counted and scored: always copied.
+_NEEDED_ROLES = ("id", "adapter", "n", "continuation", EXPECTED_ROLE)
 _PREFIXES = ("answer_", *(f"answer{number}_" for number in range(2, 100)))
 
 
@@ -119,6 +123,7 @@ def asked_options(spec: JobSpec) -> list[str]:
         *(["samples"] if spec.samples == "lists" else []),
         *(["split_answer"] if spec.split_answer else []),
         *([sampling.task] if sampling.task in TASK_FIELDS else []),
+        *([EXPECTED_ROLE] if spec.expected is not None else []),
     ]
 
 
@@ -169,11 +174,20 @@ def completion_fields(record: JobRecord) -> tuple[pa.Field, ...]:
     if "json_schema" in asked:
         fields.append(pa.field(TYPED_COLUMN, answer_type(record.spec.sampling.json_schema).arrow))
     fields += choice_fields(asked, record.input.roles, record.spec.output_prefix)
-    return (*fields, *_task_fields(record.tasks))
+    right = [RIGHT_SCORE_FIELD] if EXPECTED_ROLE in asked else []
+    return (*fields, *_task_fields(record.tasks), *right)
 
 
 def _task_fields(tasks: Collection[str]) -> list[pa.Field]:
     return [field for task, fields in TASK_FIELDS.items() if task in tasks for field in fields]
+
+
+def right_column(record: JobRecord) -> str:
+    """The column of right answers in prepared rows and in the output; "" for a job that scores no answers."""
+    if record.spec.expected is None:
+        return ""
+    column, taken_out = record.input.roles.get(EXPECTED_ROLE), expected_field(record)
+    return column or (taken_out.name if taken_out else "")
 
 
 def _asked_fields(asked: Collection[str], roles: Collection[str]) -> list[pa.Field]:
@@ -300,8 +314,8 @@ def copied_names(
     needed = {name.partition(".")[0]: role for role in _NEEDED_ROLES if (name := roles.get(role))}
     needed |= {name: role for role in _NEEDED_ROLES if (name := roles.get(role))}
     problems += [
-        f"drop={name!r}: the output needs this column ({needed[name]}), by which its rows are told apart and counted. "
-        "Leave it in."
+        f"drop={name!r}: the output needs this column ({needed[name]}), by which its rows are told apart, counted "
+        "or scored. Leave it in."
         for name in drop
         if name in needed
     ]
@@ -432,6 +446,7 @@ def _added_names(roles: Mapping[str, str], asked: Collection[str], prefix: str) 
     others = (*teacher_fields(int("teacher_top_k" in asked)), *choice_fields(asked, roles, prefix))
     ours |= {field.name for field in others}
     ours |= {EXPECTED_FIELD.name} if "split_answer" in asked else set()
+    ours |= {RIGHT_SCORE_FIELD.name} if EXPECTED_ROLE in asked else set()
     ours |= {SAMPLE_FIELD.name} if has_samples(asked, roles) else set()
     ours |= {field.name for field in _task_fields(TASK_FIELDS if "task" in roles else asked)}
     return {f"{prefix}{name}" for name in ours}

@@ -51,8 +51,18 @@ def with_partitions(
 
 
 def with_sole_adapter(given: InputRecord, name: str, prefix: str) -> InputRecord:
-    """The input with a column that has the name of an adapter in all rows, as if it were a folder's. The column is
-    `adapter`, or where the input has data of that name, it begins with `prefix`.
+    """The input with a column that has the name of an adapter in all rows, as if it were a folder's; see
+    `with_adapter_column`.
+    """
+    found = with_adapter_column(given, prefix)
+    column = found.roles[ADAPTER_ROLE]
+    files = [file.model_copy(update={"partition": {**file.partition, column: name}}) for file in found.files]
+    return found.model_copy(update={"files": tuple(files), "sole_adapter": name})
+
+
+def with_adapter_column(given: InputRecord, prefix: str) -> InputRecord:
+    """The input with a column for names of adapters, null in all rows. The column is `adapter`, or where the input has
+    data of that name, it begins with `prefix`.
 
     Raises `JobRequestError` where both names are taken.
     """
@@ -64,13 +74,10 @@ def with_sole_adapter(given: InputRecord, name: str, prefix: str) -> InputRecord
             f"adapters: column {column!r} of the input is data, so the output's own needs another name. Add "
             "--output-prefix answer_, or a text of your own."
         )
-    files = [file.model_copy(update={"partition": {**file.partition, column: name}}) for file in given.files]
     return given.model_copy(
         update={
-            "files": tuple(files),
             "roles": given.roles | {ADAPTER_ROLE: column},
             "schema_ipc": pack_schema(schema.append(pa.field(column, pa.string()))),
-            "sole_adapter": name,
         }
     )
 

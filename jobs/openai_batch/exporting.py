@@ -63,6 +63,11 @@ def export_batch(store: JobStore, results: str, storage_options: Mapping[str, An
             f"output={status.output!r}: this job has not finished. Wait for it, `lorabatch resume` it, or export the "
             "parts that are there with --partial."
         )
+    if status.record.swept:
+        raise JobRequestError(
+            f"output={status.output!r}: a sweep has answers of {len(status.record.swept)} adapters to each request, "
+            "and a results file has one. Export a job of one adapter, or read the Parquet files of this one."
+        )
     num_lines = num_errors = 0
     layout = _Layout.of(status.record)
     with replaced_file(results, storage_options) as file:

@@ -35,6 +35,7 @@ from ..store import JobStore, OutputContents
 from ..updates import put_in_place
 from .adapters import audit_all
 from .generation_config import generation_defaults
+from .sweeps import swept_adapters
 from .validation import CheckedJob, check_job
 
 logger = logging.getLogger(__name__)
@@ -299,6 +300,7 @@ def make_record(checked: CheckedJob) -> JobRecord:
         input=checked.input,
         with_logprobs=spec.sampling.wants_logprobs
         or not roles.isdisjoint(("logprobs", "top_logprobs", "continuation")),
+        swept=swept_adapters(spec, checked.adapters),
     )
     if problems := task_clashes(record):
         raise JobRequestError(*problems)

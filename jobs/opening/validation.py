@@ -45,6 +45,7 @@ from .adapters import find_adapters
 from .generation_config import with_generation_defaults
 from .job_file import read_job_file
 from .prompts import prompt_problems, template_columns, with_chat, with_template_text, with_templates
+from .sweeps import right_problems, right_role, swept_adapters, swept_input
 
 _T = TypeVar("_T")
 _COLUMNS_SHOWN = 3
@@ -266,6 +267,7 @@ def _check_input(
     options, row_settings = asked_options(spec), (*spec.row_settings, *settings)
     find = partial(find_roles, schema, spec.columns, options, row_settings, is_made=bool(spec.template_option))
     roles, _ = find()
+    roles |= right_role(spec, schema)
     copied, of_names = copied_names(schema, roles, spec.keep, spec.drop)
     _, of_roles = find(copied=copied, prefix=_prefix_for(spec, copied, roles))
     read_by_templates, of_templates = template_columns(spec, templates, schema)
@@ -273,7 +275,7 @@ def _check_input(
         read_by_templates, of_templates = named_stages(spec, schema.names, adapters)
     kinds = distinct_kinds(footers)
     of_spark = spark_type_problems([(footer.file.name, footer.metadata) for footer in footers], copied)
-    problems += id_problems(spec, roles)
+    problems += [*id_problems(spec, roles), *right_problems(spec, schema)]
     problems += [*of_roles, *of_templates, *of_names, *(of_spark | type_problems(schema, copied, kinds)).values()]
     if problems:
         raise JobRequestError(*problems)
@@ -372,6 +374,9 @@ def _with_names(spec: JobSpec, adapters: Mapping[str, str], given: InputRecord) 
 
     Raises `JobRequestError` for a job with adapters that no row can name: the base model would answer every row.
     """
+    if spec.for_each_adapter:
+        swept_adapters(spec, adapters)
+        return swept_input(spec, given)
     if ADAPTER_ROLE in given.roles or not given.num_rows or not needs_adapter_of_rows(spec):
         return given
     # "": the user has said that no column names adapters

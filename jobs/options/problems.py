@@ -135,6 +135,7 @@ def conflicts(spec: Any) -> list[str]:
         problems.append(
             "update, overwrite: one keeps the answers in the output, the other removes them. Give one of them."
         )
+    problems += _sweep_problems(spec)
     if spec.keep and spec.drop:
         problems.append("keep, drop: each says which columns are copied. Give one of them.")
     if spec.scheduler_file is not None and spec.cluster != "local":
@@ -155,6 +156,23 @@ def conflicts(spec: Any) -> list[str]:
             f"placement={spec.placement!r}, policy={spec.policy!r}: this policy deals rows out to workers itself. "
             "Leave placement out, or use policy planner."
         )
+    return problems
+
+
+def _sweep_problems(spec: Any) -> list[str]:
+    """Problems of options that say which adapters answer every row, and how answers are scored, as sentences."""
+    problems = []
+    if spec.for_each_adapter and not spec.adapters:
+        problems.append("for_each_adapter: the job has no adapters. Give them with --adapters.")
+    if spec.stages is not None and (spec.for_each_adapter or spec.expected is not None):
+        problems.append(
+            "stages: a stage names its adapter, and has no score. Leave out for_each_adapter and expected, or the "
+            "stages."
+        )
+    if spec.include_base and not spec.for_each_adapter:
+        problems.append("include_base: is for jobs of several adapters a row. Give --for-each-adapter all.")
+    if spec.score_by != "exact" and spec.expected is None:
+        problems.append(f"score_by={spec.score_by!r}: nothing says what is right. Name the column with --expected.")
     return problems
 
 

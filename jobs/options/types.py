@@ -178,6 +178,15 @@ class JobOptions(TypedDict, total=False):
     tls_cert: str | PathLike[str] | None
     #: PEM file of this client's key.
     tls_key: str | PathLike[str] | None
+    #: Adapters that each answer every row: all, names, or globs of names such as 'run-17-*'. Repeatable (in a job file
+    #: a list).
+    for_each_adapter: str | Sequence[str]
+    #: The base model answers every row too, beside for_each_adapter.
+    include_base: bool
+    #: Column of right answers, each a value or a list of values that are right; adds the column score.
+    expected: str | None
+    #: How a completion is compared with the right answer.
+    score_by: Literal["exact", "contains", "regex", "json", "number", "choice"]
     #: How adapters are applied; exact fixes the arithmetic of every row.
     mode: Literal["auto", "unmerged", "merged", "exact"]
     #: Error rows that are allowed, as a count or a percentage.

@@ -25,11 +25,14 @@ from ..options.values import parse_price
 from ..outcome import (
     BASE_NAME,
     AdapterOutcome,
+    by_score,
     canary_line,
     cost_shares,
     cut_note,
+    paired_cells,
     plain_time,
     prediction_lines,
+    score_cells,
     stage_line,
     time_line,
 )
@@ -117,6 +120,9 @@ def write_report(store: JobStore, gpu_hour_price: str | float | None = None) -> 
         places={name: Markup(place) for name, place in places.items()},
         adapter_caption=f"Shares are by {basis}" + ("." if cost is None else ", and so is the cost."),
         examples=_with_examples(counts),
+        scores=_scores(counts, shares, cost),
+        costs=cost is not None,
+        rivals=["base model", "best"] if _has_base(counts) else ["best"],
         csv=base64.b64encode(as_csv(*adapters).encode()).decode(),
         num_errors=num_errors,
         errors=_kinds(summary, error_rows),
@@ -296,6 +302,8 @@ def _adapters(counts: Sequence[AdapterOutcome], shares: Sequence[float], cost: C
     fields += [TableField("rows/s", "0,0.0", 60), TableField("prompt tokens/s", "0,0", 90)]
     fields += [TableField("engine s", "0,0.0", 65), TableField("share", "0.0%", 60)]
     fields += [] if cost is None else [TableField("cost", "0,0.0000", 65)]
+    is_scored = any(count.score for count in counts)
+    fields += [TableField(title, "0.0%", 60) for title in _SCORE_FIELDS] if is_scored else []
     rows = []
     for count, share in sorted(zip(counts, shares, strict=True), key=lambda one: (-one[1], one[0].adapter)):
         tokens = (count.answer_tokens.get(name) for name in lengths)
@@ -303,8 +311,48 @@ def _adapters(counts: Sequence[AdapterOutcome], shares: Sequence[float], cost: C
         row: list[Any] = [count.adapter or BASE_NAME, count.num_rows, count.num_errors, *reasons]
         row += [count.num_cut if count.finish_reasons else None, *tokens, count.prompt_tokens, count.completion_tokens]
         row += [count.rows_per_s, count.prompt_tokens_per_s, count.engine_s, share]
-        rows.append(row if cost is None else [*row, cost[0] * share])
+        row += [] if cost is None else [cost[0] * share]
+        rows.append([*row, *_score_numbers(count.score or {})] if is_scored else row)
     return fields, rows
+
+
+_SCORE_FIELDS = ("score", "score from", "score to", "to base", "to base from", "to base to", "to best", "to best from",
+                 "to best to")  # fmt: skip
+
+
+def _score_numbers(score: Mapping[str, Any]) -> list[float | None]:
+    """The values of `_SCORE_FIELDS` for an adapter."""
+    numbers = [score.get("mean"), *score.get("interval", (None, None))]
+    for key in ("to_base", "to_best"):
+        found = score.get(key) or {}
+        numbers += [found.get("difference"), *found.get("interval", (None, None))]
+    return numbers
+
+
+def _scores(
+    counts: Sequence[AdapterOutcome], shares: Sequence[float], cost: Cost | None
+) -> list[tuple[AdapterOutcome, list[str], list[Mapping[str, Any]]]]:
+    """Each adapter with a score, the best first: the cells of its row in the table of scores, and the rows to show that
+    have another score than with the base model, or else with the best adapter.
+    """
+    rivals = ("to_base", "to_best") if _has_base(counts) else ("to_best",)
+    share_of = {count.adapter: share for count, share in zip(counts, shares, strict=True)}
+    found = []
+    for count, score in by_score(counts):
+        cells = [*score_cells(score)]
+        for key in rivals:
+            other = score.get(key)
+            cells += [*paired_cells(other), f"{other['p_value']:.3g}" if other else "-"]
+        cells += [f"{count.prompt_tokens + count.completion_tokens:,}"]
+        cells += ["-" if count.engine_s is None else f"{count.engine_s:,.1f}"]
+        cells += [] if cost is None else [f"{cost[0] * share_of[count.adapter]:,.4f}"]
+        found.append((count, cells, list(score.get("flips", ()))))
+    return found
+
+
+def _has_base(counts: Sequence[AdapterOutcome]) -> bool:
+    """Whether the base model has a score."""
+    return any(count.score is not None and not count.adapter for count in counts)
 
 
 def _narrow(fields: list[TableField], rows: list[list[Any]]) -> _Table:

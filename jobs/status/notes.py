@@ -9,6 +9,7 @@ from ...engine.peft.findings import Verdict
 from ...engine.text.chat.conversation import FINAL_ANSWER, PLAIN, header_note
 from ...system.untrusted import shown_name
 from ..input.adapter_names import adapter_problem
+from ..outcome import BASE_NAME
 from ..progress import counted
 from ..record import JobRecord
 from ..stages import requests_of_stages
@@ -56,7 +57,7 @@ def _input_notes(record: JobRecord) -> list[str]:
     from ..input.known_tables import conversation_note
 
     given, notes = record.input, []
-    made = {given.roles["adapter"]} if given.sole_adapter else ()
+    made = {given.roles["adapter"]} if given.sole_adapter or record.swept else ()
     if given.converted:
         schema = unpack_schema(given.schema_ipc)
         shown = [f"{shown_name(column.name)} {column.type}" for column in schema if column.name not in made]
@@ -78,6 +79,10 @@ def _input_notes(record: JobRecord) -> list[str]:
     if conversation != "messages" and "messages" not in record.spec.columns:
         form = conversation_note(unpack_schema(given.schema_ipc).field(conversation).type)
         notes.append(f"input: column {conversation!r} holds {form} and is read as messages")
+    if record.swept:
+        asked = [BASE_NAME if name is None else shown_name(name) for name in record.swept]
+        verb = "answers" if len(asked) == 1 else "answer"
+        notes.append(f"input: {counted(len(asked), 'adapter')} {verb} every row: {_shown(asked)}")
     folders = {name for file in given.files for name in file.partition if name not in made}
     if folders:
         schema = unpack_schema(given.schema_ipc)

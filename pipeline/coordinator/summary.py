@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import accumulate, repeat
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from ...jobs.errors import DamagedRecordError, JobFailedError, MissingFileError
-from ...jobs.input.columns import readable_values
+from ...jobs.input.columns import RIGHT_SCORE_FIELD, readable_values, right_column
 from ...jobs.input.completions import completions
 from ...jobs.opening.opened_job import ENGINE_ERROR
 from ...jobs.options.stages import stages_of
@@ -46,8 +46,9 @@ from ..planning import prediction
 from ..planning.plan import JobPlan, serving_adapters
 from ..planning.settings import RunSettings
 from ..planning.validation import ADAPTER_ERROR
+from .scores import ScoreTally, score_outcomes
 
-_LISTS = ("completion", "completion_tokens", "finish_reason")
+_LISTS = ("completion", "completion_tokens", "finish_reason", RIGHT_SCORE_FIELD.name)
 # Columns of the index that are counted beside the parts' own.
 _NUMBERS = ("max_tokens", "shared_tokens", "error_kind", "is_drawn", "is_scored", "fixed_tokens", "task")
 # Sentences of a kind of error by which the plan's kinds are recognised.
@@ -84,8 +85,11 @@ class _Tally:
     engine_s: float = 0.0
     #: Shard, place in it and example of the first answers.
     examples: list[tuple[int, int, dict[str, Any]]] = field(default_factory=list)
+    #: Scores of the answers, in a job that says what is right.
+    scores: ScoreTally = field(default_factory=ScoreTally)
 
     def add(self, other: _Tally) -> None:
+        self.scores.add(other.scores)
         for name in ("num_rows", "num_errors", "prompt_tokens", "completion_tokens", "engine_s"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("reasons", "kinds", "answers", "answer_tokens"):
@@ -189,6 +193,7 @@ class Account:
         """
         by_rows = sorted(self.adapters, key=lambda name: (-self.adapters[name].num_rows, name or ""))
         with_examples = set(by_rows[:_MOST_WITH_EXAMPLES])
+        scores = score_outcomes({name: tally.scores for name, tally in self.adapters.items()})
         return tuple(
             AdapterOutcome(
                 adapter=name or "",
@@ -205,6 +210,7 @@ class Account:
                 engine_s=round(tally.engine_s, 6) if self.has_numbers else None,
                 rows_per_s=tally.num_rows / working_s if working_s else None,
                 prompt_tokens_per_s=tally.prompt_tokens / working_s if working_s else None,
+                score=scores.get(name),
             )
             for name, tally in sorted(self.adapters.items(), key=lambda one: one[0] or "")
         )
@@ -287,7 +293,8 @@ class _Counting:
         """The account of one part. `before`: adapters that have been counted, which may have their examples."""
         store, record = self.store, self.record
         expected, columns = self.shards.contents(shard_id), counted_columns(record)
-        endless = record.input.roles.get("ignore_eos")
+        lists = [name for name in _LISTS if name in columns]
+        beside = {"is_endless": record.input.roles.get("ignore_eos"), "right": right_column(record)}
         try:
             with store.open_part(shard_id) as part:
                 num_bytes = part.seek(0, os.SEEK_END)
@@ -297,8 +304,8 @@ class _Counting:
                     return Account(unusable={shard_id: problem})
                 if reopens and mark.run_id != self.run_id and (clause := curable(mark)):
                     return Account(curable={shard_id: clause})
-                names = [*columns.values(), *([endless] if endless else [])]
-                table = pq.read_table(part, columns=names, page_checksum_verification=True)
+                names = dict.fromkeys(filter(None, (*columns.values(), *beside.values())))
+                table = pq.read_table(part, columns=list(names), page_checksum_verification=True)
         except MissingFileError:
             return Account(unusable={shard_id: "is gone"})
         except Exception as error:
@@ -311,12 +318,17 @@ class _Counting:
         account = Account(
             num_parts=1, num_reused=mark.reused_by(self.run_id), parts={shard_id: (num_bytes, mark.contents)}
         )
-        is_endless = readable_values(table.column(endless)) if endless else repeat(None)
+        values |= {
+            name: readable_values(table.column(column)) if column else [None] * table.num_rows
+            for name, column in beside.items()
+        }
         rows: list[dict[str, Any]] = []
-        for of_row, is_asked in zip(zip(*values.values(), strict=True), is_endless, strict=False):
-            row = dict(zip(columns, of_row, strict=True)) | {"is_endless": is_asked}
-            rows += completions(row, _LISTS) if record.has_lists else [row]
+        for of_row in zip(*values.values(), strict=True):
+            row = dict(zip(values, of_row, strict=True))
+            rows += completions(row, lists) if record.has_lists else [row]
         self._count(account, shard_id, rows)
+        if beside["right"]:
+            self._add_scores(account, rows)
         self._add_examples(account, shard_id, rows, before)
         return account
 
@@ -373,6 +385,15 @@ class _Counting:
             is_asked = self._has_asked_length(row, 0 if numbers is None else int(numbers["fixed_tokens"][place]))
             if is_cut and not is_asked:
                 tally.cut[tokens] += 1
+
+    def _add_scores(self, account: Account, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add the scores of answers to the accounts of their adapters."""
+        scored: defaultdict[str | None, list[tuple[Any, float, Any, str]]] = defaultdict(list)
+        for row in rows:
+            if (score := row[RIGHT_SCORE_FIELD.name]) is not None:
+                scored[_adapter_of(row)].append((row[ROW_ID], score, row["right"], row["completion"] or ""))
+        for name, answers in scored.items():
+            account.adapters[name].scores.add_rows(answers, self.record.num_asked)
 
     def _has_asked_length(self, row: Mapping[str, Any], fixed_tokens: int) -> bool:
         """Whether a row's options ask for an answer of this length, so that none is cut off."""

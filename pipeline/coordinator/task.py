@@ -211,7 +211,7 @@ def index_rows(run: JobRun) -> IndexTotals:
     Small files that end the workers that index them together are then read one by one, to name those that do.
     """
     record, reporter = run.job.record, run.reporter
-    rows = record.input.num_rows
+    rows = record.num_asked
     reporter.phase("indexing", rows)
     chunks = list_chunks(record, run.job.spec.places)
     job = IndexJob.from_record(record, run.job.spec)
@@ -249,7 +249,7 @@ def _with_own_damages(run: JobRun, totals: IndexTotals, lost: Sequence[ChunkRef]
 def plan_shards(run: JobRun, indexed: IndexTotals) -> JobPlan:
     """Cut the rows into shards, once: a resumed job keeps its shards. Parts with rows of changed adapters reopen."""
     job = run.job
-    run.reporter.phase("planning", job.record.input.num_rows)
+    run.reporter.phase("planning", job.record.num_asked)
     if not job.store.has_plan():
         plan = plan_job(
             job.store,

@@ -19,6 +19,8 @@ import msgpack
 from ...engine.request import FinishReason, Request, Result, ServedMode, TopLogprobs
 
 _HEAD = struct.Struct("<II")
+#: Fingerprint of a row, and content hash of the adapter that answers it (None: the base model).
+AnswerKey = tuple[bytes, str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,13 @@ class RowAnswer:
     pooled: bytes | None = None
     #: Likeliest tokens in place of each token, packed (`engine.teacher`); None unless the row asks for them.
     teacher: bytes | None = None
+
+    @property
+    def key(self) -> AnswerKey:
+        """The fingerprint and the adapter, by which the answer of a row is found: adapters of a sweep answer rows with
+        one fingerprint.
+        """
+        return self.fingerprint, self.adapter_sha256
 
     @classmethod
     def from_result(cls, fingerprint: bytes, request: Request, result: Result, attempts: int) -> RowAnswer:

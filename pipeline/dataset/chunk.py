@@ -23,7 +23,7 @@ from ...jobs.input.files import footer_sha256, unpack_schema
 from ...jobs.input.row_group import MAX_ROW_GROUP_BYTES, OversizedRowGroupError, open_row_group
 from ...jobs.options.stages import Stage
 from ...jobs.record import AdapterRecord, FileVersion, JobRecord, ModelRecord, PartitionValues, index_key
-from ...jobs.spec import JobSpec
+from ...jobs.spec import JobSpec, ScoreBy
 from ...jobs.stages import first_stage, requests_of_stages, stage_record, stage_spec
 from ...jobs.storage.location import options_for
 from ...jobs.storage.redaction import storage_reason
@@ -160,6 +160,10 @@ class IndexJob:
     base: ModelRecord | None = None
     #: Adapters that can be used, by name, in a job with tasks beside text.
     heads: Mapping[str, AdapterRecord] = field(default_factory=dict)
+    #: How answers are compared with right ones; None when they are not.
+    score_by: ScoreBy | None = None
+    #: `JobRecord.adapter_groups`: adapters of a sweep by the adapter whose name their prepared rows have.
+    groups: Mapping[str | None, tuple[str | None, ...]] = field(default_factory=dict)
 
     @classmethod
     def from_record(cls, record: JobRecord, spec: JobSpec) -> IndexJob:
@@ -218,6 +222,8 @@ class IndexJob:
             tokenizer_sha256=record.model.tokenizer_sha256,
             base=record.model if record.tasks else None,
             heads={each.name: each for each in record.adapters if record.tasks and not each.is_refused},
+            score_by=None if record.spec.expected is None else record.spec.score_by,
+            groups=record.adapter_groups,
         )
 
     def task_of(self, adapter: str | None) -> str:

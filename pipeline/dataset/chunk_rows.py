@@ -17,7 +17,7 @@ from ...jobs.input.columns import DEFAULT_ID_COLUMN
 from . import schema as prepared
 from .chunk import IndexJob
 from .column_values import row_values
-from .fingerprints import id_hash, prefix_hash, row_fingerprint, shared_tokens, staged_fingerprint
+from .fingerprints import STREAM_BYTES, id_hash, prefix_hash, row_fingerprint, shared_tokens, staged_fingerprint
 from .row_checks import RowDraft, sampling_overrides
 
 
@@ -35,11 +35,11 @@ class ChunkRows:
         """Add the next rows of the chunk. `places`: `file:row` of each. `drafts`: what `PromptReader.read` has made of
         them, one for each completion.
         """
-        if len(drafts) > batch.num_rows:
+        if len(drafts) != batch.num_rows or self._job.groups:
             batch = batch.take(pa.array([draft.row for draft in drafts]))
         first, job = self._num_prepared, replace(self._job.sampling, n=1)
         self._num_prepared += len(drafts)
-        fingerprints = [row_fingerprint(d.row_id, d.tokens or (), d.sampling, d.sample) for d in drafts]
+        fingerprints = [_fingerprint(draft) for draft in drafts]
         read = {name: _decoded(batch.column(name)) for name in self._job.given}
         if self._job.stages:
             values = [*zip(*map(row_values, read.values()), strict=True)] or [()] * len(drafts)
@@ -140,6 +140,12 @@ def _decoded(column: pa.Array) -> pa.Array:
 
 def _no_columns(num_rows: int) -> pa.Array:
     return pa.array([{}] * num_rows, pa.struct([]))
+
+
+def _fingerprint(draft: RowDraft) -> bytes:
+    """The fingerprint of a row. Its first half is the key of the row's random numbers, which is that of the twin."""
+    own = row_fingerprint(draft.row_id, draft.tokens or (), draft.sampling, draft.sample)
+    return own if draft.twin is None else _fingerprint(draft.twin)[:STREAM_BYTES] + own[STREAM_BYTES:]
 
 
 def _numbers(drafts: list[RowDraft], fingerprints: list[bytes]) -> pa.RecordBatch:

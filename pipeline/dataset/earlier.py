@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, BinaryIO
@@ -24,7 +25,7 @@ from ...jobs.record import JobRecord
 from ...jobs.store import JobStore, part_name
 from ...jobs.updates import arithmetic_differences
 from . import schema as prepared
-from .answers import RowAnswer, decode_journal
+from .answers import AnswerKey, RowAnswer, decode_journal
 from .writer import answer_values, has_answers_as_written, row_answer
 
 logger = logging.getLogger(__name__)
@@ -44,11 +45,11 @@ class EarlierAnswers:
         self._places = lru_cache(lambda job: _ids_of(sources[job]))
         self._kept = lru_cache(_SHARDS_IN_MEMORY)(lambda job, shard_id: kept_answers(sources[job], shard_id))
 
-    def of(self, places: Iterable[int]) -> dict[bytes, RowAnswer]:
-        """Fingerprint -> answer, of all rows of some shards that have one. `places`: job and shard, as in the column
-        `SOURCE` of a plan. A shard whose part is not what its job has written has none.
+    def of(self, places: Iterable[int]) -> dict[AnswerKey, RowAnswer]:
+        """Answers by fingerprint and adapter, of all rows of some shards that have one. `places`: job and shard, as in
+        the column `SOURCE` of a plan. A shard whose part is not what its job has written has none.
         """
-        found: dict[bytes, RowAnswer] = {}
+        found: dict[AnswerKey, RowAnswer] = {}
         for place in places:
             with self._lock:
                 found |= self._shard(place)
@@ -69,7 +70,7 @@ class EarlierAnswers:
                     found |= self._kept(job, shard_id)
         return found
 
-    def _read(self, place: int) -> dict[bytes, RowAnswer]:
+    def _read(self, place: int) -> dict[AnswerKey, RowAnswer]:
         job, shard_id = place >> 32, place & 0xFFFFFFFF
         try:
             return _answers(self._sources[job], self._record(job), shard_id)
@@ -83,7 +84,8 @@ def kept_answers(store: JobStore, shard_id: int) -> dict[bytes, RowAnswer]:
     errors left out.
     """
     kept = (row for row in decode_journal(decompressed(store.read_answers(shard_id))) if isinstance(row, RowAnswer))
-    return {row.fingerprint: row for row in kept if row.error is None} | _journalled(store, shard_id)
+    found = {row.fingerprint: row for row in kept if row.error is None}
+    return found | {row.fingerprint: row for row in _journalled(store, shard_id).values()}
 
 
 def decompressed(data: bytes) -> bytes:
@@ -106,8 +108,8 @@ def _ids_of(store: JobStore) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
     return np.concatenate([np.zeros(0, np.uint64), *batches]), shards
 
 
-def _answers(store: JobStore, record: JobRecord, shard_id: int) -> dict[bytes, RowAnswer]:
-    """Fingerprint -> answer of one shard's rows, errors left out."""
+def _answers(store: JobStore, record: JobRecord, shard_id: int) -> dict[AnswerKey, RowAnswer]:
+    """Answers of one shard's rows by fingerprint and adapter, errors left out."""
     if not store.is_committed(shard_id):
         return _journalled(store, shard_id)
     with store.open_part(shard_id) as part:
@@ -123,12 +125,13 @@ def _answers(store: JobStore, record: JobRecord, shard_id: int) -> dict[bytes, R
     if len(values) != len(fingerprints):
         return {}
     pairs = zip(fingerprints, values, strict=True)
-    return {fingerprint: row_answer(each, fingerprint) for fingerprint, each in pairs if each["error"] is None}
+    found = [row_answer(each, fingerprint) for fingerprint, each in pairs if each["error"] is None]
+    return {answer.key: answer for answer in found}
 
 
-def _journalled(store: JobStore, shard_id: int) -> dict[bytes, RowAnswer]:
+def _journalled(store: JobStore, shard_id: int) -> dict[AnswerKey, RowAnswer]:
     rows = (row for journal in store.read_wip(shard_id).values() for row in decode_journal(journal))
-    return {row.fingerprint: row for row in rows if isinstance(row, RowAnswer) and row.error is None}
+    return {row.key: row for row in rows if isinstance(row, RowAnswer) and row.error is None}
 
 
 def _table_of(part: BinaryIO, record: JobRecord, shard_id: int, names: Sequence[str] = ()) -> pa.Table | None:
@@ -161,8 +164,11 @@ def answered_by(
     a row without an answer.
     """
     if not is_committed:
-        found = _journalled(store, shard_id)
-        return [found[each].adapter_sha256 if each in found else False for each in fingerprints]
+        adapters = defaultdict(list)
+        for fingerprint, adapter in _journalled(store, shard_id):
+            adapters[fingerprint].append(adapter)
+        # rows of one fingerprint are those of several adapters, which have as many answers
+        return [adapters[each].pop() if adapters.get(each) else False for each in fingerprints]
     if record.spec.stages is not None:
         with store.open_part(shard_id) as part:
             table = _table_of(part, record, shard_id, [output_name(record, "error")])

@@ -19,6 +19,8 @@ from numpy.typing import ArrayLike, NDArray
 from ...engine.request import FIRST_OPTIONS, SAMPLING_OPTIONS, SamplingParams
 
 FINGERPRINT_BYTES = 16
+#: Leading bytes of a fingerprint that are the key of the row's random numbers.
+STREAM_BYTES = 8
 _TOKEN_BYTES = 4
 # Numbers of leading tokens by which prompts are compared, the first that a prompt has: short prompts still meet, long
 # ones do not split too early.

@@ -141,7 +141,7 @@ def index_chunk(chunk: ChunkRef, job: IndexJob, store: JobStore) -> IndexTotals:
         ):
             without = without_tokenizer(index.schema)
             if not without:
-                return _totals(index.read_all(), counts_of(index.schema))
+                return _totals(index.read_all(), counts_of(index.schema), job.groups)
     try:
         rows, reader = _read_rows(chunk, job)
     except DamagedChunkError as damage:
@@ -151,7 +151,7 @@ def index_chunk(chunk: ChunkRef, job: IndexJob, store: JobStore) -> IndexTotals:
     found = rows.index(order, batches)
     batches_of_index = with_counts(found.combine_chunks(), reader.counts, reader.without_tokenizer).to_batches()
     store.write_index(chunk.chunk_id, _ipc_bytes(batches_of_index, job.key))
-    return _totals(found, reader.counts, cured=without.difference(reader.without_tokenizer))
+    return _totals(found, reader.counts, job.groups, cured=without.difference(reader.without_tokenizer))
 
 
 def _read_rows(chunk: ChunkRef, job: IndexJob) -> tuple[ChunkRows, PromptReader]:
@@ -292,11 +292,18 @@ def _ipc_bytes(batches: Iterable[pa.RecordBatch], key: str) -> memoryview:
     return memoryview(sink.getvalue())
 
 
-def _totals(index: pa.Table, peculiar_rows: Mapping[str, int], cured: Iterable[str] = ()) -> IndexTotals:
-    """Counts of one chunk by its index."""
+def _totals(
+    index: pa.Table,
+    peculiar_rows: Mapping[str, int],
+    groups: Mapping[str | None, tuple[str | None, ...]],
+    cured: Iterable[str] = (),
+) -> IndexTotals:
+    """Counts of one chunk by its index. `groups`: adapters of a sweep by the adapter that its rows name."""
     names = index.column("adapter").to_pylist()
-    adapters = Counter(names)
     # an index of an earlier version has no tasks
     tasks = index.column("task").to_pylist() if "task" in index.column_names else []
     of_tasks = Counter(zip(names, tasks, strict=False)).most_common(_MOST_TASKS_OF_CHUNK)
-    return IndexTotals(1, index.num_rows, adapters, Counter(dict(of_tasks)), Counter(peculiar_rows), cured=set(cured))
+    adapters = Counter({name: n for named, n in Counter(names).items() for name in groups.get(named, (named,))})
+    by_task = {(name, task): n for (named, task), n in of_tasks for name in groups.get(named, (named,))}
+    all_cured = {name for named in cured for name in groups.get(named, (named,)) if name is not None}
+    return IndexTotals(1, adapters.total(), adapters, Counter(by_task), Counter(peculiar_rows), cured=all_cured)

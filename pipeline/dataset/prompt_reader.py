@@ -32,7 +32,7 @@ from ...engine.text.chat.prompt_template import PromptTemplate
 from ...engine.text.tokenizers.boundary import split_at_prompt, texts_behind
 from ...engine.text.tokenizers.confined_tokenizer import MissingTokenizer
 from ...engine.text.tokenizers.tokenizer import Tokenizer
-from ...jobs.input.columns import role_values
+from ...jobs.input.columns import EXPECTED_ROLE, role_values
 from ...jobs.options.values import PROMPT_ROLES, SAMPLING_COLUMNS
 from .chunk import IndexJob
 from .column_values import column_values, row_values, take_undecodable, template_values
@@ -45,6 +45,7 @@ from .row_checks import (
     check_choice,
     check_choice_size,
     check_continuation,
+    check_expected,
     check_length,
     check_rendered,
     check_size,
@@ -89,11 +90,12 @@ class PromptReader:
 
     def read(self, batch: pa.RecordBatch, places: Sequence[str]) -> list[RowDraft]:
         """Check and tokenise rows. `places`: `file:row` of each. Returns a draft for each of their completions, in the
-        order of the rows.
+        order of the rows; in a sweep the drafts of all rows for one tokenizer, then those for the next.
         """
         columns = {}
         for role, name in self._job.roles.items():
-            values_of = template_values if role in ("messages", *RENDERING_OPTIONS) else column_values
+            is_nested = role in ("messages", EXPECTED_ROLE, *RENDERING_OPTIONS)
+            values_of = template_values if is_nested else column_values
             columns[role] = values_of(role_values(batch, name))
         given = {name: row_values(batch.column(name)) for name in self._job.template_columns}
         return self.read_columns(columns, given, places)
@@ -107,15 +109,35 @@ class PromptReader:
         undecodable = take_undecodable(columns)
         for row, problems in take_undecodable(given).items():
             undecodable.setdefault(row, []).extend(problems)
-        drafts = self._drafts(columns, given, undecodable, places)
+        named = [name or None for name in columns.get("adapter", [self._job.adapter] * len(places))]
+        if not self._job.groups:
+            return self._read(columns, given, undecodable, places, named)
+        drafts = self._read(columns, given, undecodable, places, named)
+        counts, base = self.counts.copy(), {(draft.row, draft.sample): draft for draft in drafts}
+        drafts = drafts if self._job.groups[None] else []
+        for adapter in filter(None, self._job.groups):
+            own = self._read(columns, given, undecodable, places, [adapter] * len(places))
+            drafts += [replace(draft, twin=base.get((draft.row, draft.sample))) for draft in own]
+        self.counts = counts  # of rows, not of their tokenizers
+        return drafts
+
+    def _read(
+        self,
+        columns: Mapping[str, list[Any]],
+        given: Mapping[str, list[Any]],
+        undecodable: Mapping[int, list[str]],
+        places: Sequence[str],
+        adapters: list[str | None],
+    ) -> list[RowDraft]:
+        """Drafts of rows for each row's adapter; the arguments are those of `_drafts`."""
+        drafts = self._drafts(columns, given, undecodable, places, adapters)
         self._tokenise(drafts)
         self._check_options(drafts)
         for draft in drafts:
             check_length(draft, self._job.max_context_tokens)
             if self._job.id_from_content and not draft.problems:
-                draft.row_id = content_id(
-                    {**columns, **{f"column {name}": of for name, of in given.items()}}, draft.row
-                )
+                asked = {role: values for role, values in columns.items() if role != EXPECTED_ROLE}
+                draft.row_id = content_id({**asked, **{f"column {name}": of for name, of in given.items()}}, draft.row)
         drafts = [sample for draft in drafts for sample in draft.samples()]
         for draft in drafts:
             draft.fixed_tokens = self._fixed_tokens(draft)
@@ -132,13 +154,13 @@ class PromptReader:
         given: Mapping[str, list[Any]],
         undecodable: Mapping[int, list[str]],
         places: Sequence[str],
+        adapters: list[str | None],
     ) -> list[RowDraft]:
         """One draft for each row, its text still to be tokenised. `given`: values for the templates, by column.
-        `undecodable`: problems of values that cannot be read, by row.
+        `undecodable`: problems of values that cannot be read, by row. `adapters`: of each row.
         """
         own = [name for name in SAMPLING_COLUMNS if name in columns]
         beside = [name for name in RENDERING_OPTIONS if name in columns]
-        adapters = [name or None for name in columns.get("adapter", [self._job.adapter] * len(places))]
         expected: list[str | None] = [None] * len(places)
         asked = [""] * len(places)
         prompts: list[Any]
@@ -167,6 +189,9 @@ class PromptReader:
             self._check_prompt(draft, prompts[row])
             if "continuation" in columns:
                 check_continuation(draft, columns["continuation"][row])
+            if self._job.score_by is not None:
+                right = columns[EXPECTED_ROLE][row] if EXPECTED_ROLE in columns else expected[row]
+                check_expected(draft, right, self._job.score_by)
             if not self._job.renders_messages:
                 check_unrendered(draft, {n: columns[n][row] for n in beside}, self._place_of_prompts)
             for problem in problems:

@@ -32,7 +32,9 @@ from ...jobs.store import JobStore, part_name
 from . import schema as prepared
 from .answers import RowAnswer
 from .column_values import row_values, take_undecodable
+from .fingerprints import STREAM_BYTES
 from .row_checks import row_sampling
+from .sweep import with_adapters
 
 _REMOTE_READS = 8
 # Columns that `contents_of` needs.
@@ -201,7 +203,13 @@ class ShardReader:
         order = np.empty(len(by_place), dtype=np.int64)
         order[by_place] = np.arange(len(by_place))
         rows = table.unify_dictionaries().combine_chunks().take(pa.array(order)).combine_chunks()
-        return rows.replace_schema_metadata(None)
+        rows = rows.replace_schema_metadata(None)
+        return with_adapters(rows, self._swept(shard_id), self._record) if self._record.swept else rows
+
+    def _swept(self, shard_id: int) -> NDArray[np.int32]:
+        """Place in `record.swept` of the adapter of each row of a shard."""
+        with self._plan.use(0, self._plan_source) as plan:
+            return np.array(plan.get_batch(shard_id).column(prepared.SWEPT))
 
     def _check_bytes(self, shard_id: int, num_rows: int, num_bytes: int) -> None:
         """Raise `StorageError` unless a worker has room for the rows of a shard."""
@@ -253,7 +261,7 @@ class ShardReader:
                     prompt_token_ids=tuple(tokens),
                     adapter_id=adapter_id,
                     sampling=row_sampling(self._sampling, overrides),
-                    stream_id=int.from_bytes(fingerprint[:8], "little"),
+                    stream_id=int.from_bytes(fingerprint[:STREAM_BYTES], "little"),
                 )
             )
         return requests

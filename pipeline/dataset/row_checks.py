@@ -23,6 +23,8 @@ from ...engine.text.chat.literal import RenderedMessages
 from ...engine.text.tokenizers.boundary import first_merged, texts_behind
 from ...engine.text.tokenizers.tokenizer import Tokenizer
 from ...jobs.input.known_tables import turns_as_messages
+from ...jobs.input.scores import problem_of_right, right_answers
+from ...jobs.spec import ScoreBy
 from ...system.untrusted import parse_json
 
 _SHOWN_CHARS = 60
@@ -38,6 +40,7 @@ class ErrorKind(IntEnum):
     PROMPT = 2
     TOO_LONG = 3
     SAMPLING = 4
+    EXPECTED = 5
 
 
 @dataclass(slots=True)
@@ -74,6 +77,8 @@ class RowDraft:
     fixed_tokens: int = 0
     #: The row's task (`fingerprints.task_hash`).
     task: int = 0
+    #: Draft of the same completion for the base's tokenizer, whose random numbers this one draws; None for its own.
+    twin: RowDraft | None = None
 
     def samples(self) -> list[RowDraft]:
         """A draft for each of the row's completions; one for a row that is wrong."""
@@ -307,6 +312,13 @@ def check_continuation(draft: RowDraft, value: Any) -> None:
         draft.reject(ErrorKind.PROMPT, _continuation_problem(value))
         return
     draft.continuation_texts = tuple(texts)
+
+
+def check_expected(draft: RowDraft, value: Any, score_by: ScoreBy) -> None:
+    """Reject a row with a right answer that no completion can be compared with. `value`: of the column of them."""
+    for answer in right_answers(value, score_by):
+        if (problem := problem_of_right(answer, score_by, draft.sampling.choice)) is not None:
+            draft.reject(ErrorKind.EXPECTED, problem)
 
 
 def set_continuations(draft: RowDraft, of_each: Sequence[tuple[list[int], tuple[int, ...]]]) -> None:

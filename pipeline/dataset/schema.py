@@ -84,7 +84,7 @@ INDEX_SCHEMA = pa.schema(
 )
 #: Columns of `plan.arrow` by which an update finds the rows of a job again.
 IDENTITY_COLUMNS = ("id_hash", "fingerprint_high", "fingerprint_low")
-SOURCE = "source"
+SOURCE, SWEPT = "source", "adapter"
 #: Column of prepared rows, in jobs with stages: a struct of the input's columns that stages read.
 GIVEN = "__lb_given"
 
@@ -92,14 +92,13 @@ GIVEN = "__lb_given"
 def reference_schema(record: JobRecord) -> pa.Schema:
     """The columns of a job's `plan.arrow`. Record batch `i` has the rows of shard `i`, in the plan's order: their
     places, for a job with ids `IDENTITY_COLUMNS`, for an update `SOURCE`, the place of the answer that a row keeps (-1:
-    none): number of the job in `record.sources` in the upper 32 bits, of its shard in the lower ones.
+    none): number of the job in `record.sources` in the upper 32 bits, of its shard in the lower ones. For a sweep
+    `SWEPT`, the place of the adapter in `record.swept`.
     """
-    names = ["chunk", "batch", "row", *(IDENTITY_COLUMNS if record.has_own_ids else ())]
+    names = ["batch", "row", *(IDENTITY_COLUMNS if record.has_own_ids else ())]
     sources = [pa.field(SOURCE, pa.int64())] if record.sources else []
-    return pa.schema([*(INDEX_SCHEMA.field(name) if name != "chunk" else _CHUNK for name in names), *sources])
-
-
-_CHUNK = pa.field("chunk", pa.int32())
+    swept = [pa.field(SWEPT, pa.int32())] if record.swept else []
+    return pa.schema([pa.field("chunk", pa.int32()), *map(INDEX_SCHEMA.field, names), *sources, *swept])
 
 
 def fingerprint_numbers(fingerprints: Iterable[bytes]) -> NDArray[np.uint64]:

@@ -27,6 +27,7 @@ from ...jobs.input.columns import (
     CHOICE_SHARES_FIELD,
     DEFAULT_ID_COLUMN,
     LOGPROB_FIELDS,
+    RIGHT_SCORE_FIELD,
     SCORE_FIELD,
     TYPED_COLUMN,
     answer_fields,
@@ -36,13 +37,17 @@ from ...jobs.input.columns import (
     output_name,
     readable_values,
     records_samples,
+    right_column,
     sample_field,
 )
 from ...jobs.input.completions import OF_ROWS, as_lists, completions
+from ...jobs.input.scores import right_answers, score_of
 from ...jobs.input.stage_columns import output_fields
 from ...jobs.parts import PartMark, answers_hash, contents_of, counted_columns, damage_of
 from ...jobs.record import JobRecord
+from ...jobs.spec import ScoreBy
 from .answers import RowAnswer, probabilities
+from .column_values import template_values
 from .reader import ShardRows
 from .schema import SAMPLE, passthrough_schema
 from .task_columns import POOLED_COLUMNS, pooled_of, task_columns
@@ -198,7 +203,8 @@ def row_answer(values: dict[str, Any], fingerprint: bytes) -> RowAnswer:
 def _with_answers(rows: ShardRows, answers: list[RowAnswer], record: JobRecord, spell: Spell) -> pa.Table:
     schema = part_schema(rows.table.schema, answer_fields(record))
     kept = passthrough_schema(rows.table.schema).names
-    ours = answer_columns(rows.requests, answers, rows.adapters, record, spell)
+    right = template_values(rows.table.column(name).combine_chunks()) if (name := right_column(record)) else ()
+    ours = answer_columns(rows.requests, answers, rows.adapters, record, spell, right)
     given = rows.table.select(kept)
     if record.has_lists:
         first = _first_of_rows(rows)
@@ -212,9 +218,10 @@ def answer_columns(
     names: Sequence[str | None],
     record: JobRecord,
     spell: Spell,
+    right: Sequence[Any] = (),
 ) -> dict[str, pa.Array]:
     """`completion_fields` of some answers, each `[num_answers]`, by name. `names`: of the adapters, None for the base
-    model.
+    model. `right`: values of the column of right answers, in a job that has one.
     """
 
     def spelt(name: str | None, answer: RowAnswer) -> list[bytes] | None:
@@ -242,6 +249,7 @@ def answer_columns(
         CHOICE_SCORES_FIELD.name: lambda: pa.array(map(_choice_scores, requests, answers), CHOICE_SCORES_FIELD.type),
         CHOICE_SHARES_FIELD.name: lambda: pa.array(map(_choice_shares, requests, answers), CHOICE_SHARES_FIELD.type),
         **task_columns(requests, answers, names, record),
+        RIGHT_SCORE_FIELD.name: lambda: _scores(requests, answers, right, record.spec.score_by),
     }
     if count := record.spec.sampling.teacher_top_k:
         arrays = teacher.teacher_arrays([answer.teacher for answer in answers], count)
@@ -326,6 +334,19 @@ def _choice_shares(request: Request | RowAnswer, answer: RowAnswer) -> list[dict
         return None
     pairs = zip(request.sampling.choice, shares, strict=True)
     return [{"choice": text, "probability": share} for text, share in pairs]
+
+
+def _scores(
+    requests: Sequence[Request | RowAnswer], answers: Sequence[RowAnswer], right: Sequence[Any], score_by: ScoreBy
+) -> pa.Array:
+    """Score of each answer; null for errors, and for rows without a right answer."""
+    found = [
+        None
+        if isinstance(request, RowAnswer) or answer.completion is None
+        else score_of(answer.completion, right_answers(value, score_by), score_by, request.sampling.choice)
+        for request, answer, value in zip(requests, answers, right, strict=True)
+    ]
+    return pa.array(found, RIGHT_SCORE_FIELD.type)
 
 
 def _typed_answers(requests: Sequence[Request | RowAnswer], answers: Sequence[RowAnswer], json_schema: str) -> pa.Array:

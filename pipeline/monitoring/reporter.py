@@ -328,7 +328,7 @@ def state_before(job: OpenedJob, run_id: str = "") -> JobState:
     It has the counters of the latest state, unless adapters have changed since: then only the parts can say how many
     rows still hold.
     """
-    found, rows = latest_state(job.store), job.record.input.num_rows
+    found, rows = latest_state(job.store), job.record.num_asked
     spent_s = 0.0 if found is None else found.worker_s
     begins = JobState("starting", time.time(), rows=rows, run_id=run_id, worker_s=spent_s)
     is_of_this_run = found is not None and run_id != "" and (found.run_id == run_id or found.phase in BEGINNING_PHASES)

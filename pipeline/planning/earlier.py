@@ -23,11 +23,23 @@ from ..dataset.earlier import answered_by
 from .external_sort import IndexedRows, are_further
 
 _READS_AT_ONCE = 16
-# `source`: index into `EarlierRows.places`, -1 without an answer that may be kept. `adapter`: code of the adapter that
-# has answered, -1 for the base model. `is_other`: the answer, if any, is one of another base model or arithmetic.
+# `key`: see `_keys`. `id`: hash of the id in the output's own job, 0 for a row of an update that was left. `source`:
+# index into `EarlierRows.places`, -1 without an answer that may be kept. `adapter`: code of the adapter that has
+# answered, -1 for the base model, `_NO_ANSWER`. `is_other`: the answer, if any, is one of another base model or
+# arithmetic.
 _EARLIER_ROW = np.dtype(
-    [("high", np.uint64), ("low", np.uint64), ("source", np.int32), ("adapter", np.int32), ("is_other", np.bool_)]
+    [
+        ("key", np.uint64),
+        ("high", np.uint64),
+        ("low", np.uint64),
+        ("id", np.uint64),
+        ("source", np.int32),
+        ("adapter", np.int32),
+        ("is_other", np.bool_),
+    ]
 )
+_NO_ANSWER = -2
+_ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 class EarlierRows:
@@ -48,7 +60,7 @@ class EarlierRows:
         self._reasons: list[str] = []
         tables = [self._read(job, store) for job, store in enumerate(sources)]
         self._rows = _without_repeats(np.concatenate([np.zeros(0, _EARLIER_ROW), *(rows for rows, _ in tables)]))
-        self._high = np.ascontiguousarray(self._rows["high"])
+        self._keys = np.ascontiguousarray(self._rows["key"])
         self._ids = np.unique(np.concatenate([np.zeros(0, np.uint64), *(ids[ids != 0] for _, ids in tables[:1])]))
         self._is_there = np.zeros(len(self._ids), bool)
         #: Rows that keep answers, by source.
@@ -69,15 +81,15 @@ class EarlierRows:
         """
         if not len(rows):
             return np.zeros(0, np.int32)
-        place, is_known = _places(self._high, rows["fingerprint_high"])
-        earlier = self._rows[place] if len(self._rows) else np.zeros(len(rows), _EARLIER_ROW)
-        is_known &= earlier["low"] == rows["fingerprint_low"]
-        is_answered = is_known & (earlier["source"] >= 0)
-        has_adapter = earlier["adapter"] == self._adapter_of[rows["adapter"]]
-        # Rows with stages have answers of several adapters, of which `_read` has found that none has changed.
-        has_adapter |= self._record.spec.stages is not None
-        keeps = is_answered & has_adapter & ~is_error
+        adapter = self._adapter_of[rows["adapter"]]
+        if self._record.spec.stages is not None:
+            # Rows with stages have answers of several adapters, of which `_read` has found that none has changed.
+            adapter = np.full(len(rows), -1, np.int32)
+        earlier = self._answered(rows, adapter)
+        keeps = (earlier["source"] >= 0) & ~is_error
         source = np.where(keeps, earlier["source"], np.int32(-1))
+        unanswered = self._answered(rows, np.full(len(rows), _NO_ANSWER, np.int32))
+        waits = (unanswered["key"] != 0) & ~unanswered["is_other"]
         is_first = ~are_further(rows)
         is_first[0] = True
         starts = np.flatnonzero(is_first)
@@ -85,12 +97,30 @@ class EarlierRows:
             # completions of a row are in one part: all of them are kept, from one part, or none
             least, most = np.minimum.reduceat(source, starts), np.maximum.reduceat(source, starts)
             source = np.where(least == most, least, -1)[np.cumsum(is_first) - 1]
-        self._count(rows["id_hash"][starts], starts, source >= 0, is_known & ~is_answered & ~earlier["is_other"])
+        self._note_there(earlier["id"][source >= 0])
+        self._count(rows["id_hash"][starts], starts, source >= 0, waits)
         kept = source[source >= 0]
         self.rows_per_source += np.bincount(kept, minlength=len(self.places))
         num_codes = len(self.rows_per_code)
         self.rows_per_code += np.bincount(rows["adapter"][source >= 0] % num_codes, minlength=num_codes)
         return source.astype(np.int32)
+
+    def _answered(self, rows: IndexedRows, adapter: NDArray[np.int32]) -> NDArray[np.void]:
+        """The earlier row of each row that `adapter` (code, `_NO_ANSWER`) has answered; zeros, with source -1, for a
+        row without one.
+        """
+        place, is_known = _places(self._keys, _keys(rows["fingerprint_low"], adapter))
+        found = self._rows[place] if len(self._rows) else np.zeros(len(rows), _EARLIER_ROW)
+        is_known &= (found["high"] == rows["fingerprint_high"]) & (found["low"] == rows["fingerprint_low"])
+        is_known &= found["adapter"] == adapter
+        found[~is_known] = np.zeros(1, _EARLIER_ROW)
+        found["source"][~is_known] = -1
+        return found
+
+    def _note_there(self, ids: NDArray[np.uint64]) -> None:
+        """Note that rows with these hashes of ids, in the output's own job, are still in the input."""
+        place, is_old = _places(self._ids, ids)
+        self._is_there[place[is_old]] = True
 
     def _count(
         self, ids: NDArray[np.uint64], starts: NDArray[np.int64], keeps: NDArray[np.bool_], waits: NDArray[np.bool_]
@@ -99,8 +129,8 @@ class EarlierRows:
         `waits`: completions that are as they were and had no answer.
         """
         is_kept = np.logical_and.reduceat(keeps, starts)
-        place, is_old = _places(self._ids, ids)
-        self._is_there[place[is_old]] = True
+        _, is_old = _places(self._ids, ids)
+        self._note_there(ids)
         is_new = ~is_old & ~is_kept
         is_unanswered = np.logical_and.reduceat(keeps | waits, starts) & ~is_kept & ~is_new
         is_changed = ~(is_kept | is_new | is_unanswered)
@@ -131,10 +161,13 @@ class EarlierRows:
                 return np.zeros(0, _EARLIER_ROW), np.zeros(0, np.uint64)
             rows = np.zeros(table.num_rows, _EARLIER_ROW)
             rows["high"], rows["low"] = (table.column(name).to_numpy() for name in prepared.IDENTITY_COLUMNS[1:])
-            rows["source"], rows["is_other"] = -1, bool(differences)
+            rows["source"], rows["adapter"], rows["is_other"] = -1, _NO_ANSWER, bool(differences)
             ids = np.array(table.column("id_hash").to_numpy())
+        if not job:
+            rows["id"] = ids
         if not differences:
             self._fill(job, store, before, np.split(rows, np.cumsum([shard.num_rows for shard in shards])[:-1]))
+        rows["key"] = _keys(rows["low"], rows["adapter"])
         return rows, ids
 
     def _fill(self, job: int, store: JobStore, before: JobRecord, shards: Sequence[NDArray[np.void]]) -> None:
@@ -150,16 +183,26 @@ class EarlierRows:
             for shard_id, found in enumerate(pool.map(states, range(len(shards)))):
                 rows = shards[shard_id]
                 rows["source"] = [-1 if adapter is False else len(self.places) for adapter in found]
-                rows["adapter"] = [self._code(adapter) if isinstance(adapter, str) else -1 for adapter in found]
+                rows["adapter"] = [
+                    _NO_ANSWER if adapter is False else self._code(adapter) if isinstance(adapter, str) else -1
+                    for adapter in found
+                ]
                 self.places.append(job << 32 | shard_id)
 
 
+def _keys(low: NDArray[np.uint64], adapter: NDArray[np.int32]) -> NDArray[np.uint64]:
+    """Number by which an answer is found, never 0, from half of its row's fingerprint and the code of its adapter: the
+    adapters of a sweep answer rows with one fingerprint.
+    """
+    keys = low ^ ((adapter.astype(np.int64) - _NO_ANSWER).astype(np.uint64) * _ODD)
+    return np.where(keys == 0, np.uint64(1), keys)
+
+
 def _without_repeats(rows: NDArray[np.void]) -> NDArray[np.void]:
-    """Earlier rows by fingerprint, each once: of equal ones that with an answer, of several the latest job's."""
+    """Earlier rows by key, each once, of equal ones the latest job's."""
     latest_first = np.arange(len(rows))[::-1]
-    rows = rows[np.lexsort((latest_first, rows["source"] < 0, rows["low"], rows["high"]))]
-    is_repeated = (rows["high"][1:] == rows["high"][:-1]) & (rows["low"][1:] == rows["low"][:-1])
-    is_first = np.append(np.ones(len(rows[:1]), bool), ~is_repeated)
+    rows = rows[np.lexsort((latest_first, rows["key"]))]
+    is_first = np.append(np.ones(len(rows[:1]), bool), rows["key"][1:] != rows["key"][:-1])
     return rows.compress(is_first)
 
 

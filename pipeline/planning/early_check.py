@@ -88,7 +88,7 @@ class EarlyCheck:
             self._outcome.set_result(None)
 
     def _check(self) -> None:
-        num_rows, chunks = self._job.record.input.num_rows, list_chunks(self._job.record, self._job.spec.places)
+        num_rows, chunks = self._job.record.num_asked, list_chunks(self._job.record, self._job.spec.places)
         if num_rows <= MAX_INDEXED_ROWS and len(chunks) <= _MAX_INDEXED_CHUNKS:
             self._check_index(chunks)
         elif num_rows <= _MAX_IDS and len(chunks) <= _MAX_CHUNKS:

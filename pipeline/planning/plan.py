@@ -40,6 +40,7 @@ from ..dataset import schema as prepared
 from ..dataset.answers import encode_answers
 from ..dataset.index import IndexTotals
 from ..dataset.reader import ShardRows, read_shard
+from ..dataset.sweep import salt_of, swept_rows
 from ..dataset.writer import answers_in_part
 from . import prediction
 from .earlier import EarlierRows
@@ -157,8 +158,7 @@ def plan_job(
     Returns the plan of another run if that has written one meanwhile.
     """
     sources = [store.source(name) for name in record.sources]
-    schema = prepared.reference_schema(record)
-    with check_rows(store, record, indexed, sources) as checked, _ShardDraft(schema, checked.earlier) as draft:
+    with check_rows(store, record, indexed, sources) as checked, _ShardDraft(record, checked.earlier) as draft:
         num_rows = checked.rows.num_rows
         sample = prediction.sample(settings, num_rows, num_replicas, max_rows=_SIMULATED_ROWS)
         if settings.is_dealt:
@@ -228,7 +228,7 @@ def check_rows(
     codes = {name: code for code, name in enumerate(names)}
     errors = RowErrors([adapter_problem(name, known) for name in names])
     num_rows = indexed.num_rows
-    read = partial(read_chunks, store, index_key(record), indexed.num_chunks, codes)
+    read = partial(_read_asked, store, record, indexed.num_chunks, codes)
     earlier = EarlierRows(sources, record, names) if sources else None
     kept = [] if earlier is None else [earlier.find(chunk, errors.is_error(chunk)) for chunk in read()]
     rows_per_code = np.array([*(counts[name] for name in names), indexed.rows_per_adapter[None]], np.int64)
@@ -241,7 +241,8 @@ def check_rows(
                 if kept:
                     chunk["source"] = kept[chunk_id]
                 rows.add(chunk)
-                ids.add(chunk)
+                # every adapter of a sweep has the same rows
+                ids.add(chunk[chunk["adapter"] == chunk["adapter"][0]] if record.swept and len(chunk) else chunk)
                 errors.add(chunk)
             id_column = record.input.roles.get("id", DEFAULT_ID_COLUMN)
             ids.refuse(store, id_column, is_from_content=record.spec.id_from_content)
@@ -260,6 +261,17 @@ def check_rows(
             record.has_lists,
             earlier,
         )
+
+
+def _read_asked(store: JobStore, record: JobRecord, num_chunks: int, codes: Mapping[str, int]) -> Iterator[IndexedRows]:
+    """The rows of each chunk, in input order; in a sweep once for each adapter. `codes`: name of an adapter -> code."""
+    of_name = dict(zip([None, *codes], [-1, *codes.values()], strict=True))
+    # an input without rows has no codes
+    groups = record.adapter_groups.items() if num_chunks else ()
+    members = {of_name[name]: [of_name[member] for member in group] for name, group in groups if group}
+    salts = {code: salt_of(name) for name, code in of_name.items()}
+    for chunk in read_chunks(store, index_key(record), num_chunks, codes):
+        yield swept_rows(chunk, members, salts) if record.swept else chunk
 
 
 def serving_adapters(record: JobRecord) -> tuple[AdapterInfo, ...]:
@@ -307,12 +319,13 @@ def _first_facts(store: JobStore) -> dict[str, Any]:
 
 class _ShardDraft:
     """Collects the shards of a job block by block; the places of their rows are kept in a file of this machine.
-    `schema`: columns of the plan. `earlier`: the earlier jobs of an update.
+    `earlier`: the earlier jobs of an update.
     """
 
-    def __init__(self, schema: pa.Schema, earlier: EarlierRows | None = None) -> None:
-        self._schema = schema
-        self._columns = np.dtype([(column.name, column.type.to_pandas_dtype()) for column in schema])
+    def __init__(self, record: JobRecord, earlier: EarlierRows | None = None) -> None:
+        self._schema = prepared.reference_schema(record)
+        self._swept = {name: place for place, name in enumerate(record.swept)}
+        self._columns = np.dtype([(column.name, column.type.to_pandas_dtype()) for column in self._schema])
         # the last entry is for rows that keep no answer
         self._sources = np.array([*(earlier.places if earlier else ()), -1], np.int64)
         #: Shards so far.
@@ -333,8 +346,11 @@ class _ShardDraft:
         """Add the shards of one more block. `names`: names of adapters by code."""
         plan.check_integrity()
         places = np.empty(len(rows), self._columns)
+        # the last entry is the base model's
+        swept = np.array([self._swept.get(name, -1) for name in (*names, None)], np.int32)
+        coded: dict[str, NDArray[Any]] = {prepared.SOURCE: self._sources, prepared.SWEPT: swept}
         for name in self._schema.names:
-            values = self._sources[rows[name]] if name == prepared.SOURCE else rows[name]
+            values = coded[name][rows[name]] if name in coded else rows[name]
             places[name] = values[plan.row_order]
         start = self._file.write(places.tobytes())
         self._starts += tuple((start + plan.shard_offsets[:-1] * self._columns.itemsize).tolist())

@@ -24,7 +24,7 @@ from ...jobs.spec import JobSpec
 from ...jobs.store import JobStore
 from ...scheduler.messages import RunShard
 from ...scheduler.planning.bound import JobWork
-from ..dataset.answers import BegunRow, RowAnswer, decode_journal, encode_answers, encode_begun
+from ..dataset.answers import AnswerKey, BegunRow, RowAnswer, decode_journal, encode_answers, encode_begun
 from ..dataset.earlier import EarlierAnswers
 from ..dataset.index import spelling
 from ..dataset.reader import ShardReader, ShardRows
@@ -185,13 +185,13 @@ class KeptRows:
     #: Request ids of rows with an answer of an earlier run.
     earlier: set[str] = field(default_factory=set)
 
-    def keep_earlier(self, rows: ShardRows, answers: Mapping[bytes, RowAnswer]) -> None:
-        """Keep the answers of earlier jobs that hold. `answers`: by fingerprint."""
+    def keep_earlier(self, rows: ShardRows, answers: Mapping[AnswerKey, RowAnswer]) -> None:
+        """Keep the answers of earlier jobs that hold. `answers`: by fingerprint and adapter."""
         for request, fingerprint in zip(rows.requests, rows.fingerprints, strict=True):
-            answer = answers.get(fingerprint)
-            if answer is None or isinstance(request, RowAnswer) or answer.adapter_sha256 != request.adapter_id:
+            if isinstance(request, RowAnswer):
                 continue
-            if request.request_id not in self.answers:
+            answer = answers.get((fingerprint, request.adapter_id))
+            if answer is not None and request.request_id not in self.answers:
                 self.answers[request.request_id] = answer
                 self.earlier.add(request.request_id)
 
@@ -203,25 +203,23 @@ def read_kept(store: JobStore, record: JobRecord, rows: ShardRows, run_id: str =
     A part of such a shard was written by a worker of an earlier run that went on for too long. Its rows that hold are
     journalled first, then it is removed, so that nothing is lost in between.
     """
-    by_fingerprint = {
-        fingerprint: request
-        for request, fingerprint in zip(rows.requests, rows.fingerprints, strict=True)
-        if isinstance(request, Request)
-    }
+    asked: defaultdict[AnswerKey, list[Request]] = defaultdict(list)
+    for request, fingerprint in zip(rows.requests, rows.fingerprints, strict=True):
+        if isinstance(request, Request):
+            asked[fingerprint, request.adapter_id].append(request)
     kept = KeptRows()
     for name, journal in store.read_wip(rows.shard_id).items():
         is_earlier = not name.startswith(journals_of(run_id))
         for row in decode_journal(journal):
-            request = by_fingerprint.get(row.fingerprint)
-            if request is None or row.adapter_sha256 != request.adapter_id:
-                continue  # the row has changed, or its adapter
-            if isinstance(row, BegunRow):
-                _begin(kept, request, row)
-            elif row.error is None:
-                # Errors are not kept: another attempt may do better.
-                kept.answers[request.request_id] = row
-                if is_earlier:
-                    kept.earlier.add(request.request_id)
+            # none when the row has changed, or its adapter; several for adapters of one content
+            for request in asked.get((row.fingerprint, row.adapter_sha256), ()):
+                if isinstance(row, BegunRow):
+                    _begin(kept, request, row)
+                elif row.error is None:
+                    # Errors are not kept: another attempt may do better.
+                    kept.answers[request.request_id] = row
+                    if is_earlier:
+                        kept.earlier.add(request.request_id)
     if store.is_committed(rows.shard_id):
         with store.open_part(rows.shard_id) as part:
             in_part = answers_in_part(part, rows, record) or {}

@@ -14,6 +14,7 @@ from lorabatch.jobs.outcome import (
     example_lines,
     lengths_text,
     outcome_table,
+    score_table,
 )
 
 COUNT = AdapterOutcome(
@@ -119,3 +120,22 @@ def test_costs_are_shared_by_the_cost_models_seconds_and_by_tokens_where_these_a
     assert cost_shares([counts[0], replace(COUNT, engine_s=None)]) == ([0.5, 0.5], "generated tokens")
     assert cost_shares([])[0] == []
     assert cost_shares([replace(COUNT, engine_s=0.0, completion_tokens=0)])[0] == [0.0]
+
+
+def test_scores_are_a_table_with_the_best_first_and_the_columns_that_are_known() -> None:
+    base = {"num_scored": 40, "num_rows": 40, "mean": 0.5, "interval": [0.352, 0.648]}
+    better = {"adapter": "", "num_rows": 40, "difference": 0.25, "interval": [0.1, 0.4], "p_value": 0.002}
+    better |= {"num_better": 12, "num_worse": 2}
+    counts = [
+        replace(COUNT, adapter="", score=base),
+        replace(COUNT, adapter="late", score=base | {"mean": 0.75, "interval": [0.598, 0.858], "to_base": better}),
+        replace(COUNT, adapter="unscored"),
+    ]
+    assert score_table(counts) == [
+        "adapter       score            95 %  of rows                    to base  better, worse",
+        "late          75.0%  59.8% to 85.8%       40  +25.0% (+10.0% to +40.0%)          12, 2",
+        "(base model)  50.0%  35.2% to 64.8%       40                          -              -",
+    ]
+    assert score_table(counts[2:]) == []
+    many = [replace(COUNT, adapter=f"a{i:02}", score=base) for i in range(33)]
+    assert score_table(many)[-1] == "… and 3 more adapters with a score"

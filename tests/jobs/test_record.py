@@ -32,6 +32,7 @@ BASICS = {"model": "/m", "input": "/in.parquet", "output": "/out"}
 STAGES = {"draft": {"messages": "{{ question }}"}}
 # Options that another one must be given beside.
 BESIDE: dict[str, Any] = {
+    "score_by": {"expected": "label"},
     "until": {"stages": STAGES},
     "output_columns": {"stages": STAGES},
     "confirm": {"canary": 3},
@@ -100,6 +101,8 @@ OTHER_VALUES: dict[str, Any] = {
     "policy": "s-lora",
     "placement": "loraserve",
     "samples": "lists",
+    "expected": "label",
+    "score_by": "number",
 }
 FREE_VALUES: dict[str, Any] = {
     "adapters": "/adapters",
@@ -142,6 +145,8 @@ def test_every_option_is_judged_to_be_part_of_the_job_or_not() -> None:
         "cluster_options",
     }
     judged |= {"tensor_parallel", *TLS_FIELDS, *FORMS}
+    # the adapters that these stand for are compared
+    judged |= {"for_each_adapter", "include_base"}
     assert set(JobSpec.model_fields) == judged
     assert set(IDENTITY_FIELDS) == set(OTHER_VALUES)
 
@@ -163,6 +168,27 @@ def test_where_and_how_fast_it_runs_is_not_part_of_the_job(record: Record, field
     new = record(spec=JobSpec(**basics | {field: FREE_VALUES[field]}).without_secrets())
     assert differences(old, new) == []
     assert index_key(old) == index_key(new)
+
+
+def test_another_adapter_in_a_sweep_is_another_job(record: Record) -> None:
+    old, new = record(swept=("a",)), record(swept=(None, "a"))
+    assert differences(old, new) == ["for_each_adapter: was ['a'], now ['(base model)', 'a']"]
+    assert len({index_key(record()), index_key(old), index_key(new)}) == 3
+
+
+def test_adapters_of_a_sweep_that_no_longer_share_a_tokenizer_make_another_job(record: Record) -> None:
+    def sweep(*tokenizers: str) -> JobRecord:
+        adapters = tuple(
+            AdapterRecord(name=name, url=f"/{name}", verdict="exact", sha256="a" * 64, tokenizer_sha256=tokenizer)
+            for name, tokenizer in zip("abc", tokenizers, strict=True)
+        )
+        return record(adapters=adapters, swept=("a", "b", "c"))
+
+    assert sweep("", "", "").adapter_groups == {None: ("a", "b", "c")}
+    assert sweep("", "x", "x").adapter_groups == {None: ("a",), "b": ("b", "c")}
+    assert differences(sweep("", "x", "x"), sweep("", "y", "y")) == []
+    (line,) = differences(sweep("", "x", "x"), sweep("", "x", ""))
+    assert "have a tokenizer or vocabulary in common" in line
 
 
 def test_changed_content_under_the_same_name_is_another_job(record: Record) -> None:
@@ -205,7 +231,7 @@ def test_a_record_of_the_version_before_is_the_same_job_with_the_same_index() ->
     data = Path(__file__).with_name("recorded_job.json").read_bytes()
     frozen = JobRecord.from_json(data)
     written = json.loads(frozen.to_json())
-    assert written.pop("sources") == []  # which it did not have either
+    assert [written.pop(name) for name in ("sources", "swept")] == [[], []]  # which it did not have either
     expected = json.loads(data)
     later = sorted(written["spec"].keys() - expected["spec"].keys())
     assert "scheduler_file" in later, "an option that the version before did not have"

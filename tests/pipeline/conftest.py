@@ -17,6 +17,7 @@ from echo_host import Host
 
 from lorabatch.engine.request import Request
 from lorabatch.engine.teacher import token_bytes
+from lorabatch.jobs.input.partitions import with_adapter_column
 from lorabatch.jobs.opening.opened_job import make_record
 from lorabatch.jobs.opening.validation import check_job
 from lorabatch.jobs.record import AdapterRecord, JobRecord
@@ -92,12 +93,17 @@ def answer_by_echo() -> Callable[..., dict[str, RowAnswer]]:
 def prepare_job(weightless_model: Path, tmp_path: Path) -> Callable[..., PreparedJob]:
     """`prepare_job(table or {file name: table}, row_group_rows=…, **spec)`: a job frozen in a folder of its own.
 
-    Columns with names of settings are settings. A table may be the bytes of a file.
+    Columns with names of settings are settings. A table may be the bytes of a file. `swept`: adapters that answer every
+    row.
     """
     numbers = count()
 
     def prepare(
-        tables: pa.Table | Mapping[str, pa.Table | bytes], row_group_rows: int = 1000, **values: Any
+        tables: pa.Table | Mapping[str, pa.Table | bytes],
+        row_group_rows: int = 1000,
+        swept: tuple[str | None, ...] = (),
+        adapters: tuple[AdapterRecord, ...] = ADAPTERS,
+        **values: Any,
     ) -> PreparedJob:
         folder = tmp_path / f"job-{next(numbers)}"
         (folder / "in").mkdir(parents=True)
@@ -118,7 +124,9 @@ def prepare_job(weightless_model: Path, tmp_path: Path) -> Callable[..., Prepare
             "row_settings": "all",
         }
         checked = check_job(JobSpec(**given | values))
-        record = make_record(checked).model_copy(update={"adapters": ADAPTERS})
+        record = make_record(checked).model_copy(update={"adapters": adapters, "swept": swept})
+        if swept:
+            record = record.model_copy(update={"input": with_adapter_column(record.input, "")})
         checked.store.freeze(record)
         return PreparedJob(checked.spec, checked.store, record)
 

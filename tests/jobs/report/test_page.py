@@ -103,6 +103,36 @@ def test_names_and_messages_from_outside_are_text_not_markup(store: JobStore) ->
     assert ATTACK in _Page(html).text
 
 
+def scored(mean: float, **more: Any) -> dict[str, Any]:
+    return {"num_scored": 10, "num_rows": 10, "mean": mean, "interval": [mean - 0.2, mean + 0.2], **more}
+
+
+@pytest.mark.parametrize("has_base", [True, False])
+def test_scores_are_beside_base_and_best_with_the_rows_that_flipped(store: JobStore, has_base: bool) -> None:
+    finish(store)
+    found = summary("late", "", ATTACK)
+    pair = {"adapter": "late", "num_rows": 10, "difference": -0.3, "interval": [-0.5, -0.1], "p_value": 0.03125}
+    pair |= {"num_better": 1, "num_worse": 4}
+    flip = {"id": 7, "right": "yes", "before": f"no {ATTACK}", "answer": "yes!", "is_better": True}
+    found["adapters"][0]["score"] = scored(0.8)
+    found["adapters"][1]["score"] = scored(0.4, to_best=pair) if has_base else None
+    found["adapters"][2]["score"] = scored(0.5, to_best=pair, flips=[flip], **({"to_base": pair} if has_base else {}))
+    store.write_summary(found)
+    html = write_report(store, "2 EUR")
+    assert ATTACK not in html
+    text = " ".join(_Page(html).text.split())
+    assert "80.0% 60.0% to 100.0% 10" in text
+    assert "-30.0% (-50.0% to -10.0%) 1, 4 0.0312" in text
+    assert ("beside the base model" in text) == has_base
+    assert f"1 row with another score than {'base model' if has_base else 'late'}" in text
+    assert f"7yesno {ATTACK}yes!higher" in text
+    assert text.index("80.0%") < text.index("50.0%"), "the best first"
+    (address,) = _Page(html).addresses
+    head, *rows = csv.reader(base64.b64decode(address.partition("base64,")[2]).decode().splitlines())
+    of_name = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+    assert (of_name["late"]["score"], of_name[ATTACK]["to best"]) == ("0.8", "-0.3")
+
+
 def test_money_is_worker_time_at_the_price_shared_by_tokens(store: JobStore) -> None:
     finish(store)
     page = _Page(write_report(store, gpu_hour_price=100.0))

@@ -131,7 +131,8 @@ def test_rows_are_kept_and_counted_as_a_comparison_of_both_tables_says(
             (fingerprint,) = fingerprints_of(
                 *np.array([[row["fingerprint_high"]], [row["fingerprint_low"]]], np.uint64)
             )
-            answer = reader.of([place])[fingerprint]
+            adapter_id = SHA[(*checked.names, None)[row["adapter"]]]
+            answer = reader.of([place])[fingerprint, adapter_id]
             assert answer.error is None
             assert (answer.completion or "").startswith("echo (5, ")
 
