@@ -61,7 +61,8 @@ def _facts_of_classifiers(raw: RawConfig) -> dict[str, Any]:
 
 
 def _is_classifier(raw: RawConfig) -> bool:
-    names = list(map(str, raw.get("architectures") or []))
+    given = raw.get("architectures")
+    names = list(map(str, given)) if isinstance(given, list) else []
     return not any(name.endswith(_GENERATES) for name in names) and any(name.endswith(_CLASSIFIES) for name in names)
 
 

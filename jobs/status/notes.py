@@ -75,9 +75,9 @@ def _input_notes(record: JobRecord) -> list[str]:
     if given.sole_adapter:
         name = shown_name(given.sole_adapter)
         notes.append(f"input: no column names adapters; {name}, the only one of the job, answers all rows")
-    conversation = given.roles.get("messages", "messages")
-    if conversation != "messages" and "messages" not in record.spec.columns:
-        form = conversation_note(unpack_schema(given.schema_ipc).field(conversation).type)
+    conversation, schema = given.roles.get("messages", "messages"), unpack_schema(given.schema_ipc)
+    if conversation != "messages" and "messages" not in record.spec.columns and conversation in schema.names:
+        form = conversation_note(schema.field(conversation).type)
         notes.append(f"input: column {conversation!r} holds {form} and is read as messages")
     if record.swept:
         asked = [BASE_NAME if name is None else shown_name(name) for name in record.swept]

@@ -81,7 +81,9 @@ class OneThread:
     def _worker(self) -> Any:
         return self.cluster.current or next(iter(self.cluster.workers.values()))
 
-    def _launch(self, client: SmallCluster, job: Any, rows: Any, reporting: Any, engine_factory: str) -> Any:
+    def _launch(
+        self, client: SmallCluster, job: Any, rows: Any, reporting: Any, engine_factory: str, *, can_ask: bool = False
+    ) -> Any:
         reporting.takes_over()
         run_id = new_run_id(job.record.job_id)
         client.start(lambda: EchoPlugin(run_id, job.store, self.model, self.errors))

@@ -108,7 +108,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "with a bias": ({"tensors": instead(bias=lambda head: head[:, 0].copy())}, "score.bias: expected a head 'score'"),
     "in whole numbers": (
         {"tensors": instead(weight=lambda head: head.astype(np.int32))},
-        "stored as I32, expected one of F32",
+        "stored as I32, expected one of F16, BF16, F32",
     ),
     "not finite": ({"tensors": instead(weight=lambda head: head * np.float32(np.nan))}, "holds NaN or infinity"),
     "of a configuration that names none": (

@@ -13,6 +13,7 @@ from lorabatch.engine.request import SamplingParams
 from lorabatch.pipeline.dataset.fingerprints import id_hash, prefix_hash, row_fingerprint, shared_tokens, task_hash
 
 OTHER: dict[str, Any] = {
+    "teacher_top_k": 4,
     "max_tokens": 7,
     "min_tokens": 1,
     "temperature": 0.5,
