@@ -52,11 +52,11 @@ def canary_rows(
 
 
 def _spread(rows: NDArray[np.int64], num_chosen: int) -> NDArray[np.int64]:
-    """One row of each of `num_chosen` strata of about equal size, in the order of `rows`: at a place that varies from one stratum to
-    the next, so that no period of the input is met.
+    """One row of each of `num_chosen` strata of about equal size, in the order of `rows`. Its place varies from one
+    stratum to the next, so that no period of the input is met.
     """
-    if num_chosen >= len(rows):
-        return rows
+    if not 0 < num_chosen < len(rows):
+        return rows[: max(0, num_chosen)]
     # Strata of whole rows, at least one each: two of them never meet in a row.
     bounds = np.arange(num_chosen + 1) * len(rows) // num_chosen
     places = bounds[:-1] + spread_quantiles(np.arange(1, num_chosen + 1)) * np.diff(bounds)
