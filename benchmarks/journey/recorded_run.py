@@ -52,7 +52,7 @@ def record_demo(folder: Path) -> RecordedRun:
     os.environ |= {FOLDER: str(notes), "LORABATCH_HISTORY": "off"}
     spec = demo_spec(output, workers=_NUM_WORKERS, overwrite=False)
     store = JobStore(str(output))
-    with connected(spec) as client, _files_kept(output, kept):
+    with _one_core(), connected(spec) as client, _files_kept(output, kept):
         client.run(_log_states)
         run(spec, client=client, engine_factory=FACTORY)
         reports = REPORTS.published(client, store.read_events()[0]["run_id"])
@@ -63,6 +63,19 @@ def record_demo(folder: Path) -> RecordedRun:
         tuple(report for _, report in reports),
         tuple(tuple(read_notes(path)) for path in sorted(notes.iterdir())),
     )
+
+
+@contextmanager
+def _one_core() -> Iterator[None]:
+    """Within the block this process and its children have one core: answers are journalled once a second, and a faster
+    engine has all of a shard's before.
+    """
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def _log_states() -> None:
