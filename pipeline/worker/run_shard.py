@@ -24,17 +24,17 @@ from ...jobs.spec import JobSpec
 from ...jobs.store import JobStore
 from ...scheduler.messages import RunShard
 from ...scheduler.planning.bound import JobWork
-from ..dataset.answers import AnswerKey, BegunRow, RowAnswer, decode_journal, encode_answers, encode_begun
+from ..dataset.answers import AnswerKey, BegunRow, RowAnswer, decode_journal, encode_answers
 from ..dataset.earlier import EarlierAnswers
 from ..dataset.index import spelling
 from ..dataset.reader import ShardReader, ShardRows
 from ..dataset.writer import answers_in_part, part_bytes
 from ..messages import PromptReuse, ShardAbandonedError, ShardOutcome
-from ..supervisor.open_shard import OpenShard, ServedRow
+from ..supervisor.open_shard import ServedRow
 from ..supervisor.queue import EngineQueue
 from .plugin import RunPlugin, find_plugin
 from .run_stages import answer_stages, keep_staged, mark_of
-from .shard_outcome import FLUSH_INTERVAL_S, PAUSE_S, journals_of, work_of
+from .shard_outcome import FLUSH_INTERVAL_S, PAUSE_S, journals_of, keep_begun, work_of
 
 
 def run_shard(run_id: str, command: RunShard) -> None:
@@ -111,28 +111,10 @@ def _answer(
             if fresh and shard.num_unfinished:
                 plugin.store.append_wip(command.shard_id, journal, encode_answers(answer for _, answer in fresh))
     except ShardAbandonedError:
-        _keep_begun(plugin, shard, fingerprints, journal)
+        keep_begun(plugin, shard, fingerprints.__getitem__, journal)
         raise
     finally:
         plugin.engine.submit(EngineQueue.abandon, shard)
-
-
-def _keep_begun(plugin: RunPlugin, shard: OpenShard, fingerprints: Mapping[str, bytes], journal: str) -> None:
-    """Journal begun rows with their tokens, from which the next attempt at the shard goes on."""
-    begun = [
-        BegunRow(
-            fingerprints[row.request.request_id],
-            row.request.adapter_id,
-            row.token_ids,
-            row.token_logprobs,
-            row.top_logprobs,
-            row.teacher,
-        )
-        for row in shard.begun
-    ]
-    if begun and shard.shard_id is not None:
-        plugin.check_output()
-        plugin.store.append_wip(shard.shard_id, journal, encode_begun(begun))
 
 
 def _row_answer(

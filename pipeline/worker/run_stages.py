@@ -18,17 +18,17 @@ from ...jobs.spec import JobSpec
 from ...jobs.store import JobStore
 from ...scheduler.messages import RunShard
 from ...scheduler.planning.bound import JobWork
-from ..dataset.answers import BegunRow, RowAnswer, decode_journal, encode_answers, encode_begun
+from ..dataset.answers import BegunRow, RowAnswer, decode_journal, encode_answers
 from ..dataset.earlier import EarlierAnswers, decompressed
 from ..dataset.fingerprints import id_hash
 from ..dataset.index import spelling, tokenizer_of
 from ..dataset.reader import ShardRows
 from ..dataset.staged_writer import counted_requests, staged_part_bytes
 from ..messages import PromptReuse, ShardAbandonedError, ShardOutcome
-from ..supervisor.open_shard import OpenShard, ServedRow
+from ..supervisor.open_shard import ServedRow
 from ..supervisor.queue import EngineQueue
 from .plugin import RunPlugin
-from .shard_outcome import FLUSH_INTERVAL_S, PAUSE_S, journals_of, work_of
+from .shard_outcome import FLUSH_INTERVAL_S, PAUSE_S, journals_of, keep_begun, work_of
 from .staged_shard import KeptAnswers, StagedShard
 
 # Seconds after which results are looked at, so that what follows from them reaches the engine before its batch is
@@ -158,7 +158,7 @@ def _answer(plugin: RunPlugin, staged: StagedShard, first: list[ExportedRow], co
     except ShardAbandonedError:
         plugin.check_output()
         save()
-        _keep_begun(plugin, shard, staged, journal)
+        keep_begun(plugin, shard, staged.fingerprint_of, journal)
         raise
     finally:
         plugin.engine.submit(EngineQueue.abandon, shard)
@@ -170,23 +170,6 @@ def _answered(staged: StagedShard, served: ServedRow, command: RunShard) -> tupl
     request, fingerprint = staged.request(request_id), staged.fingerprint_of(request_id)
     attempts = command.attempt + 1 + served.num_crashes
     return request_id, RowAnswer.from_result(fingerprint, request, served.result, attempts)
-
-
-def _keep_begun(plugin: RunPlugin, shard: OpenShard, staged: StagedShard, journal: str) -> None:
-    begun = [
-        BegunRow(
-            staged.fingerprint_of(row.request.request_id),
-            row.request.adapter_id,
-            row.token_ids,
-            row.token_logprobs,
-            row.top_logprobs,
-            row.teacher,
-        )
-        for row in shard.begun
-    ]
-    if begun and shard.shard_id is not None:
-        plugin.check_output()
-        plugin.store.append_wip(shard.shard_id, journal, encode_begun(begun))
 
 
 def _outcome(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from ...engine.request import ExportedRow
 from ...scheduler.planning.bound import JobWork
-from ..dataset.answers import RowAnswer
+from ..dataset.answers import BegunRow, RowAnswer, encode_begun
+from ..supervisor.open_shard import OpenShard
+from .plugin import RunPlugin
 
 FLUSH_INTERVAL_S = 1.0
 # Seconds between two turns of a shard's loop after which the output is checked again: the worker was stopped, or
@@ -19,6 +21,26 @@ PAUSE_S = 10.0
 def journals_of(run_id: str) -> str:
     """Beginning of the names of a run's journals."""
     return f"{run_id.rpartition('-')[2]}-"
+
+
+def keep_begun(plugin: RunPlugin, shard: OpenShard, fingerprint_of: Callable[[str], bytes], journal: str) -> None:
+    """Journal begun rows of a shard that has failed, with their tokens, from which the next attempt goes on.
+    `fingerprint_of`: of a request, by its id. Raises `OutputConflictError` when the output is another job's by now.
+    """
+    begun = [
+        BegunRow(
+            fingerprint_of(row.request.request_id),
+            row.request.adapter_id,
+            row.token_ids,
+            row.token_logprobs,
+            row.top_logprobs,
+            row.teacher,
+        )
+        for row in shard.begun
+    ]
+    if begun and shard.shard_id is not None:
+        plugin.check_output()
+        plugin.store.append_wip(shard.shard_id, journal, encode_begun(begun))
 
 
 def work_of(answers: Mapping[str, RowAnswer], begun: Mapping[str, ExportedRow]) -> JobWork:
