@@ -399,7 +399,7 @@ class JobSpec(_SamplingFields):
         problems += [
             *self.sampling.problems(),
             *self.tls_files.problems("tls://" if self.scheduler_file else self.cluster),
-            *conflicts(self),
+            *conflicts(self, wrong),
         ]
         return list(map(with_next_step, problems)), wrong
 

@@ -6,7 +6,7 @@ Each problem names the option, what was given and what was expected; pydantic's 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -105,8 +105,10 @@ def _expectation(field: FieldInfo) -> str:
     return f"expected {expected}" if expected else ""
 
 
-def conflicts(spec: Any) -> list[str]:
-    """Problems of valid options that exclude each other or are not served together. `spec`: a `JobSpec`."""
+def conflicts(spec: Any, wrong: Collection[str] = ()) -> list[str]:
+    """Problems of valid options that exclude each other or are not served together. `spec`: a `JobSpec`. `wrong`: its
+    fields whose values could not be used.
+    """
     problems = []
     if spec.tensor_parallel != 1 and spec.mode == "exact":
         problems.append(
@@ -130,6 +132,7 @@ def conflicts(spec: Any) -> list[str]:
             "add_generation_prompt, continue_final_message: a prompt ends with one of the two. Give one of them."
         )
     problems += _template_problems(spec)
+    problems += [] if "stages" in wrong else _stage_problems(spec)
     problems += _limit_problems(spec)
     if spec.update and spec.overwrite:
         problems.append(
@@ -188,7 +191,7 @@ def _template_problems(spec: Any) -> list[str]:
             "chat=False, messages_template: messages are rendered by the chat template. Give prompt_template for "
             "a prompt that is text."
         )
-    return problems + _stage_problems(spec)
+    return problems
 
 
 def _stage_problems(spec: Any) -> list[str]:

@@ -154,6 +154,13 @@ def test_options_that_stages_take_the_place_of_are_refused(options: dict[str, An
         spec(FLOW, **options)
 
 
+def test_wrong_stages_are_the_only_problem_of_what_belongs_to_them() -> None:
+    stages = {"draft": {"messages": "{{ body }}", "max_token": 3}}
+    with pytest.raises(JobRequestError) as refused:
+        spec(stages, until={"stage": "draft", "is": "1 < 2", "rounds": 2}, output_columns=["draft"])
+    assert len(refused.value.problems) == 1, refused.value.problems
+
+
 def test_options_of_stages_without_stages_are_refused() -> None:
     with pytest.raises(JobRequestError, match="the job has none"):
         JobSpec(model="m", input="i", output="o", output_columns=["fix"])
