@@ -111,6 +111,7 @@ class Engine:
         #: Called with every step that was read, and the entries that it was launched with: for measurements.
         self.observe_step: Callable[[StepSample, Items[StepEntry]], None] | None = None
         self._counts = StepCounts()
+        self._filled_steps = 0.0
         self._generated_tokens = 0
         self._budget = StepBudget(self.config.step_tokens)
         self._clock = clock
@@ -239,7 +240,7 @@ class Engine:
             prompt_tokens=self._counts.prompt_tokens,
             generated_tokens=self._generated_tokens,
             num_steps=self._counts.totals.num_steps,
-            num_step_rows=self._counts.num_rows,
+            filled_steps=self._filled_steps,
             running_tokens=self._batch.running_tokens,
             adapter_loads=self._batch.residency.num_loads,
             adapter_reads=self._batch.residency.loader.num_reads,
@@ -403,6 +404,7 @@ class Engine:
         now_s = self._clock()
         seconds, self._read_s = now_s - max(step.began_s, self._read_s), now_s
         self._counts += step.counts
+        self._filled_steps += step.share_filled(self.config.batch_rows)
         self._budget.took(step.counts.num_tokens, step.max_tokens, seconds)
         if self.observe_step is not None:
             self.observe_step(StepSample(step.counts.load, seconds), step.entries)

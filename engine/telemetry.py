@@ -32,8 +32,9 @@ class EngineTelemetry:
     num_steps: int = 0
     #: Prompt tokens copied so far from rows whose prompts begin alike, or that prompts continue.
     reused_prompt_tokens: int = 0
-    #: Sum of the rows of all steps; divided by `num_steps`, the occupancy of the batch.
-    num_step_rows: int = 0
+    #: Sum of the shares to which all steps were full: of the rows that a step may hold or of its tokens, whichever is
+    #: more. Divided by `num_steps`, the mean share.
+    filled_steps: float = 0.0
     #: Seconds spent in steps, as the engine's process counts.
     busy_s: float = 0.0
     #: Tokens that running sequences have generated so far.

@@ -166,10 +166,10 @@ class WorkerReport:
     tokens_per_s: float = 0.0
     #: Prompt tokens per second, over the last half second or more.
     prompt_tokens_per_s: float = 0.0
-    #: Places in the batch that rows in steps had, times seconds, since the engine was set up.
-    used_place_s: float = 0.0
-    #: All places in the batch, times seconds, since the engine was set up.
-    offered_place_s: float = 0.0
+    #: Seconds of steps since the engine was set up, each step counted by the share to which it was full.
+    filled_s: float = 0.0
+    #: Seconds since the engine was set up.
+    elapsed_s: float = 0.0
     #: Rows finished since the last report.
     finished: tuple[FinishedRows, ...] = ()
     #: Shards whose tasks have begun on the worker and have not ended.

@@ -57,6 +57,12 @@ class LaunchedStep:
     #: Sequences whose last hidden states it computes, so that they are done.
     pooled: tuple[Sequence, ...] = ()
 
+    def share_filled(self, max_rows: int) -> float:
+        """Share of the step that was filled, from 0 to 1: of `max_rows` rows or of `max_tokens` tokens, whichever is
+        more.
+        """
+        return min(1.0, max(len(self.entries) / max_rows, self.counts.num_tokens / max(self.max_tokens, 1)))
+
 
 class StepsInFlight:
     """Steps launched and not read, oldest first."""

@@ -21,8 +21,6 @@ class StepCounts:
 
     #: Counts in the terms of the cost model.
     totals: StepTotals = field(default_factory=StepTotals)
-    #: Sum of the rows of each step.
-    num_rows: int = 0
     #: Tokens of prompts, without generated ones that are computed again.
     prompt_tokens: int = 0
 
@@ -67,13 +65,12 @@ class StepCounts:
             drawn_tokens=drawn_tokens,
             scored_tokens=scored_tokens,
         )
-        return cls(totals, len(entries), prompt_tokens)
+        return cls(totals, prompt_tokens)
 
     def __add__(self, other: StepCounts) -> StepCounts:
         """Counts of the steps of both."""
         return StepCounts(
             StepTotals(*map(add, _numbers(self.totals), _numbers(other.totals))),
-            self.num_rows + other.num_rows,
             self.prompt_tokens + other.prompt_tokens,
         )
 

@@ -38,7 +38,7 @@ class Coordinated:
     corrected_s: float | None
     #: Measured costs of steps; None when fewer than `HISTORY_S` seconds of steps were seen.
     measured: CostModel | None
-    #: Share of places in batches that had rows; None when it is not known.
+    #: Share to which steps were full while shards were queued; None when it is not known.
     batch_fill: float | None
     #: Share of prompt tokens that engines did not compute; None when it is not known.
     prefix_hit_rate: float | None

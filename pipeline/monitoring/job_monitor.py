@@ -15,7 +15,7 @@ from ...scheduler.planning.bound import JobWork
 from ...scheduler.planning.waves import Shard
 from ..messages import PromptReuse, ShardOutcome, WorkerReport
 
-# Seconds of one worker's batches, with shards queued, from which on the fill of batches is known.
+# Seconds of workers, with shards queued, from which on the fill of batches is known.
 _LEAST_S = 5.0
 #: Most adapters whose rows are counted while a job runs.
 ADAPTERS_COUNTED = 50
@@ -71,7 +71,7 @@ class JobMonitor:
 
     @property
     def batch_fill(self) -> float | None:
-        """Share of places in batches that had rows while shards were queued, from 0 to 1; None when that time was too
+        """Share to which steps were full while shards were queued, from 0 to 1; None when that time was too
         short.
         """
         return self._fill.share
@@ -213,31 +213,29 @@ class _AdapterCounts:
 
 
 class BatchFill:
-    """Adds up used and offered places in batches since each worker had its first rows."""
+    """Adds up the seconds of full steps, and all seconds, since each worker had its first rows."""
 
     def __init__(self) -> None:
-        # Worker -> (used, offered) place-seconds when it had its first rows, and as last reported.
+        # Worker -> (seconds of full steps, all seconds) when it had its first rows, and as last reported.
         self._first: dict[str, tuple[float, float]] = {}
         self._last: dict[str, tuple[float, float]] = {}
-        self._batch_rows = 1
 
     def reported(self, report: WorkerReport) -> None:
         """Take in a report of a time when shards were queued."""
-        self._batch_rows = max(self._batch_rows, report.batch_rows)
         if report.open_rows or report.worker in self._first:
-            counted = (report.used_place_s, report.offered_place_s)
+            counted = (report.filled_s, report.elapsed_s)
             self._first.setdefault(report.worker, counted)
             self._last[report.worker] = counted
 
     @property
     def share(self) -> float | None:
-        """Share of place-seconds in batches that rows had, from 0 to 1. None until `_LEAST_S` of one worker's batches
-        were seen: in the first seconds prompts are computed.
+        """Share to which steps were full, from 0 to 1. None until `_LEAST_S` of workers were seen: in the first seconds
+        prompts are computed.
         """
-        used, offered = (sum(column) for column in zip((0.0, 0.0), *self._spans(), strict=True))
-        return min(1.0, used / offered) if offered >= _LEAST_S * self._batch_rows else None
+        filled, elapsed = (sum(column) for column in zip((0.0, 0.0), *self._spans(), strict=True))
+        return min(1.0, filled / elapsed) if elapsed >= _LEAST_S else None
 
     def _spans(self) -> Iterator[tuple[float, float]]:
-        for worker, (used, offered) in self._last.items():
-            used_before, offered_before = self._first[worker]
-            yield used - used_before, offered - offered_before
+        for worker, (filled, elapsed) in self._last.items():
+            filled_before, elapsed_before = self._first[worker]
+            yield filled - filled_before, elapsed - elapsed_before

@@ -52,12 +52,12 @@ class EngineMeter:
         seconds = max(now_s - self._counted_s, 1e-3)
         self._counted_s = now_s
         before = self.latest.telemetry
-        rows_in_step = (telemetry.num_step_rows - before.num_step_rows) / max(1, telemetry.num_steps - before.num_steps)
-        used_place_s = rows_in_step * min(telemetry.busy_s - before.busy_s, seconds)
+        share = (telemetry.filled_steps - before.filled_steps) / max(1, telemetry.num_steps - before.num_steps)
+        filled_s = share * min(telemetry.busy_s - before.busy_s, seconds)
         self.set(
             telemetry=telemetry,
-            used_place_s=self.latest.used_place_s + used_place_s,
-            offered_place_s=self.latest.offered_place_s + self.latest.batch_rows * seconds,
+            filled_s=self.latest.filled_s + filled_s,
+            elapsed_s=self.latest.elapsed_s + seconds,
         )
         self._rate(telemetry, now_s)
 

@@ -67,7 +67,8 @@ class EchoEngine:
         self._adapter_s: float = options.get("adapter_s", 0.0)
         self._prompt_tokens = 0
         self._generated_tokens = 0
-        self._num_steps = self._num_step_rows = 0
+        self._num_steps = 0
+        self._filled_steps = 0.0
 
     def register_adapter(self, adapter_id: str, folder: Path, name: str = "") -> None:
         if adapter_id in self._options.get("refuse_adapters", []):
@@ -114,7 +115,7 @@ class EchoEngine:
         ready = [r for r in self._queue.values() if self._there_s.get(r.adapter_id or "", 0.0) <= now_s]
         batch = ready[: self._batch_rows]
         self._fail_if_asked(batch)
-        self._num_step_rows += len(batch)
+        self._filled_steps += len(batch) / self._batch_rows
         if "trace" in self._options:
             with Path(self._options["trace"]).open("a") as trace:
                 trace.write(f"{len(batch)}\n")
@@ -167,7 +168,7 @@ class EchoEngine:
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             num_steps=self._num_steps,
-            num_step_rows=self._num_step_rows,
+            filled_steps=self._filled_steps,
             running_tokens=sum(self._steps_done[request_id] for request_id in list(self._queue)[:running]),
             steps=StepTotals(self._num_steps, self._prompt_tokens, self._generated_tokens),
         )

@@ -187,7 +187,7 @@ def test_a_merged_wave_filled_with_other_rows_has_a_fuller_batch_than_one_that_d
         ]
         results = serve(engine, requests)
         telemetry = engine.telemetry()
-        steps[name], occupancy[name] = telemetry.num_steps, telemetry.num_step_rows / telemetry.num_steps / 8
+        steps[name], occupancy[name] = telemetry.num_steps, telemetry.filled_steps / telemetry.num_steps
         modes[name] = {result.mode for result in results.values()}
         tokens[name] = {key: result.token_ids for key, result in results.items()}
     assert tokens["filled"] == tokens["drained"]

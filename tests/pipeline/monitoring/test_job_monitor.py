@@ -81,8 +81,8 @@ def test_the_time_left_and_its_range_are_part_of_the_state(monitor: JobMonitor) 
 
 def test_batches_count_as_full_or_empty_only_while_shards_are_queued(monitor: JobMonitor) -> None:
     monitor.reported(make_report("w1", ((0, 5),)))
-    monitor.reported(make_report("w1", ((0, 5),), used_place_s=60.0, offered_place_s=80.0))
-    monitor.reported(make_report("w1", ((0, 5),), used_place_s=60.0, offered_place_s=800.0), is_tail=True)
+    monitor.reported(make_report("w1", ((0, 5),), filled_s=7.5, elapsed_s=10.0))
+    monitor.reported(make_report("w1", ((0, 5),), filled_s=7.5, elapsed_s=100.0), is_tail=True)
     assert monitor.batch_fill == monitor.state(1.0, 30).batch_fill == 0.75
 
 
@@ -119,43 +119,43 @@ def test_workers_show_adapters_of_the_job_by_name(monitor: JobMonitor) -> None:
     assert monitor.state(1.0, 30).workers[0].resident_adapters == ("a",)
 
 
-def make_fill_report(worker: str, used: float, offered: float, open_rows: int = 4) -> WorkerReport:
+def make_fill_report(worker: str, filled_s: float, elapsed_s: float, open_rows: int = 4) -> WorkerReport:
     shards = unfinished((0, open_rows)) if open_rows else ()
-    return WorkerReport(worker, "ready", 8, open_shards=shards, used_place_s=used, offered_place_s=offered)
+    return WorkerReport(worker, "ready", 8, open_shards=shards, filled_s=filled_s, elapsed_s=elapsed_s)
 
 
 def test_before_anybody_has_worked_nothing_is_said() -> None:
     fill = BatchFill()
     assert fill.share is None
-    fill.reported(make_fill_report("a", 0.0, 80.0, open_rows=0))
-    fill.reported(make_fill_report("a", 0.0, 80.0))
+    fill.reported(make_fill_report("a", 0.0, 10.0, open_rows=0))
+    fill.reported(make_fill_report("a", 0.0, 10.0))
     assert fill.share is None
 
 
 def test_time_before_a_workers_first_rows_does_not_count_and_later_waiting_does() -> None:
     fill = BatchFill()
-    fill.reported(make_fill_report("a", 0.0, 800.0, open_rows=0))
-    fill.reported(make_fill_report("a", 0.0, 808.0))
-    fill.reported(make_fill_report("a", 80.0, 888.0))
+    fill.reported(make_fill_report("a", 0.0, 100.0, open_rows=0))
+    fill.reported(make_fill_report("a", 0.0, 101.0))
+    fill.reported(make_fill_report("a", 10.0, 111.0))
     assert fill.share == 1.0
-    fill.reported(make_fill_report("a", 80.0, 968.0, open_rows=0))
+    fill.reported(make_fill_report("a", 10.0, 121.0, open_rows=0))
     assert fill.share == 0.5
 
 
 def test_nothing_is_said_of_the_first_seconds() -> None:
     fill = BatchFill()
     fill.reported(make_fill_report("a", 0.0, 0.0))
-    fill.reported(make_fill_report("a", 0.0, 39.0))
+    fill.reported(make_fill_report("a", 0.0, 4.9))
     assert fill.share is None
-    fill.reported(make_fill_report("a", 10.0, 40.0))
+    fill.reported(make_fill_report("a", 1.25, 5.0))
     assert fill.share == 0.25
 
 
-def test_workers_count_by_their_places() -> None:
+def test_workers_count_alike() -> None:
     fill = BatchFill()
-    for worker, used in (("a", 160.0), ("b", 80.0)):
+    for worker, filled_s in (("a", 20.0), ("b", 10.0)):
         fill.reported(make_fill_report(worker, 0.0, 0.0))
-        fill.reported(make_fill_report(worker, used, 160.0))
+        fill.reported(make_fill_report(worker, filled_s, 20.0))
     assert fill.share == 0.75
 
 

@@ -70,16 +70,16 @@ def test_a_rate_is_over_half_a_second_or_more_though_snapshots_come_at_once() ->
     assert meter.latest.telemetry.generated_tokens == 350
 
 
-def test_places_are_used_by_rows_in_steps_and_offered_all_the_time() -> None:
+def test_steps_fill_seconds_by_their_share_and_all_seconds_count() -> None:
     meter = EngineMeter("tcp://w", batch_rows=8, now_s=90.0)
     meter.process_started(1, 100.0)
-    meter.progressed(replace(SNAPSHOT, num_steps=10, num_step_rows=60, busy_s=1.5), 102.0)
-    assert (meter.latest.used_place_s, meter.latest.offered_place_s) == (6 * 1.5, 8 * 2.0)
-    meter.progressed(replace(SNAPSHOT, num_steps=10, num_step_rows=60, busy_s=1.5), 103.0)
-    assert (meter.latest.used_place_s, meter.latest.offered_place_s) == (6 * 1.5, 8 * 3.0)
+    meter.progressed(replace(SNAPSHOT, num_steps=10, filled_steps=7.5, busy_s=1.5), 102.0)
+    assert (meter.latest.filled_s, meter.latest.elapsed_s) == (0.75 * 1.5, 2.0)
+    meter.progressed(replace(SNAPSHOT, num_steps=10, filled_steps=7.5, busy_s=1.5), 103.0)
+    assert (meter.latest.filled_s, meter.latest.elapsed_s) == (0.75 * 1.5, 3.0)
     meter.process_started(2, 110.0)
-    meter.progressed(replace(SNAPSHOT, num_steps=4, num_step_rows=32, busy_s=1.0), 111.0)
-    assert (meter.latest.used_place_s, meter.latest.offered_place_s) == (9 + 8 * 1.0, 8 * 4.0)
+    meter.progressed(replace(SNAPSHOT, num_steps=4, filled_steps=4.0, busy_s=1.0), 111.0)
+    assert (meter.latest.filled_s, meter.latest.elapsed_s) == (0.75 * 1.5 + 1.0, 4.0)
 
 
 def test_a_report_survives_the_way_through_dask() -> None:
