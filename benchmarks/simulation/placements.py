@@ -145,10 +145,11 @@ def replicate_for_bursts(
     memory_bytes: NDArray[np.float64],
     request_bytes: float,
 ) -> NDArray[np.bool_]:
-    """Preload the adapter with the lowest burst tolerance on one more replica, until the minimum would fall.
+    """Preload the adapter with the lowest burst tolerance on one more replica, until the minimum would decrease.
 
     dLoRA section 5.1. Among replicas without it, the one with most free memory takes the copy. Copies cost
-    memory that requests need, which is why it ends. Ties go to the smaller number.
+    memory that requests need, which is why it ends; a copy that leaves the minimum as it is, as with tied adapters, is
+    made. Ties go to the smaller number.
     """
     placed = is_resident.copy()
     lowest = burst_tolerance(placed, average_load, weight_bytes, memory_bytes, request_bytes)
@@ -161,7 +162,7 @@ def replicate_for_bursts(
         trial = placed.copy()
         trial[adapter, int(np.argmax(np.where(is_candidate, free, -np.inf)))] = True
         after = burst_tolerance(trial, average_load, weight_bytes, memory_bytes, request_bytes)
-        if after.min() <= lowest.min():
+        if after.min() < lowest.min():
             return placed
         placed, lowest = trial, after
     return placed

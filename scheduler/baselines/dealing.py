@@ -32,8 +32,10 @@ def by_pending_time(rows: RowsToDeal) -> NDArray[np.int64]:
     replica_of = np.zeros(workload.num_rows, np.int64)
     for row in _with_work(rows).tolist():
         adapter = int(workload.adapter_index[row])
-        replica = int(np.argmin(pending_seconds(adapter, queue_s, is_resident, load_s)))
-        queue_s[replica] += rows.row_s[row]
+        pending_s = pending_seconds(adapter, queue_s, is_resident, load_s)
+        replica = int(np.argmin(pending_s))
+        # The load is pending there from now on, before the row.
+        queue_s[replica] = pending_s[replica] + rows.row_s[row]
         if adapter >= 0:
             is_resident[adapter, replica] = True
         replica_of[row] = replica

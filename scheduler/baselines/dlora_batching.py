@@ -212,7 +212,7 @@ class DynamicBatcher:
     alpha: float = 1.2
     #: Threshold of Algorithm 1 below which it unmerges; Algorithm 2 changes it.
     beta: float = 0.6
-    #: Adapter that was merged before this step (None: unmerged).
+    #: Adapter that is merged in `_period` (None: unmerged).
     _merged: int | None = None
     #: Adapter of the merged batches in `_period` (None: no adapter).
     _candidate: int | None = None
@@ -224,33 +224,40 @@ class DynamicBatcher:
         types = np.concatenate([view.running_adapter, view.waiting_adapter])
         if len(types) == 0:
             return as_step_plan(view, np.zeros(0, np.int64), view.merged_adapter)
-        self._merged = view.merged_adapter
         self.credits.extend(int(types.max()) + 1)
         fcfs = np.arange(min(view.max_batch_rows, len(types)))
-        starving = np.flatnonzero(self.credits.starving()[types])[: view.max_batch_rows]
-        if len(starving):
-            self.credits.transfer(starving, fcfs, types)
-            return as_step_plan(view, starving, self._merged_for(types[starving]))
+        # Algorithm 3, lines 6 to 17: starving adapters first, then Algorithm 1 among those that can pay.
+        is_starving = self.credits.starving()
         is_legal = self.credits.eligible(fcfs, types)
-        batch, merged = dynamic_batching(types, view.max_batch_rows, self._merged, is_legal, self.alpha, self.beta)
+        batch = np.flatnonzero(is_starving[types])[: view.max_batch_rows]
+        if len(batch):
+            merged = _merged_for(types[batch], view.merged_adapter)
+        else:
+            batch, merged = dynamic_batching(
+                types, view.max_batch_rows, view.merged_adapter, is_legal, self.alpha, self.beta
+            )
         if not np.array_equal(batch, fcfs):
             self.credits.transfer(batch, fcfs, types)
-        self._learn(types, fcfs, merged, view.max_batch_rows)
+        self._learn(types, fcfs, merged, is_legal, view.max_batch_rows)
         return as_step_plan(view, batch, merged)
 
-    def _merged_for(self, types: NDArray[np.int32]) -> int | None:
-        """Starving rows are served merged only if all are of the adapter already merged."""
-        return self._merged if self._merged is not None and (types == self._merged).all() else None
-
     def _learn(
-        self, types: NDArray[np.int32], fcfs: NDArray[np.int64], merged: int | None, max_batch_rows: int
+        self,
+        types: NDArray[np.int32],
+        fcfs: NDArray[np.int64],
+        merged: int | None,
+        is_legal: NDArray[np.bool_],
+        max_batch_rows: int,
     ) -> None:
-        is_allowed = np.ones(len(self.credits.balance), dtype=bool)
-        candidate = merged if merged is not None else merge_candidate(types, is_allowed)
-        is_break = merged != self._merged or candidate != self._candidate
+        """Count an iteration, whoever decided it; tune first at a break point (section 4.2).
+
+        Break points: the replica switches, also for starving adapters; R_merge changes; `PERIOD` iterations are over.
+        """
+        candidate = merged if merged is not None else merge_candidate(types, is_legal)
+        is_break = (merged, candidate) != (self._merged, self._candidate)
         if self._period.num_iterations and (is_break or self._period.num_iterations >= PERIOD):
             self._tune()
-        self._candidate = candidate
+        self._merged, self._candidate = merged, candidate
         if candidate is None:
             return
         alone = types[types == candidate][:max_batch_rows]
@@ -258,8 +265,14 @@ class DynamicBatcher:
         self._period.add(len(alone), self.iteration_s(alone, candidate), len(in_turn), self.iteration_s(in_turn, None))
 
     def _tune(self) -> None:
+        """Algorithm 2 for the threshold that decided the period; the other one is left alone."""
         if self._merged is None:
-            self.alpha = max(tune_alpha(self.alpha, self._period, self.switch_s), self.beta)
+            self.alpha = tune_alpha(self.alpha, self._period, self.switch_s)
         else:
-            self.beta = min(tune_beta(self.beta, self._period, self.switch_s), self.alpha)
+            self.beta = tune_beta(self.beta, self._period, self.switch_s)
         self._period = Period()
+
+
+def _merged_for(types: NDArray[np.int32], merged: int | None) -> int | None:
+    """Adapter that stays merged for starving rows: the one that is, if all of them are its own."""
+    return merged if merged is not None and (types == merged).all() else None

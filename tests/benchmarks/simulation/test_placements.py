@@ -111,6 +111,14 @@ def test_replication_ends_before_memory_is_what_limits():
     assert heavy.tolist() == np.eye(2, dtype=bool).tolist()
 
 
+def test_tied_adapters_are_replicated_although_the_minimum_stays():
+    # dLoRA, section 5.1: "until the minimum burst tolerance decreases". One copy leaves the other adapter's tolerance
+    # as it is, since a third server takes it; the second copy raises the minimum.
+    resident = np.array([[True, False, False, False], [False, True, False, False]])
+    placed = replicate_for_bursts(resident, np.ones(2), np.full(2, 10.0), np.full(4, 100.0), 1.0)
+    assert placed.sum(axis=1).min() > 1
+
+
 def test_replication_never_lowers_the_least_tolerance():
     rng = np.random.default_rng(5)
     for _ in range(20):

@@ -79,7 +79,8 @@ def test_pending_time_decides_row_by_row(rows):
         load_s = COST.load_seconds(workload.adapters[adapter].weight_bytes, "storage") if adapter >= 0 else 0.0
         pending = [s + (load_s if (adapter, r) not in resident else 0.0) for r, s in enumerate(queue_s.tolist())]
         assert pending[replica] == pytest.approx(min(pending))
-        queue_s[replica] += rows.row_s[row]
+        # dLoRA, section 5.1: pending time "includes the time to load the LoRA adapter", of rows before this one too.
+        queue_s[replica] = pending[replica] + rows.row_s[row]
         resident.add((adapter, replica))
 
 

@@ -144,6 +144,44 @@ def test_alpha_learns_that_merging_pays():
     assert merged == 1
 
 
+def test_starving_adapters_that_unmerge_end_the_merged_period():
+    # Section 4.2: "replica switching" is a break point, and a merged period tunes beta (Algorithm 2). Algorithm 3, line
+    # 15, switches as Algorithm 1 does.
+    batcher = make_batcher(initial=100.0, starve_above=101.5, lora_factor=3.0)
+    merged, states = None, []
+    for _ in range(2):
+        merged = batcher(view_of("abbbbbb", merged=merged)).merged_adapter
+        states.append(merged)
+    assert states == [1, 1]
+    alpha, beta = batcher.alpha, batcher.beta
+    plan = batcher(view_of("abbbbbb", merged=1))
+    assert (plan.merged_adapter, plan.admit.tolist()) == (None, [0])
+    assert (batcher.alpha, batcher.beta) == (alpha, pytest.approx(beta / MULTIPLIER))
+
+
+def test_each_threshold_is_tuned_by_its_own_periods_alone():
+    # Algorithm 2 returns alpha after an unmerged period; no line keeps it above beta.
+    batcher = make_batcher(lora_factor=3.0)
+    batcher.alpha, batcher.beta = 1.3, 1.28
+    for _ in range(PERIOD + 1):
+        batcher(view_of("aabbb"))
+    assert (batcher.alpha, batcher.beta) == (pytest.approx(1.25), 1.28)
+
+
+def test_only_an_adapter_that_can_pay_is_the_merged_batch_that_is_tried():
+    # Algorithm 1, line 7, takes R_merge among L, which Algorithm 3, line 18, makes the eligible adapters.
+    tried = []
+
+    def iteration_s(types, merged):
+        tried.append(merged)
+        return 0.05
+
+    account = Credits(3, initial=100.0, starve_above=200.0, normal_below=100.0)
+    account.balance[1] = 0.0
+    DynamicBatcher(iteration_s, account, 0.1)(view_of("aabbbb"))
+    assert tried == [0, None]
+
+
 def test_an_empty_replica_keeps_its_state():
     plan = make_batcher()(view_of("", merged=2))
     assert plan.merged_adapter == 2
