@@ -5,17 +5,18 @@ tried first; where its adapter copies or memory keep it from that bound, the pap
 answer is a proposal: it is in whole rows and used only if it ends sooner than doing nothing; otherwise the greedy rule
 decides. All functions are pure and deterministic.
 
-In the integer program `share` is x (relaxed to reals), `is_resident` is y; the objective is the longest running time
-over replicas plus eta for every adapter copy. Requests of one adapter on one replica have the same L_i, so they are one
-variable with a count (`AdapterRows`), which changes nothing but the size. Seconds of a replica include those of
-swapping what exceeds its memory. `dlora_reactive.py` has the program decide in a job.
+In the integer program `share` is x (relaxed to reals), `is_resident` is y. The objective is the largest sum, over
+replicas, of running time, swapping of what exceeds the memory, and eta for every adapter on the replica (equation "Min."
+of section 5.2). Requests of one adapter on one replica have the same L_i, so they are one variable with a count
+(`AdapterRows`), which changes nothing but the size. An adapter of which all rows leave a replica may leave it too; one
+without rows that may move stays. Rows of underloaded replicas stay. `dlora_reactive.py` has the program decide in a job.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -47,11 +48,12 @@ class CoMigrationModel:
         adapters = sorted(
             {group.adapter_id for source in self._over for group in source.groups}, key=lambda key: key or ""
         )
+        # Adapters of rows that may leave, and copies that may be made; the others on a replica stay (`_num_kept`).
         self.is_resident = {
             (k, t): self.problem.add_variable(f"is_resident_{n}_on_{t}", cat=pulp.LpBinary)
             for n, k in enumerate(adapters)
-            for t in self._targets()
-            if k not in self._replica(t).resident
+            for t in range(len(self._over) + len(self._under))
+            if k is not None and (k in self._replica(t).adapters) == (t < len(self._over))
         }
         self.swapped = {
             t: self.problem.add_variable(f"swapped_bytes_on_{t}", 0)
@@ -59,7 +61,7 @@ class CoMigrationModel:
             if self._replica(t).memory_bytes < float("inf")
         }
         self.longest = self.problem.add_variable("longest_s", 0)
-        self.problem += self.longest + settings.eta_s * pulp.lpSum(self.is_resident.values())
+        self.problem += self.longest
         self._every_request_runs_somewhere()
         self._requests_need_their_adapter()
         self._no_replica_runs_longer_than_the_longest()
@@ -73,6 +75,11 @@ class CoMigrationModel:
 
     def _group(self, key: tuple[int, int]) -> AdapterRows:
         return self._over[key[0]].groups[key[1]]
+
+    def _kept(self, t: int) -> frozenset[str]:
+        """Adapters that stay on a replica whatever moves."""
+        replica = self._replica(t)
+        return replica.adapters - {k for k, at in self.is_resident if at == t}
 
     def _every_request_runs_somewhere(self) -> None:
         """The shares of each group add up to all of its rows."""
@@ -88,7 +95,9 @@ class CoMigrationModel:
                     self.problem += copy >= part, f"group_{s}_{g}_needs_its_adapter_on_{t}"
 
     def _no_replica_runs_longer_than_the_longest(self) -> None:
-        """Rows that stay on a replica, rows that come to it and its swaps take the longest time at most."""
+        """Rows that stay on a replica, rows that come to it, its swaps and eta for each of its adapters take the longest
+        time at most.
+        """
         for t in range(len(self._over) + len(self._under)):
             replica = self._replica(t)
             stays = replica.fixed_s if t < len(self._over) else replica.pending_s
@@ -99,13 +108,15 @@ class CoMigrationModel:
                     factor = 1.0 if key[0] == t else self._settings.gamma
                     runs.append(factor * group.num_rows * group.row_s * on[t])
             swap = self.swapped[t] * (1.0 / self._settings.swap_bytes_per_s) if t in self.swapped else 0.0
-            self.problem += stays + pulp.lpSum(runs) + swap <= self.longest, f"replica_{t}_is_no_longer"
+            copies = [y for (_, at), y in self.is_resident.items() if at == t]
+            affinity = self._settings.eta_s * (len(self._kept(t)) + pulp.lpSum(copies))
+            self.problem += stays + pulp.lpSum(runs) + swap + affinity <= self.longest, f"replica_{t}_is_no_longer"
 
     def _memory_beyond_capacity_is_swapped(self) -> None:
         """Bytes of rows and adapters that a replica's memory does not hold are swapped."""
         for t, swapped in self.swapped.items():
             replica = self._replica(t)
-            kept = sum(self._adapter_bytes.get(name, 0.0) for name in replica.resident)
+            kept = sum(self._adapter_bytes.get(name, 0.0) for name in self._kept(t))
             if t >= len(self._over):
                 kept += sum(group.num_rows * group.row_bytes for group in replica.groups)
             rows = [
@@ -170,6 +181,11 @@ class ReplicaLoad:
     memory_bytes: float = float("inf")
 
     @property
+    def adapters(self) -> frozenset[str]:
+        """Adapters that are on it: those in its memory and those of its rows."""
+        return frozenset(name for name in (*self.resident, *(g.adapter_id for g in self.groups)) if name is not None)
+
+    @property
     def pending_s(self) -> float:
         """Seconds until it is done with everything it has."""
         return self.fixed_s + sum(group.num_rows * group.row_s for group in self.groups)
@@ -177,7 +193,7 @@ class ReplicaLoad:
     def held_bytes(self, adapter_bytes: Mapping[str | None, float]) -> float:
         """Bytes that its rows and adapters take."""
         rows = sum(group.num_rows * group.row_bytes for group in self.groups)
-        return rows + sum(adapter_bytes.get(name, 0.0) for name in self.resident)
+        return rows + sum(adapter_bytes.get(name, 0.0) for name in self.adapters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +212,7 @@ class MigrationSettings:
 
     #: Factor by which a moved row costs more: its hop and second prefill.
     gamma: float = 1.1
-    #: Price of an adapter copy, in seconds.
+    #: Price of each adapter on a replica, in seconds (affinity factor).
     eta_s: float = 0.01
     #: Replicas considered on each side.
     top_k: int = 8
@@ -232,7 +248,7 @@ def plan_migration(
     if not over or not under:
         return (), "not needed"
     before = longest_after(replicas, (), settings, adapter_bytes)
-    if 1 - level_s(over, under, settings.gamma) / before < settings.least_gain:
+    if 1 - level_s(over, under, settings) / before < settings.least_gain:
         return (), "nothing pays"
 
     def pays(moves: Sequence[Transfer]) -> bool:
@@ -265,11 +281,10 @@ def near_the_bound(
     everything = sum(replica.held_bytes(adapter_bytes) for replica in (*over, *under))
     if any(replica.memory_bytes < everything for replica in (*over, *under)):
         return None
-    moves, num_copies = transport(over, under, settings)
-    objective = longest_after([*over, *under], moves, settings) + settings.eta_s * num_copies
+    moves = transport(over, under, settings)
     row_s = max((group.row_s for replica in over for group in replica.groups), default=0.0)
-    bound = level_s(over, under, settings.gamma) * (1 + _GOOD_GAP) + settings.gamma * row_s / 2
-    return moves if objective <= bound else None
+    bound = level_s(over, under, settings) * (1 + _GOOD_GAP) + settings.gamma * row_s / 2
+    return moves if longest_after([*over, *under], moves, settings) <= bound else None
 
 
 def _by_model(
@@ -290,8 +305,8 @@ def select(
     settings: MigrationSettings,
     adapter_bytes: Mapping[str | None, float] = MappingProxyType({}),
 ) -> tuple[list[ReplicaLoad], list[ReplicaLoad]]:
-    """The top K overloaded and underloaded replicas; both empty below the triggers."""
-    seconds = seconds_after(replicas, (), settings, adapter_bytes)
+    """The top K overloaded and underloaded replicas, by running time and swapping; both empty below the triggers."""
+    seconds = seconds_after(replicas, (), replace(settings, eta_s=0.0), adapter_bytes)
     by_load = sorted(replicas, key=lambda replica: (-seconds[replica.replica_id], replica.replica_id))
     mean = sum(seconds.values()) / max(1, len(replicas))
     is_full = any(r.held_bytes(adapter_bytes) > settings.memory_trigger * r.memory_bytes for r in replicas)
@@ -308,26 +323,35 @@ def seconds_after(
     settings: MigrationSettings,
     adapter_bytes: Mapping[str | None, float] = MappingProxyType({}),
 ) -> dict[str, float]:
-    """Running time of each replica once the moves are made, by replica id.
+    """Seconds of each replica once the moves are made, by replica id: the sum whose largest the program minimises.
 
-    Moved rows cost gamma times theirs, and what exceeds a replica's memory is swapped.
+    Moved rows cost gamma times theirs, what exceeds a replica's memory is swapped, and each adapter on it costs eta.
     """
     groups = {(r.replica_id, g.adapter_id): g for r in replicas for g in r.groups}
+    rows = {key: group.num_rows for key, group in groups.items()}
     seconds = {replica.replica_id: replica.pending_s for replica in replicas}
-    held = {replica.replica_id: replica.held_bytes(adapter_bytes) for replica in replicas}
-    copies = {(replica.replica_id, name) for replica in replicas for name in replica.resident}
+    row_bytes = {r.replica_id: sum(g.num_rows * g.row_bytes for g in r.groups) for r in replicas}
     for move in moves:
-        group = groups[move.from_replica_id, move.adapter_id]
+        source, target = (move.from_replica_id, move.adapter_id), (move.to_replica_id, move.adapter_id)
+        group = groups[source]
+        rows[source] -= move.num_rows
+        rows[target] = rows.get(target, 0) + move.num_rows
         seconds[move.from_replica_id] -= move.num_rows * group.row_s
         seconds[move.to_replica_id] += settings.gamma * move.num_rows * group.row_s
-        held[move.from_replica_id] -= move.num_rows * group.row_bytes
-        held[move.to_replica_id] += move.num_rows * group.row_bytes
-        if (move.to_replica_id, move.adapter_id) not in copies:
-            copies.add((move.to_replica_id, move.adapter_id))
-            held[move.to_replica_id] += adapter_bytes.get(move.adapter_id, 0.0)
+        row_bytes[move.from_replica_id] -= move.num_rows * group.row_bytes
+        row_bytes[move.to_replica_id] += move.num_rows * group.row_bytes
+    adapters = {replica.replica_id: set(replica.adapters) for replica in replicas}
+    for (replica_id, name), num_rows in rows.items():
+        if num_rows and name is not None:
+            adapters[replica_id].add(name)
+        elif (replica_id, name) in groups:
+            # all of its rows have left
+            adapters[replica_id] -= {name}
     for replica in replicas:
-        swapped = max(0.0, held[replica.replica_id] - replica.memory_bytes)
-        seconds[replica.replica_id] += swapped / settings.swap_bytes_per_s
+        on = replica.replica_id
+        held = row_bytes[on] + sum(adapter_bytes.get(name, 0.0) for name in adapters[on])
+        swapped = max(0.0, held - replica.memory_bytes)
+        seconds[on] += swapped / settings.swap_bytes_per_s + settings.eta_s * len(adapters[on])
     return seconds
 
 
@@ -364,13 +388,14 @@ def move_greedily(
     return tuple(moves)
 
 
-def level_s(over: Sequence[ReplicaLoad], under: Sequence[ReplicaLoad], gamma: float) -> float:
-    """A lower bound of the longest pending time: moved work takes `gamma` times as long and nothing else costs."""
-    floor = max([replica.fixed_s for replica in over] + [replica.pending_s for replica in under])
-    pending = sorted((replica.pending_s for replica in over), reverse=True)
-    idle = sum(replica.pending_s for replica in under)
+def level_s(over: Sequence[ReplicaLoad], under: Sequence[ReplicaLoad], settings: MigrationSettings) -> float:
+    """A lower bound of the program: moved work takes gamma times as long, adapters that stay cost eta, nothing else."""
+    kept_s = [settings.eta_s * len(r.adapters - {g.adapter_id for g in r.groups}) for r in over]
+    idle_s = [replica.pending_s + settings.eta_s * len(replica.adapters) for replica in under]
+    floor = max([replica.fixed_s + kept for replica, kept in zip(over, kept_s, strict=True)] + idle_s)
+    pending = sorted((replica.pending_s + kept for replica, kept in zip(over, kept_s, strict=True)), reverse=True)
     for giving in range(1, len(pending) + 1):
-        level = (gamma * sum(pending[:giving]) + idle) / (gamma * giving + len(under))
+        level = (settings.gamma * sum(pending[:giving]) + sum(idle_s)) / (settings.gamma * giving + len(under))
         if giving == len(pending) or level >= pending[giving]:
             return max(floor, level)
     return floor
@@ -378,29 +403,33 @@ def level_s(over: Sequence[ReplicaLoad], under: Sequence[ReplicaLoad], gamma: fl
 
 def transport(
     over: Sequence[ReplicaLoad], under: Sequence[ReplicaLoad], settings: MigrationSettings
-) -> tuple[tuple[Transfer, ...], int]:
-    """Moves that bring every replica near the level, and how many adapter copies they need."""
-    filling = _Filling(over, under, level_s(over, under, settings.gamma), settings.gamma)
+) -> tuple[Transfer, ...]:
+    """Moves that bring every replica near the level, to replicas that have the adapter where they can."""
+    filling = _Filling(over, under, settings)
     for may_copy in (False, True):
         for source in over:
             for group in sorted(source.groups, key=lambda g: (-g.num_rows * g.row_s, g.place)):
                 filling.pour(source, group, may_copy=may_copy)
     filling.even_out()
-    return filling.moves(), filling.num_copies
+    return filling.moves()
 
 
 class _Filling:
     """Surplus above the level, room below it, and which adapter is where."""
 
-    def __init__(self, over: Sequence[ReplicaLoad], under: Sequence[ReplicaLoad], level: float, gamma: float) -> None:
-        self._gamma = gamma
-        self._surplus = {replica.replica_id: replica.pending_s - level for replica in over}
-        self._room = {replica.replica_id: level - replica.pending_s for replica in under}
-        self._resident = {replica.replica_id: set(replica.resident) for replica in under}
+    def __init__(
+        self, over: Sequence[ReplicaLoad], under: Sequence[ReplicaLoad], settings: MigrationSettings
+    ) -> None:
+        self._gamma, self._eta_s = settings.gamma, settings.eta_s
+        level = level_s(over, under, settings)
+        priced_s = {r.replica_id: r.pending_s + settings.eta_s * len(r.adapters) for r in (*over, *under)}
+        self._surplus = {replica.replica_id: priced_s[replica.replica_id] - level for replica in over}
+        self._room = {replica.replica_id: level - priced_s[replica.replica_id] for replica in under}
+        # The base model is everywhere.
+        self._resident: dict[str, set[str | None]] = {r.replica_id: {None, *r.adapters} for r in under}
         self._groups = {replica.replica_id: replica.groups for replica in over}
         self._left = {(r.replica_id, g.adapter_id): g.num_rows for r in over for g in r.groups}
         self._moved: dict[tuple[str | None, str, str], int] = {}
-        self.num_copies = 0
 
     def pour(self, source: ReplicaLoad, group: AdapterRows, *, may_copy: bool) -> None:
         """Move rows of a group while its replica has a surplus; the roomiest targets first."""
@@ -432,8 +461,9 @@ class _Filling:
         self._left[mine, group.adapter_id] -= num_rows
         self._surplus[mine] -= num_rows * group.row_s
         self._room[target] -= self._gamma * num_rows * group.row_s
-        self.num_copies += group.adapter_id not in self._resident[target]
-        self._resident[target].add(group.adapter_id)
+        if group.adapter_id not in self._resident[target]:
+            self._resident[target].add(group.adapter_id)
+            self._room[target] -= self._eta_s
         key = (group.adapter_id, mine, target)
         self._moved[key] = self._moved.get(key, 0) + num_rows
 
