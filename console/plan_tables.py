@@ -306,7 +306,7 @@ def _memory(planned: CpuMemory) -> str:
 def _policy(found: DryRun) -> list[str]:
     """A line about policy and placement, if they deal rows out before the job; else none."""
     policy, placement = found.settings.policy, found.settings.placement
-    dealt = f", rows dealt out by {placement}" if placement == "loraserve" else ""
+    dealt = f", rows dealt out by {placement}" if placement.startswith("loraserve") else ""
     return [f"Policy: {policy}{dealt}"] if found.settings.is_dealt else []
 
 

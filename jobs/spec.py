@@ -62,7 +62,7 @@ _CLASS = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\.[A-Z]\w*"
 Panel = Literal["data", "prompts", "answers", "form", "adapters", "engine", "cluster", "storage", "limits"]
 PolicyName = Literal["planner", "dlora", "s-lora", "vllm-like", "merged-only", "peft-like"]
 ScoreBy = Literal["exact", "contains", "regex", "json", "number", "choice"]
-PlacementName = Literal["planner", "planned", "none", "loraserve"]
+PlacementName = Literal["planner", "planned", "none", "loraserve", "loraserve-levelled"]
 # Values for the required fields while the other fields are checked.
 _PLACEHOLDERS = {"model": "-", "input": "-", "output": "-"}
 
@@ -304,8 +304,8 @@ class JobSpec(_SamplingFields):
     policy: PolicyName = _cluster("planner", "How rows are batched, dispatched and moved: planner is this project's.")
     placement: PlacementName = _cluster(
         "planner",
-        "Which shards a worker opens first: those that the plan places on it (planned), any (none), LoRAServe's, or "
-        "planned on 8 workers or more and any on fewer (planner).",
+        "Which shards a worker opens first: those that the plan places on it (planned), any (none), LoRAServe's (its paper's "
+        "or levelled), or planned on 8 workers or more and any on fewer (planner).",
     )
     rows_per_shard: int | None = _data(None, "Rows per part file; chosen by default.", ge=1)
     cost_model: str | None = _cluster(

@@ -86,7 +86,13 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
 #: no rows are dealt out, the shards of `planned`, and of `planner` on many replicas, are placed on replicas, which open
 #: their own first; those of `none` are for whichever replica has room.
 PLACEMENTS: Mapping[str, str | None] = MappingProxyType(
-    {"planner": None, "planned": None, "none": None, "loraserve": "baselines.dealing:by_routing"}
+    {
+        "planner": None,
+        "planned": None,
+        "none": None,
+        "loraserve": "baselines.dealing:by_routing",
+        "loraserve-levelled": "baselines.dealing:by_levelled_routing",
+    }
 )
 
 

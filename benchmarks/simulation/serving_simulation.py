@@ -111,8 +111,8 @@ class RoutedDispatcher:
             return int(np.argmin(view.queue_s))
         if self._sent is None:
             self._sent = np.zeros_like(self.fraction)
-        chosen = furthest_behind(self.fraction[adapter], self._sent[adapter], row_s)
-        self._sent[adapter, chosen] += row_s
+        chosen = furthest_behind(self.fraction[adapter], self._sent[adapter])
+        self._sent[adapter, chosen] += 1
         return chosen
 
 

@@ -210,9 +210,9 @@ class JobOptions(TypedDict, total=False):
     migration: bool
     #: How rows are batched, dispatched and moved: planner is this project's.
     policy: Literal["planner", "dlora", "s-lora", "vllm-like", "merged-only", "peft-like"]
-    #: Which shards a worker opens first: those that the plan places on it (planned), any (none), LoRAServe's, or
-    #: planned on 8 workers or more and any on fewer (planner).
-    placement: Literal["planner", "planned", "none", "loraserve"]
+    #: Which shards a worker opens first: those that the plan places on it (planned), any (none), LoRAServe's (its
+    #: paper's or levelled), or planned on 8 workers or more and any on fewer (planner).
+    placement: Literal["planner", "planned", "none", "loraserve", "loraserve-levelled"]
     #: Rows per part file; chosen by default.
     rows_per_shard: int | None
     #: File that `lorabatch profile` wrote, to plan with; by default this machine's, else a guess.

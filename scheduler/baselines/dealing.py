@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..policies import RowsToDeal
-from .loraserve import assign_loraserve
+from .loraserve import Leftovers, assign_loraserve
 
 
 def in_turn(rows: RowsToDeal) -> NDArray[np.int64]:
@@ -52,41 +52,45 @@ def pending_seconds(
     return queue_s if adapter < 0 else queue_s + np.where(is_resident[adapter], 0.0, load_s[adapter])
 
 
-def by_routing(rows: RowsToDeal) -> NDArray[np.int64]:
+def by_routing(rows: RowsToDeal, leftovers: Leftovers = "whole") -> NDArray[np.int64]:
     """Deal as LoRAServe (section IV): place adapters by rank and demand; each adapter's rows follow its shares, rows of
     the base model go to the replica with the least work.
     """
-    workload, fraction, queue_s = rows.workload, routing_of(rows), np.zeros(rows.num_replicas)
-    sent_s = np.zeros_like(fraction)
+    workload, fraction, queue_s = rows.workload, routing_of(rows, leftovers), np.zeros(rows.num_replicas)
+    sent = np.zeros_like(fraction)
     replica_of = np.zeros(workload.num_rows, np.int64)
     for row in _with_work(rows).tolist():
-        adapter, row_s = int(workload.adapter_index[row]), float(rows.row_s[row])
+        adapter = int(workload.adapter_index[row])
         if adapter >= 0:
-            replica = furthest_behind(fraction[adapter], sent_s[adapter], row_s)
-            sent_s[adapter, replica] += row_s
+            replica = furthest_behind(fraction[adapter], sent[adapter])
+            sent[adapter, replica] += 1
         else:
             replica = int(np.argmin(queue_s))
-        queue_s[replica] += row_s
+        queue_s[replica] += rows.row_s[row]
         replica_of[row] = replica
     return replica_of
 
 
-def furthest_behind(share: NDArray[np.float64], sent_s: NDArray[np.float64], row_s: float) -> int:
-    """The replica furthest behind its share of an adapter, of which it was sent rows of `sent_s` seconds.
+def by_levelled_routing(rows: RowsToDeal) -> NDArray[np.int64]:
+    """Deal as `by_routing`, with what no server of its rank has room for split over servers."""
+    return by_routing(rows, "levelled")
 
-    LoRAServe sends a request to a server with the probability that is the server's share of the adapter's load (section
-    IV). Without draws, runs repeat and short runs are fair; shares are of predicted seconds, not of rows, for the
-    placement has split load.
+
+def furthest_behind(share: NDArray[np.float64], sent: NDArray[np.float64]) -> int:
+    """The replica furthest behind its share of an adapter's rows, of which it was sent `sent`, float64 `[num_replicas]`.
+
+    LoRAServe sends a request to a server with the probability that is the server's share of the adapter (section IV,
+    phi). Without draws, runs repeat, and each replica has its share to within one row.
     """
-    behind = share * (sent_s.sum() + row_s) - sent_s
+    behind = share * (sent.sum() + 1) - sent
     return int(np.argmax(np.where(share > 0, behind, -np.inf)))
 
 
-def routing_of(rows: RowsToDeal) -> NDArray[np.float64]:
+def routing_of(rows: RowsToDeal, leftovers: Leftovers = "whole") -> NDArray[np.float64]:
     """LoRAServe's placement: share of each adapter on each replica, float64 `[num_adapters, num_replicas]`.
 
     The demand of an adapter, which the paper extrapolates from the past, is known: the tokens of its rows. Operating
-    points are the cost model's at this job's mean lengths.
+    points are the cost model's at this job's mean lengths, without an objective of latency, which no offline job has.
     """
     workload, order = rows.workload, _with_work(rows)
     adapter, tokens = workload.adapter_index[order], (workload.prompt_tokens + rows.output_tokens)[order]
@@ -106,7 +110,7 @@ def routing_of(rows: RowsToDeal) -> NDArray[np.float64]:
             )
             for rank in np.unique(ranks[used])
         }
-        fraction[used] = assign_loraserve(ranks[used], demand[used], points, rows.num_replicas)
+        fraction[used] = assign_loraserve(ranks[used], demand[used], points, rows.num_replicas, leftovers)
     return fraction
 
 

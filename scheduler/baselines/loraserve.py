@@ -3,7 +3,8 @@
 Its steps are one function each; they keep ranks apart and loads equal. Load is measured in *utilisation*: an adapter's
 demand in tokens per second divided by the tokens per second a server manages at that rank (its operating point), so
 that 1.0 fills one server. Step 5 keeps adapters where they are while requests keep arriving: a job, whose adapters are
-placed once, has no use for it. The planner's own placement is `planning/placement.py`.
+placed once, has no use for it. Step 4 is there twice: as in the paper, and levelled, which is this project's. The
+planner's own placement is `planning/placement.py`.
 
 Shapes: `[num_adapters, num_servers]` for fractions, `[num_adapters]` for ranks, demand and utilisation.
 """
@@ -11,9 +12,14 @@ Shapes: `[num_adapters, num_servers]` for fractions, `[num_adapters]` for ranks,
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+#: What step 4 does with an adapter that step 3 has not placed: `whole` gives it to one server, as the paper does;
+#: `levelled` splits it.
+Leftovers = Literal["whole", "levelled"]
 
 _EPSILON = 1e-12
 _LEVEL_ROUNDS = 30
@@ -24,6 +30,7 @@ def assign_loraserve(
     demand_tps: NDArray[np.float64],
     operating_points: Mapping[int, float],
     num_servers: int,
+    leftovers: Leftovers = "whole",
 ) -> NDArray[np.float64]:
     """Algorithm 1, steps 1 to 4: the share of each adapter's requests that goes to each server; a row sums to 1.
 
@@ -36,7 +43,10 @@ def assign_loraserve(
     target = utilisation.sum() / num_servers
     budget = server_budget(ranks, utilisation, num_servers)
     packed = _pack_ranks(ranks, utilisation, budget, target, num_servers)
-    fraction = _Leftovers(ranks, demand, operating_points).place(packed, target)
+    if leftovers == "whole":
+        fraction = _each_whole(ranks, utilisation, packed, target)
+    else:
+        fraction = _Levelled(ranks, demand, operating_points).place(packed, target)
     return np.asarray(fraction / fraction.sum(axis=1, keepdims=True))
 
 
@@ -99,8 +109,30 @@ def _pour(
             left -= poured
 
 
-class _Leftovers:
-    """Step 4: what is left, by falling rank, to servers whose maximum rank is highest, least utilised first.
+def _each_whole(
+    ranks: NDArray[np.int64], utilisation: NDArray[np.float64], packed: NDArray[np.float64], target: float
+) -> NDArray[np.float64]:
+    """Step 4 as in the paper (lines 24 to 28): what is left of each adapter, by falling rank, goes to one server.
+
+    That is "the server with highest max rank and least utilization" (line 27) among those that it does not fill beyond
+    the target, by which "if possible" of the text is read; the least utilised of all where there is none. Utilisation
+    is that of step 1, of each adapter's own rank.
+    """
+    fraction = packed.copy()
+    left = np.flatnonzero(fraction.sum(axis=1) <= 1 - 1e-9)
+    for adapter in left[np.lexsort((-utilisation[left], -ranks[left]))].tolist():
+        rest = 1.0 - float(fraction[adapter].sum())
+        used = utilisation @ fraction
+        max_rank = np.where(fraction > 0, ranks[:, None], 0).max(axis=0)
+        is_possible = used + rest * utilisation[adapter] <= target * (1 + 1e-9)
+        order = np.lexsort((used, np.where(is_possible, -max_rank, 0), ~is_possible))
+        fraction[adapter, order[0]] += rest
+    return fraction
+
+
+class _Levelled:
+    """Step 4 of this project: what is left, by falling rank, to servers whose maximum rank is highest, least utilised
+    first, split where a server is full.
 
     A server that already runs this rank or a higher one is not slowed by it. Other servers follow only when no such
     server has room, again the highest first. A server's load is counted at the rank it runs at, its maximum (section

@@ -150,9 +150,8 @@ def test_routing_gives_each_replica_its_share():
     assert np.bincount(chosen, minlength=3) / 100 == pytest.approx([0.7, 0.3, 0.0], abs=0.01)
 
 
-def test_routing_shares_work_and_not_rows():
+def test_routing_shares_requests_whatever_they_take():
+    # LoRAServe, section IV: "routed to server_id with probability phi".
     dispatcher, seconds = RoutedDispatcher(np.array([[0.6, 0.4]])), np.tile([1.0, 1.0, 6.0], 50)
     chosen = [dispatcher.choose(0, row_s, make_view([0, 0])) for row_s in seconds.tolist()]
-    work = np.bincount(chosen, weights=seconds, minlength=2)
-    assert work / work.sum() == pytest.approx([0.6, 0.4], abs=0.02)
-    assert np.bincount(chosen)[0] / len(chosen) != pytest.approx(0.6, abs=0.05)
+    assert np.bincount(chosen).tolist() == [90, 60]
