@@ -21,7 +21,7 @@ from lorabatch.scheduler.costs.cost import CostModel
 from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
 from lorabatch.scheduler.simulation.timeline import Timeline
 
-# Waiting rows have computed nothing yet, so moving them costs little and small imbalances are worth it.
+# Most rows that move wait and have computed nothing yet: moving them costs little, and small imbalances are worth it.
 MIGRATION = MigrationSettings(gamma=1.02, trigger=1.05, least_gain=0.01)
 
 
@@ -54,15 +54,20 @@ def serve(
         SimulatedReplica(i, requests.rows, cost, policy.make_batcher(), settings, timeline) for i in range(num_replicas)
     ]
     span = float(requests.release_s.max())
+    has_limit = settings.kv_tokens is not None and settings.token_bytes > 0
     serving = ServingSettings(
         batch_rows=settings.max_batch_rows,
+        token_bytes=settings.token_bytes,
+        memory_bytes=float((settings.kv_tokens or 0) * settings.token_bytes) if has_limit else float("inf"),
         migrate_every_s=policy.migrate_every_s,
         migration=policy.migration,
         replan_every_s=policy.replan_every_s,
         give_up_s=20 * span if span > 0 else float("inf"),
     )
-    ServingSimulation(requests, replicas, policy.make_dispatcher(), cost, serving, policy.replan).run()
-    return serving_metrics(requests, timeline), timeline
+    simulation = ServingSimulation(requests, replicas, policy.make_dispatcher(), cost, serving, policy.replan)
+    simulation.run()
+    found = serving_metrics(requests, timeline)
+    return replace(found, most_in_host=tuple(simulation.most_in_host.tolist())), timeline
 
 
 def at_rate(requests: Requests, factor: float) -> Requests:
@@ -84,6 +89,8 @@ class ServingMetrics:
     ttft_p95_s: float
     #: Output tokens per second, from the first release to the last finish.
     output_tokens_per_s: float
+    #: Adapters in the host memory of each replica, most at once.
+    most_in_host: tuple[int, ...] = ()
 
 
 def serving_metrics(requests: Requests, timeline: Timeline) -> ServingMetrics:

@@ -275,16 +275,13 @@ def near_the_bound(
 ) -> tuple[Transfer, ...] | None:
     """The transport's moves if they are proved good, else None.
 
-    They may miss the bound by the gap, and by half a row's time because rows are whole. None also where memory may run
-    out.
+    They may miss the bound by the gap, and by half a row's time because rows are whole. The bound swaps nothing, so that
+    moves which must swap much are not proved.
     """
-    everything = sum(replica.held_bytes(adapter_bytes) for replica in (*over, *under))
-    if any(replica.memory_bytes < everything for replica in (*over, *under)):
-        return None
     moves = transport(over, under, settings)
     row_s = max((group.row_s for replica in over for group in replica.groups), default=0.0)
     bound = level_s(over, under, settings) * (1 + _GOOD_GAP) + settings.gamma * row_s / 2
-    return moves if longest_after([*over, *under], moves, settings) <= bound else None
+    return moves if longest_after([*over, *under], moves, settings, adapter_bytes) <= bound else None
 
 
 def _by_model(

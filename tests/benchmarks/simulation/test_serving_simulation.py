@@ -17,6 +17,7 @@ from lorabatch.benchmarks.simulation.serving_simulation import (
     ServingSimulation,
 )
 from lorabatch.scheduler.baselines.batchers import unmerged
+from lorabatch.scheduler.baselines.dlora_migration import MigrationSettings
 from lorabatch.scheduler.costs.machines import DLORA_A800_LLAMA_2_7B as COST
 from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
 from lorabatch.scheduler.simulation.synthetic import (
@@ -29,7 +30,12 @@ from lorabatch.scheduler.simulation.synthetic import (
 from lorabatch.scheduler.simulation.timeline import Timeline
 
 
-def serve(dispatcher, *, num_rows=300, rate=2.0, num_replicas=2, seed=0, replan=None, **changes):
+def serve(dispatcher, **changes):
+    simulation, timeline = simulated(dispatcher, **changes)
+    return simulation.requests, timeline
+
+
+def simulated(dispatcher, *, num_rows=300, rate=2.0, num_replicas=2, seed=0, replan=None, **changes):
     rng = np.random.default_rng(seed)
     workload = make_workload(
         make_adapters([8] * 4),
@@ -43,7 +49,7 @@ def serve(dispatcher, *, num_rows=300, rate=2.0, num_replicas=2, seed=0, replan=
     replicas = [SimulatedReplica(i, workload, COST, unmerged, settings, timeline) for i in range(num_replicas)]
     simulation = ServingSimulation(requests, replicas, dispatcher, COST, ServingSettings(16, **changes), replan)
     simulation.run()
-    return requests, timeline
+    return simulation, timeline
 
 
 def test_every_request_is_answered_after_it_came():
@@ -74,6 +80,45 @@ def test_migration_empties_the_full_replica():
     requests, timeline = serve(RoundRobinDispatcher(placed), migrate_every_s=2.0)
     assert np.isfinite(timeline.finish_s).all()
     assert serving_metrics(requests, timeline).queueing_s < alone / 2
+
+
+def test_a_full_memory_triggers_migration_where_queues_do_not():
+    # dLoRA, section 5.2: the algorithm is triggered "when the available GPU memory of a replica is beyond a memory
+    # threshold", and memory beyond it is swapped.
+    placed = np.tile([[True, False], [False, True]], (2, 1))
+    never = MigrationSettings(trigger=100.0, least_gain=0.0, swap_bytes_per_s=1e7)
+    moved = []
+    for memory_bytes in (1e12, 1e7):
+        limits = {"token_bytes": 1000, "memory_bytes": memory_bytes, "migration": never}
+        simulation, _ = simulated(RoundRobinDispatcher(placed), rate=1.0, migrate_every_s=2.0, **limits)
+        moved.append(simulation.num_moved)
+    assert moved[0] == 0
+    assert moved[1] > 0
+
+
+def test_rows_that_run_move_with_what_they_have_generated():
+    # dLoRA, section 5.2: "migrate LoRA adapters and requests (with intermediate states)", by token transfer.
+    placed = np.zeros((4, 2), bool)
+    placed[:, 0] = True
+    simulation, timeline = simulated(RoundRobinDispatcher(placed), num_rows=16, rate=100.0, migrate_every_s=2.0)
+    assert simulation.num_moved > 0
+    assert (timeline.admit_s < 2.0).all()
+    # Nothing that was generated is generated again.
+    assert timeline.row_steps.sum() == simulation.requests.rows.output_tokens.sum()
+    assert timeline.row_steps[1] > 0
+
+
+def test_a_server_fetches_adapters_that_it_lacks_from_one_that_has_them():
+    # LoRAServe, section IV-B: adapters lie on the servers where they are placed, come from a peer on first access, and
+    # leave a server where they are not placed any more.
+    here, there = np.array([[1.0, 0.0]] * 4), np.array([[0.0, 1.0]] * 4)
+    simulation, timeline = simulated(RoutedDispatcher(here), replan_every_s=20.0, replan=lambda history: RoutedDispatcher(there))
+    assert simulation.most_in_host.tolist() == [4, 4]
+    assert simulation.in_host.tolist() == [[False, True]] * 4
+    assert timeline.replica[-1] == 1
+    # Where every adapter is on every server, nothing is fetched or given up.
+    everywhere, _ = simulated(FewestTokensDispatcher())
+    assert everywhere.in_host.all()
 
 
 def test_a_replan_takes_over_from_the_next_request():

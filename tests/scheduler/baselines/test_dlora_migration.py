@@ -124,9 +124,9 @@ def test_an_infeasible_model_falls_back_by_name(monkeypatch):
         self.problem += self.longest <= -1.0
 
     monkeypatch.setattr(CoMigrationModel, "__init__", contradictory)
-    # Memory that may end is what the model is asked for.
+    # The transport's moves swap for a second, which its bound does not, so that the model is asked.
     replicas = [make_replica("full", ("x", 20, 1.0), resident="x"), make_replica("idle", memory_bytes=1e9)]
-    moves, method = plan_migration(replicas, {"x": 2e9})
+    moves, method = plan_migration(replicas, {"x": 1.5e10})
     assert method == "greedy (ilp infeasible)"
     assert longest_after(replicas, moves, MigrationSettings()) < 20.0
 
@@ -134,7 +134,7 @@ def test_an_infeasible_model_falls_back_by_name(monkeypatch):
 def test_a_model_that_is_not_solved_in_its_nodes_falls_back_by_name(monkeypatch):
     monkeypatch.setattr("lorabatch.scheduler.baselines.dlora_migration.solve", lambda *_, **__: "unsolved")
     replicas = [make_replica("full", ("x", 20, 1.0), resident="x"), make_replica("idle", memory_bytes=1e9)]
-    moves, method = plan_migration(replicas, {"x": 2e9})
+    moves, method = plan_migration(replicas, {"x": 1.5e10})
     assert method == "greedy (ilp unsolved)"
     assert longest_after(replicas, moves, MigrationSettings()) < 20.0
 
