@@ -26,7 +26,7 @@ from lorabatch.benchmarks.simulation.serving_simulation import (
     RoutedDispatcher,
 )
 from lorabatch.scheduler.baselines.batchers import unmerged
-from lorabatch.scheduler.baselines.loraserve import assign_loraserve
+from lorabatch.scheduler.baselines.loraserve import Leftovers, assign_loraserve
 from lorabatch.scheduler.costs.cost import CostModel
 from lorabatch.scheduler.costs.machines import LORASERVE_A100_LLAMA_7B
 from lorabatch.scheduler.simulation.replica import ReplicaSettings
@@ -40,11 +40,21 @@ from lorabatch.scheduler.simulation.synthetic import (
 RANKS = (8, 16, 32, 64, 128)
 SLO_S = 10.0
 COST = LORASERVE_A100_LLAMA_7B
-# Four A100 of 40 GB hold Llama-7B and about 280,000 KV slots. Coarse leaps of eight steps move times by 0.1 s.
-REPLICA = ReplicaSettings(max_batch_rows=256, max_step_tokens=4096, kv_tokens=280_000, leap_steps=8, is_coarse=True)
+# Four A100 of 40 GB hold Llama-7B and about 280,000 KV slots; adapters take pages of the same memory. Coarse leaps of
+# eight steps move times by 0.1 s.
+REPLICA = ReplicaSettings(
+    max_batch_rows=256,
+    max_step_tokens=4096,
+    kv_tokens=280_000,
+    token_bytes=2 * 32 * 4096 * 2,
+    leap_steps=8,
+    is_coarse=True,
+)
+IN_HOST = "adapters in a server's host memory, most at once"
 TTFT, RATE = "P95 time to first token, s", "requests per second within the objective"
 # "least seconds" knows what a queued request costs at its rank, which Toppings does not.
-NAMES = ("LoRAServe", "Toppings", "least seconds", "S-LoRA Random", "S-LoRA Contiguous")
+# "levelled" splits leftovers over servers, which is this project's.
+NAMES = ("LoRAServe", "Toppings", "least seconds", "S-LoRA Random", "S-LoRA Contiguous", "LoRAServe, levelled")
 # Shares of rows with adapters of each of `RANKS`; the paper shows them as a picture only.
 ASSUMED_SHARES = (0.45, 0.05, 0.25, 0.05, 0.20)
 # Cost of a token per unit of rank, as a share of its base cost: as first read off figure 3, which is of one device.
@@ -54,7 +64,7 @@ FIRST_RANK_PRICE = 0.016
 RATE_PER_SERVER = 5.0
 # A time to first token below it is a few steps: no ratio is made of it.
 LEAST_TTFT_S = 0.5
-KNOWN = "LoRAServe, demand known"
+KNOWN, LEVELLED = "LoRAServe, demand known", "LoRAServe, levelled"
 
 
 @dataclass(slots=True)
@@ -65,6 +75,7 @@ class LoRAServePlanner:
     num_servers: int
     cost: CostModel = COST
     previous: NDArray[np.float64] | None = None
+    leftovers: Leftovers = "whole"
 
     def __call__(self, history: NDArray[np.float64]) -> Dispatcher:
         """The dispatcher for the coming time step."""
@@ -73,7 +84,7 @@ class LoRAServePlanner:
             for rank in np.unique(self.ranks)
         }
         demand = extrapolate(history) if len(history) else np.zeros(len(self.ranks))
-        placed = assign_loraserve(self.ranks, demand, points, self.num_servers)
+        placed = assign_loraserve(self.ranks, demand, points, self.num_servers, self.leftovers)
         if self.previous is not None:
             placed = permute_assignment(placed, self.previous, self.ranks.astype(float))
         self.previous = placed
@@ -84,6 +95,7 @@ def policies(asked: Requests, num_servers: int, seed: int, cost: CostModel = COS
     """The four systems and two more, with the same kernel and the same first-come-first-served batching."""
     ranks = np.array([adapter.rank for adapter in asked.rows.adapters])
     planner = LoRAServePlanner(ranks, num_servers, cost)
+    levelled = LoRAServePlanner(ranks, num_servers, cost, leftovers="levelled")
     random = place_random(len(ranks), num_servers, np.random.default_rng(seed + 1))
     contiguous = place_contiguous(ranks, num_servers)
     # Time step zero knows last period's demand, as an operator's history would: the shares of the first rows.
@@ -103,17 +115,27 @@ def policies(asked: Requests, num_servers: int, seed: int, cost: CostModel = COS
         "least seconds": Policy("least seconds", lambda: unmerged, LeastLoadDispatcher),
         "S-LoRA Random": Policy("S-LoRA Random", lambda: unmerged, lambda: RoutedDispatcher(random)),
         "S-LoRA Contiguous": Policy("S-LoRA Contiguous", lambda: unmerged, lambda: RoutedDispatcher(contiguous)),
+        LEVELLED: Policy(
+            LEVELLED, lambda: unmerged, lambda: levelled(seen[None, :]), replan=levelled, replan_every_s=every_s
+        ),
         KNOWN: Policy(KNOWN, lambda: unmerged, lambda: LoRAServePlanner(ranks, num_servers, cost)(whole[None, :])),
     }
 
 
 def requests(
-    lengths: Lengths, num_rows: int, ranks: Sequence[int], adapter: NDArray[np.int32], rate: float, seed: int
+    lengths: Lengths,
+    num_rows: int,
+    ranks: Sequence[int],
+    adapter: NDArray[np.int32],
+    rate: float,
+    seed: int,
+    *,
+    is_poisson: bool = True,
 ) -> Requests:
-    """Poisson arrivals."""
+    """Poisson arrivals, or arrivals at even distances (section V-E)."""
     generator = np.random.default_rng(seed + 11)
     prompt, output = lengths.draw(generator, num_rows)
-    release = poisson_arrivals(generator, num_rows, rate)
+    release = poisson_arrivals(generator, num_rows, rate) if is_poisson else (1 + np.arange(num_rows)) / rate
     return Requests(make_workload(make_adapters(ranks), adapter, prompt, output), release)
 
 
@@ -141,19 +163,46 @@ def production_mix(
 
 
 def figure_17(lengths: Lengths, num_rows: int, seed: int) -> list[Figure]:
-    """Four servers, 100 adapters of the production mix: rate within the objective."""
+    """Four servers, 50, 100 and 200 adapters of the production mix: rate within the objective."""
     dearer = replace(COST, rank_token_s=FIRST_RANK_PRICE * COST.prefill_token_s)
     as_paper = tuple(
         Claim("LoRAServe", name, paper, RATE, higher_is_better=True)
         for name, paper in (("Toppings", "1.2"), ("S-LoRA Random", "2"), ("S-LoRA Contiguous", "2"))
     )
     fewer = ("LoRAServe", "Toppings", "S-LoRA Contiguous")
-    runs = (
-        ("LoRAServe 17", as_paper, _rates(lengths, num_rows, seed)),
-        ("LoRAServe 17, even shares of ranks", (), _rates(lengths, num_rows, seed, fewer, shares=(0.2,) * 5)),
-        ("LoRAServe 17, first price of ranks", (), _rates(lengths, num_rows, seed, fewer, cost=dearer)),
+    points = (50, 100, 200)
+    by_number = [_rates(lengths, num_rows, seed, num_adapters=number) for number in points]
+    values = {name: [found[name][0] for found in by_number] for name in NAMES}
+    otherwise = (
+        ("LoRAServe 17, even shares of ranks", _rates(lengths, num_rows, seed, fewer, shares=(0.2,) * 5)),
+        ("LoRAServe 17, first price of ranks", _rates(lengths, num_rows, seed, fewer, cost=dearer)),
     )
-    return [Figure(name, "adapters", (100.0,), {RATE: values}, claims) for name, claims, values in runs]
+    return [
+        Figure("LoRAServe 17", "adapters", tuple(map(float, points)), {RATE: values}, as_paper),
+        *(Figure(name, "adapters", (100.0,), {RATE: found}) for name, found in otherwise),
+    ]
+
+
+def figure_18(lengths: Lengths, num_rows: int, seed: int) -> list[Figure]:
+    """Four servers, 100 adapters of the production mix at 30 requests per second: adapters in each server's host memory,
+    and the P95 time to first token of each server, by server, least first.
+    """
+    ranks, adapter = production_mix(num_rows, 100, seed)
+    asked = requests(lengths, num_rows, ranks, adapter, 30.0, seed)
+    made = policies(asked, 4, seed)
+    values: dict[str, dict[str, list[float]]] = {IN_HOST: {}, TTFT: {}}
+    for name in NAMES:
+        metrics, timeline = serve(asked, made[name], COST, REPLICA, 4)
+        values[IN_HOST][name] = sorted(map(float, metrics.most_in_host))
+        waits = timeline.first_token_s - asked.release_s
+        values[TTFT][name] = sorted(
+            float(np.quantile(np.nan_to_num(waits[timeline.replica == server], nan=np.inf), 0.95, method="higher"))
+            for server in range(4)
+            if (timeline.replica == server).any()
+        ) + [0.0] * (4 - len(np.unique(timeline.replica[timeline.replica >= 0])))
+    return [
+        Figure("LoRAServe 18", "server", (1.0, 2.0, 3.0, 4.0), values, (Claim("LoRAServe", "Toppings", "16", IN_HOST),))
+    ]
 
 
 def _rates(
@@ -163,14 +212,17 @@ def _rates(
     names: Sequence[str] = NAMES,
     shares: Sequence[float] = ASSUMED_SHARES,
     cost: CostModel = COST,
+    num_adapters: int = 100,
 ) -> dict[str, list[float]]:
-    ranks, adapter = production_mix(num_rows, 100, seed, shares)
+    ranks, adapter = production_mix(num_rows, num_adapters, seed, shares)
     base = requests(lengths, num_rows, ranks, adapter, 4 * RATE_PER_SERVER, seed)
     return {name: [sustained_rate(base, name, 4, seed, cost)] for name in names}
 
 
 def figure_19(lengths: Lengths, num_rows: int, seed: int) -> list[Figure]:
-    """Four servers, 25 adapters, three popularities of ranks: P95 time to first token near LoRAServe's limit."""
+    """Four servers, 25 adapters, three popularities of ranks, Poisson and even arrivals: P95 time to first token near
+    LoRAServe's limit.
+    """
     generator = np.random.default_rng(seed + 5)
     ranks = [rank for rank in RANKS for _ in range(5)]
     uniform = power_popularity(25, 0.0)
@@ -185,11 +237,16 @@ def figure_19(lengths: Lengths, num_rows: int, seed: int) -> list[Figure]:
         Claim("LoRAServe", name, paper, TTFT, least=LEAST_TTFT_S)
         for name, paper in (("Toppings", "ordering"), ("S-LoRA Random", "9"), ("S-LoRA Contiguous", "9"))
     )
-    workloads = [requests(lengths, num_rows, ranks, adapter, 4 * RATE_PER_SERVER, seed) for adapter in drawn]
-    found = [_near_the_limit(workload, seed) for workload in workloads]
-    label = "uniform, shifting, exponential"
+    found = [
+        _near_the_limit(
+            requests(lengths, num_rows, ranks, adapter, 4 * RATE_PER_SERVER, seed, is_poisson=is_poisson), seed
+        )
+        for is_poisson in (True, False)
+        for adapter in drawn
+    ]
+    label = "uniform, shifting, exponential; with even arrivals 4, 5, 6"
     return [
-        Figure("LoRAServe 19", label, (1.0, 2.0, 3.0), {TTFT: _columns(found)}, claims),
+        Figure("LoRAServe 19", label, (1.0, 2.0, 3.0, 4.0, 5.0, 6.0), {TTFT: _columns(found)}, claims),
     ]
 
 
@@ -209,24 +266,24 @@ def _columns(found: Sequence[dict[str, float]]) -> dict[str, list[float]]:
 
 
 def figure_21(lengths: Lengths, num_rows: int, seed: int) -> list[Figure]:
-    """4 and 8 servers with requests and adapters in proportion: the sustained rate of each."""
+    """4, 8 and 12 servers with requests and adapters in proportion: the sustained rate of each."""
     rates: dict[str, list[float]] = {"LoRAServe": [], KNOWN: []}
-    for num_servers in (4, 8):
+    for num_servers in (4, 8, 12):
         scale = num_servers // 4
         ranks = [rank for rank in RANKS for _ in range(5 * scale)]
         adapter = draw_adapters(np.random.default_rng(seed + 3), num_rows * scale, power_popularity(len(ranks), 0.0))
         base = requests(lengths, num_rows * scale, ranks, adapter, RATE_PER_SERVER * num_servers, seed)
         for name, found in rates.items():
             found.append(sustained_rate(base, name, num_servers, seed))
-    values = {name: [found[1]] for name, found in rates.items()}
-    values |= {f"twice {name} on 4": [2 * found[0]] for name, found in rates.items()}
-    claim = Claim("LoRAServe", "twice LoRAServe on 4", "1", RATE, higher_is_better=True, is_parity=True)
-    return [Figure("LoRAServe 21", "servers", (8.0,), {RATE: values}, (claim,))]
+    values = {name: found[1:] for name, found in rates.items()}
+    values |= {f"{name} on 4, in proportion": [2 * found[0], 3 * found[0]] for name, found in rates.items()}
+    claim = Claim("LoRAServe", "LoRAServe on 4, in proportion", "1", RATE, higher_is_better=True, is_parity=True)
+    return [Figure("LoRAServe 21", "servers", (8.0, 12.0), {RATE: values}, (claim,))]
 
 
 def figure_22(lengths: Lengths, num_rows: int, seed: int) -> list[Figure]:
     """Four servers, 100 adapters, popularity of ranks by a power law with falling share of large ranks."""
-    points = (1 / 3, 1.0, 2.0)
+    points = (1 / 3, 1.0, 2.0, 3.0)
     ranks = [rank for rank in RANKS for _ in range(20)]
     generator = np.random.default_rng(seed + 9)
     workloads = []

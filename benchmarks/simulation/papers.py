@@ -32,6 +32,7 @@ MAKERS: dict[str, tuple[Maker, int]] = {
     "dLoRA 11": (dlora.figure_11, 2),
     "dLoRA 12": (dlora.figure_12, 1),
     "LoRAServe 17": (loraserve.figure_17, 6),
+    "LoRAServe 18": (loraserve.figure_18, 6),
     "LoRAServe 19": (loraserve.figure_19, 6),
     "LoRAServe 21": (loraserve.figure_21, 6),
     "LoRAServe 22": (loraserve.figure_22, 6),
@@ -56,9 +57,9 @@ def _tuned() -> list[Tuned]:
     p90, round_robin = replace(unmerged, metric=dlora.P90), replace(merged, worse="RR")
     proactive = replace(merged, worse="Proactive")
     toppings = Claim("LoRAServe", "Toppings", "", loraserve.RATE, higher_is_better=True)
-    contiguous, scaling = replace(toppings, worse="S-LoRA Contiguous"), replace(toppings, worse="twice LoRAServe on 4")
+    contiguous, scaling = replace(toppings, worse="S-LoRA Contiguous"), replace(toppings, worse="LoRAServe on 4, in proportion")
     first_token = Claim("LoRAServe", "Toppings", "", loraserve.TTFT, least=loraserve.LEAST_TTFT_S)
-    lower, known = "dLoRA, alpha 1.2, beta 0.6", loraserve.KNOWN
+    lower, known, levelled = "dLoRA, alpha 1.2, beta 0.6", loraserve.KNOWN, loraserve.LEVELLED
     cheaper, seconds = "S-LoRA, kernel of 25 %", "least seconds"
     other_policy = [
         ("S-LoRA's kernel costs what dLoRA's does; 25 % of the base", ten, unmerged, replace(unmerged, worse=cheaper)),
@@ -74,11 +75,14 @@ def _tuned() -> list[Tuned]:
         ("Toppings is blind to ranks; knows seconds", seventeen, toppings, replace(toppings, worse=seconds)),
         ("the same", "LoRAServe 19", first_token, replace(first_token, worse=seconds)),
         ("the same", "LoRAServe 22", first_token, replace(first_token, worse=seconds)),
+        ("leftovers are whole; split and levelled", seventeen, contiguous, replace(contiguous, better=levelled)),
+        ("the same", "LoRAServe 19", first_token, replace(first_token, better=levelled)),
+        ("the same", "LoRAServe 22", first_token, replace(first_token, better=levelled)),
         (
             "demand is estimated; known",
             "LoRAServe 21",
             scaling,
-            replace(scaling, better=known, worse=f"twice {known} on 4"),
+            replace(scaling, better=known, worse=f"{known} on 4, in proportion"),
         ),
     ]
     other_figure = [

@@ -18,7 +18,7 @@ and the operator computes, for a row x of that adapter and the base product y = 
 
 `factor` is DoRA's magnitude over norm (Liu 2024, section 4; 1 where a member has none), `adapter bias` is
 lora_bias times its scaling. `sign` is -1 for the chunks of the adapter that is merged into W when another
-adapter's (or the base's) row is served beside it: mixture mode (dLoRA, OSDI 2024, section 4). A factor cannot be
+adapter's (or the base's) row is served beside it: mixture mode, which is this project's. A factor cannot be
 taken out that way: an adapter with factors is no half of a mixture.
 """
 

@@ -2,7 +2,8 @@
 
 `unmerged`: S-LoRA-like, first come first served; vLLM-like with at most `max_resident` distinct adapters in a batch.
 `MergedBatcher`: one adapter at a time, merged, switching when its rows run out or a batch's worth of others has waited.
-`one_at_a_time`: PEFT-like, one adapter's rows as a closed batch, which no row joins before all of it is done.
+`one_at_a_time`: PEFT-like, one adapter's rows as a closed batch, which no row joins before all of it is done: the
+baseline of S-LoRA's article. dLoRA's section 7 gives PEFT selective batching, which is `MergedBatcher`.
 
 The functions at the end make them for an engine, where adapters that are exact only when merged have waves of their
 own.

@@ -386,13 +386,23 @@ def move_greedily(
 
 
 def level_s(over: Sequence[ReplicaLoad], under: Sequence[ReplicaLoad], settings: MigrationSettings) -> float:
-    """A lower bound of the program: moved work takes gamma times as long, adapters that stay cost eta, nothing else."""
-    kept_s = [settings.eta_s * len(r.adapters - {g.adapter_id for g in r.groups}) for r in over]
-    idle_s = [replica.pending_s + settings.eta_s * len(replica.adapters) for replica in under]
-    floor = max([replica.fixed_s + kept for replica, kept in zip(over, kept_s, strict=True)] + idle_s)
-    pending = sorted((replica.pending_s + kept for replica, kept in zip(over, kept_s, strict=True)), reverse=True)
+    """A lower bound of the program: rows may be split, and are moved to where their adapters are.
+
+    An overloaded replica that gives rows of S seconds away is rid of S / w adapters at most, w being the seconds of the
+    smallest group, so that it gains S * (1 + eta / w). The rows take gamma * S elsewhere.
+    """
+    eta_s, sizes = settings.eta_s, [group.num_rows * group.row_s for replica in over for group in replica.groups]
+    gamma = settings.gamma / (1 + eta_s / min((size for size in sizes if size > 0), default=float("inf")))
+    idle_s = [replica.pending_s + eta_s * len(replica.adapters) for replica in under]
+    free = [{g.adapter_id for g in r.groups if not g.num_rows * g.row_s} for r in over]
+    pending = sorted(
+        (r.pending_s + eta_s * len(r.adapters - weightless) for r, weightless in zip(over, free, strict=True)),
+        reverse=True,
+    )
+    kept_s = [r.fixed_s + eta_s * len(r.adapters - {g.adapter_id for g in r.groups}) for r in over]
+    floor = max(kept_s + idle_s)
     for giving in range(1, len(pending) + 1):
-        level = (settings.gamma * sum(pending[:giving]) + sum(idle_s)) / (settings.gamma * giving + len(under))
+        level = (gamma * sum(pending[:giving]) + sum(idle_s)) / (gamma * giving + len(under))
         if giving == len(pending) or level >= pending[giving]:
             return max(floor, level)
     return floor
