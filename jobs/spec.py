@@ -304,8 +304,8 @@ class JobSpec(_SamplingFields):
     policy: PolicyName = _cluster("planner", "How rows are batched, dispatched and moved: planner is this project's.")
     placement: PlacementName = _cluster(
         "planner",
-        "Which shards a worker opens first: those that the plan places on it (planned), any (none), LoRAServe's (its paper's "
-        "or levelled), or planned on 8 workers or more and any on fewer (planner).",
+        "Which shards a worker opens first: those that the plan places on it (planned), any (none), LoRAServe's (its "
+        "paper's or levelled), or planned on 8 workers or more and any on fewer (planner).",
     )
     rows_per_shard: int | None = _data(None, "Rows per part file; chosen by default.", ge=1)
     cost_model: str | None = _cluster(

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,21 +25,21 @@ from lorabatch.benchmarks.engine.systems import run_peft_merged, run_peft_mixed
 from lorabatch.benchmarks.engine.workload import BenchRow, EngineWorkload
 from lorabatch.benchmarks.provenance import provenance
 from lorabatch.demo.base_model import base_model_folder
-from lorabatch.engine.config import EngineConfig, read_model_config
+from lorabatch.engine.config import EngineConfig, Mode, read_model_config
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.peft.random import write_random_adapter
 from lorabatch.engine.request import Request, SamplingParams
 
 RANKS = (8, 16, 32, 64, 128)
-# Passes that are alternated, of which medians are taken.
-_TURNS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
     """How large the experiments are."""
 
+    #: Folder of the base model.
+    model: Path
     #: CPU threads of an engine; members of a group have one each.
     threads: int = 1
     #: Rows of a batch.
@@ -54,6 +54,8 @@ class Scale:
     peft_adapters: int = 10
     #: Prompt lengths of LoRAServe's figure 3.
     prompts: tuple[int, ...] = (250, 500, 1000, 2000)
+    #: Passes of each thing that is compared, of which medians are taken.
+    turns: int = 3
 
 
 class Rig:
@@ -61,10 +63,10 @@ class Rig:
 
     def __init__(self, scale: Scale, *, batcher: str | None = None, batch_rows: int | None = None, **more: Any) -> None:
         options: dict[str, Any] = {"load_format": "dummy", "num_threads": scale.threads, "uses_prefix_cache": False}
-        mode = "unmerged" if batcher in (None, "s-lora") else "auto"
+        mode: Mode = "unmerged" if batcher in (None, "s-lora") else "auto"
         rows = batch_rows or scale.batch_rows
         config = EngineConfig(mode=mode, batcher=batcher, max_batch_rows=rows, **(options | more))
-        self.engine = Engine(base_model_folder(), config)
+        self.engine = Engine(scale.model, config)
         self._count = 0
 
     def adapter(self, rank: int, number: int = 0) -> str:
@@ -73,8 +75,8 @@ class Rig:
 
     def requests(self, adapters: Sequence[str | None], prompt_tokens: int, output_tokens: int) -> list[Request]:
         """One row for each entry of `adapters` (None: the base model), with prompts of their own."""
-        vocabulary, sampling = 40_000, SamplingParams(max_tokens=output_tokens, ignore_eos=True)
-        made = []
+        sampling = SamplingParams(max_tokens=output_tokens, ignore_eos=True)
+        vocabulary, made = self.engine.model.vocab_size - 100, []
         for adapter in adapters:
             self._count += 1
             prompt = tuple((self._count * 7919 + place * 104_729) % vocabulary + 100 for place in range(prompt_tokens))
@@ -110,7 +112,7 @@ def dlora_2a(scale: Scale) -> list[dict[str, Any]]:
             a, b = rig.adapter(8, 0), rig.adapter(8, 1)
             rig.serve(rig.requests([a, b, b], 64, 4))
             b_s, used = [], 0.0
-            for _ in range(_TURNS):
+            for _ in range(scale.turns):
                 asked = rig.requests([a, b, b], 64, 64)
                 before = rig.engine.telemetry()
                 _, done, _ = rig.serve(asked)
@@ -136,7 +138,7 @@ def dlora_5(scale: Scale) -> list[dict[str, Any]]:
         }
         for phase, prompt, output in (("decode", 16, 24), ("prefill", 128, 1)):
             seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
-            for turn in range(1 + _TURNS):
+            for turn in range(1 + scale.turns):
                 for kind, adapters in kinds.items():
                     whole_s, _, decoding = rig.serve(rig.requests(adapters, prompt, output))
                     if turn:
@@ -153,8 +155,9 @@ def dlora_15(scale: Scale) -> list[dict[str, Any]]:
     """dLoRA, figure 15: the share of serving that switching takes under dLoRA's batching, 8 adapters, skewed."""
     with closing(Rig(scale, batcher="dlora")) as rig:
         adapters = [rig.adapter(8, number) for number in range(8)]
-        asked = [adapters[min(7, int(8 * (place / 400) ** 2))] for place in range(400)]
-        order = [asked[place * 149 % 400] for place in range(400)]
+        rows = max(8, 2 * scale.rows // 5)
+        # Half of the rows are of the first two adapters, in an order that mixes them.
+        order = [adapters[int(8 * (place * 0.618 % 1) ** 2)] for place in range(rows)]
         rig.serve(rig.requests(adapters, 16, 2))
         before_s, before = rig.engine.switching_s, rig.engine.num_switches
         seconds, _, _ = rig.serve(rig.requests(order, 16, 16))
@@ -189,7 +192,7 @@ def slora_throughput(scale: Scale, ranks: Sequence[int] = (8,)) -> list[dict[str
     first; PEFT, merged and by mixed batches, on a fifth of the rows.
     """
     found = []
-    model = read_model_config(base_model_folder())
+    model = read_model_config(scale.model)
     with tempfile.TemporaryDirectory(prefix="lorabatch-bench-") as scratch:
         folders = [
             write_random_adapter(Path(scratch) / f"a{i}", model, ranks[i % len(ranks)], seed=i, dtype=torch.bfloat16)
@@ -217,18 +220,18 @@ def slora_7(scale: Scale) -> list[dict[str, Any]]:
     """
     found = []
     rows, ranks = scale.batch_rows, (64, 32, 16)
-    shapes = [s for n, s in read_model_config(base_model_folder()).linear_shapes().items() if n != "lm_head"]
+    shapes = [s for n, s in read_model_config(scale.model).linear_shapes().items() if n != "lm_head"]
     with closing(Rig(scale)) as rig:
         adapters = [rig.adapter(ranks[number % 3], number) for number in range(rows)]
         for number in (1, 8, rows):
             order = [adapters[place % number] for place in range(rows)]
             steps: dict[str, list[float]] = {"base": [], "adapters": []}
-            for turn in range(1 + _TURNS):
+            for turn in range(1 + scale.turns):
                 for kind, asked in (("base", [None] * rows), ("adapters", order)):
                     decoding = rig.serve(rig.requests(asked, 16, 16))[2]
                     steps[kind] += decoding if turn else []
             base_s, with_s = median(steps["base"]), median(steps["adapters"])
-            bmm_s = _padded_bmm_s(shapes, rows, number, max(ranks), scale.threads)
+            bmm_s = _padded_bmm_s(shapes, number, max(ranks), scale)
             found.append(
                 {
                     "adapters": number,
@@ -254,7 +257,7 @@ def loraserve_1(scale: Scale) -> list[dict[str, Any]]:
         }
         for phase, prompt, output in (("decode", 16, 24), ("prefill", 128, 1)):
             seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
-            for turn in range(1 + _TURNS):
+            for turn in range(1 + scale.turns):
                 for kind, adapters in kinds.items():
                     whole_s, _, decoding = rig.serve(rig.requests(adapters, prompt, output))
                     if turn:
@@ -274,7 +277,7 @@ def loraserve_1(scale: Scale) -> list[dict[str, Any]]:
 
 def loraserve_3(scale: Scale, members: int = 1) -> list[dict[str, Any]]:
     """LoRAServe, figure 3: one row alone, by rank and prompt: seconds to its first token, and between tokens."""
-    more = {"tensor_parallel": members} if members > 1 else {}
+    more: dict[str, Any] = {"tensor_parallel": members} if members > 1 else {}
     found = []
     with closing(Rig(scale, batch_rows=1, **more)) as rig:
         adapters = {rank: rig.adapter(rank) for rank in RANKS}
@@ -282,7 +285,7 @@ def loraserve_3(scale: Scale, members: int = 1) -> list[dict[str, Any]]:
         for prompt in scale.prompts:
             first: dict[int, list[float]] = {rank: [] for rank in RANKS}
             between: dict[int, list[float]] = {rank: [] for rank in RANKS}
-            for turn in range(1 + _TURNS):
+            for turn in range(1 + scale.turns):
                 for rank, adapter in adapters.items():
                     whole_s, _, decoding = rig.serve(rig.requests([adapter], prompt, 9))
                     if turn:
@@ -301,7 +304,7 @@ def loraserve_3(scale: Scale, members: int = 1) -> list[dict[str, Any]]:
 
 def loraserve_5(scale: Scale) -> list[dict[str, Any]]:
     """LoRAServe, figure 5: first tokens by rank relative to rank 8, by members of a tensor-parallel group."""
-    longest = Scale(threads=scale.threads, prompts=scale.prompts[-1:])
+    longest = replace(scale, prompts=scale.prompts[-1:])
     return [line for members in (1, 2) for line in loraserve_3(longest, members)]
 
 
@@ -322,7 +325,7 @@ def _peft(folders: Sequence[Path], scale: Scale) -> dict[str, float]:
         )
         for place in range(scale.rows // 5)
     ]
-    workload = EngineWorkload(str(base_model_folder()), {folder.name: str(folder) for folder in folders}, rows)
+    workload = EngineWorkload(str(scale.model), {folder.name: str(folder) for folder in folders}, rows)
     torch.set_num_threads(scale.threads)
     return {
         name: round(len(rows) / run(workload)[0], 2)
@@ -330,9 +333,10 @@ def _peft(folders: Sequence[Path], scale: Scale) -> dict[str, float]:
     }
 
 
-def _padded_bmm_s(shapes: Sequence[tuple[int, ...]], rows: int, num_adapters: int, rank: int, threads: int) -> float:
+def _padded_bmm_s(shapes: Sequence[tuple[int, ...]], num_adapters: int, rank: int, scale: Scale) -> float:
     """Seconds in which torch gathers the padded weights of each row's adapter and multiplies, for one step."""
-    torch.set_num_threads(threads)
+    torch.set_num_threads(scale.threads)
+    rows = scale.batch_rows
     weights = {
         (n_out, n_in): (
             torch.randn(num_adapters, n_in, rank),
@@ -342,7 +346,7 @@ def _padded_bmm_s(shapes: Sequence[tuple[int, ...]], rows: int, num_adapters: in
         for n_out, n_in in set(shapes)
     }
     of_row, taken = torch.arange(rows) % num_adapters, []
-    for _ in range(1 + _TURNS):
+    for _ in range(1 + scale.turns):
         began_s = time.perf_counter()
         for shape in shapes:
             a, b, x = weights[shape[0], shape[1]]
@@ -374,7 +378,7 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
 def main() -> None:
     """Parse, measure, print as it goes, save."""
     parser = argparse.ArgumentParser(prog="python -m lorabatch.benchmarks.engine.paper_figures", description=__doc__)
-    usual = Scale()
+    usual = Scale(base_model_folder())
     parser.add_argument("--only", nargs="+", choices=EXPERIMENTS, default=list(EXPERIMENTS))
     parser.add_argument("--threads", type=int, default=usual.threads)
     parser.add_argument("--rows", type=int, default=usual.rows, help="rows where throughput is counted")
@@ -384,7 +388,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, nargs="+", default=list(usual.prompts))
     parser.add_argument("--save", type=Path, help="JSON file")
     chosen = parser.parse_args()
-    scale = Scale(
+    scale = replace(
+        usual,
         threads=chosen.threads,
         batch_rows=chosen.batch_rows,
         rows=chosen.rows,

@@ -42,8 +42,8 @@ LOAD = 0.95  # of the throughput of the same rows, all there at the start
 NUM_REPLICAS = 8
 COST = DLORA_A800_LLAMA_2_7B
 REPLICA = ReplicaSettings(max_batch_rows=BATCH, max_step_tokens=2048, leap_steps=8, look_ahead=256)
-#: Keys and values of about eight rows, so that rows wait for memory and not for a place. A token takes 32 layers of 4,096
-#: numbers, keys and values, 2 bytes each; adapters take pages of the same memory.
+#: Keys and values of about eight rows, so that rows wait for memory and not for a place. A token takes 32 layers of
+#: 4,096 numbers, keys and values, 2 bytes each; adapters take pages of the same memory.
 FULL = replace(REPLICA, kv_tokens=24_000, token_bytes=2 * 32 * 4096 * 2)
 LATENCY, P90, QUEUEING = "average latency, s per output token", "P90 latency, s", "mean queueing delay, s"
 THROUGHPUT = "output tokens per second"

@@ -71,10 +71,15 @@ KNOWN, LEVELLED = "LoRAServe, demand known", "LoRAServe, levelled"
 class LoRAServePlanner:
     """Recomputes Algorithm 1's placement each time step, remembering the last one so that little moves."""
 
+    #: Rank of each adapter, int64 `[num_adapters]`.
     ranks: NDArray[np.int64]
+    #: Servers of the cluster.
     num_servers: int
+    #: Costs, for operating points.
     cost: CostModel = COST
+    #: Placement of the last time step, `[num_adapters, num_servers]` (None: none yet).
     previous: NDArray[np.float64] | None = None
+    #: Way of step 4.
     leftovers: Leftovers = "whole"
 
     def __call__(self, history: NDArray[np.float64]) -> Dispatcher:
@@ -184,8 +189,8 @@ def figure_17(lengths: Lengths, num_rows: int, seed: int) -> list[Figure]:
 
 
 def figure_18(lengths: Lengths, num_rows: int, seed: int) -> list[Figure]:
-    """Four servers, 100 adapters of the production mix at 30 requests per second: adapters in each server's host memory,
-    and the P95 time to first token of each server, by server, least first.
+    """Four servers, 100 adapters of the production mix at 30 requests per second: adapters in each server's host
+    memory, and the P95 time to first token of each server, by server, least first.
     """
     ranks, adapter = production_mix(num_rows, 100, seed)
     asked = requests(lengths, num_rows, ranks, adapter, 30.0, seed)

@@ -57,7 +57,10 @@ def _tuned() -> list[Tuned]:
     p90, round_robin = replace(unmerged, metric=dlora.P90), replace(merged, worse="RR")
     proactive = replace(merged, worse="Proactive")
     toppings = Claim("LoRAServe", "Toppings", "", loraserve.RATE, higher_is_better=True)
-    contiguous, scaling = replace(toppings, worse="S-LoRA Contiguous"), replace(toppings, worse="LoRAServe on 4, in proportion")
+    contiguous, scaling = (
+        replace(toppings, worse="S-LoRA Contiguous"),
+        replace(toppings, worse="LoRAServe on 4, in proportion"),
+    )
     first_token = Claim("LoRAServe", "Toppings", "", loraserve.TTFT, least=loraserve.LEAST_TTFT_S)
     lower, known, levelled = "dLoRA, alpha 1.2, beta 0.6", loraserve.KNOWN, loraserve.LEVELLED
     cheaper, seconds = "S-LoRA, kernel of 25 %", "least seconds"

@@ -339,12 +339,14 @@ class ServingSimulation:
             self._give(now, target, rows, handed)
 
     def _load_of(self, replica: int) -> ReplicaLoad:
-        """Rows of a replica, waiting and running, as the planner of migrations sees them. Only running rows hold memory,
-        as much as they reserve.
+        """Rows of a replica, waiting and running, as the planner of migrations sees them. Only running rows hold
+        memory, as much as they reserve.
         """
         engine, workload = self._replicas[replica], self._workload
         rows = np.concatenate([engine.running, engine.waiting])
-        reserved = (workload.prompt_tokens[rows].astype(np.int64) + workload.max_tokens[rows]) * self._settings.token_bytes
+        reserved = (
+            workload.prompt_tokens[rows].astype(np.int64) + workload.max_tokens[rows]
+        ) * self._settings.token_bytes
         held = np.where(np.arange(len(rows)) < len(engine.running), reserved, 0)
         present, group, counts = np.unique(workload.adapter_index[rows], return_inverse=True, return_counts=True)
         means = [

@@ -77,7 +77,7 @@ def by_levelled_routing(rows: RowsToDeal) -> NDArray[np.int64]:
 
 
 def furthest_behind(share: NDArray[np.float64], sent: NDArray[np.float64]) -> int:
-    """The replica furthest behind its share of an adapter's rows, of which it was sent `sent`, float64 `[num_replicas]`.
+    """The replica furthest behind its share of an adapter's rows; `sent`: rows so far, float64 `[num_replicas]`.
 
     LoRAServe sends a request to a server with the probability that is the server's share of the adapter (section IV,
     phi). Without draws, runs repeat, and each replica has its share to within one row.

@@ -6,10 +6,11 @@ answer is a proposal: it is in whole rows and used only if it ends sooner than d
 decides. All functions are pure and deterministic.
 
 In the integer program `share` is x (relaxed to reals), `is_resident` is y. The objective is the largest sum, over
-replicas, of running time, swapping of what exceeds the memory, and eta for every adapter on the replica (equation "Min."
-of section 5.2). Requests of one adapter on one replica have the same L_i, so they are one variable with a count
+replicas, of running time, swapping of what exceeds the memory, and eta for every adapter on the replica ("Min." in
+section 5.2). Requests of one adapter on one replica have the same L_i, so they are one variable with a count
 (`AdapterRows`), which changes nothing but the size. An adapter of which all rows leave a replica may leave it too; one
-without rows that may move stays. Rows of underloaded replicas stay. `dlora_reactive.py` has the program decide in a job.
+without rows that may move stays. Rows of underloaded replicas stay. `dlora_reactive.py` has the program decide in a
+job.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class CoMigrationModel:
             {group.adapter_id for source in self._over for group in source.groups}, key=lambda key: key or ""
         )
         # Adapters of rows that may leave, and copies that may be made; the others on a replica stay (`_num_kept`).
-        self.is_resident = {
+        self.is_resident: dict[tuple[str | None, int], pulp.LpVariable] = {
             (k, t): self.problem.add_variable(f"is_resident_{n}_on_{t}", cat=pulp.LpBinary)
             for n, k in enumerate(adapters)
             for t in range(len(self._over) + len(self._under))
@@ -79,7 +80,7 @@ class CoMigrationModel:
     def _kept(self, t: int) -> frozenset[str]:
         """Adapters that stay on a replica whatever moves."""
         replica = self._replica(t)
-        return replica.adapters - {k for k, at in self.is_resident if at == t}
+        return replica.adapters - {k for k, at in self.is_resident if at == t and k is not None}
 
     def _every_request_runs_somewhere(self) -> None:
         """The shares of each group add up to all of its rows."""
@@ -95,8 +96,8 @@ class CoMigrationModel:
                     self.problem += copy >= part, f"group_{s}_{g}_needs_its_adapter_on_{t}"
 
     def _no_replica_runs_longer_than_the_longest(self) -> None:
-        """Rows that stay on a replica, rows that come to it, its swaps and eta for each of its adapters take the longest
-        time at most.
+        """Rows that stay on a replica, rows that come to it, its swaps and eta for each of its adapters take the
+        longest time at most.
         """
         for t in range(len(self._over) + len(self._under)):
             replica = self._replica(t)
@@ -275,8 +276,8 @@ def near_the_bound(
 ) -> tuple[Transfer, ...] | None:
     """The transport's moves if they are proved good, else None.
 
-    They may miss the bound by the gap, and by half a row's time because rows are whole. The bound swaps nothing, so that
-    moves which must swap much are not proved.
+    They may miss the bound by the gap, and by half a row's time because rows are whole. The bound swaps nothing, so
+    that moves which must swap much are not proved.
     """
     moves = transport(over, under, settings)
     row_s = max((group.row_s for replica in over for group in replica.groups), default=0.0)
@@ -424,9 +425,7 @@ def transport(
 class _Filling:
     """Surplus above the level, room below it, and which adapter is where."""
 
-    def __init__(
-        self, over: Sequence[ReplicaLoad], under: Sequence[ReplicaLoad], settings: MigrationSettings
-    ) -> None:
+    def __init__(self, over: Sequence[ReplicaLoad], under: Sequence[ReplicaLoad], settings: MigrationSettings) -> None:
         self._gamma, self._eta_s = settings.gamma, settings.eta_s
         level = level_s(over, under, settings)
         priced_s = {r.replica_id: r.pending_s + settings.eta_s * len(r.adapters) for r in (*over, *under)}

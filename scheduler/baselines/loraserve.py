@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-#: What step 4 does with an adapter that step 3 has not placed: `whole` gives it to one server, as the paper does;
+#: Way in which step 4 places what step 3 has left: `whole` gives an adapter to one server, as the paper does;
 #: `levelled` splits it.
 Leftovers = Literal["whole", "levelled"]
 

@@ -112,7 +112,9 @@ def test_a_server_fetches_adapters_that_it_lacks_from_one_that_has_them():
     # LoRAServe, section IV-B: adapters lie on the servers where they are placed, come from a peer on first access, and
     # leave a server where they are not placed any more.
     here, there = np.array([[1.0, 0.0]] * 4), np.array([[0.0, 1.0]] * 4)
-    simulation, timeline = simulated(RoutedDispatcher(here), replan_every_s=20.0, replan=lambda history: RoutedDispatcher(there))
+    simulation, timeline = simulated(
+        RoutedDispatcher(here), replan_every_s=20.0, replan=lambda history: RoutedDispatcher(there)
+    )
     assert simulation.most_in_host.tolist() == [4, 4]
     assert simulation.in_host.tolist() == [[False, True]] * 4
     assert timeline.replica[-1] == 1

@@ -218,7 +218,7 @@ def test_copies_that_cost_more_than_they_win_leave_the_decision_to_the_program()
 
 
 def test_eta_is_paid_for_every_adapter_of_a_replica_inside_the_maximum():
-    # Section 5.2, "Min.": max over j of (sum over i (...) + eta * sum over k y_kj), for all copies and not for new ones.
+    # Section 5.2, "Min.": max over j of (sum over i (...) + eta * sum over k y_kj), for all copies, not for new ones.
     chosen = MigrationSettings(gamma=1.0, eta_s=2.0)
     full = make_replica("full", ("x", 6, 1.0), ("y", 2, 1.0), resident="xyz")
     idle = make_replica("idle", ("v", 1, 1.0), resident="vw")
