@@ -48,6 +48,7 @@ FULL = replace(REPLICA, kv_tokens=24_000, token_bytes=2 * 32 * 4096 * 2)
 LATENCY, P90, QUEUEING = "average latency, s per output token", "P90 latency, s", "mean queueing delay, s"
 THROUGHPUT = "output tokens per second"
 BY_REPLICA = "mean queueing delay of a replica, s"
+ONE_COPY = "RR, one copy of each adapter"
 FALL = "fall of throughput from one adapter to more"
 # A queue shorter than this is a few steps: no ratio is made of it.
 _LEAST_QUEUE_S = 1.0
@@ -199,10 +200,9 @@ def figure_11(lengths: Lengths, num_rows: int, seed: int) -> list[Figure]:
 
 
 def _figure_2b(values: dict[str, dict[str, list[float]]]) -> Figure:
-    """Queueing of the replicas under round robin, one against the other: adapters lie evenly on eight replicas."""
-    found = {name: values[BY_REPLICA][f"RR, {name}"] for name in ("longest queue", "shortest queue")}
-    claim = Claim("shortest queue", "longest queue", "8.0", QUEUEING)
-    return Figure("dLoRA 2b, twice the load", "scale of lengths", (2.0,), {QUEUEING: found}, (claim,))
+    """Queueing of the replicas, one against the other, where each adapter is on one of eight replicas."""
+    claim = Claim("shortest queue", "longest queue", "8.0", BY_REPLICA)
+    return Figure("dLoRA 2b, twice the load", "scale of lengths", (2.0,), {BY_REPLICA: values[BY_REPLICA]}, (claim,))
 
 
 def _balancing(
@@ -226,6 +226,7 @@ def _balancing(
 
     policies = (
         Policy("RR", make, lambda: RoundRobinDispatcher(placed)),
+        Policy(ONE_COPY, make, lambda: RoundRobinDispatcher(start)),
         Policy("Proactive", make, ProactiveDispatcher),
         Policy("dLoRA", make, ProactiveDispatcher, migrate_every_s=5.0, migration=MIGRATION),
         Policy(
@@ -233,22 +234,22 @@ def _balancing(
         ),
     )
     found: dict[str, list[ServingMetrics]] = {policy.name: [] for policy in policies}
-    by_replica: dict[str, list[float]] = {"RR, longest queue": [], "RR, shortest queue": []}
+    by_replica: dict[str, list[float]] = {"longest queue": [], "shortest queue": []}
     for scale in points:
         asked = requests(lengths, num_rows, num_adapters, 1.0, 8.0, seed, scale=scale, arrive=arrive)
         assert asked.rows.output_tokens is not None
         if arrive is not at_once:
             together_now = replace(asked, release_s=np.zeros(num_rows))
-            most = serve(together_now, policies[1], COST, replica, NUM_REPLICAS)[0].output_tokens_per_s
+            most = serve(together_now, policies[2], COST, replica, NUM_REPLICAS)[0].output_tokens_per_s
             asked = at_rate(asked, load * most / float(asked.rows.output_tokens.mean()) / 8.0)
         for policy in policies:
             metrics, timeline = serve(asked, policy, COST, replica, NUM_REPLICAS)
             found[policy.name].append(metrics)
-            if policy.name == "RR":
+            if policy.name == ONE_COPY:
                 waits = timeline.admit_s - asked.release_s
                 means = [float(waits[timeline.replica == number].mean()) for number in np.unique(timeline.replica)]
-                by_replica["RR, longest queue"].append(max(means))
-                by_replica["RR, shortest queue"].append(min(means))
+                by_replica["longest queue"].append(max(means))
+                by_replica["shortest queue"].append(min(means))
     return {
         BY_REPLICA: by_replica,
         QUEUEING: {name: [m.queueing_s for m in of_policy] for name, of_policy in found.items()},

@@ -78,6 +78,12 @@ def _tuned() -> list[Tuned]:
         ("Toppings is blind to ranks; knows seconds", seventeen, toppings, replace(toppings, worse=seconds)),
         ("the same", "LoRAServe 19", first_token, replace(first_token, worse=seconds)),
         ("the same", "LoRAServe 22", first_token, replace(first_token, worse=seconds)),
+        (
+            "adapters have copies by burst tolerance; one each",
+            eleven,
+            round_robin,
+            replace(merged, worse=dlora.ONE_COPY),
+        ),
         ("leftovers are whole; split and levelled", seventeen, contiguous, replace(contiguous, better=levelled)),
         ("the same", "LoRAServe 19", first_token, replace(first_token, better=levelled)),
         ("the same", "LoRAServe 22", first_token, replace(first_token, better=levelled)),
