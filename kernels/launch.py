@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from .interpreted import fix_masks
+
 # The interpreter runs programs one after the other: two show that work is shared out, more would only be slow.
 _INTERPRETED_PROGRAMS = 2
 #: Environment variables by which kernels are compiled to other code.
@@ -89,6 +91,7 @@ def launch(kernel: Any, num_programs: int, *args: Any, **constants: Any) -> None
     if (asked := tuning()) is not None:
         constants = asked.of(constants)
     if is_interpreted():
+        fix_masks()
         kernel[num_programs,](*args, PDL=False, **constants)
         return
     launches = _LAUNCHES.get(id(kernel)) or _LAUNCHES.setdefault(id(kernel), _Launches(kernel))

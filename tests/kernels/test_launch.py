@@ -11,9 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
 
 from lorabatch.benchmarks.gpu.kernel_cases import kernel_cases
 from lorabatch.benchmarks.gpu.layer import StepLayer
@@ -43,6 +47,36 @@ def test_compiled_kernels_get_what_triton_s_own_call_gives_them(pdl: str) -> Non
     assert results["differing"] == []
     assert results["by_triton"] == 0, "kernels that were compiled went through Triton's own call again"
     assert results["operators"] == ["empty_like", "empty_like"], "the norms' results; views are made once a step"
+
+
+@triton.jit
+def _copy_of(x, y, n, chosen, PDL: tl.constexpr):  # noqa: N803 (constants of kernels are in capitals)
+    at = tl.arange(0, 16)
+    is_inside = (at < n) & (chosen >= 0)
+    is_doubled = is_inside & (chosen > 3)
+    number = tl.load(x + at, mask=is_inside, other=0)
+    tl.store(y + at, number + tl.load(x + at, mask=is_doubled, other=0), mask=is_inside & (n > 0))
+
+
+@pytest.mark.skipif(not launch.is_interpreted(), reason="on a GPU the compiler knows the types of masks")
+@pytest.mark.parametrize(("chosen", "factor"), [(-1, 0), (3, 1), (4, 2)])
+def test_masks_made_of_numbers_are_boolean(chosen: int, factor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter has masks of integers for them, which from 3.9 on it refuses."""
+    native, masks = interpreter._interpreter, list[str]()
+
+    def noting(call: Any, place: int) -> Any:
+        def noted(*args: Any) -> Any:
+            masks.append(args[place].dtype.name)
+            return call(*args)
+
+        return noted
+
+    for name, place in (("load", 1), ("store", 2)):
+        monkeypatch.setattr(native, name, noting(getattr(native, name), place))
+    x, y = torch.arange(16, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
+    launch.launch(_copy_of, 1, x, y, 10, chosen)
+    assert y.tolist() == [factor * number if number < 10 else 0 for number in range(16)]
+    assert masks == ["bool"] * 3
 
 
 @dataclass
