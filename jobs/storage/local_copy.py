@@ -122,7 +122,7 @@ def _fetched(url: str, storage_options: Mapping[str, Any], root: Path, pickles: 
     try:
         fs, remote = open_store(url, options)
         fs.invalidate_cache(remote)
-        is_file = fs.isfile(remote)
+        is_file = _is_file(fs, remote)
         listing = {remote: fs.info(remote)} if is_file else fs.find(remote, detail=True)
         if not listing:
             raise FileNotFoundError(remote)
@@ -139,6 +139,14 @@ def _fetched(url: str, storage_options: Mapping[str, Any], root: Path, pickles: 
     except Exception as error:
         raise StorageError(f"{redacted_url(url)!r}: {storage_reason(error, options, url)}") from None
     return folder / name if is_file else folder
+
+
+def _is_file(fs: Any, path: str) -> bool:
+    """Whether it is a file. A user who may only list what is below a folder may not ask for the folder itself."""
+    try:
+        return bool(fs.isfile(path))
+    except PermissionError:
+        return False
 
 
 def _wanted_pickles(paths: Collection[str], names: Collection[str]) -> list[str]:

@@ -38,11 +38,11 @@ _LEAST_BYTES_PER_S = 50_000
 _CALLS: Mapping[str, str] = {
     "cat_file": "read", "cp_file": "copy", "exists": "look for", "find": "list", "get_file": "read", "glob": "list",
     "info": "look for",
-    "isdir": "look for", "isfile": "look for", "ls": "list", "makedirs": "make the folder", "mv": "move",
+    "isdir": "look for", "ls": "list", "makedirs": "make the folder", "mv": "move",
     "open": "read", "pipe_file": "write", "put_file": "write", "rm": "remove", "rm_file": "remove",
 }  # fmt: skip
 # Limited calls without a transfer, whatever the folder holds.
-_QUICK_CALLS = frozenset(("exists", "info", "isdir", "isfile", "makedirs", "rm_file"))
+_QUICK_CALLS = frozenset(("exists", "info", "isdir", "makedirs", "rm_file"))
 # Requests of S3 that may take long where the store is well, and keep the connection alive meanwhile.
 _LONG_REQUESTS = frozenset(("complete_multipart_upload", "copy_object", "upload_part_copy"))
 
@@ -140,6 +140,15 @@ class LimitedFiles:
             raise AttributeError(name)
         found = getattr(self.store, name)
         return partial(self._call, name, found) if name in _CALLS else found
+
+    def isfile(self, path: str) -> bool:
+        """Whether there is a file of this name. Raises what `info` raises, but for a missing one: fsspec's own `isfile`
+        takes a store that refuses or does not answer for an empty one.
+        """
+        try:
+            return bool(self.info(path)["type"] == "file")
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def _call(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from fsspec.asyn import sync

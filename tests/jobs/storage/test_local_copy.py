@@ -255,8 +255,8 @@ def test_names_cannot_lead_out_of_the_copy(tmp_path: Path) -> None:
     class Evil(fsspec.AbstractFileSystem):  # type: ignore[misc]
         protocol = "evil"
 
-        def isfile(self, path: str) -> bool:
-            return False
+        def info(self, path: str, **_: Any) -> dict[str, Any]:
+            raise FileNotFoundError(path)
 
         def find(self, path: str, **_: Any) -> dict[str, dict[str, Any]]:
             return {f"{path}/../../evil.json": {"size": 1}}
@@ -267,6 +267,25 @@ def test_names_cannot_lead_out_of_the_copy(tmp_path: Path) -> None:
     fsspec.register_implementation("evil", Evil, clobber=True)
     with pytest.raises(StorageError, match="outside its folder"):
         local_folder("evil://remote", {}, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", ["adapter", "adapter/"])
+def test_a_folder_that_may_only_be_listed_is_copied(name: str, tmp_path: Path) -> None:
+    class ListedOnly(fsspec.AbstractFileSystem):  # type: ignore[misc]
+        protocol = "listed-only"
+
+        def info(self, path: str, **_: Any) -> dict[str, Any]:
+            raise PermissionError(path)
+
+        def find(self, path: str, **_: Any) -> dict[str, dict[str, Any]]:
+            return {f"{path}/adapter_config.json": {"size": 2}}
+
+        def get_file(self, source: str, target: str, **_: Any) -> None:
+            Path(target).write_text("{}")
+
+    fsspec.register_implementation("listed-only", ListedOnly, clobber=True)
+    copied = local_folder(f"listed-only://{name}", {}, tmp_path / "cache")
+    assert (copied / "adapter_config.json").read_text() == "{}"
 
 
 @pytest.mark.parametrize("url", ["/no/such/folder", "memory://nothing/here"])

@@ -47,9 +47,6 @@ class OwnCalls(AsyncFileSystem):  # type: ignore[misc]
     async def _makedirs(self, path: str, exist_ok: bool = False) -> None:
         pass
 
-    def isfile(self, path: str) -> bool:
-        return bool(sync(self.loop, self._isfile, path))
-
     def isdir(self, path: str) -> bool:
         return bool(sync(self.loop, self._isdir, path))
 
@@ -76,6 +73,17 @@ def test_a_look_at_a_store_that_does_not_reply_ends(files: LimitedFiles, look: s
     call: Callable[[str], Any] = getattr(files, look)
     with pytest.raises(UnansweredError, match="no reply within"):
         call("place/a")
+
+
+def test_a_store_that_refuses_is_not_taken_for_one_without_the_file(
+    files: LimitedFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(path: str, **options: Any) -> dict[str, Any]:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(files.store, "_info", refuse)
+    with pytest.raises(PermissionError):
+        files.isfile("place/a")
 
 
 def test_a_file_says_where_it_is_although_its_library_does_not() -> None:
