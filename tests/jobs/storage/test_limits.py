@@ -211,8 +211,8 @@ def test_an_operation_that_waits_is_said_with_its_place_and_error(
 
 
 def test_settings_of_the_user_come_before_ours(url: str, options: dict[str, Any]) -> None:
-    config = {"read_timeout": 3.0, "retries": {"max_attempts": 2}, "connector_args": {"keepalive_timeout": 2}}
-    fs, path = open_store(url, options | {"config_kwargs": config, "limit_s": 3})
+    config = {"read_timeout": 30.0, "retries": {"max_attempts": 2}, "connector_args": {"keepalive_timeout": 2}}
+    fs, path = open_store(url, options | {"config_kwargs": config, "limit_s": 60})
     given = fs.store.config_kwargs
     assert {name: given[name] for name in config} == config
     assert given["connect_timeout"] == 5.0
