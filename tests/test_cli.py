@@ -316,20 +316,21 @@ def test_adapters_behind_a_url_are_audited_under_their_own_names(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["runn"], "no such command 'runn'. Did you mean 'run'? See `lorabatch --help`."),
-        (["--verbos"], "no such option: --verbos"),
-        (["run", "--max-token", "5"], "no such option: --max-token (Possible options: --max-tokens, "),
-        (["status"], "missing argument 'OUTPUT'. See `lorabatch status --help`."),
-        (["status", "a", "b"], "got unexpected extra argument(s) (b). See `lorabatch status --help`."),
-        (["run", "--model"], "option '--model' requires an argument. See `lorabatch run --help`."),
-        (["bench", "engines"], "no such command 'engines'"),
+        (["runn"], r"no such command 'runn'\. (Did you mean 'run'\? )+See `lorabatch --help`\."),
+        (["--verbos"], r"no such option:? '?--verbos"),
+        (["run", "--max-token", "5"], r"no such option:? '?--max-token\b.*--max-tokens\b"),
+        (["status"], r"missing argument 'OUTPUT'\. See `lorabatch status --help`\."),
+        (["status", "a", "b"], r"got unexpected extra argument(\(s\))? \(b\)\. See `lorabatch status --help`\."),
+        (["run", "--model"], r"option '--model' requires an argument\. See `lorabatch run --help`\."),
+        (["bench", "engines"], r"no such command 'engines'"),
     ],
 )
 def test_a_command_line_that_cannot_be_read_is_answered_in_one_line(words: list[str], said: str) -> None:
+    """The words are those of Typer and Click, whose versions differ in them."""
     done = CliRunner().invoke(app, words, prog_name="lorabatch")
     assert done.exit_code == 2
     assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith(f"lorabatch: {said}")
+    assert re.match(f"lorabatch: {said}", done.stderr), done.stderr
     assert done.stderr.endswith("--help`.\n")
 
 
