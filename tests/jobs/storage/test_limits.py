@@ -123,7 +123,7 @@ def assert_given_up(
 def test_an_operation_fails_at_its_limit_with_the_stores_own_words(
     call: str, fault: Fault, url: str, options: dict[str, Any], proxy: FaultyProxy
 ) -> None:
-    assert_given_up(call, fault, url, options | {"limit_s": 0.7}, proxy, 3)
+    assert_given_up(call, fault, url, options | {"limit_s": 2.0}, proxy, 10)
 
 
 @pytest.mark.long
