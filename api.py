@@ -18,6 +18,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
+from .jobs.contents import part_name
 from .jobs.options.types import JobOptions
 from .jobs.progress import counted
 from .jobs.spec import JobSpec
@@ -27,7 +28,7 @@ from .jobs.status.rows import follow_rows
 from .jobs.storage.limits import waits_said
 from .jobs.storage.redaction import redacted_url
 from .jobs.storage.urls import absolute
-from .jobs.store import JobStore, part_name
+from .jobs.store import JobStore
 from .system.html import facts_table
 from .system.long_work import listening
 
@@ -308,6 +309,7 @@ class Job:
 
     def iter_rows(self, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
         """Each row of the output once, as a dictionary, part by part as the job writes them; ends when the job does.
+        A job of wide shape writes them at its end.
 
         >>> len(list(lorabatch.Job("answers").iter_rows(["id", "completion"])))
         12
@@ -319,10 +321,11 @@ class Job:
         """
         return follow_rows(self._store, columns)
 
-    def to_arrow(self, *, wide: bool = False) -> pa.Table:
-        """All rows of the output as an Arrow table, in the order of the parts. Waits and raises as `result` does.
+    def to_arrow(self, *, wide: bool | None = None) -> pa.Table:
+        """All rows of the output as an Arrow table, in the order of its files. Waits and raises as `result` does.
 
-        wide: the table of a sweep with a row for each row of the input, and a struct column for each adapter.
+        wide: True for the table of a sweep with a row for each row of the input, and a struct column for each adapter;
+            False for a row for each of both; by default as the job's `shape`.
 
         Raises `JobRequestError` for a wide table of a job that is no sweep.
         """
@@ -331,17 +334,23 @@ class Job:
 
         from .pipeline.dataset.writer import output_schema
 
-        names, location = self._part_names(), self._store.location
+        self.result()
+        record, location = self.status().record, self._store.location
+        contents = self._store.contents()
+        if record.is_wide and wide is False:
+            names = [self._store.part_path(shard_id) for shard_id in sorted(contents.parts)]
+        else:
+            names = [part_name(number) for number in sorted(contents.files)]
         if not names:
-            table = pa.Table.from_batches([], output_schema(self.status().record))
+            table = pa.Table.from_batches([], output_schema(record))
         else:
             fs = None if location.is_local else location.fs.store
             table = pa.concat_tables([pq.read_table(location.path(name), filesystem=fs) for name in names])
-        if not wide:
+        if record.is_wide or not wide:
             return table
         from .jobs.input.wide import wide_table
 
-        return wide_table(table, self.status().record)
+        return wide_table(table, record)
 
     def to_pandas(self) -> pd.DataFrame:
         """All rows of the output as a pandas data frame. Needs pandas. Waits and raises as `result` does."""
@@ -362,15 +371,12 @@ class Job:
             raise ImportError("to_dask_dataframe needs dask[dataframe]: pip install 'dask[dataframe]' pandas") from None
         from .jobs.storage.stores import without_limit
 
-        names, location = self._part_names(), self._store.location
+        self.result()
+        names, location = [part_name(number) for number in sorted(self._store.contents().files)], self._store.location
         if not names:
             return dd.from_pandas(self.to_pandas(), npartitions=1)
         urls = [f"{location.url}/{name}" for name in names]
         return dd.read_parquet(urls, storage_options=without_limit(location.storage_options))
-
-    def _part_names(self) -> list[str]:
-        self.result()
-        return [part_name(shard_id) for shard_id in sorted(self._store.committed_parts())]
 
 
 @dataclass(frozen=True, slots=True)

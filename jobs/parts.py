@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgpack
 
+from .contents import OutputContents, part_name
 from .options.stages import stages_of
 from .record import JobRecord
-from .store import JobStore, OutputContents, part_name
+from .store import JobStore
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -133,19 +134,26 @@ def answers_hash(values: Mapping[str, Sequence[Any]]) -> str:
 
 
 def missing_parts(store: JobStore, contents: OutputContents) -> dict[int, str]:
-    """Parts of a finished job that are gone, have changed their size, or are not the job's: shard id -> clause. Empty
-    for jobs of earlier versions, which kept no list of their parts.
+    """Parts of a finished job, and files of its wide output, that are gone, have changed their size, or are not the
+    job's: number -> clause. Empty for jobs of earlier versions, which kept no list of their parts.
     """
     recorded = store.read_parts()
     if recorded is None:
         return {}
-    sizes = {shard_id: num_bytes for shard_id, (num_bytes, _) in recorded.items()}
+    found = _differing({shard_id: num_bytes for shard_id, (num_bytes, _) in recorded.items()}, contents.parts)
+    if not store.is_wide:
+        return found
+    return _differing(store.read_files() or {0: 0}, contents.files) | found
+
+
+def _differing(recorded: Mapping[int, int], there: Mapping[int, int]) -> dict[int, str]:
+    """Number -> clause, of files that do not have the recorded bytes. Both arguments: number -> bytes."""
     found = {
-        shard_id: "is not there" if shard_id not in contents.parts else f"has {contents.parts[shard_id]} bytes, not {n}"
-        for shard_id, n in sizes.items()
-        if contents.parts.get(shard_id) != n
+        number: "is not there" if number not in there else f"has {there[number]} bytes, not {num_bytes}"
+        for number, num_bytes in recorded.items()
+        if there.get(number) != num_bytes
     }
-    return found | dict.fromkeys(contents.parts.keys() - sizes.keys(), OF_NO_SHARD)
+    return found | dict.fromkeys(there.keys() - recorded.keys(), OF_NO_SHARD)
 
 
 def changed_parts(store: JobStore, contents: OutputContents) -> dict[int, str]:

@@ -62,6 +62,7 @@ _CLASS = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\.[A-Z]\w*"
 Panel = Literal["data", "prompts", "answers", "form", "adapters", "engine", "cluster", "storage", "limits"]
 PolicyName = Literal["planner", "dlora", "s-lora", "vllm-like", "merged-only", "peft-like"]
 ScoreBy = Literal["exact", "contains", "regex", "json", "number", "choice"]
+Shape = Literal["long", "wide"]
 PlacementName = Literal["planner", "planned", "none", "loraserve", "loraserve-levelled"]
 # Values for the required fields while the other fields are checked.
 _PLACEHOLDERS = {"model": "-", "input": "-", "output": "-"}
@@ -268,6 +269,9 @@ class JobSpec(_SamplingFields):
         "file a list).",
     )
     include_base: bool = _adapters(False, "The base model answers every row too, beside for_each_adapter.")
+    shape: Shape = _data(
+        "long", "A sweep's output: a row for each adapter (long), or a struct column for each adapter (wide)."
+    )
     expected: str | None = _data(
         None, "Column of right answers, each a value or a list of values that are right; adds the column score."
     )

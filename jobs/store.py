@@ -1,4 +1,4 @@
-"""`JobStore`: the layout of OUTPUT and OUTPUT/_lorabatch; no other file knows it. `OutputContents`: OUTPUT's contents.
+"""`JobStore`: the layout of OUTPUT and OUTPUT/_lorabatch; no other file knows it.
 
 The store reads and writes whole files and journals; the content of Arrow and Parquet files belongs to the pipeline. A
 part file's presence means that its shard is committed. `_SUCCESS` is written last.
@@ -9,19 +9,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..system.untrusted import MALFORMED, parse_json
 from .agreement import Agreement
+from .contents import OURS, SUCCESS, OutputContents, part_name
 from .errors import DamagedRecordError, MissingFileError, OutputConflictError, StorageError, naming_damage
 from .record import JobRecord, JobState, changed_adapters
 from .storage.location import Location
 from .storage.redaction import redacted_url
 
-OURS = "_lorabatch"
-SUCCESS = "_SUCCESS"
 _JOB = f"{OURS}/job.json"
 _PLAN = f"{OURS}/plan.arrow"
 _PLAN_FACTS = f"{OURS}/plan.json"
@@ -29,6 +27,9 @@ _STATE = f"{OURS}/state.json"
 _EVENTS = f"{OURS}/events.jsonl"
 _SUMMARY = f"{OURS}/summary.json"
 _PARTS = f"{OURS}/parts.json"
+# The files of a wide output, and the folder of the parts that they are made of.
+_WIDE = f"{OURS}/wide.json"
+_PARTS_OF_WIDE = f"{OURS}/parts"
 _AGREEMENT = f"{OURS}/agreement.json"
 _CANARY = f"{OURS}/canary.json"
 #: Folder in which `compare` answers some rows again.
@@ -42,7 +43,6 @@ _CANCEL = f"{OURS}/CANCEL"
 _ARROW_BLOCK_BYTES = 1 << 20
 _WIP_NAME = re.compile(r"(?P<attempt>[A-Za-z0-9_-]+)\.wip(\..+)?")
 _LOG_NAME = re.compile(r"(?P<source>[A-Za-z0-9_-]+)\.log(\..+)?")
-_PART_NAME = re.compile(r"part-(\d{5,})\.parquet")
 
 
 # Types of the fields by which readers of events sort, count or look up.
@@ -65,53 +65,6 @@ def _event(line: bytes) -> dict[str, Any] | None:
     return value if all(isinstance(value[name], kind) for name, kind in _EVENT_TYPES.items() if name in value) else None
 
 
-def part_name(shard_id: int) -> str:
-    """File name of a shard's part."""
-    return f"part-{shard_id:05d}.parquet"
-
-
-@dataclass(frozen=True, slots=True)
-class OutputContents:
-    """The contents of OUTPUT, from one listing."""
-
-    #: Whether a job is frozen in OUTPUT.
-    has_job: bool
-    #: Whether OUTPUT has the folder `_lorabatch`.
-    has_records: bool
-    #: Whether OUTPUT has `_SUCCESS`.
-    is_finished: bool
-    #: Shard id -> bytes of its part.
-    parts: dict[int, int]
-    #: Names that no job of ours gives, without names that begin with a dot.
-    foreign: tuple[str, ...]
-
-    @classmethod
-    def of(cls, entries: Mapping[str, int | None], *, has_job: bool) -> OutputContents:
-        """Makes the contents from the names in OUTPUT and their sizes (None: a folder)."""
-        found = ((_PART_NAME.fullmatch(name), name, size or 0) for name, size in entries.items())
-        parts = {int(m[1]): size for m, name, size in found if m and part_name(int(m[1])) == name}
-        ours = {OURS, SUCCESS, *map(part_name, parts)}
-        return cls(
-            has_job=has_job,
-            has_records=OURS in entries,
-            is_finished=SUCCESS in entries,
-            parts=parts,
-            foreign=tuple(sorted(name for name in entries if name not in ours and not name.startswith("."))),
-        )
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether OUTPUT holds nothing but, at most, records of a job that was never frozen."""
-        return not (self.has_job or self.is_finished or self.parts or self.foreign)
-
-    @property
-    def foreign_names(self) -> list[str]:
-        """Files that no job of ours put there. Parts without a frozen job are another tool's."""
-        if self.has_job:
-            return list(self.foreign)
-        return [*self.foreign, *map(part_name, sorted(self.parts)), *[SUCCESS] * self.is_finished]
-
-
 class JobStore:
     """One job's output. Small and picklable: it travels to every worker.
 
@@ -121,6 +74,8 @@ class JobStore:
 
     # The latest content of `job.json` and the record parsed from it, which is needed before and after every shard.
     _last_read: tuple[bytes, JobRecord] | None = None
+    # Whether the job's output is wide; None before its record was seen.
+    _is_wide: bool | None = None
 
     def __init__(self, output_url: str, storage_options: Mapping[str, Any] | None = None, *, update: str = "") -> None:
         #: Name of the folder of an update, a job whose answers will replace those in OUTPUT; "" for OUTPUT's own job.
@@ -129,7 +84,7 @@ class JobStore:
         self.location = Location(url, storage_options, scratch=f"{OURS}/tmp")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"location": self.location, "update": self.update}
+        return {"location": self.location, "update": self.update, "_is_wide": self._is_wide}
 
     def __repr__(self) -> str:
         return f"JobStore({redacted_url(self.location.url)!r})"
@@ -173,17 +128,36 @@ class JobStore:
     def contents(self) -> OutputContents:
         """Lists OUTPUT as it is now."""
         entries = self.location.list()
-        return OutputContents.of(entries, has_job=OURS in entries and self.location.exists(_JOB))
+        has_job = OURS in entries and self.location.exists(_JOB)
+        beside = self.location.list(_PARTS_OF_WIDE) if has_job and self.is_wide else None
+        return OutputContents.of(entries, has_job=has_job, beside=beside)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether the parts of the job are among its records, and OUTPUT has wide files that are made of them."""
+        if self._is_wide is None:
+            try:
+                self.read_record()
+            except (MissingFileError, DamagedRecordError):
+                return False
+        return bool(self._is_wide)
+
+    def part_path(self, shard_id: int) -> str:
+        """Name of a shard's part, from OUTPUT on."""
+        return f"{_PARTS_OF_WIDE}/{part_name(shard_id)}" if self.is_wide else part_name(shard_id)
 
     def freeze(self, record: JobRecord) -> bool:
         """Claim OUTPUT for this job. False when a job is frozen there already."""
-        return self.location.create(_JOB, record.to_json())
+        is_ours = self.location.create(_JOB, record.to_json())
+        self._is_wide = record.is_wide if is_ours else None
+        return is_ours
 
     def read_record(self) -> JobRecord:
         """The frozen job. Raises `MissingFileError` when OUTPUT holds none."""
         data = self.location.read(_JOB)
         if self._last_read is None or self._last_read[0] != data:
             self._last_read = data, JobRecord.from_json(data)
+        self._is_wide = self._last_read[1].is_wide
         return self._last_read[1]
 
     def check_holder(self, job_id: str) -> JobRecord:
@@ -214,6 +188,7 @@ class JobStore:
     def replace_record(self, record: JobRecord) -> None:
         """Freeze the job again after its adapters have changed."""
         self.location.write(_JOB, record.to_json())
+        self._is_wide = record.is_wide
 
     def mark_success(self) -> None:
         """Write `_SUCCESS`: every part is there. No part is written after this."""
@@ -241,10 +216,11 @@ class JobStore:
         self.check_ownership(contents)
         if contents.is_finished:
             self.location.remove([SUCCESS])
-        self.location.remove([part_name(shard_id) for shard_id in contents.parts])
+        self.location.remove([part_name(number) for number in contents.files])
         kept = f"{OURS}/{_INPUT}" if keep_input else ""
         self.remove_records({_JOB, kept})
         self.location.remove([_JOB] if keep_input else [_JOB, OURS])
+        self._is_wide = None
 
     def remove_records(self, kept: Collection[str]) -> None:
         """Remove all records but those with a name in `kept`, from OUTPUT on."""
@@ -270,17 +246,41 @@ class JobStore:
 
         False when the part was there already, which is fine: both hold the same rows.
         """
-        is_ours = self.location.create(part_name(shard_id), data)
+        is_ours = self.location.create(self.part_path(shard_id), data)
         self.clear_wip(shard_id)
         return is_ours
 
     def is_committed(self, shard_id: int) -> bool:
         """Whether the shard's part is there."""
-        return self.location.exists(part_name(shard_id))
+        return self.location.exists(self.part_path(shard_id))
 
     def open_part(self, shard_id: int) -> BinaryIO:
         """A committed part, for reading."""
-        return self.location.open(part_name(shard_id))
+        return self.location.open(self.part_path(shard_id))
+
+    def open_file(self, number: int) -> BinaryIO:
+        """A Parquet file in OUTPUT itself, for reading."""
+        return self.location.open(part_name(number))
+
+    def write_wide(self, number: int, data: bytes | memoryview) -> None:
+        """Put one file of a wide output in place, whole, or replace it."""
+        self.location.write(part_name(number), data)
+
+    def keep_files(self, sizes: Mapping[int, int]) -> None:
+        """Record the files of a wide output (number -> bytes) and remove all others. Without any, the output has none
+        until they are written again.
+        """
+        self.location.remove([part_name(number) for number in self.contents().files if number not in sizes])
+        self.location.write(_WIDE, json.dumps(sizes).encode())
+
+    def read_files(self) -> dict[int, int]:
+        """The files that `keep_files` recorded; none for an output that is not wide."""
+        try:
+            found = self._read_json(_WIDE)
+        except MissingFileError:
+            return {}
+        with naming_damage("wide.json"):
+            return {int(number): int(num_bytes) for number, num_bytes in found.items()}
 
     def write_parts(self, parts: Mapping[int, tuple[int, str]]) -> None:
         """Record the parts of a job that is done: shard id -> bytes of its part and hash of its contents."""
@@ -297,7 +297,7 @@ class JobStore:
 
     def remove_part(self, shard_id: int) -> None:
         """Uncommit a shard; its still valid rows must be in `wip` by now. `_SUCCESS` goes first."""
-        self.location.remove([SUCCESS, part_name(shard_id)])
+        self.location.remove([SUCCESS, self.part_path(shard_id)])
 
     def append_wip(self, shard_id: int, attempt: str, data: bytes) -> None:
         """Add encoded results to one attempt's journal. `attempt`: letters, digits, `_`, `-`; unique."""

@@ -13,15 +13,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+from .contents import OURS, part_name
 from .errors import DamagedRecordError, MissingFileError
 from .record import JobRecord
-from .store import OURS, JobStore, part_name
+from .store import JobStore
 
 #: Identity fields of the engines' arithmetic: with another value in one of them, every answer may be another one. The
 #: other identity fields change answers by way of a row's fingerprint, or say where rows and answers are.
 ARITHMETIC_FIELDS = ("mode", "dtype", "load_format", "base_quantization", "policy")
 # Records of an update that do not get a place in OUTPUT, at least not as they are.
-_LEFT = ("job.json", "parts.json", "state.json", "CANCEL", "rows", "wip", "tmp")
+_LEFT = ("job.json", "parts.json", "wide.json", "state.json", "CANCEL", "rows", "wip", "tmp")
 _INPUT = f"{OURS}/input"
 _MOVES_AT_ONCE = 16
 
@@ -53,6 +54,7 @@ def put_in_place(update: JobStore) -> JobStore:
         if not update.update:
             return update
         record, parts = update.read_record(), update.read_parts() or {}
+        sizes = update.read_files() if record.is_wide else {}
     except MissingFileError:
         return output
     output.unmark_success()
@@ -62,9 +64,11 @@ def put_in_place(update: JobStore) -> JobStore:
         output.remove_records({f"{OURS}/{name}" for name in kept})
         output.replace_record(record.model_copy(update={"sources": ()}))
     update.check_holder(record.job_id)
-    _move(update, output, parts)
+    _move(update, output, sizes or parts)
     update.check_holder(record.job_id)
     output.write_parts(parts)
+    if record.is_wide:
+        output.keep_files(sizes)
     output.mark_success()
     names = [f"{OURS}/{name}" for name in output.update_names()]
     output.location.remove(f"{name}/{OURS}/job.json" for name in names)
@@ -80,9 +84,11 @@ def _is_held(output: JobStore, record: JobRecord) -> bool:
         return False
 
 
-def _move(update: JobStore, output: JobStore, parts: Collection[int]) -> None:
-    """Give the parts and records of an update their places in OUTPUT. Parts that are not the update's go."""
-    output.location.remove([part_name(shard_id) for shard_id in output.committed_parts() if shard_id not in parts])
+def _move(update: JobStore, output: JobStore, files: Collection[int]) -> None:
+    """Give the files and records of an update their places in OUTPUT. Files that are not the update's go. `files`:
+    numbers of its Parquet files that readers read.
+    """
+    output.location.remove([part_name(number) for number in output.contents().files if number not in files])
     found = {name: size for name, size in update.location.list(OURS).items() if name not in _LEFT}
     records = [f"{OURS}/{name}" for name, size in found.items() if size is not None]
     for folder in (f"{OURS}/{name}" for name, size in found.items() if size is None):
@@ -96,7 +102,7 @@ def _move(update: JobStore, output: JobStore, parts: Collection[int]) -> None:
                 raise
 
     with ThreadPoolExecutor(_MOVES_AT_ONCE) as pool:
-        list(pool.map(move, [*map(part_name, parts), *records]))
+        list(pool.map(move, [*map(part_name, files), *records]))
 
 
 def _unused_input(output: JobStore, record: JobRecord) -> list[str]:

@@ -130,6 +130,7 @@ def _small_job(spec: JobSpec, settings: Collection[str], folder: str, name: str,
         "include_base": False,
         "expected": None,
         "score_by": "exact",
+        "shape": "long",
         "workers": 1 if spec.is_embedded else spec.workers,
         **changes,
     }

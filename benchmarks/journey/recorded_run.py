@@ -12,8 +12,9 @@ from pathlib import Path
 
 from lorabatch.benchmarks.journey.watched_engine import FACTORY, FOLDER, Note, read_notes
 from lorabatch.demo.job import demo_spec
+from lorabatch.jobs.contents import OURS
 from lorabatch.jobs.spec import JobSpec
-from lorabatch.jobs.store import OURS, JobStore
+from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.cluster.connect import connected
 from lorabatch.pipeline.messages import WorkerReport
 from lorabatch.pipeline.monitoring.topics import REPORTS

@@ -19,7 +19,7 @@ import lorabatch
 def rows_by_adapter(output):
     """Name of each adapter -> its rows in the order of their ids; "base" is the base model."""
     found = defaultdict(list)
-    for row in lorabatch.Job(output).to_arrow().to_pylist():
+    for row in lorabatch.Job(output).to_arrow(wide=False).to_pylist():
         found[row.get("adapter") or "base"].append(row)
     return {name: sorted(rows, key=lambda row: str(row["id"])) for name, rows in found.items()}
 

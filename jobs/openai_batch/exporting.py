@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ..contents import part_name
 from ..errors import JobRequestError, StorageError, naming_damage
 from ..input.columns import (
     ANSWER_FIELDS,
@@ -37,7 +38,7 @@ from ..status.job_status import read_status
 from ..storage.redaction import redacted_url, storage_reason
 from ..storage.single_file import replaced_file
 from ..storage.urls import absolute
-from ..store import JobStore, part_name
+from ..store import JobStore
 from .importing import ERROR_COLUMN, MODEL_COLUMN
 
 _BATCH_ROWS = 1024

@@ -24,14 +24,16 @@ from ...engine.text.answers.sampling_check import token_problems
 from ...engine.text.chat.conversation import read_variables
 from ...engine.text.tokenizers.template_probe import template_traits
 from ...system.untrusted import NoProcessError
+from ..contents import OutputContents
 from ..errors import DamagedRecordError, JobFailedError, JobRequestError, MissingFileError, OutputConflictError
 from ..input.columns import task_clashes
+from ..input.wide import wide_clashes
 from ..parts import PartMark, changed_parts, in_words, read_mark
 from ..record import InputRecord, JobRecord, JobState, ModelRecord, changed_adapters, differences
 from ..spec import JobSpec
 from ..storage.local_copy import model_sha256
 from ..storage.redaction import redacted_url
-from ..store import JobStore, OutputContents
+from ..store import JobStore
 from ..updates import put_in_place
 from .adapters import audit_all
 from .generation_config import generation_defaults
@@ -302,7 +304,7 @@ def make_record(checked: CheckedJob) -> JobRecord:
         or not roles.isdisjoint(("logprobs", "top_logprobs", "continuation")),
         swept=swept_adapters(spec, checked.adapters),
     )
-    if problems := task_clashes(record):
+    if problems := [*task_clashes(record), *(wide_clashes(record) if record.is_wide else [])]:
         raise JobRequestError(*problems)
     return record
 

@@ -22,6 +22,7 @@ from ...engine.model_config.partition import partition_problem
 from ...engine.text.answers.sampling_check import MAX_TOKENS, problems_with_model
 from ...engine.text.tokenizers.tokenizer import Tokenizer
 from ...system.untrusted import NoProcessError, shown_name
+from ..contents import OutputContents, part_name
 from ..cost_profile import read_profile
 from ..errors import JobRequestError, StorageError
 from ..input.adapter_names import columns_with_names
@@ -40,7 +41,7 @@ from ..spec import JobSpec
 from ..stages import named_stages, needs_adapter_of_rows, stage_spec
 from ..storage.local_copy import is_on_this_machine, local_folder
 from ..storage.redaction import is_redacted, redacted_url
-from ..store import JobStore, OutputContents, part_name
+from ..store import JobStore
 from .adapters import find_adapters
 from .generation_config import with_generation_defaults
 from .job_file import read_job_file

@@ -174,6 +174,10 @@ def _sweep_problems(spec: Any) -> list[str]:
         )
     if spec.include_base and not spec.for_each_adapter:
         problems.append("include_base: is for jobs of several adapters a row. Give --for-each-adapter all.")
+    if spec.shape == "wide" and not spec.for_each_adapter:
+        problems.append(
+            "shape='wide': is for jobs of several adapters a row. Give --for-each-adapter all, or leave it out."
+        )
     if spec.score_by != "exact" and spec.expected is None:
         problems.append(f"score_by={spec.score_by!r}: nothing says what is right. Name the column with --expected.")
     return problems

@@ -183,6 +183,8 @@ class JobOptions(TypedDict, total=False):
     for_each_adapter: str | Sequence[str]
     #: The base model answers every row too, beside for_each_adapter.
     include_base: bool
+    #: A sweep's output: a row for each adapter (long), or a struct column for each adapter (wide).
+    shape: Literal["long", "wide"]
     #: Column of right answers, each a value or a list of values that are right; adds the column score.
     expected: str | None
     #: How a completion is compared with the right answer.

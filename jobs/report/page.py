@@ -19,6 +19,7 @@ from markupsafe import Markup
 
 from ...engine.request import FIRST_OPTIONS, SAMPLING_OPTIONS
 from ..agreement import Agreement
+from ..contents import part_name
 from ..errors import JobRequestError, naming_damage
 from ..input.columns import output_name, readable_values
 from ..options.values import parse_price
@@ -39,7 +40,7 @@ from ..outcome import (
 from ..record import NOT_RECORDED, JobRecord
 from ..spec import JobSpec
 from ..status.job_status import JobStatus, read_status
-from ..store import JobStore, part_name
+from ..store import JobStore
 from .figures import run_figures, worker_names
 from .tables import TableField, as_csv, search_table
 from .timeline import IDLE, RunTimeline, read_timelines

@@ -34,12 +34,12 @@ def follow_rows(store: JobStore, columns: Sequence[str] | None = None) -> Iterat
         if status.record.job_id != job_id:
             raise JobRequestError(f"output={status.output!r}: another job has taken the place of {job_id}.")
         place = place.settled()
-        parts = place.committed_parts() if _has_planned(status) else {}
+        parts = _files(place, status)
         _check_unchanged(status, read, parts)
         new = sorted(parts.keys() - read.keys())
         for shard_id in new:
             try:
-                yield from _rows_of_part(place, shard_id, columns)
+                yield from _rows_of_file(place, shard_id, columns)
             except MissingFileError:
                 continue  # taken away since the listing, and written again later
             read[shard_id] = parts[shard_id]
@@ -49,6 +49,14 @@ def follow_rows(store: JobStore, columns: Sequence[str] | None = None) -> Iterat
         time.sleep(0.0 if new else wait_interval_s(store, time.monotonic() - began_s))
     if (error := status.error) is not None:
         raise error
+
+
+def _files(place: JobStore, status: JobStatus) -> dict[int, int]:
+    """Number -> bytes of the files that have the rows of the job by now: those of a wide output have none before its
+    end.
+    """
+    is_there = status.is_finished if status.record.is_wide else _has_planned(status)
+    return place.contents().files if is_there else {}
 
 
 def _has_planned(status: JobStatus) -> bool:
@@ -65,10 +73,10 @@ def _check_unchanged(status: JobStatus, read: dict[int, int], parts: dict[int, i
         )
 
 
-def _rows_of_part(store: JobStore, shard_id: int, columns: Sequence[str] | None) -> Iterator[dict[str, Any]]:
+def _rows_of_file(store: JobStore, number: int, columns: Sequence[str] | None) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet as pq
 
-    with store.open_part(shard_id) as source, pq.ParquetFile(source) as part:
+    with store.open_file(number) as source, pq.ParquetFile(source) as part:
         names = part.schema_arrow.names
         unknown = [name for name in columns or () if name not in names]
         if unknown:

@@ -24,8 +24,9 @@ from typing import Any
 
 from distributed import Future
 
+from ...jobs.contents import part_name
 from ...jobs.errors import JobFailedError, OutputConflictError, StorageError
-from ...jobs.store import JobStore, part_name
+from ...jobs.store import JobStore
 from ...scheduler.estimates.time_left import TimeLeft
 from ...scheduler.messages import (
     CanaryAnswered,

@@ -5,22 +5,30 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
+from typing import Any
 
+from ...jobs.contents import part_name
+from ...jobs.errors import JobFailedError
 from ...jobs.history import add_to_history
 from ...jobs.updates import put_in_place
 from ...scheduler.costs.cost import CostModel
 from ...scheduler.estimates.lengths import OTHER_TASKS, AnswerKey, AnswerLengths, frequent_tasks
+from ..dataset.wide_files import WideRange, wide_ranges, write_wide_files
 from ..dataset.writer import empty_part
 from ..planning.plan import JobPlan
 from ..result import JobResult
 from .control import JobRun
+from .fan_out import FanOut
 from .summary import Account
 
 #: Seconds of steps from which on their measured costs are kept for later jobs: the first steps are slower.
 HISTORY_S = 5.0
+# Files of a wide output that one task writes, which looks once where their rows are.
+_FILES_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +97,8 @@ def finish(run: JobRun, plan: JobPlan, account: Account, done: Coordinated) -> J
         job.store.commit_part(0, empty_part(job.record, run.run_id))
         with job.store.open_part(0) as part:
             parts[0] = (part.seek(0, os.SEEK_END), "")
+    if job.record.is_wide:
+        _write_wide(run, plan, sum(num_bytes for num_bytes, _ in parts.values()))
     job.store.write_parts(parts)
     job.store.write_summary(result.to_json())
     job.store.mark_success()
@@ -97,6 +107,31 @@ def finish(run: JobRun, plan: JobPlan, account: Account, done: Coordinated) -> J
     run.reporter.done(result)
     _keep_history(run, account, done)
     return result
+
+
+def _write_wide(run: JobRun, plan: JobPlan, num_bytes: int) -> None:
+    """Write the files of a wide output on the workers. `num_bytes`: stored bytes of all parts.
+
+    A run that is killed meanwhile leaves an output without `_SUCCESS`, and the next one writes all files again.
+    """
+    job = run.job
+    ranges = wide_ranges(job.record, plan.num_rows, num_bytes)
+    shard_ids = tuple(shard.shard_id for shard in plan.shards)
+    given = {"store": job.store, "record": job.record, "shard_ids": shard_ids}
+    name, attempt = f"wide-{run.run_id}", run.control.coordinator_id
+    groups = [ranges[start : start + _FILES_AT_ONCE] for start in range(0, len(ranges), _FILES_AT_ONCE)]
+    writing = FanOut(run.client, write_wide_files, groups, name, attempt, _refuse_deadly, **given)
+    sizes = {number: num_bytes for found in writing.results(run.control) for number, num_bytes in found.items()}
+    run.control.check_displaced()
+    job.store.check_current(job.record)
+    job.store.keep_files(sizes)
+
+
+def _refuse_deadly(ranges: Sequence[WideRange]) -> Any:
+    raise JobFailedError(
+        f"output: two workers or more were lost while they wrote {part_name(ranges[0][0])}, rows {ranges[0][1]:,} to "
+        f"{ranges[-1][2]:,} of the input. The workers' logs may say more; run the same command to go on."
+    )
 
 
 def _phase_seconds(run: JobRun, ended_s: float, working_s: float | None) -> dict[str, float]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from distributed import Reschedule, get_worker, secede
 
+from ...jobs.contents import part_name
 from ...jobs.errors import (
     DamagedRecordError,
     JobFailedError,
@@ -27,7 +28,6 @@ from ...jobs.record import changed_adapters
 from ...jobs.status.notes import row_notes
 from ...jobs.storage.limits import expect_away
 from ...jobs.storage.redaction import redacted_url
-from ...jobs.store import part_name
 from ...jobs.updates import put_in_place
 from ...scheduler.estimates.lengths import AnswerKey, AnswerLengths, LengthEstimator, lengths_by_adapter
 from ...scheduler.estimates.step_costs import StepCosts
@@ -297,6 +297,8 @@ def coordinate(run: JobRun, plan: JobPlan, indexed: IndexTotals, turn: int = 0) 
     rows_of_part = {shard_id: plan.shards[shard_id].num_rows for shard_id in found.parts}
     run.reporter.check_budget(found.num_errors, plan.num_rows)
     if len(rows_of_part) < len(plan.shards):
+        if job.record.is_wide:
+            job.store.keep_files({})  # files with answers that are computed again
         _need_engines(run)
     names = {adapter.sha256: adapter.name for adapter in job.record.adapters if not adapter.is_refused}
     known_lengths = None if job.spec.sampling.ignore_eos else _known_lengths(run, indexed.rows_per_task)

@@ -18,11 +18,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from ...jobs.contents import part_name
 from ...jobs.errors import DamagedRecordError, MissingFileError
 from ...jobs.input.columns import output_name
 from ...jobs.parts import PartMark, damage_of
 from ...jobs.record import JobRecord
-from ...jobs.store import JobStore, part_name
+from ...jobs.store import JobStore
 from ...jobs.updates import arithmetic_differences
 from . import schema as prepared
 from .answers import AnswerKey, RowAnswer, decode_journal

@@ -22,13 +22,14 @@ from numpy.typing import NDArray
 
 from ...engine.request import Request
 from ...engine.teacher import token_bytes
+from ...jobs.contents import part_name
 from ...jobs.errors import StorageError
 from ...jobs.input.adapter_names import adapter_problem
 from ...jobs.options.stages import Stage, stages_of
 from ...jobs.parts import contents_of
 from ...jobs.record import AdapterRecord, JobRecord, index_key
 from ...jobs.stages import first_stage, origin_of, stage_spec
-from ...jobs.store import JobStore, part_name
+from ...jobs.store import JobStore
 from . import schema as prepared
 from .answers import RowAnswer
 from .column_values import row_values, take_undecodable
@@ -139,6 +140,19 @@ class ShardReader:
         """Tokens of the prompts of some rows of a shard, by their place in it. Raises what `rows` raises."""
         column = self._gather(shard_id, (prepared.TOKENS,)).column(prepared.TOKENS)
         return [column[row].as_py() or [] for row in rows]
+
+    def input_rows(self, shard_id: int) -> NDArray[np.int64]:
+        """Number of the input's row, counted through all files, of each row of a shard's part. Raises what `rows`
+        raises.
+        """
+        has_lists = self._record.has_lists
+        columns = [prepared.LOCATION, *([prepared.SAMPLE] if has_lists else [])]
+        table = self._gather(shard_id, columns)
+        table = table.filter(pc.equal(table.column(prepared.SAMPLE), 0)) if has_lists else table
+        sizes = {file.name: sum(file.row_group_rows) for file in self._record.input.files}
+        starts = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
+        places = (place.rpartition(":") for place in table.column(prepared.LOCATION).to_pylist())
+        return np.array([starts[name] + int(row) for name, _, row in places], np.int64)
 
     def numbers(self, shard_id: int, names: Sequence[str]) -> dict[str, NDArray[Any]]:
         """Columns of the index (`INDEX_SCHEMA`) for a shard's rows, `[num_rows]` each; 0 where an index of an earlier

@@ -88,6 +88,11 @@ def finished_part(table: pa.Table, rows: ShardRows, record: JobRecord, run_id: s
     return _parquet(table.replace_schema_metadata(_metadata(record) | mark.metadata()), record)
 
 
+def wide_file(table: pa.Table, record: JobRecord) -> memoryview:
+    """The Parquet file of a wide table; its options are those of parts, and it has no mark."""
+    return _parquet(table.replace_schema_metadata(_metadata(record)), record)
+
+
 def _mark(record: JobRecord, run_id: str, shard_id: int, **values: Any) -> PartMark:
     return PartMark(
         job_id=record.job_id,

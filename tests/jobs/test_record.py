@@ -36,6 +36,7 @@ BESIDE: dict[str, Any] = {
     "until": {"stages": STAGES},
     "output_columns": {"stages": STAGES},
     "confirm": {"canary": 3},
+    "shape": {"for_each_adapter": "all", "adapters": "/adapters"},
     "max_cost": {"gpu_hour_price": "2 EUR"},
 }
 OTHER_VALUES: dict[str, Any] = {
@@ -103,6 +104,7 @@ OTHER_VALUES: dict[str, Any] = {
     "samples": "lists",
     "expected": "label",
     "score_by": "number",
+    "shape": "wide",
 }
 FREE_VALUES: dict[str, Any] = {
     "adapters": "/adapters",

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from lorabatch.jobs.contents import OutputContents, part_name
 from lorabatch.jobs.errors import DamagedRecordError, MissingFileError, OutputConflictError, StorageError
 from lorabatch.jobs.record import JobRecord, JobState, WorkerState
-from lorabatch.jobs.store import JobStore, OutputContents, part_name
+from lorabatch.jobs.store import JobStore
 
 Place = tuple[str, dict[str, Any]]
 Record = Callable[..., JobRecord]

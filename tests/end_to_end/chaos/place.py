@@ -12,8 +12,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from lorabatch.jobs.contents import part_name
 from lorabatch.jobs.errors import StorageError
-from lorabatch.jobs.store import JobStore, part_name
+from lorabatch.jobs.store import JobStore
 from lorabatch.tests.end_to_end.bucket import Bucket, s3_server
 from lorabatch.tests.end_to_end.chaos.scenario import Signal, StoreKind
 from lorabatch.tests.end_to_end.faulty_proxy import Fault, FaultyProxy, listening_socket

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
+from lorabatch.jobs.contents import part_name
 from lorabatch.jobs.errors import DamagedRecordError, JobRequestError, OutputConflictError, StorageError
 from lorabatch.jobs.input.columns import ANSWER_FIELDS, ASKED_FIELDS, LOGPROB_FIELDS, SAMPLE_FIELD
 from lorabatch.jobs.openai_batch.exporting import _Layout, export_batch
 from lorabatch.jobs.record import InputRecord, JobRecord
 from lorabatch.jobs.storage.location import Location
-from lorabatch.jobs.store import JobStore, part_name
+from lorabatch.jobs.store import JobStore
 
 Place = tuple[str, dict[str, Any]]
 ROLES = {"id": "id", "adapter": "adapter", "messages": "messages"}

@@ -13,10 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from lorabatch.engine.errors import RUN_AGAIN
+from lorabatch.jobs.contents import part_name
 from lorabatch.jobs.errors import JobFailedError
 from lorabatch.jobs.outcome import KindOfError
 from lorabatch.jobs.parts import PartMark, changed_parts, missing_parts, read_mark
-from lorabatch.jobs.store import JobStore, part_name
+from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.coordinator.summary import Account, account_parts
 from lorabatch.pipeline.dataset.reader import ShardReader, read_shard
 from lorabatch.pipeline.dataset.writer import part_bytes

@@ -21,6 +21,7 @@ from lorabatch.jobs.record import AdapterRecord
 from lorabatch.pipeline.coordinator.summary import account_parts
 from lorabatch.pipeline.dataset.answers import RowAnswer, encode_answers
 from lorabatch.pipeline.dataset.schema import arrow_file
+from lorabatch.pipeline.dataset.wide_files import wide_ranges, write_wide_files
 from lorabatch.pipeline.dataset.writer import answers_in_part, output_schema, part_bytes
 from lorabatch.pipeline.worker.run_shard import read_kept
 
@@ -253,5 +254,74 @@ def test_a_wide_table_needs_a_sweep_and_names_of_its_own(prepare_job: Prepare) -
     with pytest.raises(JobRequestError, match="no sweep"):
         wide_table(pa.Table.from_batches([], output_schema(job.record)), job.record)
     job = prepare_job(table_of(1).append_column("alpha", pa.array([1])), swept=SWEPT)
-    with pytest.raises(JobRequestError, match="'alpha' is an adapter and another column"):
+    with pytest.raises(JobRequestError, match=r"adapter 'alpha': 'alpha' is its column and another one"):
         wide_table(pa.Table.from_batches([], output_schema(job.record)), job.record)
+
+
+def wide_rows(job: Any, answer_by_echo: Echo, rows_per_file: int) -> list[list[dict[str, Any]]]:
+    """The rows of each file of a wide output that is made of a job's parts."""
+    spec = job.record.spec.model_copy(update={"shape": "wide", "rows_per_shard": rows_per_file})
+    job = replace(job, record=job.record.model_copy(update={"spec": spec}))
+    job.store.replace_record(job.record)
+    shards = job.shards()
+    for rows in shards:
+        assert job.store.commit_part(rows.shard_id, part_bytes(rows, answer_by_echo(rows), job.record))
+    shard_ids = [rows.shard_id for rows in shards]
+    assert job.store.contents().parts.keys() == {*shard_ids}
+    sizes = write_wide_files(wide_ranges(job.record, 0, 0), job.store, job.record, shard_ids)
+    assert job.store.contents().files == sizes
+    files = []
+    for number in sorted(sizes):
+        with job.store.open_file(number) as file:
+            files.append(pq.read_table(file).to_pylist())
+    return files
+
+
+@pytest.mark.parametrize("samples", ["rows", "lists"])
+def test_files_of_a_wide_output_have_the_rows_in_the_order_of_the_input(
+    prepare_job: Prepare, answer_by_echo: Echo, samples: str
+) -> None:
+    tables = {"b.parquet": table_of(10), "a.parquet": pa.table({"id": [40, 31, 32], "prompt": ["x", "y", "z"]})}
+    job = prepare_job(tables, swept=SWEPT, n=2, samples=samples, rows_per_shard=5, row_group_rows=3)
+    files = wide_rows(job, answer_by_echo, rows_per_file=4)
+    each = 2 if samples == "rows" else 1
+    assert [len(rows) for rows in files] == [3 * each, 3 * each, 3 * each, 4 * each]
+    assert [row["id"] for rows in files for row in rows][::each] == [40, 31, 32, *range(10)]
+    for row in (row for rows in files for row in rows):
+        assert row["alpha"]["adapter_sha256"] == "a" * 64
+        assert row["alpha"]["completion"] == row["base_model"]["completion"]
+        assert samples == "rows" or len(row["alpha"]["completion"]) == 2
+
+
+def test_a_row_may_be_refused_for_one_adapter_alone(prepare_job: Prepare, answer_by_echo: Echo) -> None:
+    """The token 400 is in the vocabulary of one adapter alone."""
+    sizes = {"alpha": 0, "beta": 500}
+    adapters = tuple(
+        AdapterRecord(name=n, url=n, verdict="exact", sha256=n[0] * 64, rank=8, vocab_size=size)
+        for n, size in sizes.items()
+    )
+    broken = AdapterRecord(name="broken", url="broken", verdict="refused", reasons=("it is broken.",))
+    table = pa.table({"id": [1, 2, 3], "prompt_token_ids": [[3, 4], [3, 400], [5]]})
+    job = prepare_job(table, swept=(None, "alpha", "beta", "broken"), adapters=(*adapters, broken))
+    [rows] = wide_rows(job, answer_by_echo, rows_per_file=9)
+    errors = [{name: row[name]["error"] for name in ("base_model", "alpha", "beta", "broken")} for row in rows]
+    assert [row["id"] for row in rows] == [1, 2, 3]
+    assert [one["beta"] for one in errors] == [None] * 3
+    assert all("it is broken" in one["broken"] for one in errors)
+    assert (
+        [one["alpha"] is None for one in errors] == [one["base_model"] is None for one in errors] == [True, False, True]
+    )
+    assert rows[1]["beta"]["completion"] == "echo (3, 400)"
+    assert rows[1]["alpha"]["completion"] is None
+
+
+def test_rows_without_an_id_stay_apart(prepare_job: Prepare, answer_by_echo: Echo) -> None:
+    table = pa.table({"id": ["a", None, "b", None], "prompt": ["w", "x", "y", "z"]})
+    job = prepare_job(table, swept=SWEPT, rows_per_shard=2)
+    parts = [pq.read_table(io.BytesIO(part_bytes(rows, answer_by_echo(rows), job.record))) for rows in job.shards()]
+    read = wide_table(pa.concat_tables(parts), job.record)
+    [rows] = wide_rows(job, answer_by_echo, rows_per_file=9)
+    assert [(row["id"], row["prompt"]) for row in rows] == list(zip(*table.to_pydict().values(), strict=True))
+    assert sorted(read["prompt"].to_pylist()) == ["w", "x", "y", "z"]
+    for row in (*rows, *read.to_pylist()):
+        assert all((row[name]["error"] is None) == (row["id"] is not None) for name in ("base_model", "alpha", "beta"))
