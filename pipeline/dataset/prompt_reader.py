@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import pyarrow as pa
@@ -110,27 +110,24 @@ class PromptReader:
         for row, problems in take_undecodable(given).items():
             undecodable.setdefault(row, []).extend(problems)
         named = [name or None for name in columns.get("adapter", [self._job.adapter] * len(places))]
+        drafts_of = partial(self._drafts, columns, given, undecodable, places)
+        drafts = self._tokenised(drafts_of(named), columns, given)
         if not self._job.groups:
-            return self._read(columns, given, undecodable, places, named)
-        drafts = self._read(columns, given, undecodable, places, named)
+            return drafts
         counts, base = self.counts.copy(), {(draft.row, draft.sample): draft for draft in drafts}
         drafts = drafts if self._job.groups[None] else []
         for adapter in filter(None, self._job.groups):
-            own = self._read(columns, given, undecodable, places, [adapter] * len(places))
+            own = self._tokenised(drafts_of([adapter] * len(places)), columns, given)
             drafts += [replace(draft, twin=base.get((draft.row, draft.sample))) for draft in own]
         self.counts = counts  # of rows, not of their tokenizers
         return drafts
 
-    def _read(
-        self,
-        columns: Mapping[str, list[Any]],
-        given: Mapping[str, list[Any]],
-        undecodable: Mapping[int, list[str]],
-        places: Sequence[str],
-        adapters: list[str | None],
+    def _tokenised(
+        self, drafts: list[RowDraft], columns: Mapping[str, list[Any]], given: Mapping[str, list[Any]]
     ) -> list[RowDraft]:
-        """Drafts of rows for each row's adapter; the arguments are those of `_drafts`."""
-        drafts = self._drafts(columns, given, undecodable, places, adapters)
+        """A draft for each completion of rows, tokenised and checked. `drafts`: what `_drafts` made of `columns` and
+        `given`.
+        """
         self._tokenise(drafts)
         self._check_options(drafts)
         for draft in drafts:

@@ -160,16 +160,21 @@ def test_a_killed_command_resumes_with_the_answers_that_it_had(echo_job: EchoJob
     assert traced_tokens(trace) - before < whole - 16 * 11
 
 
+def run_traced(job: EchoJob, client: Any, trace: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Run the job; returns its input and its rows. `trace`: file for the tokens of the runs after this one."""
+    rows = make_rows(40)
+    job.write_input(rows)
+    job.set_engine(trace=str(trace))
+    job.run(client, **options())
+    trace.unlink()
+    return rows, completions(job)
+
+
 def test_a_changed_judge_is_asked_again_and_what_its_change_reaches(
     shared_client: Any, echo_job: EchoJob, tmp_path: Path
 ) -> None:
-    rows = make_rows(40)
-    echo_job.write_input(rows)
     trace = tmp_path / "trace"
-    echo_job.set_engine(trace=str(trace))
-    echo_job.run(shared_client, **options())
-    before = completions(echo_job)
-    trace.unlink()
+    rows, before = run_traced(echo_job, shared_client, trace)
     shutil.rmtree(echo_job.adapters / "rank20")
     shutil.copytree(echo_job.adapters / "rank1", echo_job.adapters / "rank20")
     echo_job.run(shared_client, **options())
@@ -180,13 +185,8 @@ def test_a_changed_judge_is_asked_again_and_what_its_change_reaches(
 
 
 def test_an_update_asks_what_a_changed_template_reaches(shared_client: Any, echo_job: EchoJob, tmp_path: Path) -> None:
-    rows = make_rows(40)
-    echo_job.write_input(rows)
     trace = tmp_path / "trace"
-    echo_job.set_engine(trace=str(trace))
-    echo_job.run(shared_client, **options())
-    before = completions(echo_job)
-    trace.unlink()
+    rows, before = run_traced(echo_job, shared_client, trace)
     changed = {**STAGES, "note": {**STAGES["note"], "prompt": "{{ body }} - {{ check[0].completion }}"}}
     result = echo_job.run(shared_client, stages=changed, update=True)
     after = completions(echo_job)
