@@ -437,6 +437,9 @@ def export_batch(
     output: OutputArgument,
     results: Annotated[str, typer.Argument(metavar="RESULTS.jsonl", help="Path or URL. Replaced.")],
     partial: Annotated[bool, typer.Option("--partial", help="Also of a job that has not finished.")] = False,
+    adapter: Annotated[
+        str | None, typer.Option(help="Adapter whose rows are written, '' for the base model; one of a sweep's.")
+    ] = None,
     storage_options: StorageOption = None,
 ) -> None:
     """Write a job's output as a batch output file of OpenAI's API: each row a line, keyed by custom_id."""
@@ -445,7 +448,7 @@ def export_batch(
         from .jobs.openai_batch.exporting import export_batch as export_rows
 
         store, options = _store(output, storage_options), _storage_options(storage_options)
-        echo(export_rows(store, results, options, is_partial=partial))
+        echo(export_rows(store, results, options, is_partial=partial, adapter=adapter))
 
 
 @bench_app.command("engine")

@@ -29,7 +29,8 @@ from .store import JobStore
 NUM_EXAMPLES = 10
 _BATCH_ROWS = 4096
 _NAMES_SHOWN = 10
-_KEYS = ("key", "sample")
+# `asked`: adapter that was asked, where two sweeps are joined; else "".
+_KEYS = ("key", "sample", "asked")
 # Columns of a row of one side: its adapter, hash of its completion, `finish_reason`, tokens, and number of its part.
 _VALUES = ("adapter", "hash", "reason", "tokens", "part")
 #: Columns of an example, in this order.
@@ -37,6 +38,8 @@ EXAMPLE_COLUMNS = ("adapter", "finish_reason", "completion", "error")
 
 # One row of an output by column.
 _Row = dict[str, Any]
+# Values of `_KEYS`.
+_Key = tuple[Any, int, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,9 @@ def compare_answers(
     """
     sides = _Side(first, adapters[0], on), _Side(second, adapters[1], on)
     _check_ids(*sides)
+    if all(side.record.swept and side.adapter is None for side in sides):
+        for side in sides:
+            side.is_by_adapter = True
     left, right = (side.rows() for side in sides)
     left, right = _with_equal_types(sides, left, right)
     joined = left.append_column("left", _true(left)).join(
@@ -149,6 +155,8 @@ class _Side:
         refuse_stages(self.record, self.url)
         self.id_column = self.record.input.roles.get("id", DEFAULT_ID_COLUMN)
         self.key = on or self.id_column
+        #: Whether a row is the answer of one adapter, and an id has one for each.
+        self.is_by_adapter = False
 
     def __str__(self) -> str:
         if self.adapter is None:
@@ -183,15 +191,15 @@ class _Side:
             )
         return rows
 
-    def texts(self, keys: Mapping[tuple[Any, int], int]) -> dict[tuple[Any, int], _Row]:
-        """Key and sample -> `EXAMPLE_COLUMNS` of these rows. `keys`: key and sample -> number of the row's part."""
-        found: dict[tuple[Any, int], _Row] = {}
+    def texts(self, keys: Mapping[_Key, int]) -> dict[_Key, _Row]:
+        """`_KEYS` -> `EXAMPLE_COLUMNS` of these rows. `keys`: `_KEYS` -> number of the row's part."""
+        found: dict[_Key, _Row] = {}
         for part, batch in self._batches(set(keys.values()), with_errors=True):
             table = self._completions(batch)
             columns = {name: readable_values(table[name]) for name in (*_KEYS, *EXAMPLE_COLUMNS)}
             for values in zip(*columns.values(), strict=True):
                 row = dict(zip(columns, values, strict=True))
-                place = row.pop("key"), row.pop("sample")
+                place = row.pop("key"), row.pop("sample"), row.pop("asked")
                 if keys.get(place) == part and self.adapter in (None, row["adapter"]):
                     found[place] = row
         return found
@@ -232,7 +240,9 @@ class _Side:
         elif records_samples(self.record):
             sample = batch[sample_field(self.record).name].cast(pa.int32())
         key = key.dictionary_decode() if pa.types.is_dictionary(key.type) else key
-        return pa.table({"key": key, "sample": sample, "adapter": pc.fill_null(adapter, ""), **columns})
+        adapter = pc.fill_null(adapter, "")
+        asked = adapter if self.is_by_adapter else pa.array([""] * len(adapter))
+        return pa.table({"key": key, "sample": sample, "asked": asked, "adapter": adapter, **columns})
 
     def _prepared(self, batch: pa.RecordBatch, part: int) -> pa.Table:
         rows = self._completions(batch)
@@ -252,7 +262,7 @@ def _text_hash(text: str | None) -> int:
 
 
 def _no_rows() -> pa.Table:
-    kinds = (pa.null(), pa.int32(), pa.string(), pa.int64(), pa.string(), pa.int64(), pa.int32())
+    kinds = (pa.null(), pa.int32(), pa.string(), pa.string(), pa.int64(), pa.string(), pa.int64(), pa.int32())
     return pa.schema(zip((*_KEYS, *_VALUES), kinds, strict=True)).empty_table()
 
 
@@ -331,12 +341,13 @@ def _examples(joined: pa.Table, first: _Side, second: _Side) -> Iterator[tuple[s
     differing = both.filter(pc.invert(_is_same(both))).sort_by([(name, "ascending") for name in ("of", *_KEYS)])
     places = np.concatenate([np.arange(count) for _, count in _runs(differing["of"])] or [np.arange(0)])
     chosen = differing.take(pa.array(np.argsort(places, kind="stable")[:NUM_EXAMPLES]))
-    keys = list(zip(readable_values(chosen["key"]), chosen["sample"].to_pylist(), strict=True))
+    others_of_key = (chosen[name].to_pylist() for name in _KEYS[1:])
+    keys = list(zip(readable_values(chosen["key"]), *others_of_key, strict=True))
     ours = first.texts(dict(zip(keys, chosen["part"].to_pylist(), strict=True)))
     others = second.texts(dict(zip(keys, chosen["part_2"].to_pylist(), strict=True)))
-    for key, sample in keys:
-        shown = f"{key}, sample {sample}" if sample else str(key)
-        yield shown, ours[key, sample], others[key, sample]
+    for place in keys:
+        key, sample, _ = place
+        yield f"{key}, sample {sample}" if sample else str(key), ours[place], others[place]
 
 
 def _runs(column: pa.ChunkedArray) -> list[tuple[str, int]]:

@@ -8,7 +8,7 @@ time of creation.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from hashlib import blake2b
@@ -42,16 +42,24 @@ from ..store import JobStore
 from .importing import ERROR_COLUMN, MODEL_COLUMN
 
 _BATCH_ROWS = 1024
+_NAMES_SHOWN = 10
 # Log-probability that OpenAI writes for tokens that are as good as impossible: JSON has no infinite numbers.
 _LEAST_LOGPROB = -9999.0
 # One row of a part: role -> value, of the columns from which responses are made.
 _Row = dict[str, Any]
 
 
-def export_batch(store: JobStore, results: str, storage_options: Mapping[str, Any], *, is_partial: bool = False) -> str:
+def export_batch(
+    store: JobStore,
+    results: str,
+    storage_options: Mapping[str, Any],
+    *,
+    is_partial: bool = False,
+    adapter: str | None = None,
+) -> str:
     """Write the rows of the job in `store` as lines of JSON, in the order of its parts. Returns a line for people: the
     file, without passwords and signatures, and its numbers of responses and errors. `is_partial`: also while parts are
-    missing.
+    missing. `adapter`: the adapter ("": base model) whose rows are written; None for all rows.
 
     Raises `JobRequestError` for an output without a job, for a job that has not finished, and for a file inside its
     output; `StorageError` when storage fails. After an error the file is as it was.
@@ -64,11 +72,7 @@ def export_batch(store: JobStore, results: str, storage_options: Mapping[str, An
             f"output={status.output!r}: this job has not finished. Wait for it, `lorabatch resume` it, or export the "
             "parts that are there with --partial."
         )
-    if status.record.swept:
-        raise JobRequestError(
-            f"output={status.output!r}: a sweep has answers of {len(status.record.swept)} adapters to each request, "
-            "and a results file has one. Export a job of one adapter, or read the Parquet files of this one."
-        )
+    _check_adapter(status.record, status.output, adapter)
     num_lines = num_errors = 0
     layout = _Layout.of(status.record)
     with replaced_file(results, storage_options) as file:
@@ -83,12 +87,35 @@ def export_batch(store: JobStore, results: str, storage_options: Mapping[str, An
 
         for shard_id in sorted(store.committed_parts()):
             for row in _rows(store, shard_id, layout):
+                if adapter not in (None, row.get("adapter") or ""):
+                    continue
                 if found := layout.completions(row) if layout.has_lists else groups.add(row):
                     write(found)
         for found in groups.unfinished():
             write(found)
         store.check_holder(status.record.job_id)
     return f"{redacted_url(results)}: {counted(num_lines - num_errors, 'response')}, {counted(num_errors, 'error')}"
+
+
+def _check_adapter(record: JobRecord, shown: str, adapter: str | None) -> None:
+    """Raise `JobRequestError` for a sweep of which no adapter is chosen, and for an adapter that the job does not have.
+    `shown`: URL of the output.
+    """
+    names = [name or "" for name in record.swept] or ["", *(each.name for each in record.adapters)]
+    if adapter is None and record.swept:
+        raise JobRequestError(
+            f"output={shown!r}: a sweep has answers of {len(names)} adapters to each request, and a results file has "
+            f"one. Choose an adapter with --adapter: {_listed(names)}."
+        )
+    if adapter is not None and adapter not in names:
+        raise JobRequestError(
+            f"adapter={adapter!r}: the job in {shown!r} has no such adapter. It has {_listed(names)}."
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) if name else "'' (base model)" for name in names[:_NAMES_SHOWN])
+    return shown + (", …" if len(names) > _NAMES_SHOWN else "")
 
 
 def _check(store: JobStore, results: str) -> None:

@@ -17,6 +17,7 @@ from ...engine.request import Request
 from ...jobs.options.stages import Stage, Until, expression
 from ...jobs.stages import names_read, repeated_stages
 from .answers import RowAnswer, probabilities
+from .task_columns import Head, classified
 
 #: Stands for a result that is not there yet.
 _PENDING: Any = object()
@@ -81,15 +82,23 @@ class Flow:
     reads: Mapping[str, tuple[str, ...]]
     #: Names of the stages that run again in each round.
     repeated: frozenset[str]
+    #: Labels and kind of each adapter's head, by content; None: of the base's (`task_columns.heads_of`).
+    heads: Mapping[str | None, Head]
 
     @classmethod
-    def of(cls, stages: Sequence[Stage], until: Until | None, columns: Sequence[str]) -> Flow:
+    def of(
+        cls,
+        stages: Sequence[Stage],
+        until: Until | None,
+        columns: Sequence[str],
+        heads: Mapping[str | None, Head] | None = None,
+    ) -> Flow:
         """The flow of a job with these stages. `columns`: of the input, as far as stages read them."""
         there, reads = list(columns), {}
         for stage in stages:
             reads[stage.name] = tuple(names_read(stage, there))
             there.append(stage.name)
-        return cls(tuple(stages), until, reads, repeated_stages(until, stages, columns))
+        return cls(tuple(stages), until, reads, repeated_stages(until, stages, columns), heads or {})
 
     @property
     def order(self) -> tuple[tuple[Stage, ...], tuple[Stage, ...], tuple[Stage, ...]]:
@@ -183,7 +192,7 @@ class RowProgram:
         cells = [self._cell(Ask(stage, number, 0, scope), sample) for sample in range(stage.num_samples)]
         if None in cells:
             return None, None
-        found = [(_value_of(cell), _result_of(cell)) for cell in cells if cell is not None]
+        found = [(_value_of(cell, self.flow.heads), _result_of(cell)) for cell in cells if cell is not None]
         if not stage.is_list:
             return found[0]
         return [value for value, _ in found], [result for _, result in found]
@@ -198,7 +207,7 @@ class RowProgram:
                 found.append((item if item is _PENDING or item is None else _NOT_ASKED, None))
                 continue
             cell = self._cell(Ask(stage, number, place, scope | {stage.for_each or "": item}), 0)
-            found.append((None, None) if cell is None else (_value_of(cell), _result_of(cell)))
+            found.append((None, None) if cell is None else (_value_of(cell, self.flow.heads), _result_of(cell)))
         return [value for value, _ in found], [result for _, result in found]
 
     def _cell(self, ask: Ask, sample: int) -> _Cell | None:
@@ -270,7 +279,7 @@ def _result_of(cell: _Cell) -> tuple[RowAnswer, Request | None] | None:
     return None if cell.answer is None else (cell.answer, cell.request)
 
 
-def _value_of(cell: _Cell) -> Any:
+def _value_of(cell: _Cell, heads: Mapping[str | None, Head]) -> Any:
     """The answer as templates and expressions see it."""
     answer, request = cell.answer, cell.request
     if answer is None:
@@ -290,8 +299,8 @@ def _value_of(cell: _Cell) -> Any:
         value["probability"] = shares and dict(zip(sampling.choice, shares, strict=True))
     if sampling is not None and sampling.json_schema:
         value["answer"] = _parsed(answer.completion)
-    if sampling is not None and sampling.task == "classify":
-        value["label"] = answer.completion
+    if sampling is not None and sampling.task == "classify" and answer.pooled is not None:
+        value |= classified(answer, heads)
     return value
 
 

@@ -18,6 +18,8 @@ from .answers import RowAnswer
 #: Columns from which `pooled_of` makes `RowAnswer.pooled` again.
 POOLED_COLUMNS = (SCORES_FIELD.name, EMBEDDING_FIELD.name)
 _BYTES_PER_NUMBER = 4
+#: Labels and kind (`PROBLEM_TYPES`) of a classifier's head.
+Head = tuple[Sequence[str], str]
 _Row = tuple[Request, RowAnswer, str | None]
 
 
@@ -61,6 +63,40 @@ def _head(name: str | None, num_labels: int, record: JobRecord) -> tuple[Sequenc
     labels = own.labels if own else record.model.labels
     assert len(labels) == num_labels, f"{num_labels} numbers for labels {labels}"
     return labels, own.problem_type if own else record.model.problem_type
+
+
+def right_labels(
+    right: Sequence[Any], request: Request, answer: RowAnswer, name: str | None, record: JobRecord
+) -> tuple[Sequence[Any], Sequence[str]]:
+    """The right answers to a row, and the texts that its answer is one of. In a row that was classified these are the
+    labels, and a number that is no label itself stands for the label of that number, from 0.
+    """
+    if request.sampling.task != "classify" or answer.pooled is None:
+        return right, request.sampling.choice
+    labels, kind = _head(name or None, len(answer.pooled) // _BYTES_PER_NUMBER, record)
+    if kind == "regression":
+        return right, ()
+    is_place = [isinstance(one, int) and str(one) not in labels and 0 <= one < len(labels) for one in right]
+    return [labels[one] if fits else str(one) for one, fits in zip(right, is_place, strict=True)], labels
+
+
+def heads_of(record: JobRecord) -> dict[str | None, Head]:
+    """The head of each adapter of a job that has one, by content hash; None: of the base model."""
+    own = {each.sha256: (each.labels, each.problem_type) for each in record.adapters if each.labels}
+    return {None: (record.model.labels, record.model.problem_type)} | own
+
+
+def classified(answer: RowAnswer, heads: Mapping[str | None, Head]) -> dict[str, Any]:
+    """A classified row's answer as templates and expressions of stages see it: its label, None for a head of
+    quantities, and logit and probability of each label by its name.
+    """
+    labels, kind = heads.get(answer.adapter_sha256) or heads[None]
+    logits = np.frombuffer(answer.pooled or b"", "<f4")
+    return {
+        "label": None if kind == "regression" else answer.completion,
+        "logit": dict(zip(labels, logits.tolist(), strict=True)),
+        "probability": dict(zip(labels, probabilities(logits, kind), strict=True)),
+    }
 
 
 def _label(row: _Row, record: JobRecord) -> str | None:

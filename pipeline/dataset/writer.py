@@ -45,12 +45,11 @@ from ...jobs.input.scores import right_answers, score_of
 from ...jobs.input.stage_columns import output_fields
 from ...jobs.parts import PartMark, answers_hash, contents_of, counted_columns, damage_of
 from ...jobs.record import JobRecord
-from ...jobs.spec import ScoreBy
 from .answers import RowAnswer, probabilities
 from .column_values import template_values
 from .reader import ShardRows
 from .schema import SAMPLE, passthrough_schema
-from .task_columns import POOLED_COLUMNS, pooled_of, task_columns
+from .task_columns import POOLED_COLUMNS, pooled_of, right_labels, task_columns
 
 #: Function of an adapter (None: the base model) and tokens that returns the bytes of each; None if they are not known.
 Spell = Callable[[str | None, Sequence[int]], list[bytes] | None]
@@ -254,7 +253,7 @@ def answer_columns(
         CHOICE_SCORES_FIELD.name: lambda: pa.array(map(_choice_scores, requests, answers), CHOICE_SCORES_FIELD.type),
         CHOICE_SHARES_FIELD.name: lambda: pa.array(map(_choice_shares, requests, answers), CHOICE_SHARES_FIELD.type),
         **task_columns(requests, answers, names, record),
-        RIGHT_SCORE_FIELD.name: lambda: _scores(requests, answers, right, record.spec.score_by),
+        RIGHT_SCORE_FIELD.name: lambda: _scores(requests, answers, names, right, record),
     }
     if count := record.spec.sampling.teacher_top_k:
         arrays = teacher.teacher_arrays([answer.teacher for answer in answers], count)
@@ -342,15 +341,20 @@ def _choice_shares(request: Request | RowAnswer, answer: RowAnswer) -> list[dict
 
 
 def _scores(
-    requests: Sequence[Request | RowAnswer], answers: Sequence[RowAnswer], right: Sequence[Any], score_by: ScoreBy
+    requests: Sequence[Request | RowAnswer],
+    answers: Sequence[RowAnswer],
+    names: Sequence[str | None],
+    right: Sequence[Any],
+    record: JobRecord,
 ) -> pa.Array:
     """Score of each answer; null for errors, and for rows without a right answer."""
-    found = [
-        None
-        if isinstance(request, RowAnswer) or answer.completion is None
-        else score_of(answer.completion, right_answers(value, score_by), score_by, request.sampling.choice)
-        for request, answer, value in zip(requests, answers, right, strict=True)
-    ]
+    score_by, found = record.spec.score_by, []
+    for request, answer, name, value in zip(requests, answers, names, right, strict=True):
+        if isinstance(request, RowAnswer) or answer.completion is None:
+            found.append(None)
+            continue
+        rights, choice = right_labels(right_answers(value, score_by), request, answer, name, record)
+        found.append(score_of(answer.completion, rights, score_by, choice))
     return pa.array(found, RIGHT_SCORE_FIELD.type)
 
 

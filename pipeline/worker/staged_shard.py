@@ -21,6 +21,7 @@ from ..dataset.reader import ShardRows, given_values, stage_adapter
 from ..dataset.row_program import Ask, Flow, RowProgram
 from ..dataset.schema import REQUEST_ID
 from ..dataset.stage_reader import AskOfRow, MadeRequest, StageReader, continued_stages, with_stream
+from ..dataset.task_columns import heads_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class StagedShard:
         tokenizer_of: Callable[[IndexJob, str | None], Tokenizer],
     ) -> None:
         stages = stages_of(record.spec.stages)
-        self._flow = Flow.of(stages, until_of(record.spec.until), given_columns(record))
+        self._flow = Flow.of(stages, until_of(record.spec.until), given_columns(record), heads_of(record))
         self._reader = StageReader(record, spec, self._flow, tokenizer_of)
         self._record = record
         self._rows = rows

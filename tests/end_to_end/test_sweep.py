@@ -12,11 +12,14 @@ from typing import Any
 
 import echo_engine
 import pytest
-from echo_job import EchoJob
+from echo_job import ECHO_FACTORY, EchoJob
+from typer.testing import CliRunner
 
 import lorabatch
+from lorabatch.cli import app
 from lorabatch.jobs.errors import JobRequestError, OutputConflictError
 from lorabatch.jobs.report.page import write_report
+from lorabatch.pipeline.compare import compare
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "eval_logs.py"
 NAMES = ("rank1", "rank20", "rank8")
@@ -110,3 +113,68 @@ def test_a_column_of_adapters_and_a_sweep_exclude_each_other(echo_job: EchoJob) 
         lorabatch.plan(**echo_job.options(for_each_adapter="rank?"))
     plan = lorabatch.plan(**echo_job.options(for_each_adapter="rank?", columns={"adapter": ""}, output_prefix="a_"))
     assert plan.to_json()["rows"] == 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "samples"), [("long", "rows"), pytest.param("wide", "lists", marks=pytest.mark.long)]
+)
+def test_sweeps_are_compared_row_by_row_and_adapter_by_adapter(
+    shared_client: Any, echo_job: EchoJob, shape: str, samples: str
+) -> None:
+    echo_job.write_input([{"id": i, "prompt_token_ids": [3 + i, 4]} for i in range(12)])
+    asked = {"for_each_adapter": "all", "include_base": True, "n": 2, "samples": samples}
+    echo_job.run(shared_client, **asked, shape=shape)
+    shutil.rmtree(echo_job.adapters / "rank8")
+    shutil.copytree(echo_job.adapters / "rank1", echo_job.adapters / "rank8")
+    other = str(echo_job.folder / "other")
+    echo_job.run(shared_client, **asked, output=other)
+    first, second = lorabatch.Job(str(echo_job.output)), lorabatch.Job(other)
+    found = first.compare_with(second)
+    assert (found.num_equal, found.num_different, found.num_alone, found.num_other_adapter) == (96, 24, (0, 0), 0)
+    assert {name: part.num_different for name, part in found.adapters.items()} == {
+        name: 24 * (name == "rank8") for name in ("", *NAMES, "rank64")
+    }
+    assert all(one["adapter"] == two["adapter"] == "rank8" for _, one, two in found.examples)
+    assert first.compare_with(first).num_equal == 120
+    # two adapters of one sweep, and one adapter of each of two
+    assert second.compare_with(second, adapters=("rank1", "rank8")).num_equal == 24
+    assert first.compare_with(second, adapters=("", "")).num_equal == 24
+    assert first.compare_with(second, adapters=("rank8", "rank8")).num_different == 24
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", ["long", "wide"])
+def test_rows_of_a_sweep_are_compared_with_float32(
+    shared_client: Any, echo_job: EchoJob, monkeypatch: pytest.MonkeyPatch, shape: str
+) -> None:
+    monkeypatch.setenv("LORABATCH_HISTORY", str(echo_job.folder / "history"))
+    rows = [{"id": i, "prompt_token_ids": [3 + i, 4] if i else [3] * 5000, "label": "x"} for i in range(10)]
+    echo_job.write_input(rows)
+    asked = {"for_each_adapter": "rank[18]*", "include_base": True, "expected": "label", "shape": shape}
+    echo_job.run(shared_client, base_quantization="int8", **asked)
+    spec = echo_job.record.job_spec()
+    found = compare(echo_job.store, spec, 100, client=shared_client, engine_factory=ECHO_FACTORY)
+    # the row that is too long has no answer of any of the three
+    assert found.num_rows == found.num_equal == 27
+    assert lorabatch.status(str(echo_job.output)).headline == "done"
+
+
+@pytest.mark.parametrize("shape", ["long", pytest.param("wide", marks=pytest.mark.long)])
+def test_one_adapter_of_a_sweep_is_exported(shared_client: Any, echo_job: EchoJob, shape: str) -> None:
+    echo_job.write_input([{"id": f"r{i}", "prompt_token_ids": [3 + i, 4]} for i in range(5)])
+    echo_job.run(shared_client, for_each_adapter=["rank1", "rank8"], include_base=True, shape=shape)
+    target = echo_job.folder / "results.jsonl"
+    command = ["export", str(echo_job.output), str(target)]
+    refused = CliRunner().invoke(app, command)
+    assert refused.exit_code == 2
+    said = " ".join(refused.output.split())
+    assert "Choose an adapter with --adapter: '' (base model), 'rank1', 'rank8'." in said
+    unknown = CliRunner().invoke(app, [*command, "--adapter", "rank20"])
+    assert (unknown.exit_code, target.exists()) == (2, False)
+    sha = {adapter.name: adapter.sha256 for adapter in echo_job.record.adapters}
+    for name in ("", "rank1", "rank8"):
+        done = CliRunner().invoke(app, [*command, "--adapter", name])
+        assert done.exit_code == 0, done.output
+        lines = [json.loads(line) for line in target.read_text("utf-8").splitlines()]
+        texts = {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in lines}
+        assert texts == {f"r{i}": echo_engine.answer([3 + i, 4], sha.get(name), 4) for i in range(5)}
