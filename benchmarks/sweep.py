@@ -4,18 +4,20 @@ python -m lorabatch.benchmarks.sweep [--prompts 1000] [--checkpoints 20] [--peft
 
 The checkpoints are the demo's sentiment adapter with its B matrices times 1/20, 2/20, …, as if it had been saved while
 it was trained; prompts and right answers are held-out ones of its task. Two of the single jobs are timed, and PEFT on
-two checkpoints and fewer prompts; both are scaled to all, and the result says so.
+two checkpoints and fewer prompts; both are scaled to all, and the result says so. Then a further checkpoint is added,
+and the output gets wide shape. `--save` is written after each of these steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -96,8 +98,10 @@ def tokenised_texts(options: Mapping[str, Any]) -> int:
     return count
 
 
-def peft_seconds(messages: list[list[dict[str, str]]], adapters: Path, names: Sequence[str]) -> list[dict[str, float]]:
-    """Seconds and CPU seconds in which PEFT answers these prompts with each adapter, in batches, greedily, in fp32."""
+def peft_answers(messages: list[list[dict[str, str]]], adapters: Path, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Seconds, CPU seconds and texts with which PEFT answers these prompts with each adapter, in batches, greedily, in
+    fp32. Loading is not timed.
+    """
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -113,6 +117,7 @@ def peft_seconds(messages: list[list[dict[str, str]]], adapters: Path, names: Se
     for name in names:
         model.set_adapter(name)
         started_s, started_cpu_s = time.perf_counter(), cpu_seconds()
+        texts: list[str] = []
         for start in range(0, len(messages), _PEFT_BATCH):
             given = tokenizer.apply_chat_template(
                 messages[start : start + _PEFT_BATCH],
@@ -122,10 +127,19 @@ def peft_seconds(messages: list[list[dict[str, str]]], adapters: Path, names: Se
                 return_dict=True,
             )
             with torch.inference_mode():
-                model.generate(**given, max_new_tokens=_MAX_TOKENS, do_sample=False)
+                tokens = model.generate(**given, max_new_tokens=_MAX_TOKENS, do_sample=False)
+            texts += tokenizer.batch_decode(tokens[:, given["input_ids"].shape[1] :], skip_special_tokens=True)
         seconds, cpu_s = time.perf_counter() - started_s, cpu_seconds() - started_cpu_s
-        found.append({"seconds": round(seconds, 2), "cpu_s": round(cpu_s, 2)})
+        found.append({"adapter": name, "seconds": round(seconds, 2), "cpu_s": round(cpu_s, 2), "texts": texts})
     return found
+
+
+def num_equal(output: Path, peft: Sequence[dict[str, Any]]) -> int:
+    """Answers of the sweep that are PEFT's; the texts are taken out of `peft`."""
+    table = lorabatch.Job(output).to_arrow(wide=False).select(["id", "adapter", "completion"])
+    ours = {(row["id"], row["adapter"]): row["completion"] for row in table.to_pylist()}
+    texts = [(one["adapter"], one.pop("texts")) for one in peft]
+    return sum(ours[i, name].strip() == text.strip() for name, of_one in texts for i, text in enumerate(of_one))
 
 
 def scaled(measured: Sequence[Mapping[str, Any]], factor: float) -> dict[str, float]:
@@ -135,8 +149,8 @@ def scaled(measured: Sequence[Mapping[str, Any]], factor: float) -> dict[str, fl
     }
 
 
-def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All figures of the result."""
+def measure(given: argparse.Namespace, folder: Path, save: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
+    """All figures of the result. `save`: called with those so far."""
     adapters, questions = folder / "checkpoints", folder / "questions.parquet"
     for number in range(1, given.checkpoints + 1):
         write_checkpoint(adapters, number, given.checkpoints)
@@ -145,27 +159,73 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     job |= {"expected": "label", "dtype": given.dtype}
     sweep = job | {"adapters": adapters, "for_each_adapter": "all", "include_base": True}
     found: dict[str, Any] = {"prompts": given.prompts, "checkpoints": given.checkpoints}
+    found |= {"peft_prompts": given.peft_prompts, "dtype": given.dtype, "load_before": os.getloadavg()}
     found["texts_tokenised"] = tokenised_texts(sweep)
     output = folder / "sweep"
     found["sweep"] = timed(sweep | {"output": output})
+    save(found)
     singles = []
     for number in range(1, given.singles + 1):
         one = job | {"adapters": adapters / checkpoint(number), "output": folder / f"single-{number}"}
         singles.append(timed(one))
     found["singles"] = singles
     found["singles_scaled"] = scaled(singles, given.checkpoints)
+    save(found)
     names = [checkpoint(1), checkpoint(given.checkpoints)]
-    found["peft"] = peft_seconds(messages[: given.peft_prompts], adapters, names)
-    found["peft_scaled"] = scaled(found["peft"], given.prompts / given.peft_prompts * given.checkpoints)
+    peft = peft_answers(messages[: given.peft_prompts], adapters, names)
+    found["equal_to_peft"] = num_equal(output, peft)
+    found["peft"] = peft
+    found["peft_scaled"] = scaled(peft, given.prompts / given.peft_prompts * given.checkpoints)
+    save(found)
     write_checkpoint(adapters, given.checkpoints + 1, given.checkpoints)
     update = sweep | {"output": output, "update": True}
     found["plan_of_update"] = lorabatch.plan(**update).to_json()["update"]
     found["update"] = timed(update)
+    save(found)
+    found["wide"] = timed(update | {"shape": "wide"})
     if given.keep:
         shutil.copytree(output, given.keep, dirs_exist_ok=True)
         save_report(write_report(JobStore(str(output)), "2.5 EUR"), given.keep.parent / "report.html")
-    found["parts"] = len(JobStore(str(output)).committed_parts())
+    found |= {"parts": len(JobStore(str(output)).committed_parts()), "load_after": os.getloadavg()}
     return found
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """The figures as a table, each with where it comes from."""
+    checkpoints, prompts, peft_prompts = found["checkpoints"], found["prompts"], found["peft_prompts"]
+    sweep_s = found["sweep"]["seconds"]
+    singles, peft = found["singles_scaled"]["seconds"], found["peft_scaled"]["seconds"]
+    of_singles = ", ".join(f"{one['seconds']:,.0f}" for one in found["singles"])
+    of_peft = ", ".join(f"{one['seconds']:,.0f}" for one in found["peft"])
+    rows = [
+        (f"sweep of {checkpoints} checkpoints and the base model, {prompts:,} prompts", sweep_s, "measured"),
+        (
+            f"{checkpoints} jobs of one checkpoint each, {singles / sweep_s:.2f} times as long",
+            singles,
+            f"{len(found['singles'])} measured ({of_singles} s), scaled",
+        ),
+        (
+            f"PEFT, {checkpoints} checkpoints without the base model, {peft / sweep_s:.2f} times as long",
+            peft,
+            f"2 checkpoints of {peft_prompts} prompts measured ({of_peft} s), scaled",
+        ),
+        (
+            f"a further checkpoint with --update, {found['update']['num_reused']:,} of "
+            f"{found['update']['num_rows']:,} answers kept",
+            found["update"]["seconds"],
+            "measured",
+        ),
+        ("the output in wide shape with --update, all answers kept", found["wide"]["seconds"], "measured"),
+    ]
+    lines = ["| | seconds | |", "|---|---|---|", *(f"| {what} | {s:,.0f} | {how} |" for what, s, how in rows)]
+    lines += [
+        "",
+        f"Texts tokenised for {found['sweep']['num_rows']:,} answers: {found['texts_tokenised']:,}, one for an example.",
+    ]
+    lines.append(f"Answers that are PEFT's: {found['equal_to_peft']:,} of {2 * peft_prompts:,}.")
+    loads = (", ".join(f"{load:.1f}" for load in found[name]) for name in ("load_before", "load_after"))
+    lines.append(f"Load of the machine (1, 5, 15 minutes): {next(loads)} before, {next(loads)} after.")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -179,13 +239,18 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="a folder for a copy of the output, with the report beside it")
     parser.add_argument("--save", type=Path)
     given = parser.parse_args()
+    given.peft_prompts = min(given.peft_prompts, given.prompts)
+    about = provenance(("torch", "transformers", "peft"))
+
+    def save(found: Mapping[str, Any]) -> None:
+        if given.save:
+            given.save.write_text(json.dumps({**found, **about}, indent=1, default=str) + "\n", encoding="utf-8")
+
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(given, Path(folder))
-    found |= provenance(("torch", "transformers", "peft"))
-    text = json.dumps(found, indent=1, default=str)
-    print(text)
-    if given.save:
-        given.save.write_text(text + "\n", encoding="utf-8")
+        found = measure(given, Path(folder), save)
+    save(found)
+    print(json.dumps({**found, **about}, indent=1, default=str))
+    print(table(found))
 
 
 if __name__ == "__main__":
