@@ -220,7 +220,7 @@ def table(found: Mapping[str, Any]) -> str:
     lines = ["| | seconds | |", "|---|---|---|", *(f"| {what} | {s:,.0f} | {how} |" for what, s, how in rows)]
     lines += [
         "",
-        f"Texts tokenised for {found['sweep']['num_rows']:,} answers: {found['texts_tokenised']:,}, one for an example.",
+        f"Texts tokenised for {found['sweep']['num_rows']:,} answers: {found['texts_tokenised']:,} (one: an example).",
     ]
     lines.append(f"Answers that are PEFT's: {found['equal_to_peft']:,} of {2 * peft_prompts:,}.")
     loads = (", ".join(f"{load:.1f}" for load in found[name]) for name in ("load_before", "load_after"))

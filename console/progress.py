@@ -122,7 +122,9 @@ class ConsoleProgress:
         if self._live is not None:
             self._live.stop()
         try:
-            answer = input(f"{question} [y/N] ")
+            # not as the prompt of `input`, which goes to standard output where that is no terminal
+            self._console.print(f"{question} [y/N] ", end="", markup=False, soft_wrap=True)
+            answer = input()
         except EOFError:
             answer = ""
         finally:

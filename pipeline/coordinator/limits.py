@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -12,6 +12,7 @@ from typing import Any
 from ...jobs.errors import DamagedRecordError, JobLimitError, naming_damage
 from ...jobs.options.conditions import condition_met
 from ...jobs.options.values import parse_price
+from ...jobs.parts import PartMark, read_mark
 from ...jobs.progress import AdapterCount, added_up, clock
 from ...jobs.storage.redaction import redacted_url
 from ...scheduler.estimates.canary import with_canary
@@ -19,6 +20,7 @@ from ...scheduler.estimates.time_left import TimeLeft
 from ...scheduler.messages import CanaryAnswered, FinishedRows
 from ...scheduler.planning.waves import merged_waves
 from ..dataset.reader import ShardReader
+from ..dataset.staged_writer import lengths_of_rows
 from ..planning.plan import JobPlan, serving_adapters
 from .control import JobRun
 from .summary import Account, account_parts
@@ -127,7 +129,14 @@ class JobLimits:
     def _answers(self, account: Account) -> tuple[FinishedRows, ...]:
         """Lengths of the canary's answers; none where the plan knew all lengths, or some rows' lengths are fixed."""
         record = self._run.job.record
-        if record.spec.sampling.ignore_eos or not account.has_numbers:
+        if record.spec.sampling.ignore_eos:
+            return ()
+        ids: dict[str | None, str | None] = {adapter.name: adapter.sha256 for adapter in record.adapters}
+        ids[None] = None
+        if record.spec.stages is not None:
+            found = Counter((ids[name], tokens) for name, tokens in self._staged_lengths() if name in ids)
+            return tuple(FinishedRows(adapter_id, count, count * n) for (adapter_id, n), count in found.items())
+        if not account.has_numbers:
             return ()
         reader = ShardReader(self._run.job.store, record)
         try:
@@ -135,8 +144,6 @@ class JobLimits:
                 return ()
         finally:
             reader.close()
-        ids: dict[str | None, str | None] = {adapter.name: adapter.sha256 for adapter in record.adapters}
-        ids[None] = None
         rows: defaultdict[tuple[str | None, int], list[int]] = defaultdict(lambda: [0, 0])
         for name, tally in account.adapters.items():
             for (task, number, is_cut), num_rows in tally.answers.items():
@@ -144,6 +151,11 @@ class JobLimits:
                     rows[ids[name], number][0] += num_rows
                     rows[ids[name], number][1] += tally.answer_tokens[task, number, is_cut]
         return tuple(FinishedRows(key[0], *found) for key, found in rows.items())
+
+    def _staged_lengths(self) -> list[tuple[str | None, int]]:
+        """Adapter and tokens of each row of the canary, those of all its stages, as workers report rows with stages."""
+        marks = (read_mark(self._run.job.store, shard_id) for shard_id in self.shard_ids)
+        return [row for mark in marks if isinstance(mark, PartMark) for row in lengths_of_rows(mark.requests)]
 
     def counted(
         self, account: Account, event: CanaryAnswered, seconds: float, left: TimeLeft | None, num_workers: int

@@ -26,7 +26,8 @@ from .row_program import RowProgram
 from .schema import passthrough_schema
 from .writer import Spell, answer_columns, finished_part, part_schema
 
-_COUNTED = ("stage", "adapter", "prompt_tokens", "completion_tokens", "finish_reason", "mode", "error")
+# Values of a request that a part counts, and the place of its row; parts of earlier versions lack the place.
+_COUNTED = ("stage", "adapter", "prompt_tokens", "completion_tokens", "finish_reason", "mode", "error", "row")
 
 
 def staged_part_bytes(
@@ -63,16 +64,26 @@ def counted_requests(packed: str) -> list[dict[str, Any]]:
     if not packed:
         return []
     rows = msgpack.unpackb(zlib.decompress(base64.b64decode(packed)))
-    return [dict(zip(_COUNTED, row, strict=True)) for row in rows]
+    return [dict(zip(_COUNTED, row, strict=False)) for row in rows]
+
+
+def lengths_of_rows(packed: str) -> list[tuple[str | None, int]]:
+    """Name of the adapter of each row's first stage, and tokens of all its answers; `packed`: of a part's mark."""
+    found: dict[int, tuple[str | None, int]] = {}
+    for asked in counted_requests(packed):
+        if "row" in asked:
+            adapter, tokens = found.get(asked["row"], (asked["adapter"], 0))
+            found[asked["row"]] = adapter, tokens + asked["completion_tokens"]
+    return list(found.values())
 
 
 def _packed(programs: Sequence[RowProgram], given: Sequence[Mapping[str, Any]], record: JobRecord) -> str:
     rows = []
-    for program, values in zip(programs, given, strict=True):
+    for place, (program, values) in enumerate(zip(programs, given, strict=True)):
         adapters = {stage.name: stage_adapter(stage, values, record) for stage in program.flow.stages if stage.asks}
         for name, answer in program.answers():
-            counted = [getattr(answer, field) for field in _COUNTED[2:]]
-            rows.append([name, adapters[name], *counted])
+            counted = [getattr(answer, field) for field in _COUNTED[2:-1]]
+            rows.append([name, adapters[name], *counted, place])
     return base64.b64encode(zlib.compress(msgpack.packb(rows))).decode()
 
 

@@ -82,8 +82,9 @@ def right_labels(
 
 def heads_of(record: JobRecord) -> dict[str | None, Head]:
     """The head of each adapter of a job that has one, by content hash; None: of the base model."""
-    own = {each.sha256: (each.labels, each.problem_type) for each in record.adapters if each.labels}
-    return {None: (record.model.labels, record.model.problem_type)} | own
+    found: dict[str | None, Head] = {None: (record.model.labels, record.model.problem_type)}
+    found |= {each.sha256: (each.labels, each.problem_type) for each in record.adapters if each.labels}
+    return found
 
 
 def classified(answer: RowAnswer, heads: Mapping[str | None, Head]) -> dict[str, Any]:

@@ -348,7 +348,8 @@ def _scores(
     record: JobRecord,
 ) -> pa.Array:
     """Score of each answer; null for errors, and for rows without a right answer."""
-    score_by, found = record.spec.score_by, []
+    score_by = record.spec.score_by
+    found: list[float | None] = []
     for request, answer, name, value in zip(requests, answers, names, right, strict=True):
         if isinstance(request, RowAnswer) or answer.completion is None:
             found.append(None)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pty
+import subprocess
+import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
-from echo_job import ECHO_FACTORY, EchoJob, Watcher, make_rows, processes_of, wait_until
+from cluster_under_test import existing_cluster
+from echo_job import ECHO_FACTORY, ECHO_FOLDER, EchoJob, Watcher, make_rows, processes_of, wait_until
 
 from lorabatch.jobs.errors import JobLimitError
 from lorabatch.jobs.spec import JobSpec
@@ -153,3 +160,111 @@ def test_adapters_with_few_rows_error_rows_and_an_update(job):
     canary = [shard for shard in read_plan(job.store).shards if shard.is_canary]
     assert sum(shard.num_rows for shard in canary) == 4
     wait_until(lambda: job.store.is_finished())
+
+
+CLI = [sys.executable, str(ECHO_FOLDER / "echo_cli.py")]
+QUESTION = b"Go on with the other rows? [y/N]"
+
+
+class Terminal:
+    """A command in a terminal of its own, whose standard output is a file."""
+
+    def __init__(self, words: list[str], folder: Path) -> None:
+        self._master, slave = pty.openpty()
+        self._stdout = (folder / "stdout").open("wb")
+        self.process = subprocess.Popen(words, stdin=slave, stderr=slave, stdout=self._stdout, start_new_session=True)
+        os.close(slave)
+        self.shown = b""
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                data = os.read(self._master, 4096)
+            except OSError:  # the other end is closed
+                return
+            if not data:
+                return
+            self.shown += data
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._master, keys)
+
+    def end(self) -> int:
+        code = self.process.wait(300)
+        self._reader.join(60)
+        self._stdout.close()
+        os.close(self._master)
+        return code
+
+
+def job_file(job: EchoJob, **options) -> str:
+    path = job.folder / "job.yaml"
+    path.write_text(json.dumps(job.options(**options)))
+    return str(path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("keys", [b"y\n", b"n\n", b"\x04", b"\n"])
+def test_a_terminal_shows_the_question_and_anything_but_yes_ends_the_job(job, tmp_path, keys):
+    job.set_engine(step_s=0.05)
+    terminal = Terminal([*CLI, "run", job_file(job, canary=2, confirm=True), "--json"], tmp_path)
+    wait_until(lambda: QUESTION in terminal.shown or terminal.process.poll() is not None)
+    assert QUESTION in terminal.shown, terminal.shown
+    assert sorted(job.parts()) == canary_parts(job)
+    terminal.type(keys)
+    code = terminal.end()
+    assert QUESTION not in (tmp_path / "stdout").read_bytes(), "standard output is for programs"
+    if keys == b"y\n":
+        assert code == 0, terminal.shown
+        job.assert_answered(make_rows(NUM_ROWS))
+        return
+    assert code == 5, terminal.shown
+    assert b"you did not agree" in b" ".join(terminal.shown.split())
+    assert sorted(job.parts()) == canary_parts(job)
+    # without a terminal, the next run goes on
+    done = subprocess.run([*CLI, "resume", str(job.output)], capture_output=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    job.assert_answered(make_rows(NUM_ROWS))
+
+
+def said(*words: str) -> tuple[int, str]:
+    """Exit code of a command, and what it prints, blanks joined."""
+    done = subprocess.run([*CLI, *words], capture_output=True, text=True, timeout=300, check=False)
+    return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+
+@pytest.mark.long
+def test_a_submitted_job_stops_after_its_canary_and_by_its_cost(job, background):
+    job.set_engine(step_s=0.05)
+    code, text = said("submit", job_file(job, canary=2, confirm=True))
+    assert code == 0, text
+    code, text = said("wait", str(job.output))
+    assert (code, "confirm: the canary is answered" in text) == (5, True), text
+    assert sorted(job.parts()) == canary_parts(job)
+    job.set_engine(step_s=0.5)
+    code, text = said("submit", job_file(job, canary=2, max_cost="0.0001 EUR", gpu_hour_price="100 EUR"))
+    assert code == 0, text
+    code, text = said("wait", str(job.output))
+    assert (code, "max_cost" in text) == (5, True), text
+    assert read_status(job.store).headline == "stopped by itself"
+    job.set_engine()
+    assert job.run(canary=2).num_rows == NUM_ROWS
+    job.assert_answered(make_rows(NUM_ROWS))
+
+
+@pytest.mark.long
+def test_a_canary_runs_on_an_existing_cluster_that_stays_for_the_next_job(job, tmp_path):
+    job.set_engine(step_s=0.05)
+    (tmp_path / "cluster").mkdir()
+    with existing_cluster(tmp_path / "cluster", num_workers=2) as (address, _, _):
+        with pytest.raises(JobLimitError, match="confirm: the canary is answered"):
+            job.run(cluster=address, canary=2, confirm=True)
+        assert sorted(job.parts()) == canary_parts(job)
+        job.set_engine(step_s=0.5)
+        with pytest.raises(JobLimitError, match="max_cost"):
+            job.run(cluster=address, canary=2, max_cost="0.0001", gpu_hour_price="100")
+        job.set_engine()
+        assert asked(job, [], cluster=address, canary=2) == []
+        job.assert_answered(make_rows(NUM_ROWS))

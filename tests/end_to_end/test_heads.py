@@ -103,6 +103,7 @@ def test_a_base_without_a_head_beside_classifiers_has_error_rows_of_its_own(
     assert all(row["text"]["label"] is None and row["text"]["completion_tokens"] for row in mixed)
 
 
+@pytest.mark.long
 def test_a_classifier_is_a_stage_whose_label_and_probabilities_later_stages_read(
     shared_client: Client, tiny_llama: Path, classifiers: Path, tiny_adapters: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from echo_job import ECHO_FOLDER, EchoJob, Watcher, kill_one, wait_until
 import lorabatch
 from lorabatch.engine.text.tokenizers.tokenizer import Tokenizer
 from lorabatch.jobs.comparison import compare_answers
+from lorabatch.jobs.contents import part_name
 from lorabatch.jobs.errors import ErrorBudgetError, JobRequestError
 from lorabatch.jobs.openai_batch.exporting import export_batch
 from lorabatch.jobs.report.page import write_report
 from lorabatch.pipeline.compare import compare
+from lorabatch.pipeline.planning.plan import read_plan
+from lorabatch.scheduler.messages import CanaryAnswered
 
 Rows = list[dict[str, Any]]
 STAGES: dict[str, Any] = {
@@ -168,6 +172,27 @@ def run_traced(job: EchoJob, client: Any, trace: Path) -> tuple[list[dict[str, A
     job.run(client, **options())
     trace.unlink()
     return rows, completions(job)
+
+
+def test_a_canary_measures_the_tokens_of_all_stages(shared_client: Any, echo_job: EchoJob) -> None:
+    echo_job.write_input(make_rows(60))
+    result = echo_job.run(shared_client, canary=5, **options())
+    assert (result.num_rows, result.num_errors) == (60, 0)
+    facts = echo_job.store.read_canary()
+    assert facts is not None
+    canary = [shard.shard_id for shard in read_plan(echo_job.store).shards if shard.is_canary]
+    rows = [row for shard_id in canary for row in pq.read_table(echo_job.output / part_name(shard_id)).to_pylist()]
+    sha = {adapter.name: adapter.sha256 for adapter in echo_job.record.adapters}
+    tokens: Counter[str | None] = Counter()
+    for row in rows:
+        tokens[sha.get(row["tenant"])] += 2 * 4 + 2 * 2 + 3 + 4 * (row["fix"] is not None)
+    event = CanaryAnswered.from_json(facts["event"])
+    assert isinstance(event, CanaryAnswered)
+    assert sum(found.num_rows for found in event.answers) == len(rows) == 15
+    measured: Counter[str | None] = Counter()
+    for found in event.answers:
+        measured[found.adapter_id] += found.output_tokens
+    assert measured == tokens
 
 
 def test_a_changed_judge_is_asked_again_and_what_its_change_reaches(

@@ -115,9 +115,8 @@ def test_a_column_of_adapters_and_a_sweep_exclude_each_other(echo_job: EchoJob) 
     assert plan.to_json()["rows"] == 2
 
 
-@pytest.mark.parametrize(
-    ("shape", "samples"), [("long", "rows"), pytest.param("wide", "lists", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("shape", "samples"), [("long", "rows"), ("wide", "lists")])
+@pytest.mark.long
 def test_sweeps_are_compared_row_by_row_and_adapter_by_adapter(
     shared_client: Any, echo_job: EchoJob, shape: str, samples: str
 ) -> None:

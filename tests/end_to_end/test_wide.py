@@ -199,6 +199,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     assert not echo_job.store.contents().has_job
 
 
+@pytest.mark.long
 def test_a_prefix_is_before_the_columns_of_adapters(shared_client: Any, echo_job: EchoJob) -> None:
     echo_job.write_input([{**row, "rank8": "data", "completion": "x"} for row in prompts(3)])
     echo_job.run(shared_client, output_prefix="a_", **WIDE)

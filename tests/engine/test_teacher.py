@@ -89,6 +89,37 @@ def test_they_are_those_of_transformers_and_peft(
         assert engine.telemetry().reused_prompt_tokens > 0
 
 
+# Adapters that change what the head computes, or the rows that it computes from.
+OWN_HEADS: dict[str, dict[str, Any]] = {
+    "head": {"target_modules": ["q_proj", "lm_head"]},
+    "saved head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [5, 7, 11, 30]},
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("mode", "is_tied"), [("unmerged", False), ("exact", True), pytest.param("auto", True, marks=pytest.mark.long)]
+)
+def test_adapters_with_a_head_or_tokens_of_their_own_teach_by_these(
+    make_model: Any, make_adapter: Any, tmp_path: Path, mode: Any, is_tied: bool
+) -> None:
+    base = make_model(tmp_path / "base", num_hidden_layers=1, tie_word_embeddings=is_tied)
+    kinds = {name: lora for name, lora in OWN_HEADS.items() if name == "tokens" or not is_tied}
+    kinds |= {"plain": {"target_modules": ["q_proj", "up_proj"]}}
+    folders = {name: make_adapter(tmp_path / name, base, seed=seed, **kinds[name]) for seed, name in enumerate(kinds)}
+    engine = make_engine(base, mode)
+    ids = register_all(engine, folders) | {"base": None}
+    rows = {
+        name: [replace(row, request_id=f"{name} {row.request_id}") for row in rows_for([ids[name]] * 3, 4)]
+        for name in ids
+    }
+    results = serve(engine, [row for of_each in zip(*rows.values(), strict=True) for row in of_each])
+    for name, mine in rows.items():
+        known = {} if name == "base" else {name: folders[name]}
+        check(mine, results, Oracle(base, known), {ids[name]: name if known else None})
+
+
 def test_a_given_text_takes_steps_of_many_tokens(tiny_llama: Path) -> None:
     text = tuple(range(30, 80))
     sampling = SamplingParams(teacher_top_k=4).scoring(text)
