@@ -217,7 +217,10 @@ def read_model_config(folder: Path) -> ModelConfig:
             f"{folder / 'config.json'}: values of other types than expected ({type(error).__name__}: "
             f"{shown_name(str(error))}). Fetch the model again, or check --model."
         ) from error
-    if model.is_tied and has_own_head(folder, f"{HEAD}.weight", f"{model.names.embedding}.weight"):
+    spellings = model.names.spellings
+    if model.is_tied and has_own_head(
+        folder, spellings(f"{HEAD}.weight"), spellings(f"{model.names.embedding}.weight")
+    ):
         # transformers does the same since version 5: it keeps both tensors when both are stored and differ.
         return replace(model, is_tied=False, says_tied=True)
     return model

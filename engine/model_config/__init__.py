@@ -8,18 +8,19 @@ from typing import Any
 
 from ..errors import EngineError
 from .classifier import DEFAULT_LABELS, PROBLEM_TYPES, default_labels, read_labels
-from .families import LLAMA_SHAPED
-from .keys import REFUSED, is_set
+from .families import FAMILIES
+from .keys import ONE_EXPERT, REFUSED, is_set
 from .llama import read_llama_shaped
 from .model import ModelConfig
 from .opt import DEFAULTS as OPT_DEFAULTS
 from .opt import read_opt
 from .raw import RawConfig
+from .wrappers import PARTS, WRAPPERS, text_of
 
-SUPPORTED_MODEL_TYPES = (*sorted(LLAMA_SHAPED), "opt")
-# Other spellings of what a supported family already says, for the message.
-_HINTS = {"gemma3": " Its text model alone has model_type='gemma3_text'."}
+SUPPORTED_MODEL_TYPES = (*sorted(FAMILIES), "opt", *WRAPPERS)
 _GENERATES, _CLASSIFIES = "ForCausalLM", "ForSequenceClassification"
+# Ends of the names of classes that generate text, where it is another.
+_OTHER_NAMES = {"gpt2": "LMHeadModel", **dict.fromkeys(WRAPPERS, "ForConditionalGeneration")}
 __all__ = ["SUPPORTED_MODEL_TYPES", "parse_model_config"]
 
 
@@ -32,13 +33,21 @@ def parse_model_config(raw: Mapping[str, Any], generation: Mapping[str, Any]) ->
     model_type = str(raw.get("model_type"))
     if model_type not in SUPPORTED_MODEL_TYPES:
         raise EngineError(
-            f"config.json model_type={model_type!r}: not supported.{_HINTS.get(model_type, '')} "
-            f"Supported: {', '.join(SUPPORTED_MODEL_TYPES)}."
+            f"config.json model_type={model_type!r}: not supported. Supported: {', '.join(SUPPORTED_MODEL_TYPES)}."
         )
-    family = LLAMA_SHAPED.get(model_type)
-    values = RawConfig(model_type, raw, family.defaults if family else OPT_DEFAULTS)
+    family = FAMILIES.get(model_type)
+    values = RawConfig(model_type, raw, *((family.defaults, family.aliases) if family else (OPT_DEFAULTS, None)))
+    if model_type in WRAPPERS:
+        values = RawConfig(model_type, raw, {})
     _refuse_variants(values)
     facts = _facts_of_classifiers(values)
+    inner = text_of(values)
+    if inner is not None:
+        family, text = inner
+        _refuse_keys(text)
+        if facts["pad_token_id"] is None and type(text.get("pad_token_id")) is int:
+            facts["pad_token_id"] = text.get("pad_token_id")
+        return replace(read_llama_shaped(family, text, generation), wrapper=model_type, **facts)
     model = read_llama_shaped(family, values, generation) if family else read_opt(values, generation)
     return replace(model, **facts)
 
@@ -63,22 +72,31 @@ def _facts_of_classifiers(raw: RawConfig) -> dict[str, Any]:
 def _is_classifier(raw: RawConfig) -> bool:
     given = raw.get("architectures")
     names = list(map(str, given)) if isinstance(given, list) else []
-    return not any(name.endswith(_GENERATES) for name in names) and any(name.endswith(_CLASSIFIES) for name in names)
+    generates = _OTHER_NAMES.get(raw.model_type, _GENERATES)
+    return not any(name.endswith(generates) for name in names) and any(name.endswith(_CLASSIFIES) for name in names)
 
 
 def _refuse_variants(raw: RawConfig) -> None:
     """Refuse variants that no family supports: only plain, dense causal language models are served."""
+    _refuse_keys(raw, PARTS if raw.model_type in WRAPPERS else ())
+    generates = _OTHER_NAMES.get(raw.model_type, _GENERATES)
+    names = (generates,) if raw.model_type in WRAPPERS else (generates, _CLASSIFIES)
+    architectures = raw.get("architectures") or []
+    if not isinstance(architectures, list):
+        raw.damage("architectures", "expected a list of names")
+    elif architectures and not any(str(name).endswith(names) for name in architectures):
+        kinds = " or ".join(f"…{name}" for name in names)
+        raw.refuse("architectures", f"expected a model that generates text or classifies it, {kinds}")
+
+
+def _refuse_keys(raw: RawConfig, known: tuple[str, ...] = ()) -> None:
+    """Refuse keys that ask for what is not computed. `known`: keys that are read here all the same."""
     quantization = raw.mapping("quantization_config")
     if quantization:
         method = quantization.get("quant_method", "unknown")
         raw.refuse("quantization_config.quant_method", "expected the unquantized checkpoint", method)
     for key, why in REFUSED.items():
-        if key != "quantization_config" and is_set(raw.get(key)):
+        value = raw.get(key)
+        is_one_expert = key in ONE_EXPERT and type(value) is int and value == 1
+        if key not in ("quantization_config", *known) and is_set(value) and not is_one_expert:
             raw.refuse(key, why)
-    architectures = raw.get("architectures") or []
-    if not isinstance(architectures, list):
-        raw.damage("architectures", "expected a list of names")
-    elif architectures and not any(str(name).endswith((_GENERATES, _CLASSIFIES)) for name in architectures):
-        raw.refuse(
-            "architectures", f"expected a model that generates text or classifies it, …{_GENERATES} or …{_CLASSIFIES}"
-        )

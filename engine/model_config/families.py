@@ -1,83 +1,17 @@
-"""Describes the Llama-shaped families: each as data, by what it differs in from Llama."""
+"""Describes the families of dense models: each as data, by what it differs in from Llama.
+
+A new family is an entry here, or in `other_families` where its layers are others than Llama's, and a case of
+`tests/engine/model_config/test_dense_families.py`. docs/internals/changing.md says how to write one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import replace
 
-from .model import Activation, LayerNorms, ModuleNames, NormKind, RopeKind
-
-# Layers that attend to a window of the latest tokens only: none; every layer; those after max_window_layers where
-# use_sliding_window allows; all but every n-th.
-WindowRule = Literal["none", "every_layer", "last_layers", "all_but_every_nth"]
-ALL_ROPES: tuple[RopeKind, ...] = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
-# Spellings of `hidden_act` and its like, and the function they mean.
-ACTIVATIONS: Mapping[str, Activation] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "relu": "relu",
-}
-LLAMA_NAMES = ModuleNames(
-    sites={
-        "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "o": ("self_attn.o_proj",),
-        "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-        "down": ("mlp.down_proj",),
-    },
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """One Llama-shaped family: how it differs from Llama, and how its `config.json` is read."""
-
-    #: `model_type` in `config.json`.
-    name: str
-    #: Values that transformers assumes for keys that `config.json` lacks.
-    defaults: Mapping[str, Any]
-    #: Checkpoint names of the model's parts.
-    names: ModuleNames = LLAMA_NAMES
-    #: Formula of all norms.
-    norm_kind: NormKind = "rms"
-    #: Whether queries, keys and values have a bias, or the name of the key that decides.
-    qkv_bias: bool | str = False
-    #: Whether attention's output has a bias, or the name of the key that decides.
-    o_bias: bool | str = False
-    #: Whether the MLP's layers have biases, or the name of the key that decides.
-    mlp_bias: bool | str = False
-    #: Key that names the MLP's function.
-    activation_key: str = "hidden_act"
-    #: Names of functions in `config.json` -> the functions they mean.
-    activations: Mapping[str, Activation] = field(default_factory=lambda: ACTIVATIONS)
-    #: Layers that attend to a window of the latest tokens.
-    window_rule: WindowRule = "none"
-    #: n of the rule `all_but_every_nth`.
-    window_period: int = 0
-    #: Key that overrides `window_period`; None: no key does.
-    window_period_key: str | None = None
-    #: Supported kinds of rotary embeddings.
-    rope_kinds: tuple[RopeKind, ...] = ALL_ROPES
-    #: Older names of rope kinds -> the kinds.
-    rope_aliases: Mapping[str, RopeKind] = field(default_factory=dict)
-    #: Whether windowed layers have a rope of their own.
-    has_ropes_by_layer_type: bool = False
-    #: Whether `partial_rotary_factor` may leave features of a head unrotated.
-    can_rotate_partially: bool = False
-    #: Whether embeddings are multiplied by the root of the hidden size.
-    scales_embeddings: bool = False
-    #: Whether `query_pre_attn_scalar`, instead of the head's size, scales the scores.
-    has_query_scalar: bool = False
-    #: Whether `attn_logit_softcapping` is applied.
-    has_attention_softcap: bool = False
-    #: Whether `final_logit_softcapping` is applied.
-    has_logit_softcap: bool = False
-    #: Settings that transformers reads but does not apply, hence refused.
-    ignored_keys: tuple[str, ...] = ()
-
+from .family import ACTIVATIONS, LLAMA_NAMES, PLAIN, Family
+from .model import LayerNorms, ModuleNames
+from .other_families import OTHER_FAMILIES
 
 QUERY_KEY_NORMS = LayerNorms(query="self_attn.q_norm", key="self_attn.k_norm")
 SANDWICH_NORMS = LayerNorms(
@@ -85,15 +19,8 @@ SANDWICH_NORMS = LayerNorms(
     before_mlp="pre_feedforward_layernorm",
     mlp_output="post_feedforward_layernorm",
 )
-_PLAIN: Mapping[str, Any] = {
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10_000.0,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-}
 _QWEN = {
-    **_PLAIN,
+    **PLAIN,
     "num_key_value_heads": 32,
     "max_position_embeddings": 32_768,
     "sliding_window": 4096,
@@ -110,16 +37,35 @@ _GEMMA = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
-_LLAMA = Family("llama", _PLAIN, qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias")
+_LLAMA = Family(
+    "llama",
+    PLAIN,
+    models="Llama 2 and 3, SmolLM2, TinyLlama",
+    differs_by="`attention_bias`, `mlp_bias`",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    mlp_bias="mlp_bias",
+)
 _MISTRAL = Family(
     "mistral",
-    {**_PLAIN, "max_position_embeddings": 131_072, "sliding_window": 4096, "num_key_value_heads": 8},
+    {**PLAIN, "max_position_embeddings": 131_072, "sliding_window": 4096, "num_key_value_heads": 8},
+    models="Mistral",
+    differs_by="a sliding window in every layer, or none",
     window_rule="every_layer",
 )
-_QWEN2 = Family("qwen2", _QWEN, qkv_bias=True, window_rule="last_layers")
+_QWEN2 = Family(
+    "qwen2",
+    _QWEN,
+    models="Qwen 2 and 2.5",
+    differs_by="biases on q, k and v; sliding windows in the last layers",
+    qkv_bias=True,
+    window_rule="last_layers",
+)
 _QWEN3 = Family(
     "qwen3",
     {**_QWEN, "head_dim": 128},
+    models="Qwen 3, dense",
+    differs_by="norms on queries and keys",
     names=replace(LLAMA_NAMES, norms=QUERY_KEY_NORMS),
     qkv_bias="attention_bias",
     o_bias="attention_bias",
@@ -128,6 +74,8 @@ _QWEN3 = Family(
 _GEMMA1 = Family(
     "gemma",
     {**_GEMMA, "num_key_value_heads": 16},
+    models="Gemma 1",
+    differs_by="scaled embeddings; norm weights stored as the difference from 1",
     norm_kind="rms_from_zero",
     qkv_bias="attention_bias",
     o_bias="attention_bias",
@@ -139,6 +87,8 @@ _GEMMA1 = Family(
 _GEMMA2 = replace(
     _GEMMA1,
     name="gemma2",
+    models="Gemma 2",
+    differs_by="norms before and after attention and MLP; softcaps on scores and logits; alternating windows",
     defaults={**_GEMMA, "num_key_value_heads": 4, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     names=replace(LLAMA_NAMES, norms=SANDWICH_NORMS),
     activation_key="hidden_activation",
@@ -152,6 +102,8 @@ _GEMMA2 = replace(
 _GEMMA3 = replace(
     _GEMMA2,
     name="gemma3_text",
+    models="Gemma 3, text",
+    differs_by="as Gemma 2 without softcap on scores; norms on queries and keys; two sets of rotary settings",
     defaults={
         **_GEMMA,
         "num_key_value_heads": 4,
@@ -170,11 +122,13 @@ _GEMMA3 = replace(
 _PHI3 = Family(
     "phi3",
     {
-        **_PLAIN,
+        **PLAIN,
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 4096,
         "original_max_position_embeddings": 4096,
     },
+    models="Phi-3, Phi-3.5, Phi-4 (also mini)",
+    differs_by="packed `qkv_proj` and `gate_up_proj`, LongRoPE, partial rotation",
     names=ModuleNames(
         sites={
             "qkv": ("self_attn.qkv_proj",),
@@ -188,6 +142,199 @@ _PHI3 = Family(
     rope_aliases={"su": "longrope", "yarn": "longrope"},
     can_rotate_partially=True,
 )
-LLAMA_SHAPED: Mapping[str, Family] = {
-    family.name: family for family in (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GEMMA1, _GEMMA2, _GEMMA3, _PHI3)
+_QWEN2_VL = replace(
+    _QWEN2,
+    name="qwen2_vl_text",
+    defaults={
+        **_QWEN,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "num_key_value_heads": 8,
+        "max_window_layers": 80,
+        "bos_token_id": 151_643,
+        "eos_token_id": 151_645,
+    },
+    rope_kinds=("default", "linear", "yarn"),
+    rope_aliases={"mrope": "default"},
+    has_position_axes=True,
+    own_keys={"rope_parameters.mrope_section": "axes of positions, which are equal for text"},
+)
+_QWEN3_VL = replace(
+    _QWEN3,
+    name="qwen3_vl_text",
+    defaults={
+        **PLAIN,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 128_000,
+        "head_dim": 128,
+        "rope_theta": 500_000.0,
+    },
+    window_rule="none",
+    rope_kinds=("default", "linear", "yarn"),
+    rope_aliases={"mrope": "default"},
+    has_position_axes=True,
+    own_keys=dict.fromkeys(
+        ("rope_parameters.mrope_section", "rope_parameters.mrope_interleaved"),
+        "axes of positions, which are equal for text",
+    ),
+)
+_MINISTRAL3 = replace(
+    _MISTRAL,
+    name="ministral3",
+    models="Ministral 3",
+    differs_by="queries that grow with their position (`llama_4_scaling_beta`)",
+    defaults={
+        **PLAIN,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 262_144,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1_000_000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16_384,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale_all_dim": 1.0,
+            "mscale": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    rope_kinds=("default", "linear", "yarn"),
+    has_query_growth=True,
+    own_keys={"rope_parameters.llama_4_scaling_beta": "growth of queries with their position"},
+)
+_MINISTRAL = replace(
+    _MISTRAL,
+    name="ministral",
+    models="Ministral",
+    differs_by="sliding windows in the layers that `layer_types` names",
+    defaults={**_MISTRAL.defaults, "bos_token_id": 1, "eos_token_id": 2},
+    window_rule="every_layer_unless_listed",
+)
+_SMOLLM3 = replace(
+    _LLAMA,
+    name="smollm3",
+    models="SmolLM3",
+    differs_by="no rotary embedding in every fourth layer, or in those of `no_rope_layers`",
+    defaults={
+        **PLAIN,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32_768,
+        "rope_theta": 2_000_000.0,
+        "no_rope_layer_interval": 4,
+        "tie_word_embeddings": True,
+        "bos_token_id": 128_000,
+        "eos_token_id": 128_001,
+    },
+    window_rule="unrotated_layers",
+    rope_rule="listed_layers",
+    own_keys=dict.fromkeys(("no_rope_layers", "no_rope_layer_interval"), "layers without a rotary embedding"),
+)
+_GRANITE = replace(
+    _LLAMA,
+    name="granite",
+    models="Granite 3 and 4, dense",
+    differs_by="factors of embeddings, scores of attention, outputs of attention and MLP, and logits",
+    defaults={
+        **PLAIN,
+        "embedding_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    factors={
+        "embedding_scale": "embedding_multiplier",
+        "attention_scale": "attention_multiplier",
+        "residual_scale": "residual_multiplier",
+        "logit_divisor": "logits_scaling",
+    },
+    own_keys={
+        "embedding_multiplier": "factor of embeddings",
+        "attention_multiplier": "factor of attention's scores",
+        "residual_multiplier": "factor of the outputs of attention and MLP",
+        "logits_scaling": "divisor of logits",
+    },
+)
+_SEED_OSS = Family(
+    "seed_oss",
+    {
+        **PLAIN,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 524_288,
+        "attention_bias": True,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+    },
+    models="Seed-OSS",
+    differs_by="biases on q, k and v; `attention_out_bias`, `mlp_bias`",
+    qkv_bias="attention_bias",
+    o_bias="attention_out_bias",
+    mlp_bias="mlp_bias",
+    own_keys={"attention_out_bias": "bias of attention's output"},
+)
+_HELIUM = Family(
+    "helium",
+    {
+        **PLAIN,
+        "num_key_value_heads": 20,
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-8,
+        "rope_theta": 100_000.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    models="Helium",
+    differs_by="neighbouring features are rotated together; `attention_bias`, `mlp_bias`",
+    is_rope_interleaved=True,
+    qkv_bias="attention_bias",
+    mlp_bias="mlp_bias",
+)
+_ERNIE = Family(
+    "ernie4_5",
+    {
+        **PLAIN,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    models="ERNIE 4.5, dense",
+    differs_by="neighbouring features are rotated together; `use_bias`",
+    is_rope_interleaved=True,
+    qkv_bias="use_bias",
+    o_bias="use_bias",
+    mlp_bias="use_bias",
+    own_keys={"use_bias": "biases"},
+)
+_VAULTGEMMA = replace(
+    _GEMMA2,
+    name="vaultgemma",
+    models="VaultGemma",
+    differs_by="as Gemma 2 without norms behind attention and MLP",
+    defaults={**_GEMMA2.defaults, "bos_token_id": 2, "eos_token_id": 1},
+    names=replace(LLAMA_NAMES, norms=LayerNorms(before_mlp="pre_feedforward_layernorm")),
+)
+#: The families that are described by data, by `model_type`.
+FAMILIES: Mapping[str, Family] = {
+    family.name: family
+    for family in (
+        _LLAMA, _MISTRAL, _MINISTRAL, _MINISTRAL3, _QWEN2, _QWEN3, _GEMMA1, _GEMMA2, _GEMMA3, _VAULTGEMMA, _PHI3,
+        _SMOLLM3, _GRANITE, _SEED_OSS, _HELIUM, _ERNIE, *OTHER_FAMILIES,
+    )
+}  # fmt: skip
+#: Families that are the text of a model with images, and no model of their own.
+TEXT_FAMILIES: Mapping[str, Family] = {
+    family.name: family for family in (_QWEN2_VL, replace(_QWEN2_VL, name="qwen2_5_vl_text"), _QWEN3_VL)
 }

@@ -120,24 +120,27 @@ def irrelevance(name: str) -> str | None:
     return next((why for pattern, why in IRRELEVANT.items() if fnmatchcase(name, pattern)), None)
 
 
-def has_own_head(folder: Path, head: str, embedding: str) -> bool:
+def has_own_head(folder: Path, heads: tuple[str, ...], embeddings: tuple[str, ...]) -> bool:
     """Whether a checkpoint stores a head that differs from its embedding: then transformers ties them no longer,
-    whatever `config.json` says. Both are names of tensors. False where there are no weights, or they cannot be read:
-    loading them says why.
+    whatever `config.json` says. Both are the names that the tensor may have. False where there are no weights, or they
+    cannot be read: loading them says why.
     """
     try:
-        places = _places(folder, head, embedding)
-        if head not in places or embedding not in places:
-            return False
-        return _differ(places[head], places[embedding])
+        places = _places(folder, *heads, *embeddings)
+        head, embedding = (
+            next((places[name] for name in names if name in places), None) for names in (heads, embeddings)
+        )
+        return head is not None and embedding is not None and _differ(head, embedding)
     except (ModelFilesError, OSError, ValueError, KeyError, TypeError):
         return False
 
 
-def has_tensor(folder: Path, name: str) -> bool:
-    """Whether a checkpoint has a tensor of this name. True where its files cannot be read: loading them says why."""
+def has_tensor(folder: Path, names: tuple[str, ...]) -> bool:
+    """Whether a checkpoint has a tensor of one of these names. True where its files cannot be read: loading them says
+    why.
+    """
     try:
-        return name in _places(folder, name)
+        return bool(_places(folder, *names))
     except (ModelFilesError, OSError, ValueError, KeyError, TypeError):
         return True
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .families import FAMILIES
+from .wrappers import WRAPPERS
+
 #: Key -> what it decides.
 READ: Mapping[str, str] = {
     "model_type": "the family",
@@ -35,10 +38,21 @@ _OF_TRAINING = "of training"
 _OF_OUTPUTS = "what transformers returns"
 _OF_CLASSIFIERS = "of classifiers"
 _OF_SAMPLING = "an option of generation: jobs give their own, or take generation_config.json's by --generation-config"
+_OF_HEADS = "of heads for other tasks"
+_OF_IMAGES = "of images, which no row may have"
 _OF_WRITERS = "who wrote the file, and how"
 #: Key -> why it changes no answer.
 IRRELEVANT: Mapping[str, str] = {
     **dict.fromkeys(("attention_dropout", "dropout", "activation_dropout", "embd_pdrop", "resid_pdrop"), _OF_TRAINING),
+    **dict.fromkeys(("attn_pdrop", "residual_dropout", "embedding_dropout", "hidden_dropout"), _OF_TRAINING),
+    "reorder_and_upcast_attn": "the same numbers",
+    **dict.fromkeys(("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"), _OF_HEADS),
+    **dict.fromkeys(("summary_first_dropout", "summary_last_dropout"), _OF_HEADS),
+    "eod_token_id": "of training",
+    **dict.fromkeys(("mm_tokens_per_image", "boi_token_index", "eoi_token_index", "boi_token_id"), _OF_IMAGES),
+    **dict.fromkeys(("eoi_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"), _OF_IMAGES),
+    **dict.fromkeys(("vision_token_id", "video_token_index", "projector_hidden_act"), _OF_IMAGES),
+    **dict.fromkeys(("vision_feature_layer", "multimodal_projector_bias", "spatial_merge_size"), _OF_IMAGES),
     **dict.fromkeys(("layerdrop", "initializer_range", "init_std", "gradient_checkpointing"), _OF_TRAINING),
     **dict.fromkeys(("output_attentions", "output_hidden_states", "return_dict", "torchscript"), _OF_OUTPUTS),
     **dict.fromkeys(("use_return_dict", "use_cache"), _OF_OUTPUTS),
@@ -93,6 +107,8 @@ ROPE_READ: Mapping[str, str] = {
     **dict.fromkeys(("full_attention", "sliding_attention"), "settings by kind of layer, in Gemma 3"),
 }
 _ROPES = ("rope_scaling", "rope_parameters")
+#: Keys of mixtures of experts whose value 1 means a dense model.
+ONE_EXPERT = ("num_experts", "num_local_experts")
 
 
 def is_set(value: Any) -> bool:
@@ -102,12 +118,29 @@ def is_set(value: Any) -> bool:
 
 def unknown_keys(raw: Mapping[str, Any]) -> list[str]:
     """Keys that are set and that neither this engine nor transformers' classes of the supported families read."""
-    found = [key for key, value in raw.items() if is_set(value) and not _is_known(key)]
+    model_type, text = raw.get("model_type"), raw.get("text_config")
+    if isinstance(model_type, str) and model_type in WRAPPERS:
+        families = WRAPPERS[model_type].families
+        inner = str(text.get("model_type")) if isinstance(text, Mapping) else ""
+        family = families.get(inner, next(iter(families.values())))
+        of_text = unknown_among(text, family.own_keys) if isinstance(text, Mapping) else []
+        return sorted([*unknown_among(raw, family.own_keys), *(f"text_config.{key}" for key in of_text)])
+    family_or_none = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    return unknown_among(raw, family_or_none.own_keys if family_or_none else {})
+
+
+def unknown_among(raw: Mapping[str, Any], own_keys: Mapping[str, str]) -> list[str]:
+    """Keys of an object that are set and that nothing reads. `own_keys`: those that the family alone reads."""
+    found = [key for key, value in raw.items() if is_set(value) and not (_is_known(key) or key in own_keys)]
     for place in _ROPES:
         inner = raw.get(place)
         for part, values in ((place, inner), *_parts(place, inner)):
             if isinstance(values, Mapping):
-                found += [f"{part}.{key}" for key, value in values.items() if is_set(value) and key not in ROPE_READ]
+                found += [
+                    f"{part}.{key}"
+                    for key, value in values.items()
+                    if is_set(value) and key not in ROPE_READ and f"rope_parameters.{key}" not in own_keys
+                ]
     return sorted(found)
 
 

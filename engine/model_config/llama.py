@@ -1,61 +1,136 @@
-"""Reads `config.json` as a `ModelConfig` for the families that differ from Llama only in data."""
+"""Reads `config.json` as a `ModelConfig` for the families that are described by data (`families.FAMILIES`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from .families import Family
-from .model import ModelConfig, PackedSite
+from .family import Family
+from .model import ModelConfig, ModuleNames, PackedSite, RopeConfig
 from .raw import RawConfig, first_token_id, stop_token_ids
-from .rope import FULL, WINDOWED, context_tokens, read_ropes
+from .rope import FULL, WINDOWED, context_tokens, read_query_growth, read_ropes
 
 
 def read_llama_shaped(family: Family, raw: RawConfig, generation: Mapping[str, Any]) -> ModelConfig:
     """Read one file. Raises `EngineError` or `ModelFilesError` with all its problems at once."""
     hidden_size, num_layers = raw.integer("hidden_size"), raw.num_layers("num_hidden_layers")
     num_heads = raw.integer("num_attention_heads")
-    num_kv_heads = raw.optional_integer("num_key_value_heads") or num_heads
+    num_kv_heads = num_heads
+    if family.has_grouped_heads:
+        num_kv_heads = raw.optional_integer("num_key_value_heads") or num_heads
     if num_heads % num_kv_heads:
         raw.damage("num_key_value_heads", f"expected a divisor of num_attention_heads={num_heads}")
-    head_dim = raw.optional_integer("head_dim") or max(hidden_size // num_heads, 2)
+    head_dim = _head_dim(raw, family, hidden_size, num_heads)
     ropes = read_ropes(raw, family, head_dim)
     layer_types = read_layer_types(raw, family, num_layers)
     activation = raw.choice(family.activation_key, family.activations, str(raw.get(family.activation_key)))
-    for key in family.ignored_keys:
-        if raw.get(key):
-            raw.refuse(key, "expected null or false")
+    _refuse_settings(raw, family)
+    factors = _factors(raw, family)
+    default_scale = (raw.number("query_pre_attn_scalar") if family.has_query_scalar else head_dim) ** -0.5
     model = ModelConfig(
         family=family.name,
-        names=family.names,
+        names=_names(raw, family),
         hidden_size=hidden_size,
         embedding_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        intermediate_size=raw.integer("intermediate_size"),
+        intermediate_size=_intermediate_size(raw, family, hidden_size),
         vocab_size=raw.integer("vocab_size"),
         max_context_tokens=context_tokens(raw.integer("max_position_embeddings"), ropes),
         norm_kind=family.norm_kind,
-        norm_eps=raw.number("rms_norm_eps"),
+        norm_eps=raw.number(family.norm_eps_key),
         has_norm_weights=True,
         activation=family.activations[activation],
-        has_gate=True,
+        has_gate=family.has_gate,
         is_tied=raw.flag("tie_word_embeddings"),
         biased_sites=_biased_sites(raw, family),
-        layer_ropes=tuple(ropes[kind] for kind in layer_types),
+        layer_ropes=_layer_ropes(raw, family, layer_types, ropes),
         sliding_windows=read_windows(raw, family, layer_types),
-        embedding_scale=hidden_size**0.5 if family.scales_embeddings else 1.0,
+        embedding_scale=hidden_size**0.5 if family.scales_embeddings else factors.get("embedding_scale", 1.0),
         position_offset=0,
-        attention_scale=(raw.number("query_pre_attn_scalar") if family.has_query_scalar else head_dim) ** -0.5,
+        attention_scale=factors.get("attention_scale", default_scale),
         attention_softcap=raw.optional_number("attn_logit_softcapping") if family.has_attention_softcap else None,
         logit_softcap=raw.optional_number("final_logit_softcapping") if family.has_logit_softcap else None,
         eos_token_ids=stop_token_ids(raw, generation),
         bos_token_id=first_token_id(raw),
+        head_norm=family.head_norm,
+        is_parallel=family.is_parallel,
+        residual_scale=factors.get("residual_scale", 1.0),
+        logit_scale=factors.get("logit_scale", 1.0) / factors.get("logit_divisor", 1.0),
+        query_growth=read_query_growth(raw, family),
     )
     raw.raise_problems()
     return model
+
+
+def _head_dim(raw: RawConfig, family: Family, hidden_size: int, num_heads: int) -> int:
+    if family.rope_rule == "no_layer":
+        if hidden_size % num_heads:
+            raw.damage("num_attention_heads", f"expected a divisor of hidden_size={hidden_size}")
+        return max(hidden_size // num_heads, 1)
+    return raw.optional_integer("head_dim") or max(hidden_size // num_heads, 2)
+
+
+def _intermediate_size(raw: RawConfig, family: Family, hidden_size: int) -> int:
+    """Features inside the MLP; GPT-2 has four times the hidden size where the file says nothing."""
+    is_optional = "intermediate_size" in family.aliases
+    return (
+        (raw.optional_integer("intermediate_size") or 4 * hidden_size)
+        if is_optional
+        else raw.integer("intermediate_size")
+    )
+
+
+def _refuse_settings(raw: RawConfig, family: Family) -> None:
+    for key in family.ignored_keys:
+        if raw.get(key):
+            raw.refuse(key, "expected null or false")
+    for key in family.required_keys:
+        if raw.get(key) is not True:
+            raw.refuse(key, "expected true")
+
+
+def _names(raw: RawConfig, family: Family) -> ModuleNames:
+    key = family.head_norm_key
+    if key is None or raw.flag(key):
+        return family.names
+    return replace(family.names, norms=replace(family.names.norms, query=None, key=None))
+
+
+def _factors(raw: RawConfig, family: Family) -> dict[str, float]:
+    return {field: raw.number(key) for field, key in family.factors.items()}
+
+
+def _layer_ropes(
+    raw: RawConfig, family: Family, layer_types: tuple[str, ...], ropes: Mapping[str, RopeConfig]
+) -> tuple[RopeConfig | None, ...]:
+    """The rope of each layer."""
+    rule = family.rope_rule
+    everywhere = tuple(ropes[kind] for kind in layer_types) if ropes else (None,) * len(layer_types)
+    if rule == "listed_layers":
+        return tuple(
+            rope if is_on else None
+            for rope, is_on in zip(everywhere, rotated_layers(raw, len(layer_types)), strict=True)
+        )
+    if rule == "every_layer" or (rule == "windowed_layers_or_all" and raw.get("sliding_window") is None):
+        return everywhere
+    return tuple(rope if kind == WINDOWED else None for rope, kind in zip(everywhere, layer_types, strict=True))
+
+
+def rotated_layers(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer has a rope, by `no_rope_layers` (1 where it has one) or `no_rope_layer_interval`."""
+    listed = raw.get("no_rope_layers")
+    if listed is None:
+        interval = raw.integer("no_rope_layer_interval")
+        return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
+    is_right = isinstance(listed, list) and len(listed) >= num_layers and all(item in (0, 1) for item in listed)
+    if not is_right:
+        raw.damage("no_rope_layers", f"expected a list of {num_layers} numbers, each 0 or 1")
+        return (True,) * num_layers
+    return tuple(map(bool, listed[:num_layers]))
 
 
 def _biased_sites(raw: RawConfig, family: Family) -> frozenset[PackedSite]:
@@ -84,6 +159,13 @@ def read_layer_types(raw: RawConfig, family: Family, num_layers: int) -> tuple[s
         return everywhere
     if listed is not None:
         return _listed(raw, listed, num_layers)
+    if family.window_rule == "every_layer_unless_listed":
+        return (FULL if raw.get("sliding_window") is None else WINDOWED,) * num_layers
+    if family.window_rule == "unrotated_layers":
+        has_window = raw.flag("use_sliding_window") and raw.get("sliding_window") is not None
+        return tuple(FULL if is_on or not has_window else WINDOWED for is_on in rotated_layers(raw, num_layers))
+    if raw.get("sliding_window") is None and family.rope_rule == "windowed_layers_or_all":
+        return (FULL,) * num_layers
     if family.window_rule == "last_layers":
         if not raw.flag("use_sliding_window") or raw.get("sliding_window") is None:
             return (FULL,) * num_layers
@@ -102,7 +184,7 @@ def read_windows(raw: RawConfig, family: Family, layer_types: tuple[str, ...]) -
     """Window of each layer in tokens; None attends to all."""
     if WINDOWED not in layer_types:
         return (None,) * len(layer_types)
-    if family.window_rule == "last_layers" and not raw.flag("use_sliding_window"):
+    if family.window_rule in ("last_layers", "unrotated_layers") and not raw.flag("use_sliding_window"):
         raw.damage("use_sliding_window", f"expected true, as layer_types names {WINDOWED}")
     window = raw.integer("sliding_window")
     return tuple(window if kind == WINDOWED else None for kind in layer_types)

@@ -9,20 +9,25 @@ A family is data: the names of its parts (`ModuleNames`) and the settings of `Mo
     x = x + norm(mlp(h), mlp_output)
     x = norm(x, after_mlp)
 
+Where attention and MLP stand side by side (`is_parallel`), the MLP reads attention's input, and both outputs are added.
 Linear layers that read the same input are packed into one site; `packed_members` gives each its columns of the output.
 Shapes: a linear layer's weight is `[out_features, in_features]`, as in the checkpoint.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
-# rms: x / rms(x) * w; rms_from_zero: x / rms(x) * (1 + w); layer: (x - mean) / deviation * w + b
-NormKind = Literal["rms", "rms_from_zero", "layer"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+# rms: x / rms(x) * w; rms_from_zero: x / rms(x) * (1 + w); layer: (x - mean) / deviation * w + b; layer_no_bias: no b
+NormKind = Literal["rms", "rms_from_zero", "layer", "layer_no_bias"]
+# Norms of queries and keys: head: of each head, before it is rotated, with the same weights; own_head: with weights for
+# each head; rotated_head: of each head, behind its rotation; whole: of all heads together, before they are rotated.
+HeadNorm = Literal["head", "own_head", "rotated_head", "whole"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 # A decoder layer's multiplications, in order. Linear layers that read the same input are computed as one.
 PackedSite = Literal["qkv", "o", "gate_up", "down"]
 PACKED_SITES: tuple[PackedSite, ...] = ("qkv", "o", "gate_up", "down")
@@ -45,6 +50,8 @@ class RopeConfig:
     attention_factor: float = 1.0
     #: Numbers of the kinds other than `default`, by their keys in `config.json`; all of them are filled in.
     scaling: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    #: Whether features 2i and 2i + 1 are rotated together; else i and i + rotary_size / 2.
+    is_interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +96,26 @@ class ModuleNames:
     project_in: str | None = None
     #: Projection from `hidden_size` to `embedding_size`.
     project_out: str | None = None
+    #: Pairs of a prefix that names have in some checkpoints and the prefix that stands for it here. The first counts.
+    stored_prefixes: tuple[tuple[str, str], ...] = ()
+    #: Pattern of the beginnings of names, in checkpoints, of what text does not reach; "" if there is nothing of it.
+    passed_over: str = ""
+    #: Whether checkpoints store the weights of decoder layers as `[in_features, out_features]`.
+    is_transposed: bool = False
+
+    def of_stored(self, name: str) -> str | None:
+        """The name of a checkpoint's tensor here; None for a tensor that text does not reach."""
+        if self.passed_over and re.match(self.passed_over, name):
+            return None
+        for stored, own in self.stored_prefixes:
+            if name.startswith(stored):
+                return own + name[len(stored) :]
+        return name
+
+    def spellings(self, name: str) -> tuple[str, ...]:
+        """Names that checkpoints may have for the tensor `name`."""
+        prefixes = ((stored, own) for stored, own in self.stored_prefixes if name.startswith(own))
+        return tuple(dict.fromkeys([name, *(stored + name[len(own) :] for stored, own in prefixes)]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +187,19 @@ class ModelConfig:
     problem_type: str = ""
     #: Token that fills up batches; a classifier reads the last token that is another one. None if there is none.
     pad_token_id: int | None = None
+    #: `model_type` of the model with images whose text model this is; "" for a model of text alone.
+    wrapper: str = ""
+    #: Heads and weights of the norms of queries and keys, where there are such norms.
+    head_norm: HeadNorm = "head"
+    #: Whether the MLP reads attention's input, and both outputs are added to the residual stream at once.
+    is_parallel: bool = False
+    #: Factor of the outputs of attention and MLP, before they are added.
+    residual_scale: float = 1.0
+    #: Factor of the logits, before they are capped.
+    logit_scale: float = 1.0
+    #: (beta, length): queries at position p are multiplied by `1 + beta * log(1 + floor(p / length))`; None: they are
+    #: not.
+    query_growth: tuple[float, int] | None = None
 
     @property
     def q_size(self) -> int:
@@ -170,6 +210,11 @@ class ModelConfig:
     def kv_size(self) -> int:
         """Features of all key (or value) heads together."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def has_interleaved_rope(self) -> bool:
+        """Whether some layer rotates neighbouring features together."""
+        return any(rope is not None and rope.is_interleaved for rope in self.layer_ropes)
 
     @property
     def has_length_dependent_rope(self) -> bool:
@@ -231,36 +276,42 @@ class ModelConfig:
             shapes[f"{module}.weight"] = shape
             if module.removeprefix(f"{names.layers}.").partition(".")[2] in biased:
                 shapes[f"{module}.bias"] = shape[:1]
-        for module, size in self._norm_sizes().items():
+        for module, shape_of_norm in self._norm_shapes().items():
             if self.has_norm_weights:
-                shapes[f"{module}.weight"] = (size,)
+                shapes[f"{module}.weight"] = shape_of_norm
                 if self.norm_kind == "layer":
-                    shapes[f"{module}.bias"] = (size,)
+                    shapes[f"{module}.bias"] = shape_of_norm
         if self.is_classifier:
             shapes[f"{SCORE}.weight"] = (len(self.labels), self.embedding_size)
         return shapes
 
-    def _norm_sizes(self) -> dict[str, int]:
-        norms = self.names.norms
-        places = (
-            (norms.before_attention, self.hidden_size),
-            (norms.query, self.head_dim),
-            (norms.key, self.head_dim),
-            (norms.attention_output, self.hidden_size),
-            (norms.after_attention, self.hidden_size),
-            (norms.before_mlp, self.hidden_size),
-            (norms.mlp_output, self.hidden_size),
-            (norms.after_mlp, self.hidden_size),
+    def _norm_shapes(self) -> dict[str, tuple[int, ...]]:
+        norms, of_hidden = self.names.norms, (self.hidden_size,)
+        of_query, of_key = {
+            "head": ((self.head_dim,), (self.head_dim,)),
+            "rotated_head": ((self.head_dim,), (self.head_dim,)),
+            "own_head": ((self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)),
+            "whole": ((self.q_size,), (self.kv_size,)),
+        }[self.head_norm]
+        places: tuple[tuple[str | None, tuple[int, ...]], ...] = (
+            (norms.before_attention, of_hidden),
+            (norms.query, of_query),
+            (norms.key, of_key),
+            (norms.attention_output, of_hidden),
+            (norms.after_attention, of_hidden),
+            (norms.before_mlp, of_hidden),
+            (norms.mlp_output, of_hidden),
+            (norms.after_mlp, of_hidden),
         )
-        sizes = {
-            f"{self.names.layers}.{layer}.{name}": size
+        shapes = {
+            f"{self.names.layers}.{layer}.{name}": shape
             for layer in range(self.num_layers)
-            for name, size in places
+            for name, shape in places
             if name is not None
         }
         if self.names.final_norm is not None:
-            sizes[self.names.final_norm] = self.hidden_size
-        return sizes
+            shapes[self.names.final_norm] = of_hidden
+        return shapes
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .families import ACTIVATIONS
+from .family import ACTIVATIONS
 from .model import PACKED_SITES, LayerNorms, ModelConfig, ModuleNames
 from .raw import RawConfig, first_token_id, stop_token_ids
 

@@ -165,6 +165,9 @@ def partition_problem(model: ModelConfig, num_members: int, *, has_blocks: bool)
             f"{asked}: the model has {model.num_heads} query heads, expected at most one process for each, and at most "
             f"{_MOST_MEMBERS}. Lower it."
         )
+    if model.names.is_transposed or model.head_norm in ("own_head", "whole"):
+        what = "weights that are stored transposed" if model.names.is_transposed else "norms over all heads"
+        return f"{asked}: {model.family} has {what}, which are not split. Use tensor_parallel 1."
     if has_blocks:
         return (
             f"{asked}: weights in blocks of few bits (GGUF) are not split. Use the model's safetensors files, or "

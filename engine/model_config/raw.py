@@ -17,24 +17,39 @@ class RawConfig:
     A look-up that fails returns a harmless stand-in and notes the problem; `raise_problems` reports all at once.
     """
 
-    def __init__(self, model_type: str, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        model_type: str,
+        values: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
         self.model_type = model_type
         self._values = values
+        self._aliases = aliases or {}
         self._defaults = defaults
         self._place = ""
         self._damages: list[str] = []
         self._refusals: list[str] = []
 
-    def part(self, place: str, values: Mapping[str, Any]) -> RawConfig:
-        """An object inside the file, with the same list of problems; `place` names it in messages."""
-        inner = RawConfig(self.model_type, values, {})
-        inner._place = f"{self._place}{place}."
+    def part(self, place: str, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> RawConfig:
+        """An object inside the file, with the same list of problems; `place` names it in messages, "" for one whose
+        keys are the file's own."""
+        inner = RawConfig(self.model_type, values, defaults or {})
+        inner._place = f"{self._place}{place}." if place else self._place
         inner._damages, inner._refusals = self._damages, self._refusals
         return inner
 
     def get(self, key: str) -> Any:
         """The value, the family's default, or None."""
+        alias = self._aliases.get(key, key)
+        if alias in self._values:
+            return self._values[alias]
         return self._values[key] if key in self._values else self._defaults.get(key)
+
+    def all_values(self) -> dict[str, Any]:
+        """The values of the file, without defaults."""
+        return dict(self._values)
 
     def mapping(self, key: str) -> dict[str, Any]:
         """An object, empty where the file says null or nothing."""

@@ -10,16 +10,20 @@ import math
 from collections.abc import Mapping
 from typing import Any, cast
 
-from .families import Family
+from .family import Family
 from .model import RopeConfig, RopeKind
 from .raw import RawConfig
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
+# Steps in which queries may grow: published models have 17.
+_MAX_GROWTHS = 1 << 16
 _ORIGINAL = "original_max_position_embeddings"
 
 
 def read_ropes(raw: RawConfig, family: Family, head_dim: int) -> dict[str, RopeConfig]:
-    """The rope of windowed and of full layers."""
+    """The rope of windowed and of full layers; empty where no layer rotates."""
+    if family.rope_rule == "no_layer":
+        return {}
     scaling, parameters = raw.mapping("rope_scaling"), raw.mapping("rope_parameters")
     key = "rope_scaling" if scaling else "rope_parameters"
     if not family.has_ropes_by_layer_type:
@@ -33,10 +37,24 @@ def read_ropes(raw: RawConfig, family: Family, head_dim: int) -> dict[str, RopeC
     nested = raw.part("rope_parameters", parameters)
     of_full = {**nested.mapping(FULL), **scaling}
     of_windowed = nested.part(WINDOWED, nested.mapping(WINDOWED))
+    windowed_theta = family.windowed_theta or raw.number("rope_local_base_freq")
     return {
-        WINDOWED: _read_rope(raw, family, of_windowed, raw.number("rope_local_base_freq"), head_dim),
+        WINDOWED: _read_rope(raw, family, of_windowed, windowed_theta, head_dim),
         FULL: _read_rope(raw, family, nested.part(FULL, of_full), raw.number("rope_theta"), head_dim),
     }
+
+
+def read_query_growth(raw: RawConfig, family: Family) -> tuple[float, int] | None:
+    """(beta, length) of queries that grow with their position; None where they do not."""
+    if not family.has_query_growth:
+        return None
+    key = "rope_scaling" if raw.mapping("rope_scaling") else "rope_parameters"
+    settings = raw.part(key, raw.mapping(key))
+    beta = 0.0 if settings.get("llama_4_scaling_beta") == 0 else settings.number("llama_4_scaling_beta")
+    length = settings.integer(_ORIGINAL)
+    if raw.integer("max_position_embeddings") // length > _MAX_GROWTHS:
+        settings.damage(_ORIGINAL, f"expected at least max_position_embeddings / {_MAX_GROWTHS}")
+    return (beta, length) if beta else None
 
 
 def context_tokens(max_positions: int, ropes: Mapping[str, RopeConfig]) -> int:
@@ -57,8 +75,27 @@ def _read_rope(raw: RawConfig, family: Family, settings: RawConfig, theta: float
         raw.damage("head_dim", f"expected an even number, not {head_dim}")
     elif rotary_size % 2 or not 2 <= rotary_size <= head_dim:
         raw.damage("partial_rotary_factor", f"rotates {rotary_size} of {head_dim} features, expected an even part")
+    if family.has_position_axes:
+        _check_axes(settings, rotary_size)
+    theta = settings.optional_number("rope_theta") or theta
+    if family.has_fixed_stretch and kind == "dynamic" and settings.get("alpha"):
+        # Peng 2023 (YaRN), appendix A, with one stretch for rows of all lengths
+        kind, theta = "default", theta * settings.number("alpha") ** (rotary_size / (rotary_size - 2 or 1))
     scaling, attention_factor = _scaling(raw, family, kind, settings, rotary_size)
-    return RopeConfig(rotary_size, settings.optional_number("rope_theta") or theta, kind, attention_factor, scaling)
+    return RopeConfig(rotary_size, theta, kind, attention_factor, scaling, family.is_rope_interleaved)
+
+
+def _check_axes(settings: RawConfig, rotary_size: int) -> None:
+    """Note sections of axes that do not fill a head. For text all axes have one position: nothing else counts."""
+    sections = settings.get("mrope_section")
+    is_right = (
+        isinstance(sections, list)
+        and len(sections) == 3
+        and all(type(part) is int and part > 0 for part in sections)
+        and sum(sections) == rotary_size // 2
+    )
+    if sections is not None and not is_right:
+        settings.damage("mrope_section", f"expected three positive integers of sum {rotary_size // 2}")
 
 
 def _scaling(

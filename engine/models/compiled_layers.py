@@ -38,6 +38,9 @@ class CompiledLayers:
             and model.has_gate
             and norms.before_attention is not None
             and norms.before_mlp is not None
+            and (norms.query is None or model.head_norm == "head")
+            and not (model.is_parallel or model.has_interleaved_rope)
+            and (model.residual_scale, model.query_growth) == (1.0, None)
             and (norms.query is None) == (norms.key is None)
             and norms.attention_output is norms.after_attention is norms.mlp_output is norms.after_mlp is None
         )

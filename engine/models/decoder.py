@@ -106,6 +106,9 @@ class Decoder:
         self.tensors = {name: plain(w, None if name in tables else dtype) for name, w in weights.items()}
         self._norm_of_kind = norm_of(model, self.tensors)
         self._activation = activation_of(model)
+        self._is_interleaved = model.has_interleaved_rope
+        # a table, so that a position's factor has the same bits wherever it stands in a step
+        self._growth = _growth_of(model).to(embeddings.device, dtype)
         #: Computes all layers but the last (or that, too) in one call; None: each is computed by itself.
         self.compiled_layers = CompiledLayers.of(model, self.layers, self.tensors)
         #: Last hidden states of the rows that the latest step pools, [num_pooled, embedding_size].
@@ -149,12 +152,19 @@ class Decoder:
                 x, q = x.index_select(0, rows), q.index_select(0, rows)
                 if not len(x):
                     break
-            x += self._norm(self._attend(q, layer, pool, plan, spans), norms.attention_output)
-            x = self._norm(x, norms.after_attention)
-            h = self._norm(x, norms.before_mlp)
-            x += self._norm(self._mlp(h, layer, spans), norms.mlp_output)
+                h = h.index_select(0, rows) if self.model.is_parallel else h
+            x = self._added(x, self._norm(self._attend(q, layer, pool, plan, spans), norms.attention_output))
+            if not self.model.is_parallel:
+                x = self._norm(x, norms.after_attention)
+                h = self._norm(x, norms.before_mlp)
+            x = self._added(x, self._norm(self._mlp(h, layer, spans), norms.mlp_output))
             x = self._norm(x, norms.after_mlp)
         return self._outputs(x.index_select(0, batch.sampled_rows), batch.num_logits)
+
+    def _added(self, x: Tensor, output: Tensor) -> Tensor:
+        """The residual stream with the output of attention or MLP. `x` may be overwritten."""
+        scale = self.model.residual_scale
+        return x.add_(output) if scale == 1.0 else x.add_(output.mul_(scale))
 
     def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         model, names = self.model, self.model.names
@@ -182,6 +192,8 @@ class Decoder:
     def logits(self, x: Tensor) -> Tensor:
         """Logits [num_rows, vocab_size] of rows as the head reads them, [num_rows, hidden]."""
         logits = self.linears[HEAD](x)
+        if self.model.logit_scale != 1.0:
+            logits.mul_(self.model.logit_scale)
         cap = self.model.logit_softcap
         if cap is not None:
             logits.div_(cap).tanh_().mul_(cap)
@@ -204,12 +216,36 @@ class Decoder:
         """Queries of all rows, [T, H, D]; stores their keys and values."""
         model, num_heads, num_kv_heads = self.model, self.model.num_heads, self.model.num_kv_heads
         qkv = self._with_lora(layer, "qkv", h, batch.spans).view(len(h), num_heads + 2 * num_kv_heads, model.head_dim)
-        if layer.norms.query is not None:
-            q, k = qkv[:, :num_heads], qkv[:, num_heads:-num_kv_heads]
-            q.copy_(self._norm(q, layer.norms.query))
-            k.copy_(self._norm(k, layer.norms.key))
+        if layer.norms.query is not None and model.head_norm != "rotated_head":
+            self._norm_heads_(qkv, layer)
+        if model.query_growth is not None:
+            # a factor, so that it may stand before the rotation
+            qkv[:, :num_heads] *= self._query_factors(batch.positions)
+        if rotary is not None and self._is_interleaved:
+            _pair_halves_(qkv[:, :-num_kv_heads, : 2 * rotary[0].shape[-1]])
         rotate_and_store_(qkv, rotary, pool, batch.key_places, layer.index, num_heads)
+        if layer.norms.query is not None and model.head_norm == "rotated_head":
+            self._norm_heads_(qkv, layer)
+            rotate_and_store_(qkv, None, pool, batch.key_places, layer.index, num_heads)
         return qkv[:, :num_heads]
+
+    def _norm_heads_(self, qkv: Tensor, layer: DecoderLayer) -> None:
+        """Norm the query and key heads of `qkv` [T, H + 2 K, D] in place."""
+        model = self.model
+        if model.head_norm == "whole":
+            rows = qkv.view(len(qkv), -1)
+            q, k = rows[:, : model.q_size], rows[:, model.q_size : model.q_size + model.kv_size]
+        else:
+            q, k = qkv[:, : model.num_heads], qkv[:, model.num_heads : -model.num_kv_heads]
+        q.copy_(self._norm(q, layer.norms.query))
+        k.copy_(self._norm(k, layer.norms.key))
+
+    def _query_factors(self, positions: Tensor) -> Tensor:
+        """Factor of each row's queries, [T, 1, 1]."""
+        assert self.model.query_growth is not None, "queries do not grow"
+        _, length = self.model.query_growth
+        turns = torch.div(positions, length, rounding_mode="floor").clamp(0, len(self._growth) - 1)
+        return self._growth[turns.long()][:, None, None]
 
     def _attend(
         self, q: Tensor, layer: DecoderLayer, pool: Tensor, plan: AttentionPlan, spans: tuple[LoraSpan, ...]
@@ -283,6 +319,21 @@ class _Weights:
         if self.products is None:
             return Linear(joined(parts), bias)
         return Linear(pack_joined(parts, self.products), bias, self.products)
+
+
+def _growth_of(model: ModelConfig) -> Tensor:
+    """Factors of queries by the number of whole lengths before their position; one factor where queries do not grow."""
+    if model.query_growth is None:
+        return torch.ones(1)
+    beta, length = model.query_growth
+    return torch.arange(model.max_context_tokens // length + 1).float().log1p_().mul_(beta).add_(1.0)
+
+
+def _pair_halves_(heads: Tensor) -> None:
+    """Reorder the features [T, heads, 2 F] of queries and keys from pairs to halves, as the rotation reads them. Both
+    have the same new order, so that their products are the same.
+    """
+    heads.copy_(torch.cat([heads[..., 0::2], heads[..., 1::2]], dim=-1))
 
 
 def modules_of_site(model: ModelConfig, layer: int, site: PackedSite) -> list[str]:

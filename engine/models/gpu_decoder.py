@@ -20,7 +20,8 @@ from ...kernels.lora_residual import lora_residual_
 from ...kernels.lora_shrink import lora_shrink
 from ...kernels.paged_attention import AttentionRule, allocate_partials, attend_pages
 from ...kernels.rms_norm.fused import add_rms_norm
-from ..model_config.model import PACKED_SITES, PackedSite
+from ..errors import EngineError
+from ..model_config.model import PACKED_SITES, ModelConfig, PackedSite
 from .decoder import Decoder
 from .gpu_step import GpuStep
 from .layers import DecoderLayer, Linear
@@ -48,6 +49,22 @@ class GpuMemory:
         scratch = torch.empty(scratch_rows, CHUNK_RANK, dtype=torch.float32, device=device)
         partials = allocate_partials(max_partials, layout.num_heads, layout.head_dim, device)
         return cls(table, layout, scratch, partials)
+
+
+def check_on_gpu(model: ModelConfig) -> None:
+    """Raises `EngineError` for a model that GPU kernels do not compute."""
+    asks = {
+        "neighbouring features rotated together": model.has_interleaved_rope,
+        "attention and MLP side by side": model.is_parallel,
+        "norms of queries and keys over all heads": model.head_norm in ("whole", "own_head"),
+        "norms of queries and keys behind their rotation": model.head_norm == "rotated_head",
+    }
+    found = [what for what, is_asked in asks.items() if is_asked]
+    if found:
+        raise EngineError(
+            f"model_type={model.family!r}: has {' and '.join(found)}, which GPU kernels do not compute yet. Use CPU "
+            "workers (--device cpu)."
+        )
 
 
 class GpuDecoder(Decoder):
@@ -117,7 +134,7 @@ class GpuDecoder(Decoder):
 
     def _norm(self, x: Tensor, module: str | None) -> Tensor:
         """RMS norms in one kernel."""
-        if module is None or self.model.norm_kind == "layer":
+        if module is None or self.model.norm_kind in ("layer", "layer_no_bias"):
             return super()._norm(x, module)
         offset = 1.0 if self.model.norm_kind == "rms_from_zero" else 0.0
         return add_rms_norm(x, None, self.tensors[f"{module}.weight"], self.model.norm_eps, offset)
@@ -136,6 +153,8 @@ class GpuDecoder(Decoder):
             norm_offset=1.0 if model.norm_kind == "rms_from_zero" else 0.0,
         )
         q = lora_qkv_(y, finish, memory.layout, table, step.segments, memory.scratch, layer.index)
+        if model.query_growth is not None:
+            q *= self._query_factors(step.positions)
         rule = AttentionRule(model.attention_scale, model.sliding_windows[layer.index], model.attention_softcap)
         return attend_pages(
             q, table.pool, step.block_tables, step.attention, memory.partials, memory.layout, layer.index, rule,
@@ -163,10 +182,9 @@ class GpuDecoder(Decoder):
         """The residual stream after a layer's output: in one kernel unless a norm or a sum stands between them."""
         y = self._product(h, site, layer, step, memory)
         place = (memory.table, step.segments, memory.scratch, layer.index, _SITE_NUMBERS[site])
-        if norm is None and self._sums is None:
+        if norm is None and self._sums is None and self.model.residual_scale == 1.0:
             return lora_residual_(y, x, None, *place)
-        x += self._norm(self._added_up(lora_residual_(y, None, None, *place)), norm)
-        return x
+        return self._added(x, self._norm(self._added_up(lora_residual_(y, None, None, *place)), norm))
 
     def _product(self, h: Tensor, site: PackedSite, layer: DecoderLayer, step: GpuStep, memory: GpuMemory) -> Tensor:
         """The base product, and beside it LoRA's first half, which goes to scratch, where the kernel that reads the

@@ -35,6 +35,7 @@ _FUNCTIONS: Mapping[Activation, Activate] = {
     "gelu": gelu,
     "gelu_tanh": partial(gelu, approximate="tanh"),
     "relu": relu,
+    "relu2": lambda x: relu(x).square(),
 }
 
 
@@ -197,6 +198,9 @@ def norm_of(model: ModelConfig, tensors: Mapping[str, Tensor]) -> Norm:
         return lambda x, module: layer_norm(
             x, x.shape[-1:], tensors.get(f"{module}.weight"), tensors.get(f"{module}.bias"), eps
         )
+    if model.norm_kind == "layer_no_bias":
+        # weights may be those of each head
+        return lambda x, module: layer_norm(x, x.shape[-1:], eps=eps) * tensors[f"{module}.weight"]
     if model.norm_kind == "rms_from_zero":
         return lambda x, module: rms_norm_from_zero(x, tensors[f"{module}.weight"], eps)
     return lambda x, module: rms_norm(x, tensors[f"{module}.weight"], eps)

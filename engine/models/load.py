@@ -62,6 +62,7 @@ def stored_weights(folder: Path, model: ModelConfig, partition: Partition | None
     Raises `ModelFilesError` naming missing, unexpected and misshapen tensors, all of them at once.
     """
     expected = stored_shapes(model)
+    transposed = _transposed(model)
     weights: dict[str, Weight] = {}
     passed_over: set[str] = set()
     problems: list[str] = []
@@ -72,8 +73,8 @@ def stored_weights(folder: Path, model: ModelConfig, partition: Partition | None
             problems.append(f"{name}: in two files of the checkpoint, unclear which one is meant")
         elif name not in expected:
             problems.append(f"{name}: not part of a {model.family} model with this config.json")
-        elif tuple(tensor.shape) != expected[name]:
-            problems.append(f"{name}: shape {tuple(tensor.shape)}, config.json implies {expected[name]}")
+        elif tuple(tensor.shape) != (shape := expected[name][::-1] if name in transposed else expected[name]):
+            problems.append(f"{name}: shape {tuple(tensor.shape)}, config.json implies {shape}")
         elif isinstance(tensor, Tensor | StoredSlice) and tensor.dtype not in _DTYPES:
             problems.append(f"{name}: stored as {tensor.dtype}, expected one of {', '.join(map(str, _DTYPES))}")
         elif isinstance(tensor, StoredSlice):
@@ -82,6 +83,8 @@ def stored_weights(folder: Path, model: ModelConfig, partition: Partition | None
                 passed_over.add(name)
             else:
                 weights[name] = part
+        elif name in transposed and isinstance(tensor, Tensor):
+            weights[name] = tensor.t().contiguous()
         else:
             weights[name] = tensor
     found = weights.keys() | passed_over
@@ -90,6 +93,11 @@ def stored_weights(folder: Path, model: ModelConfig, partition: Partition | None
         shown = "; ".join(sorted(problems)[:8])
         raise ModelFilesError(f"{folder}: {len(problems)} tensors do not fit the model: {shown}. Check --model.")
     return weights
+
+
+def _transposed(model: ModelConfig) -> frozenset[str]:
+    """Weights that the checkpoint stores as [in_features, out_features]."""
+    return frozenset(f"{module}.weight" for module in model.batched_modules() if model.names.is_transposed)
 
 
 def dummy_weights(model: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
@@ -142,15 +150,20 @@ class StoredSlice:
 def _stored_tensors(
     folder: Path, model: ModelConfig, partition: Partition | None
 ) -> Iterator[tuple[str, Weight | StoredSlice]]:
-    """Tensors by the engine's names. The one tensor of a tied model may be stored as the embedding or as the head."""
+    """Tensors by the engine's names. The one tensor of a tied model may be stored as the embedding or as the head.
+    Tensors that text does not reach are left out.
+    """
     embedding = f"{model.names.embedding}.weight"
-    is_head_alone = model.is_tied and not has_tensor(folder, embedding)
+    is_head_alone = model.is_tied and not has_tensor(folder, model.names.spellings(embedding))
     for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
                 kinds = dict(parse_json((file.metadata() or {}).get(METADATA_KEY, "{}")))
                 for stored_name in file.keys():  # noqa: SIM118  (not a mapping)
-                    name = stored_name
+                    own_name = model.names.of_stored(stored_name)
+                    if own_name is None:
+                        continue
+                    name = own_name
                     if name == _HEAD_WEIGHT and model.is_tied:
                         if not is_head_alone:
                             continue  # equal to the embedding: see `has_own_head`

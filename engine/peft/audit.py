@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -365,14 +365,28 @@ def find_adapter_folders(root: Path) -> dict[str, Path]:
 def _contents(
     config: AdapterConfig, layout: BaseLayout, entries: Mapping[str, TensorEntry], ledger: Ledger
 ) -> Contents:
-    names = _parse_names(entries, ledger)
+    towers = _modules_of_towers(entries, layout, ledger)
+    of_text = {key: entry for key, entry in entries.items() if not layout.is_in_tower(key)}
+    names = _parse_names(of_text, ledger)
     adaptable = frozenset(layout.adaptable)
     renaming = choose_renaming((n.module for n in names if n.role in LORA_ROLES), adaptable)
     _check_one_to_one(names, renaming, ledger)
     if renaming.note:
         ledger.notes.append(renaming.note)
-    draft = Contents(config, layout, renaming, names, entries, layout.parameters)
-    return Contents(config, layout, renaming, names, entries, resized_shapes(draft, ledger))
+    draft = Contents(config, layout, renaming, names, entries, layout.parameters, towers)
+    return replace(draft, shapes=resized_shapes(draft, ledger))
+
+
+def _modules_of_towers(entries: Mapping[str, TensorEntry], layout: BaseLayout, ledger: Ledger) -> tuple[str, ...]:
+    """Modules of towers beside the text model that have tensors. No token of text reaches these tensors, which are
+    passed over.
+    """
+    keys = [key for key in entries if layout.is_in_tower(key)]
+    for key in keys:
+        ledger.ignore_tensor(key, "of the vision tower, which text does not reach")
+    if keys:
+        ledger.notes.append(f"exact for text; {len(keys)} tensors of the vision tower are not used")
+    return tuple(dict.fromkeys(name.module for name in map(parse_name, keys) if name is not None))
 
 
 def _parse_names(entries: Mapping[str, TensorEntry], ledger: Ledger) -> tuple[TensorName, ...]:
@@ -417,6 +431,11 @@ def _check_all_used(contents: Contents, changes: Changes, ledger: Ledger) -> Non
     ledger.refuse_tensors(
         silent, "unused tensor", "nothing in the configuration uses this tensor. Save the adapter again with PEFT"
     )
+    if not changes.by_parameter and not ledger.is_refused and any(map(contents.layout.is_in_tower, contents.entries)):
+        ledger.refuse(
+            "all its tensors are of the vision tower, so this adapter would change nothing for text. Train it on "
+            "layers of the text model, too"
+        )
     if not changes.by_parameter and not ledger.is_refused:
         ledger.refuse("no module of the base matches, so this adapter would change nothing. Check target_modules")
 

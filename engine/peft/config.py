@@ -247,7 +247,7 @@ IRRELEVANT: Mapping[str, str] = {
     "runtime_config": "PEFT ignores it in files",
     "megatron_core": "names a library, judged by megatron_config",
     "qalora_group_size": "judged by use_qalora",
-    "fan_in_fan_out": "this base stores every layer as [out, in]; PEFT switches it off there too",
+    "fan_in_fan_out": "A and B are the same for both orders of the base's weights; PEFT sets it by the base",
 }
 _PLAIN = "Train or convert to plain LoRA"
 REFUSED_WHEN_SET: Mapping[str, str] = {

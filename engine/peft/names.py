@@ -66,9 +66,14 @@ class TensorName:
     parameter: str | None = None
 
 
+def trained_name(key: str) -> str:
+    """A tensor's key without what PEFT, compilation and sharding put around the trained model."""
+    return _WRAPPERS.sub("", key.removeprefix("base_model.model."))
+
+
 def parse_name(key: str) -> TensorName | None:
     """Parse a tensor's key; None when it is not of any known form."""
-    name = _WRAPPERS.sub("", key.removeprefix("base_model.model."))
+    name = trained_name(key)
     for role, pattern in _PATTERNS:
         match = pattern.match(name)
         if match and not _PEFT_WORDS.search(match["module"]):
@@ -156,6 +161,12 @@ class BaseLayout:
     labels: tuple[str, ...] = ()
     #: Kind of a classifier's numbers by the base's configuration; "" where it says nothing.
     problem_type: str = ""
+    #: `model_type` of the model with images whose text model the base is; "" for a model of text alone.
+    wrapper: str = ""
+    #: Pattern of the beginnings of names of a wrapper's modules that text does not reach.
+    towers: str = ""
+    #: Whether checkpoints, and adapters that save whole layers, have weights of decoder layers transposed.
+    is_transposed: bool = False
 
     @property
     def vocab_size(self) -> int:
@@ -166,6 +177,10 @@ class BaseLayout:
     def modules(self) -> tuple[str, ...]:
         """Every module that owns a parameter, in checkpoint order."""
         return tuple(dict.fromkeys(name.rpartition(".")[0] for name in self.parameters))
+
+    def is_in_tower(self, key: str) -> bool:
+        """Whether a tensor of an adapter is of a module that no token of text reaches."""
+        return bool(self.towers and re.match(self.towers, trained_name(key)))
 
     @property
     def adaptable(self) -> tuple[str, ...]:
@@ -192,4 +207,7 @@ def base_layout(model: ModelConfig) -> BaseLayout:
         has_score=model.is_classifier,
         labels=model.labels,
         problem_type=model.problem_type,
+        wrapper=model.wrapper,
+        towers=model.names.passed_over if model.wrapper else "",
+        is_transposed=model.names.is_transposed,
     )

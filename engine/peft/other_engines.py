@@ -31,6 +31,8 @@ _VLLM_REFUSED_KEYS = (
     "use_qalora",
 )  # fmt: skip
 _VLLM_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+# Families whose classes in vLLM were read; of others nothing is said.
+_VLLM_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "opt")
 # Families whose class names no embedding_modules, so that pairs on embedding and head are unexpected modules.
 _VLLM_WITHOUT_EMBEDDING = ("qwen2", "gemma", "gemma2", "gemma3_text", "opt")
 
@@ -47,11 +49,15 @@ def other_engines(
     `raw`: keys of its configuration. `stored`: tensors as the files name them. `dialect`: whose form the files have.
     `targeted`: modules of the trained model that the configuration targets.
     """
-    stray = _stray_pairs(contents, targeted)
+    stray, layout = _stray_pairs(contents, targeted), contents.layout
+    is_known = layout.family in _VLLM_FAMILIES and not layout.wrapper
     found = {
         "peft": {"leaves_out": sorted({*stray, *(key for key in contents.entries if parse_name(key) is None)})},
-        "vllm": _vllm(contents, raw, stored, stray) if dialect == "peft" else {"refuses": [_FORMS[dialect]]},
     }
+    if dialect != "peft":
+        found["vllm"] = {"refuses": [_FORMS[dialect]]}
+    elif is_known:
+        found["vllm"] = _vllm(contents, raw, stored, stray)
     return {
         engine: kinds
         for engine, findings in found.items()

@@ -107,6 +107,11 @@ def _fits_base(contents: Contents, name: TensorName, ledger: Ledger) -> bool:
         if name.module.rpartition(".")[2] in _OTHER_HEADS:
             why += f", and of heads that classify text only {SCORE!r} is computed"
         ledger.refuse_tensors([name.key], "no such parameter", f"{why}. Use the base it was trained on")
+    elif contents.layout.is_transposed and name.parameter == "weight" and parameter.startswith(contents.layout.layers):
+        if len(expected) == 2:
+            why = "a whole layer that is stored transposed (Conv1D), which is not read. Train a LoRA pair on it"
+            ledger.refuse_tensors([name.key], "transposed layer", why)
+            return False
     elif shape != expected:
         why = f"has shape {list(shape)}, expected {list(expected)}. {OTHER_BASE}"
         ledger.refuse_tensors([name.key], "shape", why)
@@ -223,7 +228,7 @@ def _check_complete(contents: Contents, changes: Changes, ledger: Ledger) -> Non
         if name in _OTHER_HEADS:
             why = f"{name!r} is a head of another family; of heads that classify text only {SCORE!r} is computed"
             ledger.refuse_key("modules_to_save", config.modules_to_save, why)
-        elif not any(name in f".{trained}" for trained in trained_names.values()):
+        elif not any(name in f".{trained}" for trained in (*trained_names.values(), *contents.tower_modules)):
             ledger.notes.append(f"modules_to_save names {name!r}, which this base does not have; PEFT ignores it too")
     _check_biases(contents, changes, ledger)
 

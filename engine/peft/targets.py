@@ -14,9 +14,14 @@ from .patterns import LAYER, PART, WHOLE, first_matches
 ALL_LINEAR = "all-linear"
 EMBEDDING_NAMES = ("embed_tokens", "lm_head")
 # Family -> modules that PEFT targets when target_modules is null; it names nothing for other families.
-DEFAULT_TARGETS: Mapping[str, tuple[str, ...]] = dict.fromkeys(
-    ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "opt"), ("q_proj", "v_proj")
-)
+DEFAULT_TARGETS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "opt"), ("q_proj", "v_proj")
+    ),
+    "gpt2": ("c_attn",),
+}
+# Last parts of the names of embeddings, which all-linear leaves out.
+_EMBEDDINGS = ("embed_tokens", "wte")
 
 
 def targeted(config: AdapterConfig, modules: Iterable[str], head: str, family: str) -> set[str]:
@@ -32,7 +37,7 @@ def _targets(config: AdapterConfig, modules: tuple[str, ...], head: str, family:
     given = DEFAULT_TARGETS.get(family, ()) if config.target_modules is None else config.target_modules
     if isinstance(given, str):
         if given.lower() == ALL_LINEAR:
-            return {name for name in modules if name != head and name.rpartition(".")[2] != "embed_tokens"}
+            return {name for name in modules if name != head and name.rpartition(".")[2] not in _EMBEDDINGS}
         return set(first_matches((given,), WHOLE, modules))
     targets = frozenset(given)
     ending = {name for name in modules if name not in targets and not targets.isdisjoint(_ends(name))}

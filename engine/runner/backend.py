@@ -48,7 +48,7 @@ from ..model_config.partition import Partition
 from ..models.decoder import Decoder, GroupSums
 from ..models.exact import ExactDecoder, check_exact_on_cpu, check_exact_on_gpu, is_arithmetic_fixed
 from ..models.gguf.blocks import Weight
-from ..models.gpu_decoder import GpuDecoder
+from ..models.gpu_decoder import GpuDecoder, check_on_gpu
 from ..models.load import load_weights, stored_weights
 from ..models.merge import LiveWeights
 from ..models.part import PartWeights
@@ -271,7 +271,9 @@ class GpuBackend(Backend):
         return self.config.mode == "exact"
 
     def load(self, model_folder: Path) -> tuple[dict[str, Weight], Packed]:
-        """Load the weights while other processes compile the kernels."""
+        """Load the weights while other processes compile the kernels. Raises `EngineError` for a model that they do not
+        compute."""
+        check_on_gpu(self.model)
         self._ahead = self.compile_ahead(model_folder)
         return super().load(model_folder)
 

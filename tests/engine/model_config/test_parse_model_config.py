@@ -12,6 +12,7 @@ from lorabatch.engine.config import read_model_config
 from lorabatch.engine.errors import EngineError, ModelFilesError
 from lorabatch.engine.model_config import SUPPORTED_MODEL_TYPES, parse_model_config
 from lorabatch.engine.model_config.model import ModelConfig
+from lorabatch.engine.model_config.wrappers import WRAPPERS
 
 SIZES = {
     "hidden_size": 64,
@@ -26,15 +27,20 @@ SIZES = {
 
 
 def parse(model_type: str = "llama", **settings: Any) -> ModelConfig:
-    raw = {key: value for key, value in ({"model_type": model_type} | SIZES | settings).items() if value != "absent"}
-    return parse_model_config(raw, {})
+    raw = {key: value for key, value in (SIZES | settings).items() if value != "absent"}
+    values = {"text_config": raw} if model_type in WRAPPERS else raw
+    return parse_model_config({"model_type": model_type} | values, {})
 
 
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "another kind of model": ("mixtral", {}, "model_type='mixtral'.*Supported: gemma, .*llama.*qwen3, opt"),
+    "another kind of model": (
+        "mixtral",
+        {},
+        "model_type='mixtral'.*Supported: arcee, .*gemma, .*llama.*vaultgemma, opt, gemma3, .*qwen3_vl",
+    ),
     "no kind at all": ("", {}, "model_type=''"),
-    "Gemma 3 with vision": ("gemma3", {}, "gemma3_text"),
+    "a model with images that is not served": ("llava", {}, "model_type='llava'.*Supported: .*gemma3, mistral3"),
     "quantized": ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quant_method='gptq'.*unquantized"),
     "experts": ("qwen3", {"num_experts": 8}, "num_experts=8.*mixtures of experts"),
     "a tagger": ("gemma", {"architectures": ["GemmaForTokenClassification"]}, "ForTokenClassification.*text"),

@@ -1,0 +1,333 @@
+"""Families that are described by data alone, against transformers and PEFT. Three are checked always, all in the long
+form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+from lorabatch.engine.config import read_model_config
+from lorabatch.engine.errors import EngineError
+from lorabatch.engine.model_config import parse_model_config
+from lorabatch.engine.model_config.families import FAMILIES
+from lorabatch.engine.model_config.keys import IRRELEVANT
+from lorabatch.engine.models.load import stored_shapes
+from lorabatch.engine.peft import audit_adapter
+
+MakeFolder = Callable[..., Path]
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+# family, and what its config.json says beyond the sizes that all share
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "smollm3": ("smollm3", {"num_hidden_layers": 4}),
+    "cohere2": ("cohere2", {"num_hidden_layers": 4, "sliding_window": 16, "logit_scale": 2.0}),
+    "gpt2": ("gpt2", {"n_inner": 96, "tie_word_embeddings": True}),
+    "ministral": (
+        "ministral",
+        {
+            "head_dim": 16,
+            "sliding_window": 16,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "ministral3": ("ministral3", {"head_dim": 16, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.3}}),
+    "smollm3 windowed": (
+        "smollm3",
+        {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 16, "no_rope_layers": [1, 0, 1, 0]},
+    ),
+    "granite": (
+        "granite",
+        {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 0.5},
+    ),
+    "granite with biases": ("granite", {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.2}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {"num_hidden_layers": 4, "sliding_window": 16}),
+    "olmo3 stretched": (
+        "olmo3",
+        {"num_hidden_layers": 4, "sliding_window": 16, "rope_scaling": YARN | {"rope_theta": 5e5}},
+    ),
+    "exaone4": ("exaone4", {"num_hidden_layers": 4, "sliding_window": 16}),
+    "exaone4 of full layers": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "glm": ("glm", {"head_dim": 16}),
+    "glm4": ("glm4", {"head_dim": 16}),
+    "cohere": ("cohere", {"logit_scale": 2.0}),
+    "cohere with norms of heads": ("cohere", {"logit_scale": 20.0, "use_qk_norm": True, "attention_bias": True}),
+    "seed_oss": ("seed_oss", {"head_dim": 24, "mlp_bias": True, "attention_out_bias": True}),
+    "starcoder2": ("starcoder2", {"sliding_window": 16}),
+    "hunyuan": ("hunyuan_v1_dense", {"head_dim": 16}),
+    "hunyuan stretched": (
+        "hunyuan_v1_dense",
+        {"head_dim": 16, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}},
+    ),
+    "helium": ("helium", {"head_dim": 16, "mlp_bias": True}),
+    "ernie4_5": ("ernie4_5", {"head_dim": 24, "use_bias": True}),
+    "arcee": ("arcee", {}),
+    "vaultgemma": (
+        "vaultgemma",
+        {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 16, "attn_logit_softcapping": 2.0},
+    ),
+    "gpt2 untied": ("gpt2", {"n_inner": 96, "tie_word_embeddings": False, "activation_function": "relu"}),
+}
+ALWAYS = ("smollm3", "cohere2", "gpt2")
+EVERY = [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.long) for case in CASES]
+NEW = sorted({family for family, _ in CASES.values()})
+
+
+@pytest.mark.parametrize("case", EVERY)
+def test_logits_and_adapters_equal_transformers_and_peft(
+    case: str, tmp_path: Path, make_model: MakeFolder, make_adapter: MakeFolder, compare: Any
+) -> None:
+    """Chunked prefill and decoding, within every window and beyond; a pair on each layer, unmerged and merged."""
+    family, settings = CASES[case]
+    folder = make_model(tmp_path / "base", family, **settings)
+    engine, model = compare.engine(folder), compare.model(folder)
+    for num_tokens in (5, 70):
+        prompt = compare.prompt(num_tokens, engine)
+        compare.equal_everywhere(engine, prompt, compare.generate(model, prompt))
+    transposed = {"fan_in_fan_out": True} if family == "gpt2" else {}
+    adapter = make_adapter(tmp_path / "adapter", folder, r=4, **transposed)
+    prompt = compare.prompt(40, engine)
+    of_base = compare.generate(model, prompt)
+    expected = compare.generate(compare.model(folder, adapter), prompt)
+    assert (expected.logits - of_base.logits).abs().max() > 0.1
+    for mode in ("unmerged", "merged"):
+        engine = compare.engine(folder, mode)
+        compare.equal_everywhere(engine, prompt, expected, compare.register(engine, adapter))
+        assert engine.telemetry().mode == mode
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
+def test_rows_of_other_lengths_in_the_same_batch_change_nothing(
+    case: str, tmp_path: Path, make_model: MakeFolder, compare: Any
+) -> None:
+    family, settings = CASES[case]
+    folder = make_model(tmp_path, family, **settings)
+    engine, model = compare.engine(folder), compare.model(folder)
+    prompts = {f"row-{n}": compare.prompt(n, engine) for n in (3, 14, 30, 44, 60)}
+    results = compare.serve(engine, prompts)
+    for key, prompt in prompts.items():
+        assert results[key].token_ids == compare.generate(model, prompt).tokens, key
+
+
+# What a model is made to forget, and the cases in which that must show.
+FORGOTTEN: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "a parallel MLP": (["cohere"], {"is_parallel": False}),
+    "factors of outputs": (["granite"], {"residual_scale": 1.0}),
+    "factors of logits": (["granite", "cohere2"], {"logit_scale": 1.0}),
+    "factors of scores": (["granite"], {"attention_scale": 0.25}),
+    "factors of embeddings": (["granite"], {"embedding_scale": 1.0}),
+    "growing queries": (["ministral3"], {"query_growth": None}),
+    "norms behind the rotation": (["hunyuan"], {"head_norm": "head"}),
+    "windows": (["ministral", "olmo3", "cohere2", "starcoder2"], {"sliding_windows": (None,) * 4}),
+    "norms without a mean": (["cohere"], {"norm_kind": "rms"}),
+    "the square": (["arcee"], {"activation": "relu"}),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("setting", FORGOTTEN)
+def test_what_sets_a_family_apart_shows_in_its_logits(
+    setting: str, tmp_path: Path, make_model: MakeFolder, compare: Any
+) -> None:
+    cases, changes = FORGOTTEN[setting]
+    for case in cases:
+        family, settings = CASES[case]
+        folder = make_model(tmp_path / case, family, **settings)
+        engine = compare.engine(folder)
+        names = engine.model.names
+        if setting == "a parallel MLP":
+            changes = changes | {"names": replace(names, norms=replace(names.norms, before_mlp="input_layernorm"))}
+        prompt = compare.prompt(70, engine)
+        _, logits = compare.record(engine, prompt)
+        _, without = compare.record(compare.engine(folder, changes=changes), prompt)
+        assert (without - logits).abs().max() > 2e-3, case
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["smollm3", "cohere2", "exaone4", "glm4", "helium"])
+def test_which_layers_and_features_are_rotated_shows_in_the_logits(
+    case: str, tmp_path: Path, make_model: MakeFolder, compare: Any
+) -> None:
+    family, settings = CASES[case]
+    folder = make_model(tmp_path, family, **settings)
+    engine = compare.engine(folder)
+    ropes = engine.model.layer_ropes
+    first = next(rope for rope in ropes if rope is not None)
+    others = [tuple(first for _ in ropes)] if None in ropes else []
+    others += [tuple(rope and replace(rope, is_interleaved=False) for rope in ropes)] if first.is_interleaved else []
+    prompt = compare.prompt(70, engine)
+    _, logits = compare.record(engine, prompt)
+    assert others
+    for other in others:
+        _, without = compare.record(compare.engine(folder, changes={"layer_ropes": other}), prompt)
+        assert (without - logits).abs().max() > 2e-3
+
+
+def sizes_of(family: str) -> dict[str, Any]:
+    """As many heads as the family's default number of key heads asks for."""
+    num_heads = max(4, FAMILIES[family].defaults.get("num_key_value_heads", 0))
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 16 * num_heads,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": num_heads,
+        "max_position_embeddings": 64,
+    }
+    return {FAMILIES[family].aliases.get(key, key): value for key, value in sizes.items()}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_parameter_of_transformers_model_has_a_place(family: str) -> None:
+    """And in the same shape; parameters that are not loaded do not matter."""
+    head_dim = {} if family in ("cohere2", "gpt2", "starcoder2") else {"head_dim": 16}
+    config = AutoConfig.for_model(family, **(sizes_of(family) | head_dim | {"pad_token_id": None}))
+    with torch.device("meta"):
+        state = AutoModelForCausalLM.from_config(config).state_dict()
+    raw = config.to_dict() | {"architectures": None}
+    model = parse_model_config(raw, {})
+    transposed = {f"{name}.weight" for name in model.batched_modules() if model.names.is_transposed}
+    found = {
+        name: tuple(tensor.shape[::-1] if name in transposed else tensor.shape)
+        for stored, tensor in state.items()
+        if (name := model.names.of_stored(stored)) is not None
+    }
+    if model.is_tied:
+        found.pop("lm_head.weight", None)
+    assert found == stored_shapes(model)
+
+
+@pytest.mark.parametrize("family", NEW)
+def test_silence_means_what_transformers_assumes(family: str) -> None:
+    whole = CONFIG_MAPPING[family](**sizes_of(family)).to_dict()
+    left_out = {"architectures", "pad_token_id", "id2label"}
+    spoken = parse_model_config({key: value for key, value in whole.items() if key not in left_out}, {})
+    assert parse_model_config({"model_type": family, **sizes_of(family)}, {}) == spoken
+
+
+def changed(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 4
+    return [0, 0, 0, 0] if value is None or isinstance(value, list) else f"other {value}"
+
+
+@pytest.mark.parametrize("family", NEW)
+def test_every_key_of_its_own_is_used_and_no_irrelevant_one_is(family: str) -> None:
+    raw = {"model_type": family, **sizes_of(family)}
+    whole = CONFIG_MAPPING[family](**sizes_of(family)).to_dict()
+    plain = parse_model_config(raw, {})
+    for key, value in whole.items():
+        try:
+            other = parse_model_config(raw | {key: changed(value)}, {})
+        except EngineError:
+            assert key not in IRRELEVANT
+            continue
+        if key in FAMILIES[family].own_keys:
+            assert other != plain, f"{key} is read and changes nothing"
+        elif key in IRRELEVANT:
+            assert other == plain, f"{key} changes the model"
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a rotation of unknown layers": ("smollm3", {"no_rope_layers": [1, 2, 1, 1]}, "no_rope_layers: .* each 0 or 1"),
+    "too few layers": ("smollm3", {"no_rope_layers": [1, 1]}, "no_rope_layers: .* a list of 4"),
+    "windows switched off": (
+        "smollm3",
+        {"sliding_window": 8, "layer_types": ["sliding_attention"] * 4},
+        "use_sliding_window: .*expected true",
+    ),
+    "an infinite factor": ("granite", {"residual_multiplier": float("inf")}, "residual_multiplier: found inf"),
+    "no factor": ("granite", {"logits_scaling": 0}, "logits_scaling: found 0"),
+    "a factor of words": ("cohere", {"logit_scale": "big"}, "logit_scale: found 'big'"),
+    "windows without a size": ("cohere2", {"sliding_window": None}, "sliding_window: missing"),
+    "letters for layers": ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern: found 'LLLG'"),
+    "scores without a scale": ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False is not supported"),
+    "scores by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+    "cross attention": ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
+    "heads of unequal size": ("gpt2", {"n_head": 5}, "num_attention_heads: .*divisor of hidden_size=64"),
+    "growth without a number": ("ministral3", {"rope_parameters": YARN}, "llama_4_scaling_beta: missing"),
+    "growth without end": (
+        "ministral3",
+        {
+            "max_position_embeddings": 1 << 40,
+            "rope_parameters": YARN | {"original_max_position_embeddings": 1, "llama_4_scaling_beta": 0.1},
+        },
+        "original_max_position_embeddings: found 1, expected at least",
+    ),
+    "a part of odd size": ("glm4", {"partial_rotary_factor": 0.06}, "partial_rotary_factor: .*rotates 7 of 128"),
+    "a stretch of words": (
+        "hunyuan_v1_dense",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 1.0, "alpha": "much"}},
+        "alpha: found 'much'",
+    ),
+    "several experts": ("hunyuan_v1_dense", {"num_experts": 8}, "num_experts=8 is not supported"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_damaged_or_not_computed_is_refused_by_name(case: str) -> None:
+    family, settings, message = REFUSED[case]
+    with pytest.raises(EngineError, match=f"(?s)config.json.*{message}"):
+        parse_model_config({"model_type": family, **sizes_of(family), **settings}, {})
+
+
+def test_one_expert_is_a_dense_model() -> None:
+    raw = {"model_type": "hunyuan_v1_dense", **sizes_of("hunyuan_v1_dense")}
+    assert parse_model_config(raw | {"num_experts": 1}, {}) == parse_model_config(raw, {})
+
+
+def test_a_checkpoint_of_gpt2_may_have_the_names_of_its_first_release(
+    tmp_path: Path, make_model: MakeFolder, compare: Any
+) -> None:
+    """Without the prefix, and with buffers of masks."""
+    from safetensors.torch import load_file, save_file
+
+    folder = make_model(tmp_path, "gpt2", n_inner=96, tie_word_embeddings=True)
+    engine, model = compare.engine(folder), compare.model(folder)
+    prompt = compare.prompt(9, engine)
+    expected = compare.generate(model, prompt)
+    tensors = {
+        key.removeprefix("transformer."): value for key, value in load_file(folder / "model.safetensors").items()
+    }
+    tensors |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 256, 256).tril() for layer in range(2)}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    compare.equal_everywhere(compare.engine(folder), prompt, expected)
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [{"target_modules": None}, {"use_dora": True}, {"bias": "all"}],
+    ids=str,
+)
+def test_adapters_of_transposed_layers_equal_peft(
+    lora: dict[str, Any], tmp_path: Path, make_model: MakeFolder, make_adapter: MakeFolder, compare: Any
+) -> None:
+    folder = make_model(tmp_path / "base", "gpt2", n_inner=96, tie_word_embeddings=True)
+    settings = {"target_modules": ["c_attn", "c_fc", "mlp.c_proj"], "fan_in_fan_out": True} | lora
+    adapter = make_adapter(tmp_path / "adapter", folder, r=4, **settings)
+    engine = compare.engine(folder)
+    prompt = compare.prompt(20, engine)
+    expected = compare.generate(compare.model(folder, adapter), prompt)
+    compare.equal_everywhere(engine, prompt, expected, compare.register(engine, adapter))
+
+
+def test_a_whole_layer_that_is_stored_transposed_is_refused_by_name(
+    tmp_path: Path, make_model: MakeFolder, make_adapter: MakeFolder
+) -> None:
+    """Attention's output is square, so that its shape says nothing."""
+    folder = make_model(tmp_path / "base", "gpt2", n_inner=96, tie_word_embeddings=True)
+    settings = {"target_modules": ["c_attn"], "fan_in_fan_out": True, "modules_to_save": ["attn.c_proj"]}
+    adapter = make_adapter(tmp_path / "adapter", folder, r=4, **settings)
+    audit = audit_adapter(adapter, read_model_config(folder), "whole")
+    assert audit.verdict == "refused"
+    assert any("stored transposed (Conv1D)" in reason for reason in audit.reasons)
