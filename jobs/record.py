@@ -116,6 +116,8 @@ class AdapterRecord(_Frozen):
     labels: tuple[str, ...] = ()
     #: Kind of its head's numbers; "" where it has none.
     problem_type: str = ""
+    #: Tensors of the vision tower beside a text model, which are not used.
+    num_tower_tensors: int = 0
 
     @property
     def is_prepared_apart(self) -> bool:

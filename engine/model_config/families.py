@@ -237,7 +237,7 @@ _SMOLLM3 = replace(
 _GRANITE = replace(
     _LLAMA,
     name="granite",
-    models="Granite 3 and 4, dense",
+    models="Granite 3, dense",
     differs_by="factors of embeddings, scores of attention, outputs of attention and MLP, and logits",
     defaults={
         **PLAIN,
@@ -260,6 +260,36 @@ _GRANITE = replace(
         "residual_multiplier": "factor of the outputs of attention and MLP",
         "logits_scaling": "divisor of logits",
     },
+)
+_GRANITE_DENSE = replace(
+    _GRANITE,
+    name="granitemoehybrid",
+    models="Granite 4, dense, without Mamba layers",
+    differs_by="as `granite`; packed `shared_mlp.input_linear`; no rotary embedding unless `position_embedding_type` "
+    "is `rope`",
+    defaults={**_GRANITE.defaults, "shared_intermediate_size": 1024, "num_local_experts": 8},
+    names=replace(
+        LLAMA_NAMES,
+        sites={
+            **LLAMA_NAMES.sites,
+            "gate_up": ("shared_mlp.input_linear",),
+            "down": ("shared_mlp.output_linear",),
+        },
+    ),
+    mlp_bias=False,
+    mlp_size_key="shared_intermediate_size",
+    lists_attention=True,
+    rope_rule="if_asked",
+    own_keys={
+        **_GRANITE.own_keys,
+        "shared_intermediate_size": "sizes",
+        "position_embedding_type": "whether layers have a rotary embedding",
+    },
+    other_layers=(
+        *("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef", "mamba_n_heads", "mamba_n_groups"),
+        *("mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand", "mamba_chunk_size", "mamba_conv_bias"),
+        *("mamba_proj_bias", "time_step_limit", "time_step_min", "time_step_max"),
+    ),
 )
 _SEED_OSS = Family(
     "seed_oss",
@@ -331,7 +361,7 @@ FAMILIES: Mapping[str, Family] = {
     family.name: family
     for family in (
         _LLAMA, _MISTRAL, _MINISTRAL, _MINISTRAL3, _QWEN2, _QWEN3, _GEMMA1, _GEMMA2, _GEMMA3, _VAULTGEMMA, _PHI3,
-        _SMOLLM3, _GRANITE, _SEED_OSS, _HELIUM, _ERNIE, *OTHER_FAMILIES,
+        _SMOLLM3, _GRANITE, _GRANITE_DENSE, _SEED_OSS, _HELIUM, _ERNIE, *OTHER_FAMILIES,
     )
 }  # fmt: skip
 #: Families that are the text of a model with images, and no model of their own.

@@ -15,8 +15,9 @@ WindowRule = Literal[
     "none", "every_layer", "every_layer_unless_listed", "last_layers", "all_but_every_nth", "unrotated_layers"
 ]
 # Layers that rotate queries and keys. windowed_layers: those with a window; windowed_layers_or_all: those, or all where
-# config.json has no window; listed_layers: those that no_rope_layers does not leave out.
-RopeRule = Literal["no_layer", "every_layer", "windowed_layers", "windowed_layers_or_all", "listed_layers"]
+# config.json has no window; listed_layers: those that no_rope_layers does not leave out; if_asked: all where
+# position_embedding_type is rope, else none.
+RopeRule = Literal["no_layer", "every_layer", "windowed_layers", "windowed_layers_or_all", "listed_layers", "if_asked"]
 ALL_ROPES: tuple[RopeKind, ...] = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 # Spellings of `hidden_act` and its like, and the function they mean.
 ACTIVATIONS: Mapping[str, Activation] = {
@@ -63,6 +64,8 @@ class Family:
     differs_by: str = ""
     #: Keys of `config.json` that this family alone reads, and what they decide.
     own_keys: Mapping[str, str] = field(default_factory=dict)
+    #: Keys of layers that the family has besides, and that no model has which is served.
+    other_layers: tuple[str, ...] = ()
     #: Key as Llama has it -> other names of it. A file has one of them.
     aliases: Mapping[str, str] = field(default_factory=dict)
     #: Formula of all norms.
@@ -73,6 +76,10 @@ class Family:
     head_norm: HeadNorm = "head"
     #: Key that decides whether there are norms of queries and keys; None: `names` says so.
     head_norm_key: str | None = None
+    #: Key of the features inside the MLP.
+    mlp_size_key: str = "intermediate_size"
+    #: Whether these are four times the hidden size where the file says nothing.
+    has_default_mlp_size: bool = False
     #: Whether the MLP is `down(act(gate) * up)`; else `down(act(up))`.
     has_gate: bool = True
     #: Whether several query heads may share a key head (`num_key_value_heads`).
@@ -95,6 +102,8 @@ class Family:
     window_period: int = 0
     #: Key that overrides `window_period`; None: no key does.
     window_period_key: str | None = None
+    #: Whether `layer_types` must name attention in every layer: the family has layers of other kinds, too.
+    lists_attention: bool = False
     #: Layers that rotate queries and keys.
     rope_rule: RopeRule = "every_layer"
     #: Whether neighbouring features are rotated together.

@@ -93,7 +93,7 @@ REFUSED: Mapping[str, str] = {
     "add_cross_attention": "expected false: only decoders are computed",
     "tie_encoder_decoder": "expected false: only decoders are computed",
     "use_bidirectional_attention": "expected null or false: each token sees those before it",
-    **dict.fromkeys(("text_config", "vision_config", "audio_config"), "expected none: the text model alone"),
+    **dict.fromkeys(("text_config", "vision_config", "audio_config"), "expected none, but in models with images"),
     "transformers_weights": "another file of weights than model.safetensors, which is read",
 }
 #: Keys inside of `rope_scaling` and `rope_parameters`.
@@ -108,7 +108,7 @@ ROPE_READ: Mapping[str, str] = {
 }
 _ROPES = ("rope_scaling", "rope_parameters")
 #: Keys of mixtures of experts whose value 1 means a dense model.
-ONE_EXPERT = ("num_experts", "num_local_experts")
+ONE_EXPERT = ("num_experts",)
 
 
 def is_set(value: Any) -> bool:
@@ -126,7 +126,8 @@ def unknown_keys(raw: Mapping[str, Any]) -> list[str]:
         of_text = unknown_among(text, family.own_keys) if isinstance(text, Mapping) else []
         return sorted([*unknown_among(raw, family.own_keys), *(f"text_config.{key}" for key in of_text)])
     family_or_none = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    return unknown_among(raw, family_or_none.own_keys if family_or_none else {})
+    own = family_or_none.own_keys | dict.fromkeys(family_or_none.other_layers, "") if family_or_none else {}
+    return unknown_among(raw, own)
 
 
 def unknown_among(raw: Mapping[str, Any], own_keys: Mapping[str, str]) -> list[str]:

@@ -26,11 +26,11 @@ def read_llama_shaped(family: Family, raw: RawConfig, generation: Mapping[str, A
     layer_types = read_layer_types(raw, family, num_layers)
     activation = raw.choice(family.activation_key, family.activations, str(raw.get(family.activation_key)))
     _refuse_settings(raw, family)
-    factors = _factors(raw, family)
+    names, factors = _names(raw, family), _factors(raw, family)
     default_scale = (raw.number("query_pre_attn_scalar") if family.has_query_scalar else head_dim) ** -0.5
     model = ModelConfig(
         family=family.name,
-        names=_names(raw, family),
+        names=names,
         hidden_size=hidden_size,
         embedding_size=hidden_size,
         num_layers=num_layers,
@@ -56,7 +56,7 @@ def read_llama_shaped(family: Family, raw: RawConfig, generation: Mapping[str, A
         logit_softcap=raw.optional_number("final_logit_softcapping") if family.has_logit_softcap else None,
         eos_token_ids=stop_token_ids(raw, generation),
         bos_token_id=first_token_id(raw),
-        head_norm=family.head_norm,
+        head_norm="head" if names.norms.query is None else family.head_norm,
         is_parallel=family.is_parallel,
         residual_scale=factors.get("residual_scale", 1.0),
         logit_scale=factors.get("logit_scale", 1.0) / factors.get("logit_divisor", 1.0),
@@ -75,13 +75,9 @@ def _head_dim(raw: RawConfig, family: Family, hidden_size: int, num_heads: int) 
 
 
 def _intermediate_size(raw: RawConfig, family: Family, hidden_size: int) -> int:
-    """Features inside the MLP; GPT-2 has four times the hidden size where the file says nothing."""
-    is_optional = "intermediate_size" in family.aliases
-    return (
-        (raw.optional_integer("intermediate_size") or 4 * hidden_size)
-        if is_optional
-        else raw.integer("intermediate_size")
-    )
+    if family.has_default_mlp_size and raw.get(family.mlp_size_key) is None:
+        return 4 * hidden_size
+    return raw.integer(family.mlp_size_key)
 
 
 def _refuse_settings(raw: RawConfig, family: Family) -> None:
@@ -115,6 +111,8 @@ def _layer_ropes(
             rope if is_on else None
             for rope, is_on in zip(everywhere, rotated_layers(raw, len(layer_types)), strict=True)
         )
+    if rule == "if_asked":
+        return everywhere if raw.get("position_embedding_type") == "rope" else (None,) * len(layer_types)
     if rule == "every_layer" or (rule == "windowed_layers_or_all" and raw.get("sliding_window") is None):
         return everywhere
     return tuple(rope if kind == WINDOWED else None for rope, kind in zip(everywhere, layer_types, strict=True))
@@ -149,9 +147,11 @@ def _biased_sites(raw: RawConfig, family: Family) -> frozenset[PackedSite]:
 
 def read_layer_types(raw: RawConfig, family: Family, num_layers: int) -> tuple[str, ...]:
     """`sliding_attention` or `full_attention` for each layer."""
+    listed = raw.get("layer_types")
+    if family.lists_attention and listed != ["attention"] * num_layers and listed != [FULL] * num_layers:
+        raw.refuse("layer_types", f"expected attention in each of {num_layers} layers")
     if family.window_rule == "none":
         return (FULL,) * num_layers
-    listed = raw.get("layer_types")
     if family.window_rule == "every_layer":
         everywhere = (FULL if raw.get("sliding_window") is None else WINDOWED,) * num_layers
         if listed is not None and _listed(raw, listed, num_layers) != everywhere:

@@ -9,6 +9,10 @@ from .family import ACTIVATIONS
 from .model import PACKED_SITES, LayerNorms, ModelConfig, ModuleNames
 from .raw import RawConfig, first_token_id, stop_token_ids
 
+#: Published models, for the table of families.
+MODELS = "OPT, Galactica"
+#: Difference from Llama in words, for the table of families.
+DIFFERS_BY = "learned positions, LayerNorm before or after, biases, no gate, optional projections"
 DEFAULTS: Mapping[str, Any] = {
     "activation_function": "relu",
     "max_position_embeddings": 2048,

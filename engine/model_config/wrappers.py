@@ -106,9 +106,9 @@ WRAPPERS: Mapping[str, _Wrapper] = {
 }  # fmt: skip
 #: Keys of a wrapper's parts.
 PARTS = ("text_config", "vision_config")
-# Older files of Qwen2-VL have the wrapper's name here.
+# Names of text parts in older files, which have the wrapper's own, and the names of today.
 _SAME = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
-# What a wrapper's own file says before its text part does.
+# Keys whose value at the top counts before that of the text part.
 _AT_TOP = ("eos_token_id", "bos_token_id")
 
 

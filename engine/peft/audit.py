@@ -47,6 +47,9 @@ from .tensor_file import FLOAT_TYPES, MAX_SHARED, MAX_SHARED_BYTES, TensorEntry
 logger = logging.getLogger(__name__)
 
 
+# Why tensors of towers beside the text model do not matter.
+_OF_TOWERS = "of the vision tower, which text does not reach"
+_IN_TOWER = f"irrelevant: {_OF_TOWERS}"
 #: Version of the JSON of an audit: fields may be added within one, and keep their name and meaning.
 JSON_FORMAT = 1
 
@@ -95,6 +98,8 @@ class AdapterAudit:
     #: Text that stands before an answer in conversations and is missing at the end of its prompts; "" where nothing is
     #: missing.
     missing_header: str = ""
+    #: Tensors of the vision tower beside a text model, which are not used.
+    num_tower_tensors: int = 0
     #: Its tensors by PEFT's names, where its files have others; empty for PEFT's own.
     sources: Mapping[str, TensorEntry] = field(default_factory=dict)
     #: Task of its rows unless they say otherwise: `classify`, `embed`, or "" for text.
@@ -204,6 +209,7 @@ def audit_adapter(
         task="" if ledger.is_refused else task_of(_raw(read.config), head is not None),
         labels=labels,
         problem_type=problem_type,
+        num_tower_tensors=sum(use == _IN_TOWER for use in ledger.tensor_uses.values()),
     )
 
 
@@ -383,7 +389,7 @@ def _modules_of_towers(entries: Mapping[str, TensorEntry], layout: BaseLayout, l
     """
     keys = [key for key in entries if layout.is_in_tower(key)]
     for key in keys:
-        ledger.ignore_tensor(key, "of the vision tower, which text does not reach")
+        ledger.ignore_tensor(key, _OF_TOWERS)
     if keys:
         ledger.notes.append(f"exact for text; {len(keys)} tensors of the vision tower are not used")
     return tuple(dict.fromkeys(name.module for name in map(parse_name, keys) if name is not None))

@@ -159,4 +159,5 @@ def _audit(
         task=found.task,
         labels=found.labels,
         problem_type=found.problem_type,
+        num_tower_tensors=found.num_tower_tensors,
     )

@@ -238,6 +238,8 @@ def _check_model(spec: JobSpec) -> CheckedModel:
     if unknown:
         source = "metadata" if spec.model.endswith(".gguf") else "config.json"
         notes.append(f"{source}: keys that nothing reads: {', '.join(map(shown_name, unknown[:_KEYS_SHOWN]))}")
+    if config.wrapper:
+        notes.append(f"the text model of {config.wrapper}; rows with images, sound or video are error rows")
     if config.says_tied:
         notes.append(
             "config.json says tie_word_embeddings, and the checkpoint has a head that differs from the embedding: it "

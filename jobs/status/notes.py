@@ -33,6 +33,13 @@ def job_notes(record: JobRecord, asked: Collection[str | None] | None = None) ->
     own = [adapter.name for adapter in adapters if adapter.tokenizer_sha256 and not adapter.is_refused]
     if own:
         notes.append(f"  with their own tokenizer or chat template: {_shown(own)}")
+    with_towers = [adapter for adapter in adapters if adapter.num_tower_tensors and not adapter.is_refused]
+    if with_towers:
+        count = sum(adapter.num_tower_tensors for adapter in with_towers)
+        notes.append(
+            f"  exact for text; {counted(count, 'tensor')} of the vision tower are not used: "
+            f"{_shown([adapter.name for adapter in with_towers])}"
+        )
     notes += _header_notes(record)
     notes += _input_notes(record)
     notes += [f"model: {note}" for note in record.model.notes]

@@ -122,6 +122,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64, "num_key_value_heads": None, "intermediate_size": None}),
     "gemma": ("gemma", {"head_dim": 16}),
     "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 20}),
+    "granite": ("granite", {"residual_multiplier": 0.22, "logits_scaling": 2.0}),
+    "cohere2": ("cohere2", {"sliding_window": 20, "num_hidden_layers": 4}),
+    "olmo2": ("olmo2", {}),
+    "hunyuan": ("hunyuan_v1_dense", {"head_dim": 16}),
+    "ministral3": (
+        "ministral3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
     "gemma with gelu": ("gemma", {"head_dim": 16, "hidden_activation": "gelu"}),
     "dynamic rope": (
         "llama",
@@ -133,7 +150,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+LATER = ("granite", "cohere2", "olmo2", "hunyuan", "ministral3")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.long if name in LATER else ()) for name in FAMILIES]
+)
 def test_rows_of_every_family_have_the_same_bits_alone_and_in_company(
     kernels: str, family: str, tmp_path: Path, make_model: Any, make_adapter: Any
 ) -> None:

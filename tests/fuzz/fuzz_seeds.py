@@ -16,7 +16,9 @@ import pyarrow.parquet as pq
 from pyarrow import orc
 
 from lorabatch.engine.config import read_model_config
+from lorabatch.engine.model_config.families import FAMILIES
 from lorabatch.engine.model_config.model import ModelConfig
+from lorabatch.engine.model_config.wrappers import WRAPPERS
 from lorabatch.jobs.record import (
     AdapterRecord,
     InputFile,
@@ -70,6 +72,23 @@ CONFIG: dict[str, Any] = {
     "bos_token_id": 256,
     "eos_token_id": [257, 258],
 }
+
+
+def configs() -> list[dict[str, Any]]:
+    """A configuration of each family, with the keys that it alone reads, and of each model with images."""
+    plain = {key: value for key, value in CONFIG.items() if key not in ("architectures", "rope_scaling")}
+    found = [CONFIG]
+    for family in FAMILIES.values():
+        own = {key: 1 for key in family.own_keys if "." not in key}
+        named = {family.aliases.get(key, key): value for key, value in plain.items()}
+        ropes = {"rope_parameters": {"rope_type": "default"}} if family.rope_rule != "no_layer" else {}
+        found.append(own | named | dict(family.defaults) | ropes | {"model_type": family.name})
+    for name, wrapper in WRAPPERS.items():
+        text = plain | {"model_type": next(iter(wrapper.families)), "rope_scaling": {"mrope_section": [1, 1, 0]}}
+        found.append({"model_type": name, "text_config": text, "vision_config": {"depth": 1}, "image_token_id": 3})
+    return found
+
+
 TOKENIZER_CONFIG: dict[str, Any] = {
     "bos_token": "<s>",
     "eos_token": {"content": "<|im_end|>", "special": True},

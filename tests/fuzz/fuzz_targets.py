@@ -145,7 +145,7 @@ def _auditors() -> Auditors:
 
 def _model_cases() -> SearchStrategy[Case]:
     strategies = {
-        "config.json": json_files(seeds.CONFIG),
+        "config.json": st.sampled_from(seeds.configs()).flatmap(json_files),
         "generation_config.json": json_files({"eos_token_id": [257], "temperature": 0.7}),
         "tokenizer.json": json_files(seeds.tokenizer_json()),
         "tokenizer_config.json": json_files(seeds.TOKENIZER_CONFIG, values | templates.map(_text)),

@@ -47,6 +47,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 0.5},
     ),
     "granite with biases": ("granite", {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.2}),
+    "granite 4": (
+        "granitemoehybrid",
+        {
+            "num_local_experts": 0,
+            "layer_types": ["full_attention"] * 2,
+            "shared_intermediate_size": 96,
+            "position_embedding_type": "rope",
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.2,
+            "mamba_n_heads": 8,
+        },
+    ),
+    "granite 4 without a rope": (
+        "granitemoehybrid",
+        {
+            "num_local_experts": 0,
+            "layer_types": ["full_attention"] * 2,
+            "shared_intermediate_size": 96,
+            "mamba_n_heads": 8,
+            "attention_multiplier": 0.2,
+        },
+    ),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", {"num_hidden_layers": 4, "sliding_window": 16}),
     "olmo3 stretched": (
@@ -171,6 +193,10 @@ def test_which_layers_and_features_are_rotated_shows_in_the_logits(
         assert (without - logits).abs().max() > 2e-3
 
 
+# A file that says nothing asks for experts and for Mamba layers.
+DENSE = {"num_local_experts": 0, "layer_types": ["full_attention"] * 4, "mamba_n_heads": 8}
+
+
 def sizes_of(family: str) -> dict[str, Any]:
     """As many heads as the family's default number of key heads asks for."""
     num_heads = max(4, FAMILIES[family].defaults.get("num_key_value_heads", 0))
@@ -182,7 +208,8 @@ def sizes_of(family: str) -> dict[str, Any]:
         "num_attention_heads": num_heads,
         "max_position_embeddings": 64,
     }
-    return {FAMILIES[family].aliases.get(key, key): value for key, value in sizes.items()}
+    named = {FAMILIES[family].aliases.get(key, key): value for key, value in sizes.items()}
+    return named | (DENSE if family == "granitemoehybrid" else {})
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -228,7 +255,8 @@ def test_every_key_of_its_own_is_used_and_no_irrelevant_one_is(family: str) -> N
     plain = parse_model_config(raw, {})
     for key, value in whole.items():
         try:
-            other = parse_model_config(raw | {key: changed(value)}, {})
+            asked = "rope" if key == "position_embedding_type" else changed(value)
+            other = parse_model_config(raw | {key: asked}, {})
         except EngineError:
             assert key not in IRRELEVANT
             continue
@@ -264,6 +292,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "original_max_position_embeddings: found 1, expected at least",
     ),
+    "layers of another kind": (
+        "granitemoehybrid",
+        {"layer_types": ["full_attention"] * 3 + ["linear_attention"]},
+        "layer_types=.*expected attention in each of 4 layers",
+    ),
+    "no kinds of layers": ("granitemoehybrid", {"layer_types": None}, "layer_types=None is not supported"),
+    "one expert beside the MLP": ("granitemoehybrid", {"num_local_experts": 1}, "num_local_experts=1 is not supported"),
     "a part of odd size": ("glm4", {"partial_rotary_factor": 0.06}, "partial_rotary_factor: .*rotates 7 of 128"),
     "a stretch of words": (
         "hunyuan_v1_dense",
@@ -279,6 +314,13 @@ def test_what_is_damaged_or_not_computed_is_refused_by_name(case: str) -> None:
     family, settings, message = REFUSED[case]
     with pytest.raises(EngineError, match=f"(?s)config.json.*{message}"):
         parse_model_config({"model_type": family, **sizes_of(family), **settings}, {})
+
+
+def test_silence_may_mean_experts() -> None:
+    sizes = sizes_of("granitemoehybrid")
+    del sizes["num_local_experts"]
+    with pytest.raises(EngineError, match="num_local_experts=8 is not supported"):
+        parse_model_config({"model_type": "granitemoehybrid", **sizes}, {})
 
 
 def test_one_expert_is_a_dense_model() -> None:

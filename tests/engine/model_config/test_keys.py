@@ -52,7 +52,9 @@ def test_every_key_that_transformers_reads_is_classified(
     model_type: str, unclassified: Callable[[Iterable[str]], None]
 ) -> None:
     found = keys_of_configuration(model_type) | keys_of_model(model_type) | set(PreTrainedConfig().to_dict())
-    own = FAMILIES[model_type].own_keys.keys() if model_type in FAMILIES else set()
+    own = set[str]()
+    if model_type in FAMILIES:
+        own = {*FAMILIES[model_type].own_keys, *FAMILIES[model_type].other_layers, *FAMILIES[model_type].aliases}
     unclassified(found - READ.keys() - IRRELEVANT.keys() - REFUSED.keys() - own - METHODS - {"self", "kwargs"})
 
 

@@ -128,3 +128,22 @@ def test_more_members_than_queries_are_refused(num_members: int, expected: str |
 def test_blocks_of_few_bits_are_not_split() -> None:
     assert "GGUF" in str(partition_problem(make_model(), 2, has_blocks=True))
     assert partition_problem(replace(make_model()), 1, has_blocks=True) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "what"),
+    [
+        ("olmo2", {}, "norms over all heads"),
+        ("cohere", {"use_qk_norm": True}, "norms over all heads"),
+        ("gpt2", {}, "weights that are stored transposed"),
+        ("cohere", {}, None),
+        ("glm4", {}, None),
+        ("hunyuan_v1_dense", {}, None),
+    ],
+)
+def test_families_of_which_a_part_is_no_model_are_not_split(
+    family: str, settings: dict[str, object], what: str | None
+) -> None:
+    found = partition_problem(make_model(family, **settings), 2, has_blocks=False)
+    assert found is None if what is None else what in str(found)
+    assert partition_problem(make_model(family, **settings), 1, has_blocks=False) is None

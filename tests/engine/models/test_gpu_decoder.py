@@ -13,7 +13,10 @@ from peft_oracle import weights_sha256
 
 from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
+from lorabatch.engine.errors import EngineError
+from lorabatch.engine.model_config.model import RopeConfig
 from lorabatch.engine.models import gpu_decoder
+from lorabatch.engine.models.gpu_decoder import check_on_gpu
 from lorabatch.engine.models.gpu_step import GpuStep, StepBuffer
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, Result, SamplingParams
@@ -28,6 +31,16 @@ CONFIG = EngineConfig(
 # Triton's interpreter on CPU tensors, or with TRITON_INTERPRET=0 a GPU
 ON_DEVICE: dict[str, Any] = {"kernels": "triton"} if is_interpreted() else {"device": "cuda", "dtype": "float32"}
 GARBAGE = 0x7F7F7F7F
+GROWING = {
+    "head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 4,
+        "llama_4_scaling_beta": 0.5,
+    },
+}
 
 
 def requests(adapter_ids: list[str | None], **sampling: Any) -> list[Request]:
@@ -146,6 +159,12 @@ def test_many_adapters_and_the_base_in_one_batch(
         pytest.param("qwen3", {"head_dim": 20}, marks=pytest.mark.long),
         pytest.param("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}, marks=pytest.mark.long),
         pytest.param("phi3", {}, marks=pytest.mark.long),
+        pytest.param("granite", {"residual_multiplier": 0.3, "logits_scaling": 2.0}, marks=pytest.mark.long),
+        pytest.param("smollm3", {"no_rope_layers": [1, 0]}, marks=pytest.mark.long),
+        pytest.param("starcoder2", {"sliding_window": 8}, marks=pytest.mark.long),
+        pytest.param("exaone4", {"head_dim": 16, "sliding_window": 8}, marks=pytest.mark.long),
+        pytest.param("ministral3", GROWING, marks=pytest.mark.long),
+        pytest.param("gpt2", {"n_inner": 96}, marks=pytest.mark.long),
     ],
 )
 def test_families_with_other_norms_ropes_windows_and_activations(
@@ -157,7 +176,35 @@ def test_families_with_other_norms_ropes_windows_and_activations(
     compare: Callable[..., object],
 ) -> None:
     folder = make_model(tmp_path / "base", family, **settings)
-    compare(folder, [make_adapter(tmp_path / "adapter", folder, r=20)])
+    transposed = {"fan_in_fan_out": True} if family == "gpt2" else {}
+    compare(folder, [make_adapter(tmp_path / "adapter", folder, r=20, **transposed)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"is_parallel": True}, "attention and MLP side by side"),
+        ({"head_norm": "whole"}, "over all heads"),
+        ({"head_norm": "rotated_head"}, "behind their rotation"),
+        ({"layer_ropes": (RopeConfig(16, is_interleaved=True), None)}, "neighbouring features rotated together"),
+    ],
+)
+def test_what_the_kernels_do_not_compute_is_refused_by_name(
+    changes: dict[str, Any], what: str, tiny_llama: Path
+) -> None:
+    model = read_model_config(tiny_llama)
+    check_on_gpu(model)
+    with pytest.raises(EngineError, match=rf"model_type='llama': has .*{what}.*--device cpu"):
+        check_on_gpu(replace(model, **changes))
+
+
+def test_a_family_that_the_kernels_lack_is_refused_before_a_weight_is_read(
+    tmp_path: Path, make_model: Callable[..., Path]
+) -> None:
+    folder = make_model(tmp_path, "olmo2")
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(EngineError, match=r"model_type='olmo2'.*over all heads"):
+        Engine(folder, replace(CONFIG, **ON_DEVICE))
 
 
 @pytest.mark.long

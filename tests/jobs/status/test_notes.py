@@ -30,6 +30,17 @@ def test_verdicts_refusals_and_own_tokenizers_are_said(record: Record) -> None:
     assert job_notes(record(adapters=())) == []
 
 
+def test_tensors_that_text_does_not_reach_are_said_once(record: Record) -> None:
+    seeing = tuple(
+        AdapterRecord(name=name, url=f"/{name}", verdict="exact", sha256=name, num_tower_tensors=count)
+        for name, count in (("a", 18), ("b", 2), ("c", 0))
+    )
+    assert job_notes(record(adapters=seeing)) == [
+        "3 adapters: 3 exact",
+        "  exact for text; 20 tensors of the vision tower are not used: a, b",
+    ]
+
+
 def test_files_that_are_left_unread_are_said(record: Record) -> None:
     job = record(adapters=())
     job = job.model_copy(update={"input": job.input.model_copy(update={"unread": ("a.csv", "b.jsonl")})})
