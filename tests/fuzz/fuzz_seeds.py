@@ -77,14 +77,17 @@ CONFIG: dict[str, Any] = {
 def configs() -> list[dict[str, Any]]:
     """A configuration of each family, with the keys that it alone reads, and of each model with images."""
     plain = {key: value for key, value in CONFIG.items() if key not in ("architectures", "rope_scaling")}
+    dense = {"num_local_experts": 0, "num_experts": 1, "layer_types": None}
+    attention = {"layer_types": ["full_attention"] * 2}
     found = [CONFIG]
     for family in FAMILIES.values():
-        own = {key: 1 for key in family.own_keys if "." not in key}
+        own = {key: None for key in family.own_keys if "." not in key}
         named = {family.aliases.get(key, key): value for key, value in plain.items()}
-        ropes = {"rope_parameters": {"rope_type": "default"}} if family.rope_rule != "no_layer" else {}
-        found.append(own | named | dict(family.defaults) | ropes | {"model_type": family.name})
+        more = dense | (attention if family.lists_attention else {})
+        found.append(own | dict(family.defaults) | named | more | {"model_type": family.name})
     for name, wrapper in WRAPPERS.items():
-        text = plain | {"model_type": next(iter(wrapper.families)), "rope_scaling": {"mrope_section": [1, 1, 0]}}
+        axes = {"rope_scaling": {"type": "default", "mrope_section": [1, 1, 2]}} if "qwen" in name else {}
+        text = plain | {"model_type": next(iter(wrapper.families)), "head_dim": 8, "hidden_size": 32} | axes
         found.append({"model_type": name, "text_config": text, "vision_config": {"depth": 1}, "image_token_id": 3})
     return found
 

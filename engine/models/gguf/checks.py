@@ -24,7 +24,19 @@ _BLOCK_TENSORS = {
     "ffn_up.weight": "mlp.up_proj.weight",
     "ffn_down.weight": "mlp.down_proj.weight",
 }
-_QWEN2_BIASES = {f"attn_{x}.bias": f"self_attn.{x}_proj.bias" for x in ("q", "k", "v")}
+_HEAD_NORMS = {f"attn_{x}_norm.weight": f"self_attn.{x}_norm.weight" for x in ("q", "k")}
+_SANDWICH_NORMS = {
+    "post_attention_norm.weight": "post_attention_layernorm.weight",
+    "ffn_norm.weight": "pre_feedforward_layernorm.weight",
+    "post_ffw_norm.weight": "post_feedforward_layernorm.weight",
+}
+# Architecture -> tensors of a block that differ from Llama's.
+_OTHER_TENSORS = {
+    "qwen2": {f"attn_{x}.bias": f"self_attn.{x}_proj.bias" for x in ("q", "k", "v")},
+    "qwen3": _HEAD_NORMS,
+    "gemma2": _SANDWICH_NORMS,
+    "gemma3": {**_SANDWICH_NORMS, **_HEAD_NORMS},
+}
 
 
 def check_convertible(gguf: GgufFile) -> None:
@@ -51,7 +63,7 @@ def unfitting(gguf: GgufFile, error: BaseException) -> ModelFilesError:
 
 def checkpoint_names(gguf: GgufFile) -> dict[str, str]:
     """GGUF tensor name -> checkpoint tensor name, for every tensor; missing and unknown ones are refused."""
-    of_block = {**_BLOCK_TENSORS, **(_QWEN2_BIASES if gguf.architecture == "qwen2" else {})}
+    of_block = _BLOCK_TENSORS | _OTHER_TENSORS.get(gguf.architecture, {})
     names = dict(_TOP_TENSORS)
     num_blocks = int(gguf.require("block_count"))
     if num_blocks > len(gguf.tensors):

@@ -33,7 +33,7 @@ def model_config(gguf: GgufFile, dtype: str) -> dict[str, Any]:
     num_heads = int(gguf.require("attention.head_count"))
     return {
         "architectures": [ARCHITECTURES[gguf.architecture]],
-        "model_type": gguf.architecture,
+        "model_type": "gemma3_text" if gguf.architecture == "gemma3" else gguf.architecture,
         "hidden_size": int(gguf.require("embedding_length")),
         "intermediate_size": int(gguf.require("feed_forward_length")),
         "num_hidden_layers": int(gguf.require("block_count")),
@@ -47,11 +47,45 @@ def model_config(gguf: GgufFile, dtype: str) -> dict[str, Any]:
         # For readers older than `rope_parameters`, which would otherwise assume 10,000.
         "rope_theta": _rope_theta(gguf),
         "hidden_act": "silu",
+        **_of_gemma(gguf),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "dtype": dtype,
         **({UNREAD_KEYS: unread} if (unread := named_keys(gguf.metadata, gguf.architecture)) else {}),
         **token_id_config(gguf),
     }
+
+
+def _of_gemma(gguf: GgufFile) -> dict[str, Any]:
+    """Keys of the Gemma families, with what llama.cpp's `load_hparams` assumes for keys that the file lacks."""
+    if not gguf.architecture.startswith("gemma"):
+        return {}
+    found: dict[str, Any] = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")
+    if gguf.architecture == "gemma":
+        return found
+    final_cap = gguf.optional("final_logit_softcapping", 30.0 if gguf.architecture == "gemma2" else None)
+    found |= {
+        "query_pre_attn_scalar": _query_scalar(gguf),
+        "final_logit_softcapping": None if not final_cap else _shortest_float(final_cap),
+    }
+    if gguf.architecture == "gemma2":
+        return found | {
+            "sliding_window": int(gguf.optional("attention.sliding_window", 4096)),
+            "attn_logit_softcapping": _shortest_float(gguf.optional("attn_logit_softcapping", 50.0)),
+        }
+    local = {"rope_type": "default", "rope_theta": _shortest_float(gguf.optional("rope.freq_base_swa", 10_000.0))}
+    return found | {
+        "sliding_window": int(gguf.require("attention.sliding_window")),
+        "rope_local_base_freq": local["rope_theta"],
+        "rope_parameters": {"full_attention": _rope_parameters(gguf), "sliding_attention": local},
+    }
+
+
+def _query_scalar(gguf: GgufFile) -> int:
+    """The number whose root divides scores. Files do not have it; llama.cpp knows the models of 27B by their layers."""
+    is_27b = int(gguf.require("block_count")) == {"gemma2": 46, "gemma3": 62}[gguf.architecture]
+    if is_27b:
+        return int(gguf.require("embedding_length")) // int(gguf.require("attention.head_count"))
+    return _head_dim(gguf)
 
 
 def _head_dim(gguf: GgufFile) -> int:

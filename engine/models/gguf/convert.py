@@ -2,7 +2,8 @@
 
 Shapes: a linear weight is `[out_features, in_features]`, as in the checkpoint (GGUF lists its axes reversed).
 Sources: the GGUF specification (ggml `docs/gguf.md`) and llama.cpp's converter, which reorders the query and
-key rows of the Llama family for its own rotary layout; that reordering is undone here.
+key rows of the Llama family for its own rotary layout and adds 1 to the norms of the Gemma families; both are undone
+here.
 
 Storage: float32 files stay float32 and bfloat16 files stay bfloat16, both exact. Weights in blocks that
 engines read (`blocks.py`) stay in them. Other kinds, and all of them for other programs, are dequantised and stored as
@@ -149,6 +150,8 @@ def _weight(gguf: GgufFile, name: str, dtype: torch.dtype, kind: str | None) -> 
     if gguf.architecture == "llama" and name.endswith(("attn_q.weight", "attn_k.weight")):
         heads = "attention.head_count" if name.endswith("attn_q.weight") else "attention.head_count_kv"
         array = _restore_rotary_rows(array, int(gguf.optional(heads, gguf.require("attention.head_count"))))
+    if gguf.architecture.startswith("gemma") and name.endswith("norm.weight"):
+        array = array - 1.0  # llama.cpp's files have the factor, checkpoints its difference from 1
     # A copy: the file's arrays are read-only views of the mapped file.
     stored = torch.from_numpy(array.copy())
     weight: Weight = stored if kind is None else GgufWeight(stored, kind)

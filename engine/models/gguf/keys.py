@@ -14,8 +14,20 @@ from typing import Any, Literal
 
 from ....system.untrusted import shown, shown_name
 
-#: GGUF architecture -> transformers class. The keys of both are read alike.
-ARCHITECTURES: Mapping[str, str] = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+#: GGUF architecture -> transformers class.
+ARCHITECTURES: Mapping[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
+#: Architecture -> keys of the model that are read for it, and refused for others.
+READ_BY: Mapping[str, tuple[str, ...]] = {
+    "gemma2": ("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
+    "gemma3": ("attention.sliding_window", "final_logit_softcapping", "rope.freq_base_swa"),
+}
 _OF_MODEL, _OF_TOKENIZER = "{arch}.", "tokenizer."
 
 
@@ -170,6 +182,8 @@ KEYS: Mapping[str, Key] = {
 def key_of(name: str, architecture: str) -> Key:
     """The treatment of a key of a file."""
     pattern = name.replace(f"{architecture}.", _OF_MODEL, 1) if name.startswith(f"{architecture}.") else name
+    if pattern.removeprefix(_OF_MODEL) in READ_BY.get(architecture, ()):
+        return Key("read")
     found = KEYS.get(pattern) or next((KEYS[form] for form in _with_places(pattern) if form in KEYS), None)
     if found is not None:
         return found

@@ -21,7 +21,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from peft_oracle import make_engine, prompts, register_all, serve, weights_sha256
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.errors import EngineError, ModelFilesError
@@ -71,7 +71,9 @@ def llama_cpp_order(weight: np.ndarray, num_heads: int) -> np.ndarray:
     return weight[order]
 
 
-def gguf_tensors(model: torch.nn.Module, is_llama: bool) -> dict[str, np.ndarray]:
+def gguf_tensors(
+    model: torch.nn.Module, is_llama: bool, names: Mapping[str, str] = BLOCK_NAMES
+) -> dict[str, np.ndarray]:
     """The model's tensors by GGUF name, float32."""
     tensors: dict[str, np.ndarray] = {}
     for name, tensor in model.state_dict().items():
@@ -81,7 +83,7 @@ def gguf_tensors(model: torch.nn.Module, is_llama: bool) -> dict[str, np.ndarray
             layer, site = stem.removeprefix("model.layers.").split(".", 1)
             if is_llama and site.endswith(("q_proj", "k_proj")):
                 array = llama_cpp_order(array, NUM_HEADS if site.endswith("q_proj") else NUM_KV_HEADS)
-            tensors[f"blk.{layer}.{BLOCK_NAMES[site]}.{kind}"] = array
+            tensors[f"blk.{layer}.{names[site]}.{kind}"] = array
         else:
             tensors[f"{TOP_NAMES[stem]}.{kind}"] = array
     if model.config.tie_word_embeddings:
@@ -154,7 +156,7 @@ def llama_gguf(llama: LlamaForCausalLM, tmp_path: Path) -> Path:
 
 
 def assert_same_logits(expected: torch.nn.Module, folder: Path) -> None:
-    converted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    converted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     token_ids = torch.arange(300).remainder(SIZES["vocab_size"]).unsqueeze(0)
     with torch.inference_mode():
         difference = (expected(token_ids).logits - converted(token_ids).logits).abs().max()
@@ -219,6 +221,83 @@ def test_a_qwen2_file_keeps_its_biases_and_row_order(tmp_path):
     path = write_gguf(tmp_path / "qwen.gguf", tensors, "qwen2", {"tokenizer.ggml.pre": "qwen2"})
     convert_gguf(path, tmp_path / "model")
     assert_same_logits(qwen, tmp_path / "model")
+
+
+GEMMA = SIZES | {"head_dim": 32, "rms_norm_eps": 1e-5}
+TWO_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50_000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+# architecture -> the model it stands for, names of its norms in a file, and metadata beyond what all have
+OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, str], dict[str, Any]]] = {
+    "qwen3": (
+        "qwen3",
+        SIZES | {"head_dim": 32, "rope_theta": 50_000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+        {},
+        {"qwen3.attention.key_length": 32, "qwen3.attention.value_length": 32},
+    ),
+    "gemma": ("gemma", GEMMA | {"rope_theta": 50_000.0}, {}, {"gemma.attention.key_length": 32}),
+    "gemma2": (
+        "gemma2",
+        GEMMA
+        | {"rope_theta": 50_000.0, "query_pre_attn_scalar": 32, "sliding_window": 64}
+        | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
+        {
+            "post_attention_layernorm": "post_attention_norm",
+            "pre_feedforward_layernorm": "ffn_norm",
+            "post_feedforward_layernorm": "post_ffw_norm",
+        },
+        {
+            "gemma2.attention.key_length": 32,
+            "gemma2.attention.sliding_window": 64,
+            "gemma2.attn_logit_softcapping": 3.0,
+            "gemma2.final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        GEMMA | {"rope_parameters": TWO_ROPES, "query_pre_attn_scalar": 32, "sliding_window": 64},
+        {
+            "post_attention_layernorm": "post_attention_norm",
+            "pre_feedforward_layernorm": "ffn_norm",
+            "post_feedforward_layernorm": "post_ffw_norm",
+        },
+        {
+            "gemma3.attention.key_length": 32,
+            "gemma3.attention.sliding_window": 64,
+            "gemma3.rope.scaling.type": "linear",
+            "gemma3.rope.scaling.factor": 8.0,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("architecture", OTHERS)
+def test_files_of_other_families_give_the_logits_of_the_model_they_were_written_from(architecture, tmp_path):
+    """Norms of Gemma are stored with 1 added; q and k keep their order."""
+    family, settings, norms, metadata = OTHERS[architecture]
+    torch.manual_seed(2)
+    config = AutoConfig.for_model(family, **settings)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    names = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"} | norms
+    tensors = gguf_tensors(model, is_llama=False, names=BLOCK_NAMES | names)
+    if architecture.startswith("gemma"):
+        tensors = {name: array + 1 if "norm" in name else array for name, array in tensors.items()}
+    path = write_gguf(tmp_path / "m.gguf", tensors, architecture, metadata)
+    convert_gguf(path, tmp_path / "model")
+    assert_same_logits(model, tmp_path / "model")
+    engine = make_engine(tmp_path / "model", pool_bytes=4 << 20)
+    (row,) = [Request("row", tuple(range(3, 100)), None, SamplingParams(max_tokens=4, ignore_eos=True))]
+    tokens = serve(engine, [row])["row"].token_ids
+    ids = torch.tensor([row.prompt_token_ids])
+    for token in tokens:
+        with torch.inference_mode():
+            assert int(model(ids).logits[0, -1].argmax()) == token
+        ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])

@@ -25,6 +25,15 @@ from lorabatch.system.long_work import LongWork, listening
 
 ROOT = Path(__file__).parents[4]
 HIDDEN, HEADS, VOCABULARY = 64, 4, 258
+_HEAD_NORMS = {f"attn_{site}_norm.weight": HIDDEN // HEADS for site in "qk"}
+_SANDWICH_NORMS = dict.fromkeys(("post_attention_norm.weight", "post_ffw_norm.weight"), HIDDEN)
+# Tensors of a block that Llama's lack, and their sizes.
+OTHERS: dict[str, dict[str, int]] = {
+    "qwen2": {f"attn_{site}.bias": HIDDEN for site in "qkv"},
+    "qwen3": _HEAD_NORMS,
+    "gemma2": _SANDWICH_NORMS,
+    "gemma3": _SANDWICH_NORMS | _HEAD_NORMS,
+}
 
 
 def keys_of_gguf() -> set[str]:
@@ -108,9 +117,8 @@ def write(
             writer.add_tensor(f"{name}.weight", numbers.view(np.uint8)[:, :36], raw_dtype=kind)
         else:
             writer.add_tensor(f"{name}.weight", numbers)
-    if architecture == "qwen2":
-        for site in "qkv":
-            writer.add_tensor(f"blk.0.attn_{site}.bias", np.zeros(HIDDEN, np.float32))
+    for name, size in OTHERS.get(architecture, {}).items():
+        writer.add_tensor(f"blk.0.{name}", np.ones(size, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -143,7 +151,11 @@ def opened(path: Path, *more: Any, **keys: Any) -> GgufFile:
 def test_positions_are_divided_as_by_llama_cpp(
     keys: dict[str, Any], factor: float | None, architecture: str, tmp_path: Path
 ) -> None:
-    found = model_config(opened(tmp_path / "m.gguf", architecture, **keys), "float32")["rope_parameters"]
+    window = {"model__attention__sliding_window": 16} if architecture == "gemma3" else {}
+    found = model_config(opened(tmp_path / "m.gguf", architecture, **keys, **window), "float32")["rope_parameters"]
+    if architecture == "gemma3":
+        assert found["sliding_attention"] == {"rope_type": "default", "rope_theta": 10_000.0}
+        found = found["full_attention"]
     assert (found["rope_type"], found.get("factor")) == ("default" if factor is None else "linear", factor)
 
 
@@ -173,6 +185,38 @@ def test_what_a_key_asks_for_and_is_not_done_is_refused_by_name(
 ) -> None:
     with pytest.raises(EngineError, match=said):
         opened(tmp_path / "m.gguf", **keys)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "said"),
+    [
+        ("gemma", {"model__attention__sliding_window": 4096}, r"sliding_window=4096: not supported"),
+        ("qwen3", {"model__final_logit_softcapping": 30.0}, r"final_logit_softcapping=30"),
+        ("gemma2", {"model__rope__freq_base_swa": 10000.0}, r"freq_base_swa=10000\.0: not supported"),
+        ("gemma3", {"model__attn_logit_softcapping": 50.0}, r"attn_logit_softcapping=50\.0: not supported"),
+        ("gemma3", {"model__attention__sliding_window_pattern": [True]}, "sliding_window_pattern: not supported"),
+        ("gemma3", {}, r"'gemma3\.attention\.sliding_window' is missing"),
+    ],
+)
+def test_keys_of_one_architecture_are_refused_for_others(
+    architecture: str, keys: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(EngineError, match=said):
+        opened(tmp_path / "m.gguf", architecture, **keys)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "num_layers", "expected"),
+    [("gemma2", 26, 32), ("gemma2", 46, 16), ("gemma3", 48, 32), ("gemma3", 62, 16)],
+)
+def test_the_scale_of_scores_is_known_by_the_number_of_layers(
+    architecture: str, num_layers: int, expected: int, tmp_path: Path
+) -> None:
+    """That of the models of 27B is the width of a head, had all heads together the model's; else a head's own."""
+    keys = {"model__attention__key_length": 32, "model__attention__sliding_window": 16}
+    file = open_gguf(write(tmp_path / "m.gguf", architecture, **keys))
+    file.metadata[f"{architecture}.block_count"] = num_layers
+    assert model_config(file, "float32")["query_pre_attn_scalar"] == expected
 
 
 def test_keys_that_ask_for_nothing_are_passed_over(tmp_path: Path) -> None:
@@ -228,7 +272,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - kib, "torch" in sys.m
 
 def test_refusals_read_no_vocabulary_and_load_no_torch(tmp_path: Path) -> None:
     refused: list[tuple[str, dict[str, Any], str]] = [
-        ("gemma3", {}, "'gemma3' is not supported"),
+        ("gemma4", {}, "'gemma4' is not supported"),
         ("llama", {"model__rope__scaling__type": "longrope"}, "longrope"),
         ("llama", {"tokenizer__ggml__pre": "tekken"}, "tekken"),
     ]
