@@ -125,9 +125,10 @@ def unknown_keys(raw: Mapping[str, Any]) -> list[str]:
         family = families.get(inner, next(iter(families.values())))
         of_text = unknown_among(text, family.own_keys) if isinstance(text, Mapping) else []
         return sorted([*unknown_among(raw, family.own_keys), *(f"text_config.{key}" for key in of_text)])
-    family_or_none = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    own = family_or_none.own_keys | dict.fromkeys(family_or_none.other_layers, "") if family_or_none else {}
-    return unknown_among(raw, own)
+    of_type = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if of_type is None:
+        return unknown_among(raw, {})
+    return unknown_among(raw, {**of_type.own_keys, **dict.fromkeys(of_type.other_layers, "")})
 
 
 def unknown_among(raw: Mapping[str, Any], own_keys: Mapping[str, str]) -> list[str]:

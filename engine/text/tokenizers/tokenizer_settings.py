@@ -90,17 +90,15 @@ AS_WRITTEN = "TokenizersBackend"
 _AS_WRITTEN_NAMES = (AS_WRITTEN, "PreTrainedTokenizer", "PythonBackend", "BloomTokenizer")
 #: `model_type` -> the class that transformers has for it, where it has one.
 CLASS_OF_TYPE: Mapping[str, str] = {
-    "mistral": AS_WRITTEN,
-    "qwen2": "Qwen2Tokenizer",
-    "qwen3": "Qwen2Tokenizer",
-    "gemma": "GemmaTokenizer",
-    "gemma2": "GemmaTokenizer",
-    "gemma3_text": "GemmaTokenizer",
-    "phi3": AS_WRITTEN,
-    "opt": "GPT2Tokenizer",
+    **dict.fromkeys(("mistral", "mistral3", "ministral", "ministral3", "phi3", "ernie4_5", "glm", "glm4"), AS_WRITTEN),
+    **dict.fromkeys(("granite", "granitemoehybrid", "olmo2", "olmo3"), AS_WRITTEN),
+    **dict.fromkeys(("qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"), "Qwen2Tokenizer"),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma3"), "GemmaTokenizer"),
+    **dict.fromkeys(("opt", "gpt2", "starcoder2"), "GPT2Tokenizer"),
+    **dict.fromkeys(("cohere", "cohere2"), "CohereTokenizer"),
 }
 # Types whose published files are known to name a wrong class.
-_OVERRULED = ("qwen2", "phi3")
+_OVERRULED = ("qwen2", "phi3", "ernie4_5")
 # Classes without a blank of their own before texts.
 _WITHOUT_PREFIX_SPACE = (AS_WRITTEN, "GemmaTokenizer")
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")

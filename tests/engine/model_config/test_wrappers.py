@@ -299,6 +299,35 @@ def test_tensors_of_towers_are_passed_over_and_said_once(wrapper: Callable[[str]
         assert (again.verdict, again.content_sha256) == ("exact", found.content_sha256)
 
 
+# Patterns that trainers write.
+PATTERNS: dict[str, dict[str, Any]] = {
+    "text by name": {
+        "target_modules": r"(?:.*?(?:language|text).*?(?:self_attn|mlp).*?(?:q_proj|v_proj|down_proj).*?)"
+        r"|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|v_proj|down_proj)))"
+    },
+    "both by name": {"target_modules": ["q_proj", "fc1"]},
+    "ranks of towers": {
+        "target_modules": ["q_proj", "fc1"],
+        "rank_pattern": {"fc1": 2, "layers.0.self_attn.q_proj": 3},
+    },
+    "some layers": {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "layers"},
+    "no towers": {"target_modules": ["q_proj"], "exclude_modules": r".*vision_tower.*"},
+    "saved": {"target_modules": ["q_proj"], "modules_to_save": ["input_layernorm"]},
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long) for case in PATTERNS])
+def test_patterns_match_the_names_of_the_trained_model(
+    case: str, wrapper: Callable[[str], Path], tmp_path: Path, compare: Any
+) -> None:
+    base = wrapper("gemma3")
+    adapter = train(tmp_path / "adapter", oracle(base), **PATTERNS[case])
+    engine = compare.engine(base)
+    prompt = compare.prompt(20, engine)
+    expected = compare.generate(oracle(base, adapter), prompt)
+    compare.equal_everywhere(engine, prompt, expected, compare.register(engine, adapter))
+
+
 def test_an_adapter_of_the_vision_tower_alone_is_refused(wrapper: Callable[[str], Path], tmp_path: Path) -> None:
     base = wrapper("gemma3")
     adapter = train(tmp_path / "vision", oracle(base), target_modules=r".*vision_tower.*fc1")

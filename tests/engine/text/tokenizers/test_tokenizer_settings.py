@@ -20,6 +20,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from lorabatch.engine.errors import ModelFilesError
+from lorabatch.engine.model_config import SUPPORTED_MODEL_TYPES
 from lorabatch.engine.text.chat.conversation import RenderOptions
 from lorabatch.engine.text.tokenizers.tokenizer import Tokenizer
 from lorabatch.engine.text.tokenizers.tokenizer_settings import IRRELEVANT, READ, REFUSED, class_of
@@ -256,6 +257,13 @@ FAMILIES = (
     "gemma3_text",
     "phi3",
     "opt",
+    *(
+        pytest.param(family, marks=pytest.mark.long)
+        for family in sorted(
+            set(SUPPORTED_MODEL_TYPES)
+            - {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "opt"}
+        )
+    ),
 )
 CLASSES = ("", "PreTrainedTokenizerFast", "GPT2Tokenizer", "Qwen2TokenizerFast", "LlamaTokenizer", "GemmaTokenizer")
 
