@@ -277,12 +277,14 @@ _GRANITE_DENSE = replace(
         },
     ),
     mlp_bias=False,
+    aliases={"layer_types": "layers_block_type"},
     mlp_size_key="shared_intermediate_size",
     lists_attention=True,
     rope_rule="if_asked",
     own_keys={
         **_GRANITE.own_keys,
         "shared_intermediate_size": "sizes",
+        "layers_block_type": "kinds of layers",
         "position_embedding_type": "whether layers have a rotary embedding",
     },
     other_layers=(

@@ -123,15 +123,15 @@ def unknown_keys(raw: Mapping[str, Any]) -> list[str]:
         families = WRAPPERS[model_type].families
         inner = str(text.get("model_type")) if isinstance(text, Mapping) else ""
         family = families.get(inner, next(iter(families.values())))
-        of_text = unknown_among(text, family.own_keys) if isinstance(text, Mapping) else []
-        return sorted([*unknown_among(raw, family.own_keys), *(f"text_config.{key}" for key in of_text)])
+        of_text = _unknown_among(text, family.own_keys) if isinstance(text, Mapping) else []
+        return sorted([*_unknown_among(raw, family.own_keys), *(f"text_config.{key}" for key in of_text)])
     of_type = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if of_type is None:
-        return unknown_among(raw, {})
-    return unknown_among(raw, {**of_type.own_keys, **dict.fromkeys(of_type.other_layers, "")})
+        return _unknown_among(raw, {})
+    return _unknown_among(raw, {**of_type.own_keys, **dict.fromkeys(of_type.other_layers, "")})
 
 
-def unknown_among(raw: Mapping[str, Any], own_keys: Mapping[str, str]) -> list[str]:
+def _unknown_among(raw: Mapping[str, Any], own_keys: Mapping[str, str]) -> list[str]:
     """Keys of an object that are set and that nothing reads. `own_keys`: those that the family alone reads."""
     found = [key for key, value in raw.items() if is_set(value) and not (_is_known(key) or key in own_keys)]
     for place in _ROPES:
