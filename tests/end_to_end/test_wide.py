@@ -20,6 +20,7 @@ from echo_job import ECHO_FOLDER, EchoJob, wait_until
 import lorabatch
 from lorabatch.jobs.errors import JobRequestError, OutputConflictError
 from lorabatch.jobs.report.page import write_report
+from lorabatch.tests.end_to_end.bucket import Bucket
 
 WIDE: dict[str, Any] = {"for_each_adapter": "all", "include_base": True, "shape": "wide"}
 # Folders of adapters -> names that are no words, have the separators of paths and SQL, or another alphabet.
@@ -85,6 +86,11 @@ def test_the_output_has_each_row_once_with_all_answers(shared_client: Any, echo_
         assert echo_job.run(shared_client, **WIDE).num_reused == 200
         assert job.status().headline == "done"
         assert {file.name: file.read_bytes() for file in echo_job.output.glob("*.parquet")} == before
+    # what a file holds is not looked at for a status; --verify writes all files again
+    (echo_job.output / "part-00001.parquet").write_bytes(bytes(len(before["part-00001.parquet"])))
+    assert job.status().headline == "done"
+    assert echo_job.run(shared_client, verify=True, **WIDE).num_reused == 200
+    assert {file.name: file.read_bytes() for file in echo_job.output.glob("*.parquet")} == before
     assert num_traced(trace) == computed, "wide files are made of the parts, and no engine computes anything"
 
 
@@ -216,3 +222,27 @@ def test_a_job_without_rows_has_one_file_with_the_columns(shared_client: Any, ec
     echo_job.run(shared_client, **WIDE)
     assert found(echo_job) == []
     assert "rank8" in pq.read_schema(echo_job.output / "part-00000.parquet").names
+
+
+@pytest.mark.long
+def test_a_wide_output_in_an_object_store_is_updated_there(
+    shared_client: Any, echo_job: EchoJob, bucket: Bucket, tmp_path: Path
+) -> None:
+    (echo_job.adapters / "rank64").rename(tmp_path / "rank64")
+    rows, url = prompts(40), "s3://bucket/out"
+    echo_job.write_input(rows)
+    options = WIDE | {"output": url, "storage_options": bucket.options, "rows_per_shard": 15}
+    echo_job.run(shared_client, **options)
+    shutil.copytree(tmp_path / "rank64", echo_job.adapters / "rank64")
+    result = echo_job.run(shared_client, update=True, **options)
+    assert (result.num_rows, result.num_reused) == (200, 160)
+    job = lorabatch.Job(url, bucket.options)
+    sha = {adapter.name: adapter.sha256 for adapter in job.status().record.adapters}
+    found = job.to_arrow()
+    assert found["id"].to_pylist() == [row["id"] for row in rows]
+    for name in (None, *sha):
+        texts = [value["completion"] for value in found[name or "base_model"].to_pylist()]
+        assert texts == [echo_engine.answer(row["prompt_token_ids"], sha.get(name), 4) for row in rows]
+    assert job.to_arrow(wide=False).num_rows == 200
+    assert {"part-00000.parquet", "part-00001.parquet", "part-00002.parquet", "_SUCCESS"} <= bucket.names("out")
+    assert "update-001" not in bucket.names("out/_lorabatch")
