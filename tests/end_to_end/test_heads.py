@@ -161,9 +161,8 @@ def next_logprobs(tiny_llama: Path, adapter: Path | None, text: str, continuatio
     return found
 
 
-@pytest.mark.parametrize(
-    ("choice", "mode"), [((" yes", " no"), "auto"), pytest.param((" 7", " fox"), "exact", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("choice", "mode"), [((" yes", " no"), "auto"), ((" 7", " fox"), "exact")])
 def test_rows_are_reranked_as_transformers_and_peft_do(
     shared_client: Client, tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path, choice: Any, mode: str
 ) -> None:

@@ -174,6 +174,7 @@ def run_traced(job: EchoJob, client: Any, trace: Path) -> tuple[list[dict[str, A
     return rows, completions(job)
 
 
+@pytest.mark.long
 def test_a_canary_measures_the_tokens_of_all_stages(shared_client: Any, echo_job: EchoJob) -> None:
     echo_job.write_input(make_rows(60))
     result = echo_job.run(shared_client, canary=5, **options())
