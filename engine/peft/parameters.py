@@ -107,11 +107,10 @@ def _fits_base(contents: Contents, name: TensorName, ledger: Ledger) -> bool:
         if name.module.rpartition(".")[2] in _OTHER_HEADS:
             why += f", and of heads that classify text only {SCORE!r} is computed"
         ledger.refuse_tensors([name.key], "no such parameter", f"{why}. Use the base it was trained on")
-    elif contents.layout.is_transposed and name.parameter == "weight" and parameter.startswith(contents.layout.layers):
-        if len(expected) == 2:
-            why = "a whole layer that is stored transposed (Conv1D), which is not read. Train a LoRA pair on it"
-            ledger.refuse_tensors([name.key], "transposed layer", why)
-            return False
+    elif contents.layout.is_transposed and len(expected) == 2 and parameter.startswith(contents.layout.layers):
+        why = "a whole layer that is stored transposed (Conv1D), which is not read. Train a LoRA pair on it"
+        ledger.refuse_tensors([name.key], "transposed layer", why)
+        return False
     elif shape != expected:
         why = f"has shape {list(shape)}, expected {list(expected)}. {OTHER_BASE}"
         ledger.refuse_tensors([name.key], "shape", why)
