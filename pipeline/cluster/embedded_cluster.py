@@ -99,7 +99,9 @@ class _DashboardGuard(Router):
         return hmac.compare_digest(first.encode(), self._token.encode())
 
     def _is_own_host(self, request: HTTPServerRequest) -> bool:
-        host = split_host_and_port(request.host.lower())[0].strip("[]")
+        # Tornado 6.2 takes an empty name for that of this machine.
+        named = request.headers.get("Host", request.host)
+        host = split_host_and_port(named.lower())[0].strip("[]")
         return host in _LOOPBACK or host == self._link.hostname
 
     def _is_own_page(self, request: HTTPServerRequest) -> bool:
