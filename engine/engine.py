@@ -118,12 +118,13 @@ class Engine:
         # seconds on the clock when the latest step was read
         self._read_s = 0.0
 
-    def register_adapter(self, adapter_id: str, folder: Path, name: str = "") -> None:
-        """Register an adapter by its content hash; its tensors are read, and the hash checked, on first use.
+    def register_adapter(self, adapter_id: str, folder: Path, name: str = "", content_sha256: str = "") -> None:
+        """Register an adapter; its tensors are read, and their hash checked, on first use. `content_sha256`: the hash
+        that they must have; "" where it is `adapter_id`.
 
         Raises `AdapterRefusedError` when it cannot be applied exactly.
         """
-        self._registry.register(adapter_id, folder, name or folder.name)
+        self._registry.register(adapter_id, folder, name or folder.name, content_sha256)
 
     def register_dummy_adapter(self, name: str, rank: int) -> str:
         """Register an adapter of random weights, for benchmarks; returns its id.

@@ -360,8 +360,17 @@ def _changes(first: _Side, second: _Side) -> Iterator[str]:
     """Options, model, input and adapters that are not the same in both jobs, one line each."""
     for line in differences(first.record, second.record):
         yield line.replace("have changed since the job was started", "are not the same")
-    for name in sorted(changed_adapters(first.record, second.record)):
+    for name in sorted(changed_adapters(_with_contents(first), _with_contents(second))):
         yield f"adapter {name!r}: its content is not the same, or only one of the jobs has it"
+
+
+def _with_contents(side: _Side) -> JobRecord:
+    """The record of a side, with the content hashes of all adapters that its workers have read."""
+    known = [
+        adapter.model_copy(update={"sha256": side.store.content_of(adapter.sha256) or adapter.sha256})
+        for adapter in side.record.adapters
+    ]
+    return side.record.model_copy(update={"adapters": tuple(known)})
 
 
 def _shown(rows: pa.Table) -> str:

@@ -87,6 +87,19 @@ class ModelRecord(_Frozen):
     pad_token_id: int | None = None
 
 
+_VERSION_ID = "version-"
+
+
+def version_id(facts: Any) -> str:
+    """Identity of an adapter whose content no one has read yet. `facts`: JSON values that change with its content."""
+    return _VERSION_ID + hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[: 64 - len(_VERSION_ID)]
+
+
+def is_version_id(adapter_id: str | None) -> bool:
+    """Whether an identity is one of `version_id`, whose content hash the job's store may know."""
+    return adapter_id is not None and adapter_id.startswith(_VERSION_ID)
+
+
 class AdapterRecord(_Frozen):
     """One adapter of a job, as its audit found it."""
 
@@ -98,7 +111,8 @@ class AdapterRecord(_Frozen):
     verdict: AdapterVerdict
     #: Reasons against the verdict `exact`, one sentence each.
     reasons: tuple[str, ...] = ()
-    #: Content hash, its identity; "" for a folder that could not be read.
+    #: Its identity: its content hash or, where only headers were read when the job was opened, `version_id`; "" for a
+    #: folder that could not be read.
     sha256: str = ""
     #: Largest LoRA rank of its matrices.
     rank: int = 0
@@ -118,6 +132,9 @@ class AdapterRecord(_Frozen):
     problem_type: str = ""
     #: Tensors of the vision tower beside a text model, which are not used.
     num_tower_tensors: int = 0
+    #: Name of each of its files that are read -> version in the store; empty where all of it was read when the job was
+    #: opened.
+    files: dict[str, str] = {}
 
     @property
     def is_prepared_apart(self) -> bool:

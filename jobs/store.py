@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,7 +17,7 @@ from ..system.untrusted import MALFORMED, parse_json
 from .agreement import Agreement
 from .contents import OURS, SUCCESS, OutputContents, part_name
 from .errors import DamagedRecordError, MissingFileError, OutputConflictError, StorageError, naming_damage
-from .record import JobRecord, JobState, changed_adapters
+from .record import JobRecord, JobState, changed_adapters, is_version_id
 from .storage.location import Location
 from .storage.redaction import redacted_url
 
@@ -32,6 +33,7 @@ _WIDE = f"{OURS}/wide.json"
 _PARTS_OF_WIDE = f"{OURS}/parts"
 _AGREEMENT = f"{OURS}/agreement.json"
 _CANARY = f"{OURS}/canary.json"
+_ADAPTERS = f"{OURS}/adapters"
 #: Folder in which `compare` answers some rows again.
 COMPARISON = f"{OURS}/compare"
 _INPUT = "input"
@@ -65,6 +67,10 @@ def _event(line: bytes) -> dict[str, Any] | None:
     return value if all(isinstance(value[name], kind) for name, kind in _EVENT_TYPES.items() if name in value) else None
 
 
+#: Content hash of an adapter, and reasons against its values, one of them empty.
+AdapterContent = tuple[str, tuple[str, ...]]
+
+
 class JobStore:
     """One job's output. Small and picklable: it travels to every worker.
 
@@ -82,6 +88,11 @@ class JobStore:
         self.update = update
         url = f"{output_url.rstrip('/')}/{OURS}/{update}" if update else output_url
         self.location = Location(url, storage_options, scratch=f"{OURS}/tmp")
+
+    @cached_property
+    def _contents(self) -> dict[str, AdapterContent]:
+        """Contents of adapters that this process knows; they do not change."""
+        return {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {"location": self.location, "update": self.update, "_is_wide": self._is_wide}
@@ -189,6 +200,36 @@ class JobStore:
         """Freeze the job again after its adapters have changed."""
         self.location.write(_JOB, record.to_json())
         self._is_wide = record.is_wide
+
+    def learn_adapter(self, adapter_id: str, sha256: str, reasons: Sequence[str] = ()) -> AdapterContent:
+        """Keep the content hash of an adapter that was opened by its headers, or the `reasons` against its values.
+        Returns what holds: the first reader decides.
+        """
+        found = json.dumps({"sha256": sha256, "reasons": list(reasons)}).encode()
+        if self.location.create(f"{_ADAPTERS}/{adapter_id}.json", found):
+            self._contents[adapter_id] = sha256, tuple(reasons)
+        return self.adapter_content(adapter_id) or (sha256, tuple(reasons))
+
+    def adapter_content(self, adapter_id: str) -> AdapterContent | None:
+        """What the first reader of an adapter that was opened by its headers has found; None before that."""
+        if adapter_id not in self._contents:
+            name = f"{_ADAPTERS}/{adapter_id}.json"
+            try:
+                with naming_damage(name):
+                    found = parse_json(self.location.read(name))
+                    self._contents[adapter_id] = str(found["sha256"]), tuple(map(str, found["reasons"]))
+            except MissingFileError:
+                return None
+        return self._contents[adapter_id]
+
+    def content_of(self, adapter_id: str | None) -> str | None:
+        """Content hash of an adapter by its identity. None for the base model, and for an adapter whose values are
+        refused or were not read yet.
+        """
+        if adapter_id is None or not is_version_id(adapter_id):
+            return adapter_id
+        found = self.adapter_content(adapter_id)
+        return found[0] or None if found else None
 
     def mark_success(self) -> None:
         """Write `_SUCCESS`: every part is there. No part is written after this."""

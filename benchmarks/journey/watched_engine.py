@@ -43,10 +43,10 @@ class WatchedEngine(Engine):
         super().__init__(model_folder, config)
         self.observe_step = self._note_step
 
-    def register_adapter(self, adapter_id: str, folder: Path, name: str = "") -> None:
+    def register_adapter(self, adapter_id: str, folder: Path, name: str = "", content_sha256: str = "") -> None:
         """Note the message, and register the adapter."""
         self._note(RegisterAdapter(adapter_id, str(folder), name))
-        super().register_adapter(adapter_id, folder, name)
+        super().register_adapter(adapter_id, folder, name, content_sha256)
 
     def expect_rows(self, adapter_id: str, num_rows: int) -> None:
         """Note the message, and expect the rows."""

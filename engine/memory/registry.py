@@ -38,6 +38,8 @@ class AdapterRegistry:
         self._dtype = dtype
         self._device = device
         self._audits: dict[str, AdapterAudit] = {}
+        # Content hashes of adapters with another id.
+        self._contents: dict[str, str] = {}
         self.code_of: dict[str | None, int] = {None: BASE_CODE}
         self._id_of_code: list[str] = []
         #: Numbers that each adapter's matrices take in a pool.
@@ -52,8 +54,9 @@ class AdapterRegistry:
     def __contains__(self, adapter_id: str) -> bool:
         return adapter_id in self._audits
 
-    def register(self, adapter_id: str, folder: Path, name: str) -> None:
-        """Make an adapter known from its configuration and headers; loading it checks that its content is `adapter_id`.
+    def register(self, adapter_id: str, folder: Path, name: str, content_sha256: str = "") -> None:
+        """Make an adapter known from its configuration and headers; loading it checks that its content is
+        `content_sha256`, or `adapter_id`.
 
         Raises `AdapterRefusedError` when it cannot be applied exactly.
         """
@@ -62,6 +65,8 @@ class AdapterRegistry:
         audit = audit_adapter(folder, self._model, name, check_values=False)
         if audit.verdict == "refused":
             raise AdapterRefusedError("; ".join(audit.reasons))
+        if content_sha256:
+            self._contents[adapter_id] = content_sha256
         self._enter(adapter_id, audit)
 
     def register_dummy(self, name: str, rank: int) -> str:
@@ -159,8 +164,9 @@ class AdapterRegistry:
         is_dummy = adapter_id in self._dummy_ids
         if not is_dummy and not self._partitions:
             audit, model, dtype = self._audits[adapter_id], self._model, self._dtype
+            content = self._contents.get(adapter_id, adapter_id)
             try:
-                return read_packed(audit, adapter_id, model, dtype, in_panels=in_panels, device=self._device)
+                return read_packed(audit, content, model, dtype, in_panels=in_panels, device=self._device)
             except (AdapterRefusedError, OSError) as error:
                 raise AdapterUnusableError(adapter_id, curable(error)) from error
         if is_dummy and self._device.type == "cuda" and not self._partitions:
@@ -175,7 +181,7 @@ class AdapterRegistry:
             place = torch.device("cpu") if self._partitions and device.type == "cuda" else device
             return dummy_adapter_weights(self._audits[adapter_id], self._dtype, place)
         try:
-            weights = load_adapter(self._audits[adapter_id], device, adapter_id)
+            weights = load_adapter(self._audits[adapter_id], device, self._contents.get(adapter_id, adapter_id))
         except (AdapterRefusedError, OSError) as error:
             raise AdapterUnusableError(adapter_id, curable(error)) from error
         if weights.head is not None:

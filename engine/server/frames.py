@@ -34,11 +34,14 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class RegisterAdapter:
-    """To the process: where the adapter of this content hash is stored, and what to call it in messages."""
+    """To the process: where an adapter is stored, and what to call it in messages. `content_sha256`: hash that its
+    content must have; "" where that is its id.
+    """
 
     adapter_id: str
     folder: str
     name: str
+    content_sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)

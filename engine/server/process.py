@@ -64,8 +64,8 @@ class RunsRequests(Protocol):
 
     config: EngineConfig
 
-    def register_adapter(self, adapter_id: str, folder: Path, name: str = "") -> None:
-        """Say where the adapter of this content hash is stored."""
+    def register_adapter(self, adapter_id: str, folder: Path, name: str = "", content_sha256: str = "") -> None:
+        """Say where an adapter is stored whose content has this hash; "": its id."""
 
     def import_rows(self, rows: Sequence[ExportedRow]) -> None:
         """Queue rows, some of them begun by another engine."""
@@ -161,9 +161,9 @@ class EngineServer:
         match message:
             case AddRows():
                 self._add(engine, message.rows)
-            case RegisterAdapter(adapter_id, folder, name):
+            case RegisterAdapter(adapter_id, folder, name, content_sha256):
                 try:
-                    engine.register_adapter(adapter_id, Path(folder), name)
+                    engine.register_adapter(adapter_id, Path(folder), name, content_sha256)
                 except (EngineError, NoProcessError) as error:
                     self._refused_adapters[adapter_id] = curable(error)
             case ExpectRows():

@@ -1,13 +1,16 @@
 """Finds the adapters of a job and audits them; names come from folders or from `NAME=URL`.
 
-`audit_all` audits for a job's record, `audit_folders` for the command `audit`.
+`audit_all` audits for a job's record, by headers alone where workers will read the values; `audit_folders` audits for
+the command `audit`. `as_before` compares a record's adapters with those of the job that is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ...engine.config import read_model_config
@@ -18,10 +21,19 @@ from ...engine.peft.audit import AdapterAudit
 from ...engine.peft.findings import reason
 from ...engine.peft.folder import GGUF_SUFFIX, PICKLE_NAMES, is_adapter
 from ..errors import JobRequestError, StorageError
-from ..record import AdapterRecord
+from ..record import AdapterRecord, JobRecord, is_version_id, version_id
 from ..storage.adapter_copy import adapter_folder
+from ..storage.adapter_files import (
+    REQUESTS_AT_ONCE,
+    Versions,
+    depends_on_place,
+    read_files,
+    read_headers,
+    versions_at,
+)
 from ..storage.local_copy import local_folder, local_path
 from ..storage.redaction import redacted_url
+from ..store import JobStore
 from .adapter_urls import adapters_at, latest_checkpoint, stands_for_adapters
 from .confined_audit import MAX_PROCESSES, Auditors
 
@@ -63,18 +75,48 @@ def audit_all(
     model: ModelConfig,
     storage_options: Mapping[str, Any],
     base_name: str = "",
+    *,
+    reads_all: bool = False,
 ) -> tuple[AdapterRecord, ...]:
     """Audit every adapter, several at a time. One that cannot be fetched is refused, like one that is damaged.
-    `base_name`: see `Auditors`.
+    `base_name`: see `Auditors`. `reads_all`: whether values are read here also of adapters whose store tells versions.
 
     Raises `NoProcessError` when the machine cannot start the processes in which adapters are read.
     """
-    with ThreadPoolExecutor(MAX_PROCESSES) as threads, Auditors(model_folder, model, base_name) as auditors:
+    versions = {} if reads_all else versions_at(adapters.values(), storage_options)
+    with (
+        ThreadPoolExecutor(REQUESTS_AT_ONCE if versions else MAX_PROCESSES) as threads,
+        Auditors(model_folder, model, base_name) as auditors,
+    ):
+        auditing = _Auditing(auditors, model, storage_options, versions)
+        return tuple(threads.map(auditing.record, adapters.items()))
 
-        def audit(item: tuple[str, str]) -> AdapterRecord:
-            return _audit(*item, auditors, model, storage_options)
 
-        return tuple(threads.map(audit, adapters.items()))
+def as_before(
+    adapters: Sequence[AdapterRecord], before: JobRecord, store: JobStore, read: Callable[[str, str], AdapterRecord]
+) -> tuple[AdapterRecord, ...]:
+    """The adapters of a record, with the identities that they have in the job of `store` where their content is the
+    same. `read`: audits an adapter of a name and URL with all its values, which is needed where its versions are not
+    those of `before`.
+    """
+    known = {adapter.name: adapter for adapter in before.adapters if not adapter.is_refused}
+    with ThreadPoolExecutor(MAX_PROCESSES) as threads:
+
+        def found(adapter: AdapterRecord) -> AdapterRecord:
+            earlier = known.get(adapter.name)
+            if earlier is None or adapter.is_refused or adapter.sha256 == earlier.sha256:
+                return adapter
+            if adapter.files and adapter.files == earlier.files and adapter.url == earlier.url:
+                return adapter.model_copy(update={"sha256": earlier.sha256})
+            content = store.content_of(earlier.sha256)
+            if content is None:
+                return adapter
+            if is_version_id(adapter.sha256):
+                whole = read(adapter.name, adapter.url)
+                adapter = whole if whole.is_refused else adapter.model_copy(update={"sha256": whole.sha256})
+            return adapter.model_copy(update={"sha256": earlier.sha256}) if adapter.sha256 == content else adapter
+
+        return tuple(threads.map(found, adapters))
 
 
 def audit_folders(
@@ -136,28 +178,56 @@ def _name_problem(name: str) -> str | None:
     return None
 
 
-def _audit(
-    name: str, url: str, auditors: Auditors, model: ModelConfig, storage_options: Mapping[str, Any]
-) -> AdapterRecord:
-    try:
-        found = auditors.audit(name, adapter_folder(url, storage_options))
-    except StorageError as error:
-        return AdapterRecord(name=name, url=redacted_url(url), verdict="refused", reasons=(str(error),))
-    except AdapterRefusedError as error:
-        return AdapterRecord(name=name, url=redacted_url(url), verdict="refused", reasons=(reason(name, str(error)),))
-    return AdapterRecord(
-        name=name,
-        url=redacted_url(url),
-        verdict=found.verdict,
-        reasons=found.reasons,
-        sha256=found.identity_sha256 or "",
-        rank=found.max_rank,
-        weight_bytes=found.weight_bytes,
-        tokenizer_sha256=found.tokenizer_sha256,
-        missing_header=found.missing_header,
-        vocab_size=found.vocab_size if found.vocab_size != model.vocab_size else 0,
-        task=found.task,
-        labels=found.labels,
-        problem_type=found.problem_type,
-        num_tower_tensors=found.num_tower_tensors,
-    )
+@dataclass(frozen=True, slots=True)
+class _Auditing:
+    """Audits adapters for a job's record; fields are the arguments of `audit_all`."""
+
+    auditors: Auditors
+    model: ModelConfig
+    storage_options: Mapping[str, Any]
+    #: URL -> versions of the files of adapters that are audited by their headers.
+    versions: Mapping[str, Versions]
+
+    def record(self, item: tuple[str, str]) -> AdapterRecord:
+        """The record of the adapter of a name and a URL."""
+        name, url = item
+        versions = self.versions.get(url)
+        try:
+            if versions is not None:
+                return self._by_headers(name, url, versions)
+            found = self.auditors.audit(name, adapter_folder(url, self.storage_options))
+        except StorageError as error:
+            return AdapterRecord(name=name, url=redacted_url(url), verdict="refused", reasons=(str(error),))
+        except AdapterRefusedError as error:
+            reasons = (reason(name, str(error)),)
+            return AdapterRecord(name=name, url=redacted_url(url), verdict="refused", reasons=reasons)
+        return self._of(name, url, found, found.identity_sha256 or "")
+
+    def _by_headers(self, name: str, url: str, versions: Versions) -> AdapterRecord:
+        """The record of an adapter of which the workers will read the values."""
+        with TemporaryDirectory(prefix="adapter-") as folder:
+            digest = read_headers(url, versions, self.storage_options, Path(folder))
+            found = self.auditors.audit(name, Path(folder), check_values=False)
+        read = {each: versions[each] for each in read_files(versions)}
+        place = redacted_url(url) if depends_on_place(read) else ""
+        own = [found.tokenizer_sha256, found.labels, found.problem_type]
+        identity = "" if found.verdict == "refused" else version_id([place, read, digest, own])
+        return self._of(name, url, found, identity).model_copy(update={"files": read})
+
+    def _of(self, name: str, url: str, found: AdapterAudit, identity: str) -> AdapterRecord:
+        return AdapterRecord(
+            name=name,
+            url=redacted_url(url),
+            verdict=found.verdict,
+            reasons=found.reasons,
+            sha256=identity,
+            rank=found.max_rank,
+            weight_bytes=found.weight_bytes,
+            tokenizer_sha256=found.tokenizer_sha256,
+            missing_header=found.missing_header,
+            vocab_size=found.vocab_size if found.vocab_size != self.model.vocab_size else 0,
+            task=found.task,
+            labels=found.labels,
+            problem_type=found.problem_type,
+            num_tower_tensors=found.num_tower_tensors,
+        )

@@ -80,10 +80,12 @@ class Auditors:
         for process in self._processes:
             process.close()
 
-    def audit(self, name: str, folder: Path, *, check_values: bool = True) -> AdapterAudit:
+    def audit(self, name: str, folder: Path, *, check_values: bool = True, is_patient: bool = True) -> AdapterAudit:
         """Audits one adapter and its tokenizer in a child process; returns the findings of `audit_adapter`.
 
-        A bad adapter is refused and raises nothing. Raises `NoProcessError` when the machine cannot start a child.
+        A bad adapter is refused and raises nothing. Raises `NoProcessError` when the machine cannot start a child and,
+        unless it `is_patient`, `ConfinedError` where a child breaks a limit or is ended, which says that the adapter is
+        bad only as long as nothing else has ended the child.
         """
         question = _Question(
             name, str(folder.absolute()), str(self._model_folder.absolute()), check_values, self._base_name
@@ -97,6 +99,8 @@ class Auditors:
             audit: AdapterAudit = from_plain(AdapterAudit, process.run(_TASK, to_plain(question), cpu_s, memory_bytes))
             audit = self._with_template(audit, folder, process)
         except (ConfinedError, MessageError) as error:
+            if not is_patient:
+                raise
             what = f"cannot be audited: {error}. Save the adapter again, without a tokenizer where the base's will do"
             return AdapterAudit(name, folder, "refused", (reason(name, what),), (), None)
         finally:

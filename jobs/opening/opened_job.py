@@ -29,13 +29,13 @@ from ..errors import DamagedRecordError, JobFailedError, JobRequestError, Missin
 from ..input.columns import task_clashes
 from ..input.wide import wide_clashes
 from ..parts import PartMark, changed_parts, in_words, read_mark
-from ..record import InputRecord, JobRecord, JobState, ModelRecord, changed_adapters, differences
+from ..record import AdapterRecord, InputRecord, JobRecord, JobState, ModelRecord, changed_adapters, differences
 from ..spec import JobSpec
 from ..storage.local_copy import model_sha256
 from ..storage.redaction import redacted_url
 from ..store import JobStore
 from ..updates import put_in_place
-from .adapters import audit_all
+from .adapters import as_before, audit_all
 from .generation_config import generation_defaults
 from .sweeps import swept_adapters
 from .validation import CheckedJob, check_job
@@ -89,6 +89,8 @@ def _opened(checked: CheckedJob) -> OpenedJob:
         checked = replace(checked, output=put_in_place(left).contents())
     holder = _holder(checked.store) if checked.output.has_job else None
     record = make_record(checked)
+    if checked.output.has_job and not spec.overwrite:
+        record = _with_known_adapters(record, checked, left)
     if checked.output.is_empty or spec.overwrite or _makes_way(checked, record):
         if checked.output.has_records:
             check_silent(checked.store)
@@ -104,6 +106,27 @@ def _opened(checked: CheckedJob) -> OpenedJob:
     return _updated(checked, record) if spec.update else _resumed(checked, record, checked.store)
 
 
+def _with_known_adapters(record: JobRecord, checked: CheckedJob, store: JobStore) -> JobRecord:
+    """The record, with adapters as the job in `store` knows them. Adapters whose files have other versions than at that
+    time are read whole, since the same content may have been stored again.
+    """
+    try:
+        before = store.read_record()
+    except (MissingFileError, DamagedRecordError):
+        return record
+    spec, model = checked.spec, checked.model
+
+    def read(name: str, url: str) -> AdapterRecord:
+        adapters = {name: checked.adapters.get(name, url)}
+        return audit_all(adapters, model.folder, model.config, spec.storage_options, spec.model, reads_all=True)[0]
+
+    try:
+        adapters = as_before(record.adapters, before, store, read)
+    except NoProcessError as error:
+        raise JobFailedError(str(error)) from None
+    return record.model_copy(update={"adapters": adapters})
+
+
 def _updated(checked: CheckedJob, record: JobRecord) -> OpenedJob:
     """An update of the job in the output: the one that was begun, if it is this one, else a new one. A job that is
     this one goes on, or is done.
@@ -115,7 +138,9 @@ def _updated(checked: CheckedJob, record: JobRecord) -> OpenedJob:
     check_silent(checked.store)
     check_silent(left)
     store = checked.store.next_update()
-    record = updating(record, [checked.store, *checked.store.updates()])
+    contents = {each.sha256: left.content_of(each.sha256) or each.sha256 for each in record.adapters}
+    known = tuple(each.model_copy(update={"sha256": contents[each.sha256]}) for each in record.adapters)
+    record = updating(record.model_copy(update={"adapters": known}), [checked.store, *checked.store.updates()])
     record = record.model_copy(update={"input": checked.converter.put_in_place(record.input)})
     if not store.freeze(record):
         return _resumed(checked, record, store)  # another command was faster
@@ -260,7 +285,8 @@ def _has_lost_its_list(store: JobStore, contents: OutputContents) -> bool:
 def make_record(checked: CheckedJob) -> JobRecord:
     """Makes the record to freeze: the spec without secrets, and content hashes of everything it names.
 
-    Audits all adapters and reads all weights once. Raises `JobRequestError` for tokens that no vocabulary has, and
+    Audits all adapters and reads all weights once, but not those of adapters whose store tells the versions of files
+    (unless the job verifies): their workers do. Raises `JobRequestError` for tokens that no vocabulary has, and
     `JobFailedError` when the machine cannot start the processes in which adapters and templates are read.
     """
     spec, roles = checked.spec, checked.input.roles.keys()
@@ -268,7 +294,8 @@ def make_record(checked: CheckedJob) -> JobRecord:
     config = checked.model.config
     try:
         missing_header, template_drops = _template_traits(checked)
-        adapters = audit_all(checked.adapters, checked.model.folder, config, spec.storage_options, spec.model)
+        options, reads_all = spec.storage_options, spec.verify
+        adapters = audit_all(checked.adapters, checked.model.folder, config, options, spec.model, reads_all=reads_all)
     except NoProcessError as error:
         raise JobFailedError(str(error)) from None
     largest = max([config.vocab_size, *(adapter.vocab_size for adapter in adapters)])

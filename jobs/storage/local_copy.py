@@ -184,6 +184,13 @@ class _Copied(Callback):  # type: ignore[misc]
         self.absolute_update(max(num_bytes, self.value))
 
 
+def copy_file(fs: Any, path: str, target: Path, num_bytes: int) -> None:
+    """Copy one file of a store of `num_bytes`, and report progress where that takes long. Raises what fsspec raises."""
+    copied = _Copied(LongWork(f"copying {path}", num_bytes, quiet_s=_QUIET_S))
+    fs.get_file(path, str(target), callback=copied)
+    copied.end(num_bytes)
+
+
 def _fetch(fs: Any, remote: str, files: Mapping[str, int], left: Collection[str], folder: Path, shown: str) -> None:
     """Copy into a temporary folder, then rename: the folder is whole or absent. `files`: path -> size in bytes.
     `left`: paths that are made empty files. `shown`: the URL for messages.

@@ -26,6 +26,8 @@ from .limits import LIMIT_OPTION, SILENT_S, Operation, current_operation
 from .redaction import redacted_url, storage_reason
 
 _CONNECT_S = 5.0
+# Connections of a process to S3, whose client has ten by default.
+_CONNECTIONS = 32
 # Most bytes of an upload that cannot be slow while its store is well.
 _SMALL_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 20
@@ -88,7 +90,8 @@ def _settings(protocol: str) -> dict[str, Any]:
     match protocol:
         case "s3" | "s3a":
             times = {"connect_timeout": _CONNECT_S, "read_timeout": SILENT_S}
-            return {"config_kwargs": {**times, "retries": {"total_max_attempts": 1}, **_socket_setting()}}
+            own = {"retries": {"total_max_attempts": 1}, "max_pool_connections": _CONNECTIONS}
+            return {"config_kwargs": {**times, **own, **_socket_setting()}}
         case "gs" | "gcs":
             return {"session_kwargs": {"timeout": _http_times()}}
         case "http" | "https":

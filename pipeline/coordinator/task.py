@@ -27,6 +27,7 @@ from ...jobs.parts import OF_NO_SHARD, in_words
 from ...jobs.record import changed_adapters
 from ...jobs.status.notes import row_notes
 from ...jobs.storage.limits import expect_away
+from ...jobs.storage.local_copy import is_remote
 from ...jobs.storage.redaction import redacted_url
 from ...jobs.updates import put_in_place
 from ...scheduler.estimates.lengths import AnswerKey, AnswerLengths, LengthEstimator, lengths_by_adapter
@@ -34,13 +35,14 @@ from ...scheduler.estimates.step_costs import StepCosts
 from ...scheduler.estimates.time_left import PlannedJob, Work
 from ...scheduler.estimates.work_left import WorkLeft
 from ...scheduler.planning.bound import JobWork, work_bound
+from ...scheduler.planning.waves import Shard
 from ...scheduler.policies import make_scheduler
-from ..cluster.connect import cluster_errors_named, count_workers, open_client
+from ..cluster.connect import cluster_errors_named, count_workers, known_workers, open_client
 from ..cluster.security import client_security
 from ..dataset.chunk import ChunkRef, IndexJob
 from ..dataset.index import IndexTotals, check_chunk, deadly_chunk, index_chunk, list_chunks
 from ..dataset.reader import read_shard
-from ..migration.peers import Peers
+from ..migration.peers import ForeseeAdapters, Peers
 from ..monitoring.job_monitor import JobMonitor
 from ..monitoring.reporter import JobReporter, latest_state, state_before, state_publisher
 from ..monitoring.topics import WAITS
@@ -300,6 +302,7 @@ def coordinate(run: JobRun, plan: JobPlan, indexed: IndexTotals, turn: int = 0) 
         if job.record.is_wide:
             job.store.keep_files({})  # files with answers that are computed again
         _need_engines(run)
+        _foresee(run, [shard for shard in plan.shards if shard.shard_id not in rows_of_part])
     names = {adapter.sha256: adapter.name for adapter in job.record.adapters if not adapter.is_refused}
     known_lengths = None if job.spec.sampling.ignore_eos else _known_lengths(run, indexed.rows_per_task)
     before = replace(
@@ -345,6 +348,21 @@ def _need_engines(run: JobRun) -> None:
         )
     if run.job.record.sources:
         start_engines(run.client, run.run_id)
+
+
+def _foresee(run: JobRun, shards: Sequence[Shard]) -> None:
+    """Tell the workers which adapters their shards will need, so that these come while engines load. A worker of which
+    the plan knows nothing gets its share of the shards that have no place.
+    """
+    workers = sorted(known_workers(run.client) or ())
+    if not workers or not any(is_remote(adapter.url) for adapter in run.job.record.adapters):
+        return
+    needed: list[dict[str, None]] = [{} for _ in workers]
+    for place, shard in enumerate(shards):
+        number = place if shard.replica is None else shard.replica
+        needed[number % len(workers)] |= dict.fromkeys(shard.adapters)
+    for worker, adapter_ids in zip(workers, needed, strict=True):
+        run.peers.send(worker, ForeseeAdapters(tuple(adapter_ids)))
 
 
 def _known_lengths(run: JobRun, rows_per_task: Mapping[AnswerKey, int]) -> dict[str | None, AnswerLengths]:

@@ -29,7 +29,7 @@ class RowAnswer:
 
     #: Fingerprint of the row that is answered.
     fingerprint: bytes
-    #: Content hash of the adapter that answered; None for the base model.
+    #: Identity of the adapter that answered, in parts its content hash; None for the base model.
     adapter_sha256: str | None
     #: Text of the completion; None for an error.
     completion: str | None

@@ -27,7 +27,7 @@ from ...jobs.store import JobStore
 from ...jobs.updates import arithmetic_differences
 from . import schema as prepared
 from .answers import AnswerKey, RowAnswer, decode_journal
-from .writer import answer_values, has_answers_as_written, row_answer
+from .writer import answer_values, has_answers_as_written, row_answer, with_contents
 
 logger = logging.getLogger(__name__)
 # Shards of earlier jobs whose answers a worker keeps in memory.
@@ -85,7 +85,7 @@ def kept_answers(store: JobStore, shard_id: int) -> dict[bytes, RowAnswer]:
     errors left out.
     """
     kept = (row for row in decode_journal(decompressed(store.read_answers(shard_id))) if isinstance(row, RowAnswer))
-    found = {row.fingerprint: row for row in kept if row.error is None}
+    found = {row.fingerprint: row for row in with_contents(kept, store.content_of) if row.error is None}
     return found | {row.fingerprint: row for row in _journalled(store, shard_id).values()}
 
 
@@ -132,7 +132,8 @@ def _answers(store: JobStore, record: JobRecord, shard_id: int) -> dict[AnswerKe
 
 def _journalled(store: JobStore, shard_id: int) -> dict[AnswerKey, RowAnswer]:
     rows = (row for journal in store.read_wip(shard_id).values() for row in decode_journal(journal))
-    return {row.key: row for row in rows if isinstance(row, RowAnswer) and row.error is None}
+    answers = (row for row in rows if isinstance(row, RowAnswer) and row.error is None)
+    return {row.key: row for row in with_contents(answers, store.content_of)}
 
 
 def _table_of(part: BinaryIO, record: JobRecord, shard_id: int, names: Sequence[str] = ()) -> pa.Table | None:

@@ -24,14 +24,20 @@ from .answers import RowAnswer, probabilities
 from .reader import ShardRows, given_values, stage_adapter
 from .row_program import RowProgram
 from .schema import passthrough_schema
-from .writer import Spell, answer_columns, finished_part, part_schema
+from .writer import ContentOf, Spell, answer_columns, finished_part, part_schema, with_contents
 
 # Values of a request that a part counts, and the place of its row; parts of earlier versions lack the place.
 _COUNTED = ("stage", "adapter", "prompt_tokens", "completion_tokens", "finish_reason", "mode", "error", "row")
 
 
 def staged_part_bytes(
-    rows: ShardRows, programs: Sequence[RowProgram], record: JobRecord, run_id: str, num_reused: int, spell: Spell
+    rows: ShardRows,
+    programs: Sequence[RowProgram],
+    record: JobRecord,
+    run_id: str,
+    num_reused: int,
+    spell: Spell,
+    content_of: ContentOf,
 ) -> memoryview:
     """The Parquet file of one shard. `programs`: of its rows, all done. `num_reused`: rows whose answers runs before
     `run_id` computed.
@@ -42,7 +48,7 @@ def staged_part_bytes(
     errors = [_first_error(program) for program in programs]
     attempts = [max((answer.attempts for answer, _ in _answers(program)), default=0) for program in programs]
     given = given_values(rows.table)
-    columns = [_stage_column(stage, programs, given, record, spell) for stage in output_stages(record.spec)]
+    columns = [_stage_column(stage, programs, given, record, spell, content_of) for stage in output_stages(record.spec)]
     columns += [pa.array(errors, pa.string()), pa.array(attempts, pa.int32())]
     kept = rows.table.select(passthrough_schema(rows.table.schema).names)
     table = pa.Table.from_arrays([*kept.columns, *columns], schema=schema)
@@ -106,12 +112,13 @@ def _stage_column(
     given: Sequence[Mapping[str, Any]],
     record: JobRecord,
     spell: Spell,
+    content_of: ContentOf,
 ) -> pa.Array:
     """The column of one stage, `[num_rows]`."""
     results = [program.results[stage.name] for program in programs]
     items = [result if isinstance(result, list) else [result] for result in results]
     found = [(one, row) for row, of_row in enumerate(items) for one in of_row if one is not None]
-    structs = _structs(stage, [one for one, _ in found], [given[row] for _, row in found], record, spell)
+    structs = _structs(stage, [one for one, _ in found], [given[row] for _, row in found], record, spell, content_of)
     places = iter(range(len(found)))
     numbers = [None if one is None else next(places) for of_row in items for one in of_row]
     if not stage.is_list:
@@ -129,7 +136,12 @@ def _stage_column(
 
 
 def _structs(
-    stage: Stage, results: Sequence[Any], given: Sequence[Mapping[str, Any]], record: JobRecord, spell: Spell
+    stage: Stage,
+    results: Sequence[Any],
+    given: Sequence[Mapping[str, Any]],
+    record: JobRecord,
+    spell: Spell,
+    content_of: ContentOf,
 ) -> pa.StructArray:
     """Results as structs, `[num_results]`."""
     kind = stage_struct(record, stage)
@@ -138,7 +150,7 @@ def _structs(
         picks = list(results)
         pairs = [(pick.answer, pick.request) for pick in picks]
         asked = next(one for one in stages_of(record.spec.stages) if one.name == stage.pick)
-    answers = [answer for answer, _ in pairs]
+    answers = with_contents([answer for answer, _ in pairs], content_of)
     requests = [request or answer for answer, request in pairs]
     names = [stage_adapter(asked, values, record) for values in given]
     columns = answer_columns(requests, answers, names, stage_record(record, asked), spell)

@@ -7,7 +7,8 @@ of a job, so that readers may take the folder as one table.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -53,6 +54,8 @@ from .task_columns import POOLED_COLUMNS, pooled_of, right_labels, task_columns
 
 #: Function of an adapter (None: the base model) and tokens that returns the bytes of each; None if they are not known.
 Spell = Callable[[str | None, Sequence[int]], list[bytes] | None]
+#: Function of an adapter's identity (None: the base model) that returns its content hash; see `JobStore.content_of`.
+ContentOf = Callable[[str | None], str | None]
 _TEXTS, _BYTES = LOGPROB_FIELDS[2:]
 _TOPS = ASKED_FIELDS["top_logprobs"]
 _PROMPT, _PROMPT_TOPS = ASKED_FIELDS["prompt_logprobs"], ASKED_FIELDS["prompt_top_logprobs"]
@@ -65,6 +68,7 @@ def part_bytes(
     run_id: str = "",
     num_reused: int = 0,
     spell: Spell | None = None,
+    content_of: ContentOf = lambda adapter_id: adapter_id,
 ) -> memoryview:
     """The Parquet file of one shard. `finished`: request id -> answer, for every row that is a `Request`. `num_reused`:
     answers in `finished` that runs before `run_id` computed. `spell`: None leaves tokens without texts and bytes.
@@ -73,11 +77,22 @@ def part_bytes(
     """
     missing = [r.request_id for r in rows.requests if not isinstance(r, RowAnswer) and r.request_id not in finished]
     assert not missing, f"shard {rows.shard_id}: {len(missing)} rows have no answer, first {missing[0]}"
-    answers = [request if isinstance(request, RowAnswer) else finished[request.request_id] for request in rows.requests]
+    found = [request if isinstance(request, RowAnswer) else finished[request.request_id] for request in rows.requests]
+    answers = with_contents(found, content_of)
     table = _with_answers(rows, answers, record, spell or (lambda adapter, token_ids: None))
     num_curable = sum(RUN_AGAIN in (answer.error or "") for answer in answers)
     counts = {"num_completions": rows.num_rows, "num_reused": num_reused, "num_curable": num_curable}
     return finished_part(table, rows, record, run_id, **counts)
+
+
+def with_contents(answers: Iterable[RowAnswer], content_of: ContentOf) -> list[RowAnswer]:
+    """The answers with the content hashes of their adapters in place of identities."""
+    return [
+        answer
+        if (content := content_of(answer.adapter_sha256)) == answer.adapter_sha256
+        else replace(answer, adapter_sha256=content)
+        for answer in answers
+    ]
 
 
 def finished_part(table: pa.Table, rows: ShardRows, record: JobRecord, run_id: str, **counts: Any) -> memoryview:
@@ -133,7 +148,12 @@ def empty_part(record: JobRecord, run_id: str) -> memoryview:
 
 
 def answers_in_part(
-    part: BinaryIO, rows: ShardRows, record: JobRecord, *, with_errors: bool = False
+    part: BinaryIO,
+    rows: ShardRows,
+    record: JobRecord,
+    content_of: ContentOf = lambda adapter_id: adapter_id,
+    *,
+    with_errors: bool = False,
 ) -> dict[str, RowAnswer] | None:
     """Answers of a committed part that still hold: request id -> answer. None when the part cannot be read or holds
     other rows than the shard's.
@@ -156,11 +176,11 @@ def answers_in_part(
         return None
     answers = answer_values(table, record)
     return {
-        request.request_id: row_answer(answer, fingerprint)
+        request.request_id: row_answer(answer | {"adapter_sha256": request.adapter_id}, fingerprint)
         for request, fingerprint, answer in zip(rows.requests, rows.fingerprints, answers, strict=True)
         if not isinstance(request, RowAnswer)
         and (with_errors or answer["error"] is None)
-        and answer["adapter_sha256"] == request.adapter_id
+        and answer["adapter_sha256"] == content_of(request.adapter_id)
     }
 
 

@@ -108,7 +108,14 @@ class FetchAdapter(PeerRequest[AdapterFiles]):
     adapter_id: str
 
 
-_REQUESTS: Codec[Any] = Codec(LendRows, ReceiveRows, FetchResults, RecallRows, DropRows, FetchAdapter)
+@dataclass(frozen=True, slots=True)
+class ForeseeAdapters(PeerRequest[None]):
+    """Tells a worker which adapters its shards will need, in the order of the plan, so that it fetches them ahead."""
+
+    adapter_ids: tuple[str, ...]
+
+
+_REQUESTS: Codec[Any] = Codec(LendRows, ReceiveRows, FetchResults, RecallRows, DropRows, FetchAdapter, ForeseeAdapters)
 _REPLIES: Codec[Any] = Codec(LoanResults, AdapterFiles, Refused)
 
 

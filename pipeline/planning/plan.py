@@ -434,7 +434,7 @@ def reopen_shard(store: JobStore, record: JobRecord, rows: ShardRows) -> None:
     kept = {}
     if record.spec.stages is None:
         with store.open_part(rows.shard_id) as part:
-            kept = answers_in_part(part, rows, record) or {}
+            kept = answers_in_part(part, rows, record, store.content_of) or {}
     store.clear_wip(rows.shard_id)
     if kept:
         store.append_wip(rows.shard_id, _ATTEMPT, encode_answers(kept.values()))

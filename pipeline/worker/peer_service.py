@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from distributed import Worker
 
+from ...jobs.errors import StorageError
 from ..migration.incoming import IncomingRows
 from ..migration.outgoing import OutgoingRows
 from ..migration.peers import (
@@ -11,6 +12,7 @@ from ..migration.peers import (
     DropRows,
     FetchAdapter,
     FetchResults,
+    ForeseeAdapters,
     LendRows,
     LoanResults,
     Peers,
@@ -43,6 +45,8 @@ class PeerService:
                 self.incoming.recall(request.loan_id)
             case DropRows():
                 self.incoming.drop(request.loan_id)
+            case ForeseeAdapters():
+                self._adapters.foresee(request.adapter_ids)
             case FetchAdapter():
                 return AdapterFiles(await self._adapters.files(request.adapter_id))
             case _:
@@ -54,5 +58,9 @@ class PeerService:
         # The owner of the rows has their adapters.
         owner = request.owner
         peers = {adapter_id: owner for adapter_id in named if adapter_id is not None}
-        adapters = await self._adapters.get(peers, peers)
+        found = await self._adapters.get(peers, peers)
+        for why in found.values():
+            if isinstance(why, str):
+                raise StorageError(f"rows are not taken: {why}")
+        adapters = [adapter for adapter in found.values() if not isinstance(adapter, str)]
         self.incoming.receive(request.loan_id, request.rows, adapters)

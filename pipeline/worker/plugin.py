@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,13 +24,17 @@ from distributed import Status, Worker
 from distributed.diagnostics.plugin import WorkerPlugin
 from distributed.protocol.pickle import dumps
 
+from ...engine.config import read_model_config
+from ...engine.peft.audit import AdapterAudit
 from ...engine.server.frames import RegisterAdapter
+from ...jobs.opening.confined_audit import Auditors
 from ...jobs.record import JobRecord
 from ...jobs.spec import JobSpec
 from ...jobs.status.worker_names import file_tag
 from ...jobs.storage.limits import waits_said
 from ...jobs.storage.local_copy import local_folder
 from ...jobs.store import JobStore
+from ...scheduler.messages import AdapterFetch
 from ...version import __version__
 from ..cluster.versions import sent_to_workers
 from ..cluster.worker_process import keep_warnings, leave_on_sigterm, let_pools_wait, revive_pools, worker_log_path
@@ -114,7 +118,9 @@ class RunPlugin(WorkerPlugin):
         self._shipper.add(f"engine-{file_tag(worker.address)}", self.engine.log_path)
         peers = Peers(worker, self._run_id)
         folder = self.engine.folder / "adapters"
-        self._adapters = AdapterCache(peers, lambda: self.record().adapters, self._settings.storage_options, folder)
+        self._adapters = AdapterCache(
+            peers, lambda: self.record().adapters, self.store, self._audit, self._settings.storage_options, folder
+        )
         self._peer_service = PeerService(worker, self._run_id, self.engine, peers, self._adapters)
         self.starts_later = False
 
@@ -125,6 +131,7 @@ class RunPlugin(WorkerPlugin):
         self._record: JobRecord | None = None
         self._shards: ShardReader | None = None
         self._earlier: EarlierAnswers | None = None
+        self._auditors: Auditors | None = None
         self._lock = threading.Lock()
         self._claims: dict[int, Future[ShardOutcome]] = {}
 
@@ -139,6 +146,7 @@ class RunPlugin(WorkerPlugin):
 
     async def _leave_engine(self) -> TemporaryDirectory[str] | None:
         """Leave the engine. Returns its folder if no other run uses the engine."""
+        self._adapters.close()
         await self._peer_service.outgoing.call_back(_RECALL_TIMEOUT_S)
         folder = await asyncio.to_thread(self._engines.leave, self._run_id, _CLOSE_TIMEOUT_S)
         await self._peer_service.incoming.depart(_RETURN_TIMEOUT_S)
@@ -172,6 +180,8 @@ class RunPlugin(WorkerPlugin):
                 claim.result(_CLOSE_TIMEOUT_S)
         if shards is not None:
             shards.close()
+        if self._auditors is not None:
+            self._auditors.__exit__()
         if self._worker.status not in (Status.running, Status.paused):
             # Reported last: the worker that opens the shards next must find the rows that were kept.
             self._send(WorkerReport(self.address, "left", self._settings.config.batch_rows))
@@ -239,13 +249,17 @@ class RunPlugin(WorkerPlugin):
                 with self._lock:
                     del self._claims[shard_id]
 
-    def adapters(self, adapter_ids: Collection[str], sources: Mapping[str, str]) -> list[RegisterAdapter]:
-        """Adapters in local folders. `sources`: content hash of an adapter -> address of a worker that has it.
+    def adapters(
+        self, adapter_ids: Collection[str], fetches: Collection[AdapterFetch]
+    ) -> dict[str, RegisterAdapter | str]:
+        """Adapters in local folders, by identity; a clause in place of one that cannot be used says why. `fetches`:
+        workers that have adapters; others are read from storage.
 
         Blocks, so it must not be called from the event loop. Raises `StorageError`, and `ShardAbandonedError` when the
         event loop ends first.
         """
         loop = self._worker.loop.asyncio_loop  # type: ignore[attr-defined]
+        sources = {fetch.adapter_id: source for fetch in fetches if (source := fetch.from_replica_id) is not None}
         found = asyncio.run_coroutine_threadsafe(self._adapters.get(adapter_ids, sources), loop)
         while True:
             done, _ = wait([found], timeout=_LOOP_CHECK_S)
@@ -253,6 +267,14 @@ class RunPlugin(WorkerPlugin):
                 return found.result()
             if not loop.is_running():
                 raise ShardAbandonedError(f"Worker {self.address} has ended; other workers go on with its shards.")
+
+    def _audit(self, name: str, folder: Path) -> AdapterAudit:
+        """Audit an adapter with all its values, in a child process that starts with the first one."""
+        with self._lock:
+            if self._auditors is None:
+                model = self._find_model()
+                self._auditors = Auditors(model, read_model_config(model), self._settings.model_url)
+        return self._auditors.audit(name, folder, is_patient=False)
 
     def _find_model(self) -> Path:
         return local_folder(self._settings.model_url, self._settings.storage_options)

@@ -19,7 +19,7 @@ from distributed import get_worker, secede
 from ...engine.request import ExportedRow, Request
 from ...jobs.parts import PartMark, read_mark
 from ...jobs.progress import AdapterCount
-from ...jobs.record import JobRecord
+from ...jobs.record import JobRecord, is_version_id
 from ...jobs.spec import JobSpec
 from ...jobs.store import JobStore
 from ...scheduler.messages import RunShard
@@ -56,7 +56,7 @@ def run_shard(run_id: str, command: RunShard) -> None:
 
 def _answer_and_commit(plugin: RunPlugin, command: RunShard, run_id: str) -> ShardOutcome:
     plugin.check_output()
-    record = plugin.record()
+    record, store = plugin.record(), plugin.store
     if record.spec.stages is not None:
         return answer_stages(plugin, command, run_id)
     rows = plugin.shards().rows(command.shard_id)
@@ -71,9 +71,11 @@ def _answer_and_commit(plugin: RunPlugin, command: RunShard, run_id: str) -> Sha
     answers = kept.answers
     reused = frozenset(answers)
     asked = [r for r in rows.requests if isinstance(r, Request) and r.request_id not in answers]
+    if unread := unread_adapters(rows, store):
+        plugin.adapters(unread, command.adapter_fetches)
     if asked:
         _answer(plugin, rows, asked, kept, command, run_id)
-    part = part_bytes(rows, answers, record, run_id, len(kept.earlier), plugin.spelling())
+    part = part_bytes(rows, answers, record, run_id, len(kept.earlier), plugin.spelling(), store.content_of)
     plugin.check_output()
     while not plugin.store.commit_part(command.shard_id, part) and read_done(plugin.store, record, rows) is None:
         # A worker of an earlier run with other adapters was faster; or this worker's run is the earlier one, for which
@@ -89,15 +91,21 @@ def _answer(
     plugin: RunPlugin, rows: ShardRows, asked: list[Request], kept: KeptRows, command: RunShard, run_id: str
 ) -> None:
     """Have the engine answer the requests `asked`, and add the answers to `kept.answers`."""
-    adapter_ids = frozenset(r.adapter_id for r in asked if r.adapter_id is not None)
-    requests = {request.request_id: request for request in asked}
     fingerprints = rows.fingerprint_of()
+    found = plugin.adapters(dict.fromkeys(r.adapter_id for r in asked if r.adapter_id), command.adapter_fetches)
+    names = {r.request_id: n for r, n in zip(rows.requests, rows.adapters, strict=True) if isinstance(r, Request)}
+    for request in asked:
+        if isinstance(why := found.get(request.adapter_id or ""), str):
+            fingerprint, num_tokens = fingerprints[request.request_id], len(request.prompt_token_ids)
+            error = f"adapter={names[request.request_id]!r}: {why}"
+            kept.answers[request.request_id] = RowAnswer.refused(fingerprint, request.adapter_id, error, num_tokens)
+    asked = [request for request in asked if request.request_id not in kept.answers]
+    if not asked:
+        return
+    adapters = [adapter for adapter in found.values() if not isinstance(adapter, str)]
+    requests = {request.request_id: request for request in asked}
     journal = f"{journals_of(run_id)}{command.attempt}-{uuid4().hex[:8]}"
     begun = [kept.begun.get(request.request_id, ExportedRow(request)) for request in asked]
-    # Adapters without a source here are read from storage.
-    fetches = command.adapter_fetches
-    sources = {fetch.adapter_id: source for fetch in fetches if (source := fetch.from_replica_id) is not None}
-    adapters = plugin.adapters(adapter_ids, sources)
     shard = plugin.engine.open(command.shard_id, begun, adapters, command.rows_behind)
     turn_s = time.monotonic()
     try:
@@ -204,7 +212,7 @@ def read_kept(store: JobStore, record: JobRecord, rows: ShardRows, run_id: str =
                         kept.earlier.add(request.request_id)
     if store.is_committed(rows.shard_id):
         with store.open_part(rows.shard_id) as part:
-            in_part = answers_in_part(part, rows, record) or {}
+            in_part = answers_in_part(part, rows, record, store.content_of) or {}
         kept.answers.update(in_part)
         kept.earlier.update(in_part)
         store.append_wip(rows.shard_id, f"part-{uuid4().hex[:8]}", encode_answers(in_part.values()))
@@ -235,10 +243,18 @@ def keep_shards(shard_ids: Sequence[int], store: JobStore, record: JobRecord, sp
             kept.keep_earlier(rows, earlier.of(shards.sources(shard_id)))
             if any(isinstance(r, Request) and r.request_id not in kept.answers for r in rows.requests):
                 continue  # a part of before was lost meanwhile
-            part = part_bytes(rows, kept.answers, record, run_id, len(kept.earlier), spell)
+            if unread_adapters(rows, store):
+                continue
+            part = part_bytes(rows, kept.answers, record, run_id, len(kept.earlier), spell, store.content_of)
             store.check_current(record)
             num_written += store.commit_part(shard_id, part)
     return num_written
+
+
+def unread_adapters(rows: ShardRows, store: JobStore) -> set[str]:
+    """Adapters of error rows whose content no one has read yet: parts name the adapters of all rows by content."""
+    of_errors = {r.adapter_sha256 for r in rows.requests if isinstance(r, RowAnswer)}
+    return {each for each in of_errors if each and is_version_id(each) and store.adapter_content(each) is None}
 
 
 def read_done(store: JobStore, record: JobRecord, rows: ShardRows) -> dict[str, RowAnswer] | None:
@@ -246,7 +262,7 @@ def read_done(store: JobStore, record: JobRecord, rows: ShardRows) -> dict[str, 
     if not store.is_committed(rows.shard_id):
         return None
     with store.open_part(rows.shard_id) as part:
-        answers = answers_in_part(part, rows, record, with_errors=True)
+        answers = answers_in_part(part, rows, record, store.content_of, with_errors=True)
     num_asked = sum(isinstance(request, Request) for request in rows.requests)
     return None if answers is None or len(answers) < num_asked else answers
 

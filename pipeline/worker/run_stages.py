@@ -48,7 +48,8 @@ def answer_stages(plugin: RunPlugin, command: RunShard, run_id: str) -> ShardOut
     first = staged.begin()
     if first:
         _answer(plugin, staged, first, command, run_id)
-    part = staged_part_bytes(rows, staged.programs, record, run_id, staged.num_reused, plugin.spelling())
+    spell, content_of = plugin.spelling(), plugin.store.content_of
+    part = staged_part_bytes(rows, staged.programs, record, run_id, staged.num_reused, spell, content_of)
     plugin.check_output()
     plugin.store.write_answers(shard_id, _compressed(staged))
     while not plugin.store.commit_part(shard_id, part) and mark_of(plugin.store, record, rows) is None:
@@ -96,9 +97,8 @@ def keep_staged(
     staged = StagedShard(rows, record, spec, kept, tokenizer_of)
     if staged.begin():
         return False
-    part = staged_part_bytes(
-        rows, staged.programs, record, run_id, staged.num_reused, spelling(record, spec.model, spec.storage_options)
-    )
+    spell = spelling(record, spec.model, spec.storage_options)
+    part = staged_part_bytes(rows, staged.programs, record, run_id, staged.num_reused, spell, store.content_of)
     store.check_current(record)
     store.write_answers(rows.shard_id, _compressed(staged))
     return store.commit_part(rows.shard_id, part)
@@ -124,9 +124,13 @@ def _compressed(staged: StagedShard) -> bytes:
 def _answer(plugin: RunPlugin, staged: StagedShard, first: list[ExportedRow], command: RunShard, run_id: str) -> None:
     """Have the engine answer requests until no stage of any row has one left."""
     journal = f"{journals_of(run_id)}{command.attempt}-{uuid4().hex[:8]}"
-    fetches = command.adapter_fetches
-    sources = {fetch.adapter_id: source for fetch in fetches if (source := fetch.from_replica_id) is not None}
-    adapters = plugin.adapters(staged.adapter_ids, sources)
+    found = plugin.adapters(staged.adapter_ids, command.adapter_fetches)
+    adapters = [adapter for adapter in found.values() if not isinstance(adapter, str)]
+    names = {adapter.sha256: adapter.name for adapter in plugin.record().adapters}
+    refused = {id_: f"adapter={names[id_]!r}: {why}" for id_, why in found.items() if isinstance(why, str)}
+    first, _ = staged.refuse(first, refused)
+    if not first:
+        return
     rows_left = sum(not program.is_done for program in staged.programs)
     shard = plugin.engine.open(command.shard_id, first, adapters, command.rows_behind, rows_left)
     num_open, unsaved = len(first), list[RowAnswer]()
@@ -142,6 +146,8 @@ def _answer(plugin: RunPlugin, staged: StagedShard, first: list[ExportedRow], co
             answers = [_answered(staged, served, command) for served in shard.take(_TURN_S)]
             plugin.engine.check_model()
             following, done = staged.take(answers)
+            following, refused_rows = staged.refuse(following, refused)
+            done += refused_rows
             if following:
                 plugin.engine.extend(shard, following)
             if done:

@@ -117,6 +117,31 @@ class StagedShard:
         following = self._advance(changed)
         return following, [row for row in changed if self.programs[row].is_done]
 
+    def refuse(self, requests: list[ExportedRow], refused: Mapping[str, str]) -> tuple[list[ExportedRow], list[int]]:
+        """Answer those of the requests whose adapters are refused, by the sentence of the adapter, and what follows
+        from them. Returns the requests for engines, and the rows that are done by the refusals.
+        """
+        left: list[ExportedRow] = []
+        done: list[int] = []
+        while requests:
+            bad = [row.request for row in requests if row.request.adapter_id in refused]
+            left += [row for row in requests if row.request.adapter_id not in refused]
+            answers = [
+                (
+                    request.request_id,
+                    RowAnswer.refused(
+                        self.fingerprint_of(request.request_id),
+                        request.adapter_id,
+                        refused[request.adapter_id or ""],
+                        len(request.prompt_token_ids),
+                    ),
+                )
+                for request in bad
+            ]
+            requests, rows = self.take(answers) if answers else ([], [])
+            done += rows
+        return left, done
+
     def _advance(self, rows: Iterable[int]) -> list[ExportedRow]:
         """The new requests of these rows. What can be answered at once, by a kept answer or an error, is."""
         found: list[ExportedRow] = []

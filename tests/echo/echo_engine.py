@@ -62,6 +62,7 @@ class EchoEngine:
         self._queue: dict[str, Request] = {}
         self._steps_done: dict[str, int] = {}
         self._adapters: dict[str, Path] = {}
+        self._contents: dict[str | None, str] = {}
         # Times at which adapters that rows have asked for are there, in seconds of the monotonic clock.
         self._there_s: dict[str, float] = {}
         self._adapter_s: float = options.get("adapter_s", 0.0)
@@ -70,10 +71,11 @@ class EchoEngine:
         self._num_steps = 0
         self._filled_steps = 0.0
 
-    def register_adapter(self, adapter_id: str, folder: Path, name: str = "") -> None:
+    def register_adapter(self, adapter_id: str, folder: Path, name: str = "", content_sha256: str = "") -> None:
         if adapter_id in self._options.get("refuse_adapters", []):
             raise AdapterRefusedError(f"adapter {adapter_id}: refused for the test")
         self._adapters[adapter_id] = folder
+        self._contents[adapter_id] = content_sha256 or adapter_id
 
     def import_rows(self, rows: Sequence[ExportedRow]) -> None:
         for row in rows:
@@ -142,7 +144,7 @@ class EchoEngine:
         return Result(
             request_id=request.request_id,
             token_ids=tuple(range(max_tokens)),
-            text=answer(request.prompt_token_ids, request.adapter_id, max_tokens),
+            text=answer(request.prompt_token_ids, self._contents.get(request.adapter_id), max_tokens),
             finish_reason="length",
             prompt_tokens=len(request.prompt_token_ids),
             mode="unmerged" if request.adapter_id else "base",

@@ -90,7 +90,8 @@ class EchoJob:
         """Every row is there once, with the one right answer for its tokens and its adapter's content."""
         found = self.rows()
         assert Counter(row["id"] for row in found) == Counter(row["id"] for row in rows)
-        sha = {adapter.name: adapter.sha256 for adapter in self.record.adapters}
+        store = self.store
+        sha = {adapter.name: store.content_of(adapter.sha256) for adapter in self.record.adapters}
         for asked, row in zip(sorted(rows, key=lambda row: row["id"]), found, strict=True):
             assert row["error"] is None, row
             adapter_id = sha[asked["adapter"]] if asked["adapter"] else None

@@ -220,9 +220,9 @@ class EchoPlugin(RunPlugin):
         self.echo = EchoQueue(self._model, self._run_id, self._errors)
         self.engine = _Handle(self)
 
-    def adapters(self, adapter_ids: Iterable[str], sources: Mapping[str, str]) -> list[RegisterAdapter]:
+    def adapters(self, adapter_ids: Iterable[str], fetches: Any) -> dict[str, RegisterAdapter | str]:
         """See `RunPlugin`."""
-        return [RegisterAdapter(adapter_id, str(self._model), adapter_id[:4]) for adapter_id in adapter_ids]
+        return {adapter_id: RegisterAdapter(adapter_id, str(self._model), adapter_id[:4]) for adapter_id in adapter_ids}
 
 
 class _Handle(EngineHandle):

@@ -6,7 +6,9 @@ then refused. That is where a test may kill the client. INITIAL_NO_AUTH_ACTION_C
 refuse unknown keys. CONDITIONAL_PUT makes it answer conditional PUTs as other stores do, see `CONDITIONAL_PUT_REPLIES`.
 ALSO_AT="NAMESPACE ADDRESS" makes it serve the same port of that network namespace, too. While the file HOLD.fault
 exists, requests have the faults that its lines name, see `FAULTS`. After a fault's name may stand which requests have
-it: a method, a beginning of the path, and which share of them, as in "503 PUT /bucket/output/ 0.2".
+it: a method, a beginning of the path, and which share of them, as in "503 PUT /bucket/output/ 0.2". DELAY_S in the
+environment makes it take so long for each request. With LOG it adds a line to that file for each: seconds since the
+epoch, method, path with query, bytes of the reply.
 """
 
 from __future__ import annotations
@@ -58,8 +60,26 @@ class OtherStore:
         self._hold = hold
         self._refusal = CONDITIONAL_PUT_REPLIES.get(conditional_put)
         self._written_s: dict[str, float] = {}
+        self._delay_s = float(os.environ.get("DELAY_S", "0"))
+        self._log = Path(os.environ["LOG"]) if "LOG" in os.environ else None
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        time.sleep(self._delay_s)
+        if self._log is None:
+            return self._answer(environ, start_response)
+        log, now_s = self._log, time.time()
+
+        def start(status: str, headers: list[tuple[str, str]], *rest: Any) -> Any:
+            num_bytes = next((value for name, value in headers if name.lower() == "content-length"), "0")
+            num_bytes = "0" if environ["REQUEST_METHOD"] == "HEAD" else num_bytes
+            path = environ["PATH_INFO"] + "?" + environ.get("QUERY_STRING", "")
+            with log.open("a") as lines:
+                lines.write(f"{now_s:.3f} {environ['REQUEST_METHOD']} {path.replace(' ', '%20')} {num_bytes}\n")
+            return start_response(status, headers, *rest)
+
+        return self._answer(environ, start)
+
+    def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if environ["REQUEST_METHOD"] == "PUT":
             if not _has_whole_body(environ):
                 return refuse("400 Bad Request", "IncompleteBody", start_response)

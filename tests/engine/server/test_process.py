@@ -65,7 +65,7 @@ class Engine:
         self.config = config
         self.expected = {}
 
-    def register_adapter(self, adapter_id, folder, name):
+    def register_adapter(self, adapter_id, folder, name, content_sha256=""):
         if adapter_id == "bad":
             raise AdapterRefusedError("adapter bad: no weights")
 

@@ -159,9 +159,9 @@ class MovingPlugin(EchoPlugin):
         """See `RunPlugin`."""
         self.outcomes[outcome.shard_id] = outcome
 
-    async def get(self, adapter_ids: Iterable[str], peers: Any) -> list[RegisterAdapter]:
+    async def get(self, adapter_ids: Iterable[str], peers: Any) -> dict[str, RegisterAdapter | str]:
         """As `AdapterCache`."""
-        return self.adapters(adapter_ids, {})
+        return self.adapters(adapter_ids, ())
 
 
 class Wire:

@@ -10,8 +10,10 @@ from typing import Any
 import fsspec
 import pytest
 
+from lorabatch.engine.peft.audit import AdapterAudit
 from lorabatch.jobs.errors import StorageError
 from lorabatch.jobs.record import AdapterRecord
+from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.migration.peers import AdapterFiles, FetchAdapter, PeerLostError
 from lorabatch.pipeline.worker.adapters import AdapterCache
 
@@ -63,7 +65,12 @@ def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def cache_of(url: str, folder: Path, peers: FakePeers | None = None, more: Iterable[AdapterRecord] = ()) -> Any:
     adapters = [record("alpha", url), *more]
-    return AdapterCache(peers or FakePeers(), lambda: adapters, {}, folder)  # type: ignore[arg-type]
+    store = JobStore(str(folder.parent / "output"))
+    return AdapterCache(peers or FakePeers(), lambda: adapters, store, no_audit, {}, folder)  # type: ignore[arg-type]
+
+
+def no_audit(name: str, folder: Path) -> AdapterAudit:
+    raise AssertionError(f"{name}: nothing is to be learnt of an adapter that is known by its content")
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -74,9 +81,8 @@ def content(folder: Path) -> dict[str, bytes]:
 def test_a_local_adapter_stays_where_it_is(alpha: Path, tmp_path: Path, prefix: str) -> None:
     async def story() -> None:
         peers = FakePeers()
-        (found,) = await cache_of(f"{prefix}{alpha}", tmp_path / "copies", peers).get(
-            ["sha-alpha"], {"sha-alpha": PEER}
-        )
+        cache = cache_of(f"{prefix}{alpha}", tmp_path / "copies", peers)
+        found = (await cache.get(["sha-alpha"], {"sha-alpha": PEER}))["sha-alpha"]
         assert (Path(found.folder), found.name, peers.asked) == (alpha, "alpha", [])
         assert not (tmp_path / "copies").exists()
 
@@ -86,7 +92,7 @@ def test_a_local_adapter_stays_where_it_is(alpha: Path, tmp_path: Path, prefix: 
 def test_an_adapter_in_storage_is_copied_from_the_named_worker(tmp_path: Path) -> None:
     async def story() -> None:
         cache = cache_of(NOWHERE, tmp_path / "copies")
-        (found,) = await cache.get(["sha-alpha"], {"sha-alpha": PEER})
+        found = (await cache.get(["sha-alpha"], {"sha-alpha": PEER}))["sha-alpha"]
         assert Path(found.folder).parent == tmp_path / "copies"
         assert content(Path(found.folder)) == await cache.files("sha-alpha") == FILES
 
@@ -96,7 +102,7 @@ def test_an_adapter_in_storage_is_copied_from_the_named_worker(tmp_path: Path) -
 def test_a_worker_that_does_not_reply_is_replaced_by_storage(storage: str, tmp_path: Path) -> None:
     async def story() -> None:
         cache = cache_of(storage, tmp_path / "copies", FakePeers(no_reply))
-        (found,) = await cache.get(["sha-alpha"], {"sha-alpha": PEER})
+        found = (await cache.get(["sha-alpha"], {"sha-alpha": PEER}))["sha-alpha"]
         assert content(Path(found.folder)) == FILES
         assert not (tmp_path / "copies").exists()
 
@@ -112,7 +118,7 @@ def test_requests_for_an_adapter_that_is_being_fetched_wait_for_that_fetch(tmp_p
         while not peers.asked:
             await asyncio.sleep(0)
         peers.gate.set()
-        assert len({adapters[0].folder for adapters in await asyncio.gather(*asked)}) == 1
+        assert len({found["sha-alpha"].folder for found in await asyncio.gather(*asked)}) == 1
         assert peers.asked == [PEER]
 
     asyncio.run(story())
@@ -125,7 +131,7 @@ def test_a_fetch_that_fails_leaves_the_next_request_to_try_another_worker(tmp_pa
         waiting = asyncio.create_task(cache.get(["sha-alpha"], {"sha-alpha": PEER}))
         with pytest.raises(StorageError, match="nowhere/alpha"):
             await failing
-        assert content(Path((await waiting)[0].folder)) == FILES
+        assert content(Path((await waiting)["sha-alpha"].folder)) == FILES
 
     asyncio.run(story())
 
@@ -136,7 +142,8 @@ def test_a_copy_whose_file_names_lead_elsewhere_is_refused_and_nothing_is_left(
 ) -> None:
     async def story() -> None:
         peers = FakePeers(lambda: {"adapter_config.json": b"{}", name: b"x"})
-        (found,) = await cache_of(storage, tmp_path / "copies", peers).get(["sha-alpha"], {"sha-alpha": PEER})
+        cache = cache_of(storage, tmp_path / "copies", peers)
+        found = (await cache.get(["sha-alpha"], {"sha-alpha": PEER}))["sha-alpha"]
         assert content(Path(found.folder)) == FILES
         assert not (tmp_path / "copies").exists()
 

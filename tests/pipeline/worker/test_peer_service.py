@@ -14,8 +14,10 @@ import pytest
 from distributed import Scheduler, Worker
 from echo_host import Host, finish, open_shard, until
 
+from lorabatch.engine.peft.audit import AdapterAudit
 from lorabatch.jobs.errors import StorageError
 from lorabatch.jobs.record import AdapterRecord
+from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.migration.peers import (
     AdapterFiles,
     DropRows,
@@ -50,6 +52,10 @@ def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "memory://bucket/alpha"
 
 
+def no_audit(name: str, folder: Path) -> AdapterAudit:
+    raise AssertionError(f"{name}: nothing is to be learnt of an adapter that is known by its content")
+
+
 class Dance(PeerRequest[None]):
     """A request of another protocol."""
 
@@ -67,7 +73,9 @@ class Site:
     def __post_init__(self) -> None:
         record = AdapterRecord.model_validate({"name": "alpha", "url": self.url, "verdict": "exact", "sha256": ALPHA})
         peers = Peers(self.worker, RUN)
-        self.cache = AdapterCache(peers, lambda: [record], {}, Path(self.worker.local_directory) / "adapters")
+        here = Path(self.worker.local_directory)
+        store = JobStore(str(here / "output"))
+        self.cache = AdapterCache(peers, lambda: [record], store, no_audit, {}, here / "adapters")
         self.service = PeerService(self.worker, RUN, self.host.engine, peers, self.cache)
 
     async def ask(self, other: Site, request: PeerRequest[ReplyT]) -> ReplyT:
@@ -100,7 +108,7 @@ def test_rows_go_with_their_adapter_to_a_helper_that_cannot_get_it_elsewhere(
     async def story() -> None:
         engines = [hosts(gate=str(tmp_path / "gate")), hosts(step_s=0.01)]
         async with sites(tmp_path, [storage, NOWHERE], engines) as (owner, helper):
-            shard = open_shard(owner.host, 6, *await owner.cache.get([ALPHA], {}))
+            shard = open_shard(owner.host, 6, (await owner.cache.get([ALPHA], {}))[ALPHA])
             await until(lambda: any(report.running_rows for report in owner.host.reports))
             # As the coordinator does, from whatever worker it is on.
             await helper.ask(owner, LendRows(7, 4, helper.worker.address))
@@ -118,10 +126,10 @@ def test_rows_whose_adapter_a_helper_cannot_get_stay_with_their_owner(
     async def story() -> None:
         engines = [hosts(gate=str(tmp_path / "gate")), hosts()]
         async with sites(tmp_path, [storage, NOWHERE], engines) as (owner, helper):
-            adapters = await owner.cache.get([ALPHA], {})
-            shard = open_shard(owner.host, 4, *adapters)
+            adapter = (await owner.cache.get([ALPHA], {}))[ALPHA]
+            shard = open_shard(owner.host, 4, adapter)
             await until(lambda: any(report.running_rows for report in owner.host.reports))
-            Path(adapters[0].folder).rename(tmp_path / "taken-away")
+            Path(adapter.folder).rename(tmp_path / "taken-away")
             await helper.ask(owner, LendRows(7, 3, helper.worker.address))
             await until(lambda: owner.host.reports[-1].lent_rows == 0)
             (tmp_path / "gate").touch()

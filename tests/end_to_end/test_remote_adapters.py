@@ -1,0 +1,196 @@
+"""Adapters in a store: opened by their headers, read by workers, and known by their content all the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from echo_job import EchoJob, Watcher, kill_one, make_rows
+from safetensors.torch import load_file, save_file
+
+from lorabatch.engine.errors import RUN_AGAIN
+from lorabatch.jobs.record import is_version_id
+from lorabatch.tests.end_to_end.bucket import Bucket, s3_server
+
+NAMES = ("rank1", "rank8", "rank20")
+WEIGHTS = "adapter_model.safetensors"
+LONG_FAULTS = ("infinite", "no effect")
+
+
+class Logged:
+    """A bucket, and the requests that its server has had."""
+
+    def __init__(self, bucket: Bucket, log: Path) -> None:
+        self.bucket, self._log = bucket, log
+
+    def requests(self, until_s: float = float("inf")) -> list[tuple[str, str, int]]:
+        """Method, path and bytes of each request up to a time in seconds since the epoch."""
+        lines = (line.split(" ") for line in self._log.read_text().splitlines())
+        return [(method, path, int(num)) for at_s, method, path, num in lines if float(at_s) <= until_s]
+
+
+@pytest.fixture
+def logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Logged]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with s3_server(tmp_path, LOG=str(tmp_path / "log")) as bucket:
+        bucket.fs.mkdir("bucket")
+        yield Logged(bucket, tmp_path / "log")
+
+
+def run_on_s3(job: EchoJob, bucket: Bucket, **options: Any) -> Any:
+    given = {"adapters": "s3://bucket/adapters", "storage_options": bucket.options, "workers": 1}
+    return job.run(**given | options)
+
+
+def changed(folder: Path, change: float) -> None:
+    """Write the adapter's first tensor with another number."""
+    tensors = load_file(folder / WEIGHTS)
+    first = next(name for name in tensors if "lora_B" in name)
+    tensors[first].view(-1)[0] = change
+    save_file(tensors, folder / WEIGHTS)
+
+
+def put_in_parts(bucket: Bucket, name: str) -> None:
+    """Store a file again with the same content, so that its tag is another one."""
+    place, fs = {"Bucket": "bucket", "Key": name}, bucket.fs
+    content = fs.cat_file(f"bucket/{name}")
+    upload = place | {"UploadId": fs.call_s3("create_multipart_upload", **place)["UploadId"]}
+    tag = fs.call_s3("upload_part", **upload, PartNumber=1, Body=content)["ETag"]
+    parts = {"Parts": [{"ETag": tag, "PartNumber": 1}]}
+    fs.call_s3("complete_multipart_upload", **upload, MultipartUpload=parts)
+
+
+def test_adapters_in_a_store_are_opened_by_their_headers(echo_job: EchoJob, logged: Logged, tmp_path: Path) -> None:
+    for number in range(9):
+        shutil.copytree(echo_job.adapters / "rank8", echo_job.adapters / f"copy{number}")
+        changed(echo_job.adapters / f"copy{number}", number + 1.0)
+        (echo_job.adapters / f"copy{number}" / "optimizer.pt").write_bytes(bytes(1 << 20))
+    rows = make_rows(64, (None, *NAMES, *(f"copy{number}" for number in range(9))))
+    echo_job.write_input(rows)
+    logged.bucket.put(echo_job.adapters, "adapters")
+    frozen_s: list[float] = []
+    is_frozen = Watcher(
+        lambda state: (echo_job.output / "_lorabatch" / "job.json").exists(),
+        lambda: frozen_s.append((echo_job.output / "_lorabatch" / "job.json").stat().st_mtime),
+    )
+    run_on_s3(echo_job, logged.bucket, progress=is_frozen)
+    echo_job.assert_answered(rows)
+    served = echo_job.record.adapters
+    assert all(is_version_id(adapter.sha256) and adapter.files for adapter in served)
+    by_client = logged.requests(frozen_s[0])
+    assert len(by_client) <= 3 * len(served) + 4, by_client
+    whole = sum((folder / WEIGHTS).stat().st_size for folder in echo_job.adapters.iterdir())
+    assert not any("optimizer" in path for _, path, _ in logged.requests() if "list-type" not in path)
+    assert sum(num for _, path, num in by_client if WEIGHTS in path) < whole
+    found = {row["id"]: (row["completion"], row["adapter_sha256"]) for row in echo_job.rows()}
+    shutil.rmtree(echo_job.output)
+    echo_job.run(workers=1)
+    assert found == {row["id"]: (row["completion"], row["adapter_sha256"]) for row in echo_job.rows()}
+
+
+@pytest.mark.parametrize("fault", ["nan", *(pytest.param(each, marks=pytest.mark.long) for each in LONG_FAULTS)])
+@pytest.mark.long
+def test_values_that_workers_refuse_cost_what_the_audit_says(echo_job: EchoJob, logged: Logged, fault: str) -> None:
+    tensors = load_file(echo_job.adapters / "rank8" / WEIGHTS)
+    first = next(name for name in tensors if "lora_B" in name)
+    if fault == "no effect":
+        tensors = {name: torch.zeros_like(each) if "lora_B" in name else each for name, each in tensors.items()}
+    else:
+        tensors[first][0, 0] = float("nan" if fault == "nan" else "inf")
+    save_file(tensors, echo_job.adapters / "rank8" / WEIGHTS)
+    echo_job.write_input(make_rows(32, (None, *NAMES)))
+    logged.bucket.put(echo_job.adapters, "adapters")
+    result = run_on_s3(echo_job, logged.bucket, max_errors="50%")
+    found = echo_job.rows()
+    shutil.rmtree(echo_job.output)
+    echo_job.run(workers=1, max_errors="50%")
+    compared = ("id", "completion", "adapter_sha256", "error", "finish_reason", "mode")
+    assert [[row[name] for name in compared] for row in found] == [
+        [row[name] for name in compared] for row in echo_job.rows()
+    ]
+    assert result.num_errors == 8
+    assert {row["adapter"] for row in found if row["error"] is not None} == {"rank8"}
+
+
+@pytest.mark.long
+def test_a_resumed_job_computes_rows_of_changed_adapters_only(echo_job: EchoJob, logged: Logged) -> None:
+    rows = make_rows(32, (None, *NAMES))
+    echo_job.write_input(rows)
+    logged.bucket.put(echo_job.adapters, "adapters")
+    run_on_s3(echo_job, logged.bucket)
+    before, parts = echo_job.record, echo_job.parts()
+    # the same content under another tag, and under the same
+    put_in_parts(logged.bucket, f"adapters/rank1/{WEIGHTS}")
+    logged.bucket.put(echo_job.adapters / "rank20" / WEIGHTS, f"adapters/rank20/{WEIGHTS}")
+    run_on_s3(echo_job, logged.bucket)
+    assert (echo_job.record.adapters, echo_job.parts()) == (before.adapters, parts)
+    changed(echo_job.adapters / "rank8", 5.0)
+    logged.bucket.fs.put_file(str(echo_job.adapters / "rank8" / WEIGHTS), f"bucket/adapters/rank8/{WEIGHTS}")
+    result = run_on_s3(echo_job, logged.bucket)
+    echo_job.assert_answered(rows)
+    assert result.num_reused == 24
+    ids = {adapter.name: adapter.sha256 for adapter in echo_job.record.adapters}
+    old = {adapter.name: adapter.sha256 for adapter in before.adapters}
+    assert {name for name in ids if ids[name] != old[name]} == {"rank8"}
+
+
+@pytest.mark.long
+def test_a_job_goes_on_with_the_same_adapters_from_a_disk(echo_job: EchoJob, logged: Logged) -> None:
+    rows = make_rows(32, (None, *NAMES))
+    echo_job.write_input(rows)
+    logged.bucket.put(echo_job.adapters, "adapters")
+    run_on_s3(echo_job, logged.bucket)
+    parts = echo_job.parts()
+    echo_job.run(workers=1)
+    assert echo_job.parts() == parts
+    (echo_job.output / "_SUCCESS").unlink()
+    (echo_job.output / "part-00000.parquet").unlink()
+    echo_job.run(workers=1)
+    echo_job.assert_answered(rows)
+
+
+@pytest.mark.long
+def test_an_adapter_that_changes_before_it_is_read_costs_its_rows_until_the_next_run(
+    echo_job: EchoJob, logged: Logged
+) -> None:
+    rows = make_rows(32, (None, *NAMES))
+    echo_job.write_input(rows)
+    logged.bucket.put(echo_job.adapters, "adapters")
+
+    def change() -> None:
+        changed(echo_job.adapters / "rank8", 7.0)
+        logged.bucket.fs.put_file(str(echo_job.adapters / "rank8" / WEIGHTS), f"bucket/adapters/rank8/{WEIGHTS}")
+
+    is_frozen = Watcher(lambda state: (echo_job.output / "_lorabatch" / "job.json").exists(), change)
+    run_on_s3(echo_job, logged.bucket, max_errors="50%", progress=is_frozen)
+    errors = {row["adapter"]: row["error"] for row in echo_job.rows() if row["error"] is not None}
+    assert set(errors) == {"rank8"}
+    assert "has changed in s3://bucket/adapters/rank8" in errors["rank8"]
+    assert RUN_AGAIN in errors["rank8"]
+    run_on_s3(echo_job, logged.bucket, max_errors="50%")
+    echo_job.assert_answered(rows)
+
+
+@pytest.mark.long
+def test_a_worker_killed_while_it_fetches_loses_nothing(
+    echo_job: EchoJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    rows = make_rows(32, (None, *NAMES))
+    echo_job.write_input(rows)
+    with s3_server(tmp_path, DELAY_S="0.2", LOG=str(tmp_path / "log")) as bucket:
+        bucket.fs.mkdir("bucket")
+        bucket.put(echo_job.adapters, "adapters")
+        fetched = tmp_path / "cache" / "lorabatch" / "fetched"
+        killed = Watcher(lambda state: any(fetched.glob(".fetch-*")), lambda: kill_one("worker"))
+        run_on_s3(echo_job, bucket, progress=killed, workers=2)
+        assert killed.has_acted
+    echo_job.assert_answered(rows)
+    learnt = [json.loads(path.read_text()) for path in (echo_job.output / "_lorabatch" / "adapters").iterdir()]
+    assert len({each["sha256"] for each in learnt}) == len(NAMES)
+    assert not list(fetched.glob(".fetch-*/*"))
