@@ -339,6 +339,11 @@ class JobSpec(_SamplingFields):
         None, "Most tokens of one forward pass; by default 512, on a GPU by its memory.", ge=16
     )
     engine_threads: int | None = _engine(None, "CPU threads of an engine; by default its share of all.", ge=1)
+    adapter_disk_bytes: int | None = _cluster(
+        None,
+        "Most bytes of local copies of adapters that are in a store, on each host; by default half of the free space.",
+        ge=1,
+    )
     pool_bytes: int | None = _engine(None, "Memory of an engine's page pool; chosen by default.", ge=1)
 
     def __init__(self, **values: Unpack[JobOptions]) -> None:

@@ -7,12 +7,13 @@ safetensors has no versions here, and is copied whole by `adapter_copy.adapter_f
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -23,8 +24,9 @@ from ...engine.peft.folder import CONFIG_NAME, INDEX_NAME, MLX_NAME, WEIGHTS_NAM
 from ...engine.peft.heads import MODEL_CONFIG
 from ...engine.peft.tensor_file import MAX_HEADER_BYTES
 from ...engine.tokenizer_files import NAMES as TOKENIZER_NAMES
-from ...system.local_cache import default_cache_root, file_lock, make_private, temporary_folder
+from ...system.local_cache import file_lock, temporary_folder
 from ..errors import StorageError
+from .adapter_copies import AdapterCopies
 from .local_copy import copy_file, is_remote
 from .location import options_for
 from .redaction import redacted_url, storage_reason
@@ -108,27 +110,36 @@ def read_headers(url: str, versions: Versions, storage_options: Mapping[str, Any
     return digest.hexdigest()
 
 
-def fetched_adapter(
-    url: str, versions: Versions, storage_options: Mapping[str, Any], cache_root: Path | None = None
-) -> Path:
-    """A local folder with the files that decide what an adapter computes, fetched once per host.
+def fetched_adapter(url: str, versions: Versions, copies: AdapterCopies, fetch: Callable[[Path], None]) -> Path:
+    """A local folder with the files that decide what an adapter computes, fetched once per host. `fetch`: writes them
+    to a folder, such as `from_store`. The folder may be removed again until it is held.
 
-    Raises `StorageError` when they cannot be fetched, and `AdapterRefusedError` when the store has other versions.
+    Raises what `fetch` raises, and OSError where the disk has no room.
     """
     names = read_files(versions)
     key = hashlib.sha256(json.dumps([redacted_url(url), [[name, versions[name]] for name in names]]).encode())
-    root = (cache_root or default_cache_root()) / "fetched"
-    folder = root / f"{url.rstrip('/').rpartition('/')[2]}-{key.hexdigest()[:16]}"
-    if folder.exists():
-        return folder
-    make_private(root)
-    # Workers of this host need one copy.
-    with file_lock(folder.with_name(f".{folder.name}.lock")):
-        if not folder.exists():
-            with temporary_folder(root, ".fetch-") as scratch:
-                _copy(url, {name: versions[name] for name in names}, storage_options, scratch)
-                os.rename(scratch, folder)
+    folder = copies.root / f"{url.rstrip('/').rpartition('/')[2]}-{key.hexdigest()[:16]}"
+
+    def write() -> None:
+        with temporary_folder(copies.root, ".fetch-") as scratch:
+            fetch(scratch)
+            os.rename(scratch, folder)
+
+    if not folder.is_dir():
+        # Workers of this host need one copy.
+        with file_lock(folder.with_name(f".{folder.name}.lock")):
+            if not folder.is_dir():
+                copies.with_room(sum(_size(versions[name]) for name in names), write)
     return folder
+
+
+def from_store(url: str, versions: Versions, storage_options: Mapping[str, Any], folder: Path) -> None:
+    """Copy the files that decide what an adapter computes to `folder`.
+
+    Raises `StorageError` when they cannot be fetched, `AdapterRefusedError` when the store has other versions, and
+    OSError where the disk has no room.
+    """
+    _copy(url, {name: versions[name] for name in read_files(versions)}, storage_options, folder)
 
 
 def _copy(url: str, versions: Versions, storage_options: Mapping[str, Any], folder: Path) -> None:
@@ -161,6 +172,8 @@ def _copy(url: str, versions: Versions, storage_options: Mapping[str, Any], fold
     except AdapterRefusedError:
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
         raise StorageError(f"{redacted_url(url)!r}: {storage_reason(error, options, url)}") from None
 
 

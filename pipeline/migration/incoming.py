@@ -81,6 +81,11 @@ class IncomingRows:
             self._liveness.forget(loan_id)
         return LoanResults(tuple(loan.unacknowledged.values()), is_over, loan.shard.begun if is_over else ())
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether any loan has not ended."""
+        return bool(self._loans)
+
     def recall(self, loan_id: str) -> None:
         """Have the engine give a loan's rows back to their owner as they are, unless the loan has ended."""
         loan = self._loans.get(loan_id)

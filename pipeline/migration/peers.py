@@ -36,9 +36,13 @@ class LoanResults:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """The reply to `FetchAdapter`: the files of an adapter, by name."""
+    """The reply to `FetchAdapter`: sizes of an adapter's files by name (None: the worker does not have them yet), or a
+    piece of one and its SHA-256.
+    """
 
-    files: Mapping[str, bytes]
+    sizes: Mapping[str, int] | None = None
+    piece: bytes = b""
+    sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +107,13 @@ class DropRows(PeerRequest[None]):
 
 @dataclass(frozen=True, slots=True)
 class FetchAdapter(PeerRequest[AdapterFiles]):
-    """Asks a worker for the files of an adapter that it has, by the adapter's content hash."""
+    """Asks a worker for a piece of a file of an adapter, which the worker fetches if it has to; without a name, for the
+    names and sizes of the files.
+    """
 
     adapter_id: str
+    name: str = ""
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)

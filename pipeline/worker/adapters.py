@@ -1,18 +1,23 @@
 """`AdapterCache`: the adapters of one run on one worker, as local folders.
 
 A local folder is used in place. An adapter in storage is read by the first worker that needs it; other workers get it
-from that worker (LoRAServe's distributed pool, section 4), and from storage if it does not reply. Where the job was
-opened by an adapter's header alone, the first worker that has its files also checks its values, in a confined process,
-and keeps its content hash in the job's folder for all others. The engine checks the hash on the bytes that it loads.
+from one that has it (LoRAServe's distributed pool, section 4), piece by piece, and from storage if that one does not
+reply or is slower. Where the job was opened by an adapter's header alone, the first worker that has its files also
+checks its values, in a confined process, and keeps its content hash in the job's folder for all others. The engine
+checks the hash on the bytes that it loads.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import shutil
 import tempfile
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
@@ -23,23 +28,32 @@ from ...engine.peft.audit import AdapterAudit
 from ...engine.server.frames import RegisterAdapter
 from ...jobs.errors import StorageError
 from ...jobs.record import AdapterRecord, is_version_id
+from ...jobs.storage.adapter_copies import AdapterCopies
 from ...jobs.storage.adapter_copy import adapter_folder
-from ...jobs.storage.adapter_files import fetched_adapter
+from ...jobs.storage.adapter_files import fetched_adapter, from_store
 from ...jobs.storage.local_copy import is_remote
 from ...jobs.store import AdapterContent, JobStore
 from ...system.codec import MessageError
 from ...system.confinement import ConfinedError
-from ..migration.peers import FetchAdapter, PeerLostError, Peers
+from ..migration.peers import AdapterFiles, FetchAdapter, PeerLostError, Peers
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-# Limit in seconds for a worker's reply. It is shorter than the wait for a hung worker, since storage has the adapter
-# too.
-_PEER_TIMEOUT_S = 10.0
+# Bytes of a piece of a file between workers, and the seconds that one may take: a transfer has no other limit.
+_PIECE_BYTES = 4 << 20
+_PIECE_TIMEOUT_S = 10.0
+# Seconds that a worker which is asked waits for its own fetch before it says so, and how often it may say so.
+_COMING_S = 5.0
+_MAX_COMING = 6
+# A store that is so many times faster than other workers is asked first.
+_MUCH_FASTER = 2.0
 # Adapters that are fetched at once, and how many of these may be ahead of the shards that need them.
 _AT_ONCE, _AHEAD_AT_ONCE = 16, 8
 # Adapters that are fetched and that no shard has asked for yet.
 _MAX_AHEAD = 64
+_LOOP_CHECK_S = 1.0
+# Beginning of clauses that hold for good.
+_REFUSED = "refused. "
 
 
 class AdapterCache:
@@ -47,7 +61,8 @@ class AdapterCache:
 
     `read_adapters`: returns the job's adapters; it may read from storage, and is called until it succeeds once.
     `store`: the job's, which keeps what was found about values. `audit`: audits an adapter of a name and folder with
-    all its values. `folder`: holds copies from other workers; its owner removes it.
+    all its values. `folder`: holds other workers' copies of adapters without versions; its owner removes it.
+    `disk_bytes`: returns the limit of `AdapterCopies`.
     """
 
     def __init__(
@@ -58,6 +73,7 @@ class AdapterCache:
         audit: Callable[[str, Path], AdapterAudit],
         storage_options: Mapping[str, Any],
         folder: Path,
+        disk_bytes: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._peers = peers
         self._served = cache(lambda: {each.sha256: each for each in read_adapters() if not each.is_refused})
@@ -65,6 +81,9 @@ class AdapterCache:
         self._audit = audit
         self._storage_options = storage_options
         self._folder = folder
+        self._disk_bytes = disk_bytes
+        self._copies: AdapterCopies | None = None
+        self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="adapters")
         # Identity -> fetch that runs or has succeeded.
         self._fetches: dict[str, asyncio.Task[RegisterAdapter | str]] = {}
@@ -72,39 +91,81 @@ class AdapterCache:
         self._foreseen: deque[str] = deque()
         self._unasked: set[str] = set()
         self._num_ahead = 0
+        # Bytes per second of the last fetches from workers and from storage; 0 without any.
+        self._pace = {"peer": 0.0, "store": 0.0}
 
     async def get(self, adapter_ids: Iterable[str], peers: Mapping[str, str]) -> dict[str, RegisterAdapter | str]:
         """The adapters in local folders, by identity; a clause in place of one that cannot be used says why. `peers`:
-        identity -> address of a worker that has the adapter.
+        identity -> address of a worker that has the adapter. The folders stay until they are released.
 
         Raises `StorageError`, and KeyError for an identity that is not of the job.
         """
         ids = list(dict.fromkeys(adapter_ids))
         self._unasked.difference_update(ids)
+        found: dict[str, RegisterAdapter | str] = {}
         try:
-            found = await asyncio.gather(*(self._get(adapter_id, peers.get(adapter_id)) for adapter_id in ids))
+            while left := [adapter_id for adapter_id in ids if adapter_id not in found]:
+                fetched = await asyncio.gather(*(self._get(each, peers.get(each)) for each in left))
+                gone = await self._in_thread(self._hold, fetched)
+                for adapter_id, adapter in zip(left, fetched, strict=True):
+                    is_gone = not isinstance(adapter, str) and Path(adapter.folder) in gone
+                    if not is_gone:
+                        found[adapter_id] = adapter
+                    # removed, to make room, before it was held; or for a reason that may pass
+                    if is_gone or (isinstance(adapter, str) and not adapter.startswith(_REFUSED)):
+                        self._fetches.pop(adapter_id, None)
+        except BaseException:
+            self.release(found.values())
+            raise
         finally:
             self._go_ahead()
-        return dict(zip(ids, found, strict=True))
+        return found
+
+    def release(self, adapters: Iterable[RegisterAdapter | str]) -> None:
+        """Let folders go that `get` has returned: their room may be needed. Any thread may call."""
+        if self._copies is not None:
+            self._copies.release(Path(each.folder) for each in adapters if not isinstance(each, str))
 
     def foresee(self, adapter_ids: Iterable[str]) -> None:
         """Fetch adapters ahead, in this order: at most `_MAX_AHEAD` that no shard has asked for yet."""
         self._foreseen = deque(adapter_ids)
         self._go_ahead()
 
-    async def files(self, adapter_id: str) -> dict[str, bytes]:
-        """The files of an adapter by name, for another worker. Raises what `get` raises, and `StorageError` for an
-        adapter that cannot be used.
+    async def reply(self, request: FetchAdapter) -> AdapterFiles:
+        """What another worker asks for of an adapter. Raises what `get` raises, `StorageError` for an adapter that
+        cannot be used, and OSError for one whose folder is gone again.
         """
-        adapter = (await self.get([adapter_id], {}))[adapter_id]
+        fetch = asyncio.ensure_future(self._get(request.adapter_id, None))
+        await asyncio.wait([fetch], timeout=_COMING_S)
+        if not fetch.done():
+            fetch.add_done_callback(lambda done: done.cancelled() or done.exception())
+            return AdapterFiles()
+        adapter = fetch.result()
         if isinstance(adapter, str):
             raise StorageError(adapter)
-        return await self._in_thread(_read_files, Path(adapter.folder))
+        folder = Path(adapter.folder)
+        if request.name:
+            return await asyncio.to_thread(_piece, folder / _plain(request.name), request.offset)
+        return AdapterFiles({path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()})
 
     def close(self) -> None:
-        """Fetch nothing more."""
+        """Fetch nothing more, and let all folders go."""
         self._foreseen.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._copies is not None:
+            self._copies.close()
+
+    def copies(self) -> AdapterCopies:
+        """The copies of adapters on this host. Any thread may call."""
+        limit_bytes = self._disk_bytes()
+        with self._lock:
+            if self._copies is None:
+                self._copies = AdapterCopies(limit_bytes=limit_bytes)
+            return self._copies
+
+    def _hold(self, adapters: Iterable[RegisterAdapter | str]) -> list[Path]:
+        folders = [Path(each.folder) for each in adapters if not isinstance(each, str)]
+        return [] if self._copies is None else self._copies.hold(folders)
 
     def _go_ahead(self) -> None:
         while self._foreseen and self._num_ahead < _AHEAD_AT_ONCE and len(self._unasked) < _MAX_AHEAD:
@@ -146,35 +207,68 @@ class AdapterCache:
     async def _fetch(self, adapter_id: str, peer: str | None) -> RegisterAdapter | str:
         served = await self._in_thread(self._served)
         adapter: AdapterRecord = served[adapter_id]
+        if not is_remote(adapter.url) or self._pace["store"] > _MUCH_FASTER * self._pace["peer"] > 0:
+            peer = None
         folder: Path | str | None = None
-        if peer and is_remote(adapter.url):
-            folder = await self._copy_from(peer, adapter_id)
-        if folder is None:
-            folder = await self._in_thread(self._from_storage, adapter)
+        if adapter.files:
+            folder = await self._in_thread(self._copied, adapter, peer, asyncio.get_running_loop())
+        elif peer:
+            folder = await self._copy_apart(peer, adapter_id)
+        folder = folder or await self._in_thread(self._whole, adapter)
         if isinstance(folder, str):
             return folder
         sha256 = ""
         if is_version_id(adapter_id):
-            sha256, reasons = await self._in_thread(self._learn, adapter, folder)
+            try:
+                sha256, reasons = await self._in_thread(self._learn, adapter, folder)
+            except AdapterRefusedError as error:
+                return curable(error)
             if reasons:
-                return f"refused. {' '.join(reasons)}"
+                return f"{_REFUSED}{' '.join(reasons)}"
         return RegisterAdapter(adapter_id, str(folder), adapter.name, sha256)
 
-    def _from_storage(self, adapter: AdapterRecord) -> Path | str:
-        """The adapter's folder; a clause where its files are not those with which the job was opened."""
+    def _whole(self, adapter: AdapterRecord) -> Path:
+        """The folder of an adapter without versions, which is copied with all that it holds."""
         try:
-            if adapter.files:
-                return fetched_adapter(adapter.url, adapter.files, self._storage_options)
             return adapter_folder(adapter.url, self._storage_options)
         except AdapterRefusedError as error:
-            if adapter.files:
-                return curable(error)
             # It was read when the job began: its files have changed.
             raise StorageError(str(error)) from None
 
+    def _copied(self, adapter: AdapterRecord, peer: str | None, loop: asyncio.AbstractEventLoop) -> Path | str:
+        """The folder of an adapter whose files have versions; a clause where they have others now, or the disk has no
+        room for it.
+        """
+
+        def fetch(folder: Path) -> None:
+            began_s = time.monotonic()
+            if peer is not None:
+                try:
+                    _wait(self._copy_from(peer, adapter.sha256, folder, adapter.files), loop)
+                    self._note("peer", folder, began_s)
+                    return
+                except (PeerLostError, ValueError) as error:
+                    logger.warning("adapter %s is fetched from storage: %s", adapter.name, error)
+                    for path in folder.iterdir():
+                        path.unlink()
+            from_store(adapter.url, adapter.files, self._storage_options, folder)
+            self._note("store", folder, began_s)
+
+        try:
+            return fetched_adapter(adapter.url, adapter.files, self.copies(), fetch)
+        except AdapterRefusedError as error:
+            return curable(error)
+        except OSError as error:
+            place = self.copies().root
+            return curable(f"no room for its files in {place} ({error.strerror}). Free some space there")
+
+    def _note(self, source: str, folder: Path, began_s: float) -> None:
+        num_bytes = sum(path.stat().st_size for path in folder.iterdir())
+        self._pace[source] = num_bytes / max(time.monotonic() - began_s, 1e-3)
+
     def _learn(self, adapter: AdapterRecord, folder: Path) -> AdapterContent:
         """Content hash of an adapter of which the job knows the header, and reasons against its values. Who reads them
-        first decides for all.
+        first decides for all. Raises `AdapterRefusedError` where the child process breaks a limit or is ended.
         """
         known = self._store.adapter_content(adapter.sha256)
         if known is not None:
@@ -183,33 +277,82 @@ class AdapterCache:
             found = self._audit(adapter.name, folder)
         except (ConfinedError, MessageError) as error:
             # Not for all workers: the child may have been ended with this one.
-            return "", (curable(f"cannot be audited: {error}"),)
+            raise AdapterRefusedError(f"cannot be audited: {error}") from None
         if found.verdict != "refused" and found.identity_sha256:
             return self._store.learn_adapter(adapter.sha256, found.identity_sha256)
         prefix = f"adapter {adapter.name!r}: "
         return self._store.learn_adapter(adapter.sha256, "", [why.removeprefix(prefix) for why in found.reasons])
 
-    async def _copy_from(self, peer: str, adapter_id: str) -> Path | None:
-        """Folder with a copy of the adapter from another worker; None when the worker does not give it."""
+    async def _copy_apart(self, peer: str, adapter_id: str) -> Path | None:
+        """A new folder with a copy from another worker; None when the worker does not give it."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
         try:
-            found = await self._peers.ask(peer, FetchAdapter(adapter_id), timeout_s=_PEER_TIMEOUT_S)
-            return await self._in_thread(_write_files, found.files, self._folder)
+            await self._copy_from(peer, adapter_id, folder)
         except (PeerLostError, ValueError) as error:
             logger.warning("adapter %s is fetched from storage: %s", adapter_id[:12], error)
+            shutil.rmtree(folder)
             return None
+        return folder
+
+    async def _copy_from(
+        self, peer: str, adapter_id: str, folder: Path, expected: Mapping[str, str] | None = None
+    ) -> None:
+        """Copy an adapter's files from another worker. `expected`: versions of the files, where they are known.
+
+        Raises `PeerLostError` when the worker does not give them, and ValueError for names that are no plain file
+        names, a piece with another hash, or other files than expected.
+        """
+        for _ in range(_MAX_COMING):
+            listed = await self._peers.ask(peer, FetchAdapter(adapter_id), timeout_s=_PIECE_TIMEOUT_S)
+            if listed.sizes is not None:
+                break
+        else:
+            raise PeerLostError(f"{peer} does not have it yet")
+        for name in listed.sizes:
+            _plain(name)
+        if expected is not None and set(listed.sizes) != set(expected):
+            raise ValueError(f"{peer} has other files of it")
+        for name, size in listed.sizes.items():
+            path, offset = folder / name, 0
+            path.touch()
+            while offset < size:
+                asked = FetchAdapter(adapter_id, name, offset)
+                found = await self._peers.ask(peer, asked, timeout_s=_PIECE_TIMEOUT_S)
+                await asyncio.to_thread(_append, path, found)
+                offset += len(found.piece)
 
 
-def _read_files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+def _wait(work: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoop) -> None:
+    """Wait in a thread until a coroutine is done in the event loop. Raises what it raises, and `PeerLostError` when the
+    loop ends first.
+    """
+    future = asyncio.run_coroutine_threadsafe(work, loop)
+    while True:
+        try:
+            return future.result(_LOOP_CHECK_S)
+        except TimeoutError:
+            if future.done():
+                raise
+            if not loop.is_running():
+                raise PeerLostError("the worker ends") from None
 
 
-def _write_files(files: Mapping[str, bytes], folder: Path) -> Path:
-    """Write files to a new folder below `folder`. Raises ValueError for names that are no plain file names."""
-    for name in files:
-        if Path(name).name != name or name in ("", ".", ".."):
-            raise ValueError(f"{name!r} is no file name")
-    folder.mkdir(parents=True, exist_ok=True)
-    copy = Path(tempfile.mkdtemp(dir=folder))
-    for name, content in files.items():
-        (copy / name).write_bytes(content)
-    return copy
+def _plain(name: str) -> str:
+    if Path(name).name != name or name in ("", ".", ".."):
+        raise ValueError(f"{name!r} is no file name")
+    return name
+
+
+def _piece(path: Path, offset: int) -> AdapterFiles:
+    with path.open("rb") as file:
+        file.seek(offset)
+        piece = file.read(_PIECE_BYTES)
+    return AdapterFiles(piece=piece, sha256=hashlib.sha256(piece).hexdigest())
+
+
+def _append(path: Path, found: AdapterFiles) -> None:
+    if not found.piece or hashlib.sha256(found.piece).hexdigest() != found.sha256:
+        raise ValueError(f"{path.name}: a piece of it is not what was sent")
+    with path.open("ab") as file:
+        file.write(found.piece)

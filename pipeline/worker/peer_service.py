@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from distributed import Worker
 
+from ...engine.server.frames import RegisterAdapter
 from ...jobs.errors import StorageError
 from ..migration.incoming import IncomingRows
 from ..migration.outgoing import OutgoingRows
@@ -29,6 +30,8 @@ class PeerService:
 
     def __init__(self, worker: Worker, run_id: str, engine: EngineHandle, peers: Peers, adapters: AdapterCache) -> None:
         self._adapters = adapters
+        # Adapters of incoming rows.
+        self._lent: list[RegisterAdapter | str] = []
         self.outgoing = OutgoingRows(engine, peers, worker.address)
         self.incoming = IncomingRows(engine)
         serve_peers(worker, run_id, self._reply_to)
@@ -40,18 +43,27 @@ class PeerService:
             case ReceiveRows():
                 await self._receive(request)
             case FetchResults():
-                return self.incoming.results(request.loan_id, request.acknowledged)
+                results = self.incoming.results(request.loan_id, request.acknowledged)
+                self._release()
+                return results
             case RecallRows():
                 self.incoming.recall(request.loan_id)
             case DropRows():
                 self.incoming.drop(request.loan_id)
+                self._release()
             case ForeseeAdapters():
                 self._adapters.foresee(request.adapter_ids)
             case FetchAdapter():
-                return AdapterFiles(await self._adapters.files(request.adapter_id))
+                return await self._adapters.reply(request)
             case _:
                 raise AssertionError(f"no way to reply to {request!r}")
         return None
+
+    def _release(self) -> None:
+        """Let the adapters of incoming rows go when there are no such rows."""
+        if self._lent and not self.incoming.has_rows:
+            lent, self._lent = self._lent, []
+            self._adapters.release(lent)
 
     async def _receive(self, request: ReceiveRows) -> None:
         named = (row.request.adapter_id for row in request.rows)
@@ -59,6 +71,7 @@ class PeerService:
         owner = request.owner
         peers = {adapter_id: owner for adapter_id in named if adapter_id is not None}
         found = await self._adapters.get(peers, peers)
+        self._lent += found.values()
         for why in found.values():
             if isinstance(why, str):
                 raise StorageError(f"rows are not taken: {why}")

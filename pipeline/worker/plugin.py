@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -119,7 +119,13 @@ class RunPlugin(WorkerPlugin):
         peers = Peers(worker, self._run_id)
         folder = self.engine.folder / "adapters"
         self._adapters = AdapterCache(
-            peers, lambda: self.record().adapters, self.store, self._audit, self._settings.storage_options, folder
+            peers,
+            lambda: self.record().adapters,
+            self.store,
+            self._audit,
+            self._settings.storage_options,
+            folder,
+            lambda: self.record().spec.adapter_disk_bytes,
         )
         self._peer_service = PeerService(worker, self._run_id, self.engine, peers, self._adapters)
         self.starts_later = False
@@ -253,7 +259,7 @@ class RunPlugin(WorkerPlugin):
         self, adapter_ids: Collection[str], fetches: Collection[AdapterFetch]
     ) -> dict[str, RegisterAdapter | str]:
         """Adapters in local folders, by identity; a clause in place of one that cannot be used says why. `fetches`:
-        workers that have adapters; others are read from storage.
+        workers that have adapters; others are read from storage. The folders stay until `release`.
 
         Blocks, so it must not be called from the event loop. Raises `StorageError`, and `ShardAbandonedError` when the
         event loop ends first.
@@ -267,6 +273,10 @@ class RunPlugin(WorkerPlugin):
                 return found.result()
             if not loop.is_running():
                 raise ShardAbandonedError(f"Worker {self.address} has ended; other workers go on with its shards.")
+
+    def release(self, adapters: Iterable[RegisterAdapter | str]) -> None:
+        """Let adapters of `adapters` go that no open row of a shard needs any more."""
+        self._adapters.release(adapters)
 
     def _audit(self, name: str, folder: Path) -> AdapterAudit:
         """Audit an adapter with all its values, in a child process that starts with the first one."""

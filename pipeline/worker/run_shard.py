@@ -17,6 +17,7 @@ from uuid import uuid4
 from distributed import get_worker, secede
 
 from ...engine.request import ExportedRow, Request
+from ...engine.server.frames import RegisterAdapter
 from ...jobs.parts import PartMark, read_mark
 from ...jobs.progress import AdapterCount
 from ...jobs.record import JobRecord, is_version_id
@@ -72,9 +73,13 @@ def _answer_and_commit(plugin: RunPlugin, command: RunShard, run_id: str) -> Sha
     reused = frozenset(answers)
     asked = [r for r in rows.requests if isinstance(r, Request) and r.request_id not in answers]
     if unread := unread_adapters(rows, store):
-        plugin.adapters(unread, command.adapter_fetches)
+        plugin.release(plugin.adapters(unread, command.adapter_fetches).values())
     if asked:
-        _answer(plugin, rows, asked, kept, command, run_id)
+        found = plugin.adapters(dict.fromkeys(r.adapter_id for r in asked if r.adapter_id), command.adapter_fetches)
+        try:
+            _answer(plugin, rows, _refuse(rows, asked, kept, found), kept, command, run_id, found)
+        finally:
+            plugin.release(found.values())
     part = part_bytes(rows, answers, record, run_id, len(kept.earlier), plugin.spelling(), store.content_of)
     plugin.check_output()
     while not plugin.store.commit_part(command.shard_id, part) and read_done(plugin.store, record, rows) is None:
@@ -87,21 +92,33 @@ def _answer_and_commit(plugin: RunPlugin, command: RunShard, run_id: str) -> Sha
     return _outcome(plugin, rows, answers, len(kept.earlier), work_of(fresh, kept.begun | given))
 
 
-def _answer(
-    plugin: RunPlugin, rows: ShardRows, asked: list[Request], kept: KeptRows, command: RunShard, run_id: str
-) -> None:
-    """Have the engine answer the requests `asked`, and add the answers to `kept.answers`."""
+def _refuse(
+    rows: ShardRows, asked: list[Request], kept: KeptRows, found: Mapping[str, RegisterAdapter | str]
+) -> list[Request]:
+    """Answer requests whose adapters cannot be used by error rows, in `kept.answers`. Returns the others."""
     fingerprints = rows.fingerprint_of()
-    found = plugin.adapters(dict.fromkeys(r.adapter_id for r in asked if r.adapter_id), command.adapter_fetches)
     names = {r.request_id: n for r, n in zip(rows.requests, rows.adapters, strict=True) if isinstance(r, Request)}
     for request in asked:
         if isinstance(why := found.get(request.adapter_id or ""), str):
             fingerprint, num_tokens = fingerprints[request.request_id], len(request.prompt_token_ids)
             error = f"adapter={names[request.request_id]!r}: {why}"
             kept.answers[request.request_id] = RowAnswer.refused(fingerprint, request.adapter_id, error, num_tokens)
-    asked = [request for request in asked if request.request_id not in kept.answers]
+    return [request for request in asked if request.request_id not in kept.answers]
+
+
+def _answer(
+    plugin: RunPlugin,
+    rows: ShardRows,
+    asked: list[Request],
+    kept: KeptRows,
+    command: RunShard,
+    run_id: str,
+    found: Mapping[str, RegisterAdapter | str],
+) -> None:
+    """Have the engine answer the requests `asked`, and add the answers to `kept.answers`. `found`: their adapters."""
     if not asked:
         return
+    fingerprints = rows.fingerprint_of()
     adapters = [adapter for adapter in found.values() if not isinstance(adapter, str)]
     requests = {request.request_id: request for request in asked}
     journal = f"{journals_of(run_id)}{command.attempt}-{uuid4().hex[:8]}"

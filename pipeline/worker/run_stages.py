@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from uuid import uuid4
 
 import pyarrow as pa
 
 from ...engine.request import ExportedRow
+from ...engine.server.frames import RegisterAdapter
 from ...jobs.input.columns import DEFAULT_ID_COLUMN
 from ...jobs.parts import PartMark, read_mark
 from ...jobs.progress import AdapterCount
@@ -47,7 +48,11 @@ def answer_stages(plugin: RunPlugin, command: RunShard, run_id: str) -> ShardOut
     staged = StagedShard(rows, record, plugin.spec(), kept, tokenizer_of)
     first = staged.begin()
     if first:
-        _answer(plugin, staged, first, command, run_id)
+        found = plugin.adapters(staged.adapter_ids, command.adapter_fetches)
+        try:
+            _answer(plugin, staged, first, command, run_id, found)
+        finally:
+            plugin.release(found.values())
     spell, content_of = plugin.spelling(), plugin.store.content_of
     part = staged_part_bytes(rows, staged.programs, record, run_id, staged.num_reused, spell, content_of)
     plugin.check_output()
@@ -121,10 +126,16 @@ def _compressed(staged: StagedShard) -> bytes:
     return bytes(sink.getvalue())
 
 
-def _answer(plugin: RunPlugin, staged: StagedShard, first: list[ExportedRow], command: RunShard, run_id: str) -> None:
-    """Have the engine answer requests until no stage of any row has one left."""
+def _answer(
+    plugin: RunPlugin,
+    staged: StagedShard,
+    first: list[ExportedRow],
+    command: RunShard,
+    run_id: str,
+    found: Mapping[str, RegisterAdapter | str],
+) -> None:
+    """Have the engine answer requests until no stage of any row has one left. `found`: adapters of all stages."""
     journal = f"{journals_of(run_id)}{command.attempt}-{uuid4().hex[:8]}"
-    found = plugin.adapters(staged.adapter_ids, command.adapter_fetches)
     adapters = [adapter for adapter in found.values() if not isinstance(adapter, str)]
     names = {adapter.sha256: adapter.name for adapter in plugin.record().adapters}
     refused = {id_: f"adapter={names[id_]!r}: {why}" for id_, why in found.items() if isinstance(why, str)}

@@ -434,6 +434,8 @@ class AdapterSources:
     def __init__(self) -> None:
         # Replica -> adapters that it has, or is fetching -> the fetch (None: it has the adapter).
         self._fetches: defaultdict[str, dict[str, AdapterFetch | None]] = defaultdict(dict)
+        # Copies that each replica was named for, so that copies are spread over the replicas that have an adapter.
+        self._num_copies: Counter[str] = Counter()
 
     def of_shard(self, replica_id: str, shard: Shard) -> tuple[AdapterFetch, ...]:
         """Fetches of the adapters of a shard that the replica opening it does not have yet.
@@ -443,7 +445,10 @@ class AdapterSources:
         fetches = self._fetches[replica_id]
         for adapter_id in shard.adapters:
             if adapter_id not in fetches:
-                fetches[adapter_id] = AdapterFetch(adapter_id, self._replica_with(adapter_id))
+                source = self._replica_with(adapter_id)
+                if source is not None:
+                    self._num_copies[source] += 1
+                fetches[adapter_id] = AdapterFetch(adapter_id, source)
             else:
                 fetch = fetches[adapter_id]
                 if fetch is not None and fetch.from_replica_id not in self._fetches:
@@ -457,9 +462,18 @@ class AdapterSources:
     def removed(self, replica_id: str) -> None:
         """Drop a replica, and its memory with it."""
         self._fetches.pop(replica_id, None)
+        self._num_copies.pop(replica_id, None)
 
     def _replica_with(self, adapter_id: str) -> str | None:
-        return min((replica for replica, known in self._fetches.items() if adapter_id in known), default=None)
+        """The replica to copy an adapter from: one that has it before one that is fetching it, then the one that was
+        named least often.
+        """
+        found = [
+            (known[adapter_id] is not None, self._num_copies[replica], replica)
+            for replica, known in self._fetches.items()
+            if adapter_id in known
+        ]
+        return min(found)[2] if found else None
 
 
 def rows_behind(shards: Sequence[Shard], num_replicas: int) -> dict[int, int]:

@@ -224,6 +224,9 @@ class EchoPlugin(RunPlugin):
         """See `RunPlugin`."""
         return {adapter_id: RegisterAdapter(adapter_id, str(self._model), adapter_id[:4]) for adapter_id in adapter_ids}
 
+    def release(self, adapters: Any) -> None:
+        """See `RunPlugin`."""
+
 
 class _Handle(EngineHandle):
     def __init__(self, plugin: EchoPlugin) -> None:

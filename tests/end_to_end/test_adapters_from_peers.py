@@ -35,7 +35,7 @@ def workers_apart(folder: Path, num_workers: int) -> Iterator[tuple[Client, dict
 
 def fetched(cache: Path) -> list[str]:
     """Adapters that a worker has read from storage: its cache names their copies after them."""
-    return [folder.name.rpartition("-")[0] for folder in (cache / "lorabatch" / "fetched").glob("*")]
+    return [folder.name.rpartition("-")[0] for folder in (cache / "lorabatch" / "adapter-copies").glob("[!.]*")]
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ from echo_job import EchoJob, Watcher, kill_one, make_rows
 from safetensors.torch import load_file, save_file
 
 from lorabatch.engine.errors import RUN_AGAIN
-from lorabatch.jobs.record import is_version_id
+from lorabatch.jobs.record import JobState, is_version_id
 from lorabatch.tests.end_to_end.bucket import Bucket, s3_server
 
 NAMES = ("rank1", "rank8", "rank20")
@@ -186,7 +186,7 @@ def test_a_worker_killed_while_it_fetches_loses_nothing(
     with s3_server(tmp_path, DELAY_S="0.2", LOG=str(tmp_path / "log")) as bucket:
         bucket.fs.mkdir("bucket")
         bucket.put(echo_job.adapters, "adapters")
-        fetched = tmp_path / "cache" / "lorabatch" / "fetched"
+        fetched = tmp_path / "cache" / "lorabatch" / "adapter-copies"
         killed = Watcher(lambda state: any(fetched.glob(".fetch-*")), lambda: kill_one("worker"))
         run_on_s3(echo_job, bucket, progress=killed, workers=2)
         assert killed.has_acted
@@ -194,3 +194,28 @@ def test_a_worker_killed_while_it_fetches_loses_nothing(
     learnt = [json.loads(path.read_text()) for path in (echo_job.output / "_lorabatch" / "adapters").iterdir()]
     assert len({each["sha256"] for each in learnt}) == len(NAMES)
     assert not list(fetched.glob(".fetch-*/*"))
+
+
+@pytest.mark.long
+def test_a_tenth_of_all_adapters_on_the_disk_gives_the_same_answers(
+    echo_job: EchoJob, logged: Logged, tmp_path: Path
+) -> None:
+    for number in range(20):
+        shutil.copytree(echo_job.adapters / "rank8", echo_job.adapters / f"copy{number}")
+        changed(echo_job.adapters / f"copy{number}", number + 1.0)
+    names = [f"copy{number}" for number in range(20)]
+    rows = make_rows(200, names)
+    echo_job.write_input(rows)
+    logged.bucket.put(echo_job.adapters, "adapters")
+    size = sum(path.stat().st_size for path in (echo_job.adapters / "copy0").iterdir())
+    most: list[int] = []
+    copies = tmp_path / "cache" / "lorabatch" / "adapter-copies"
+
+    class Watching(Watcher):
+        def update(self, state: JobState) -> None:
+            most.append(len(list(copies.glob("copy*"))))
+
+    watching = Watching(lambda state: False, lambda: None)
+    run_on_s3(echo_job, logged.bucket, adapter_disk_bytes=2 * size, rows_per_shard=10, progress=watching, workers=2)
+    echo_job.assert_answered(rows)
+    assert len(list(copies.glob("copy*"))) < len(names)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,13 @@ from typing import Any
 import fsspec
 import pytest
 
+from lorabatch.engine.errors import RUN_AGAIN
 from lorabatch.engine.peft.audit import AdapterAudit
 from lorabatch.jobs.errors import StorageError
 from lorabatch.jobs.record import AdapterRecord
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.migration.peers import AdapterFiles, FetchAdapter, PeerLostError
+from lorabatch.pipeline.worker import adapters
 from lorabatch.pipeline.worker.adapters import AdapterCache
 
 FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"\x00weights"}
@@ -32,9 +36,14 @@ class FakePeers:
         self._reply = reply
 
     async def ask(self, address: str, request: FetchAdapter, timeout_s: float) -> AdapterFiles:
-        self.asked.append(address)
+        if not request.name:
+            self.asked.append(address)
         await self.gate.wait()
-        return AdapterFiles(self._reply())
+        files = self._reply()
+        if not request.name:
+            return AdapterFiles({name: len(content) for name, content in files.items()})
+        piece = files[request.name][request.offset :][:4]
+        return AdapterFiles(piece=piece, sha256=hashlib.sha256(piece).hexdigest())
 
 
 def no_reply() -> Mapping[str, bytes]:
@@ -94,7 +103,12 @@ def test_an_adapter_in_storage_is_copied_from_the_named_worker(tmp_path: Path) -
         cache = cache_of(NOWHERE, tmp_path / "copies")
         found = (await cache.get(["sha-alpha"], {"sha-alpha": PEER}))["sha-alpha"]
         assert Path(found.folder).parent == tmp_path / "copies"
-        assert content(Path(found.folder)) == await cache.files("sha-alpha") == FILES
+        assert content(Path(found.folder)) == FILES
+        listed = await cache.reply(FetchAdapter("sha-alpha"))
+        assert listed.sizes == {name: len(each) for name, each in FILES.items()}
+        for name, each in FILES.items():
+            piece = await cache.reply(FetchAdapter("sha-alpha", name, 1))
+            assert (piece.piece, piece.sha256) == (each[1:], hashlib.sha256(each[1:]).hexdigest())
 
     asyncio.run(story())
 
@@ -104,7 +118,59 @@ def test_a_worker_that_does_not_reply_is_replaced_by_storage(storage: str, tmp_p
         cache = cache_of(storage, tmp_path / "copies", FakePeers(no_reply))
         found = (await cache.get(["sha-alpha"], {"sha-alpha": PEER}))["sha-alpha"]
         assert content(Path(found.folder)) == FILES
-        assert not (tmp_path / "copies").exists()
+        assert not list(tmp_path.glob("copies/*"))
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("fault", ["changed", "silent", "empty"])
+def test_a_transfer_that_fails_in_the_middle_is_begun_again_from_storage(
+    storage: str, tmp_path: Path, fault: str
+) -> None:
+    class Faulty(FakePeers):
+        async def ask(self, address: str, request: FetchAdapter, timeout_s: float) -> AdapterFiles:
+            found = await super().ask(address, request, timeout_s)
+            if request.offset < 4:
+                return found
+            if fault == "silent":
+                raise PeerLostError(f"{PEER} does not answer")
+            return AdapterFiles(piece=found.piece[:-1] if fault == "changed" else b"", sha256=found.sha256)
+
+    async def story() -> None:
+        cache = cache_of(storage, tmp_path / "copies", Faulty())
+        found = (await cache.get(["sha-alpha"], {"sha-alpha": PEER}))["sha-alpha"]
+        assert content(Path(found.folder)) == FILES
+        assert not list(tmp_path.glob("copies/*"))
+
+    asyncio.run(story())
+
+
+def test_a_worker_that_does_not_have_it_yet_is_asked_again(tmp_path: Path) -> None:
+    class Coming(FakePeers):
+        async def ask(self, address: str, request: FetchAdapter, timeout_s: float) -> AdapterFiles:
+            found = await super().ask(address, request, timeout_s)
+            return AdapterFiles() if not request.name and len(self.asked) < 3 else found
+
+    async def story() -> None:
+        peers = Coming()
+        cache = cache_of(NOWHERE, tmp_path / "copies", peers)
+        found = (await cache.get(["sha-alpha"], {"sha-alpha": PEER}))["sha-alpha"]
+        assert (content(Path(found.folder)), len(peers.asked)) == (FILES, 3)
+
+    asyncio.run(story())
+
+
+def test_what_is_foreseen_is_fetched_before_a_shard_asks(storage: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        cache = cache_of(storage, tmp_path / "copies", more=[record("gone", NOWHERE)])
+        cache.foresee(["sha-gone", "sha-alpha", "sha-unknown"])
+        fetched = tmp_path / "cache" / "lorabatch" / "fetched"
+        while not list(fetched.glob("alpha-*")):
+            await asyncio.sleep(0.01)
+        found = (await cache.get(["sha-alpha"], {}))["sha-alpha"]
+        assert Path(found.folder).parent == fetched
+        with pytest.raises(StorageError, match="nowhere/alpha"):
+            await cache.get(["sha-gone"], {})
 
     asyncio.run(story())
 
@@ -145,7 +211,7 @@ def test_a_copy_whose_file_names_lead_elsewhere_is_refused_and_nothing_is_left(
         cache = cache_of(storage, tmp_path / "copies", peers)
         found = (await cache.get(["sha-alpha"], {"sha-alpha": PEER}))["sha-alpha"]
         assert content(Path(found.folder)) == FILES
-        assert not (tmp_path / "copies").exists()
+        assert not list(tmp_path.glob("copies/*"))
 
     asyncio.run(story())
 
@@ -158,5 +224,27 @@ def test_refused_adapters_have_no_folder_and_missing_ones_are_named(tmp_path: Pa
             await cache.get(["sha-broken"], {})
         with pytest.raises(StorageError, match="gone"):
             await cache.get(["sha-gone"], {})
+
+    asyncio.run(story())
+
+
+def test_a_full_disk_costs_the_rows_of_what_it_has_no_room_for(
+    storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(url: str, versions: Any, options: Any, folder: Path) -> None:
+        (folder / "torn").write_bytes(b"x")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def story() -> None:
+        versions = {"adapter_config.json": "2 at 1", "adapter_model.safetensors": "8 at 1"}
+        opened = record("alpha", storage).model_copy(update={"files": versions})
+        store = JobStore(str(tmp_path / "output"))
+        cache = AdapterCache(FakePeers(), lambda: [opened], store, no_audit, {}, tmp_path)  # type: ignore[arg-type]
+        monkeypatch.setattr(adapters, "from_store", full)
+        why = (await cache.get(["sha-alpha"], {}))["sha-alpha"]
+        assert "no room for its files in " in why
+        assert "No space left on device" in why
+        assert RUN_AGAIN in why
+        assert not list((tmp_path / "cache").rglob("torn"))
 
     asyncio.run(story())

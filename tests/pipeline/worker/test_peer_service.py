@@ -15,6 +15,7 @@ from distributed import Scheduler, Worker
 from echo_host import Host, finish, open_shard, until
 
 from lorabatch.engine.peft.audit import AdapterAudit
+from lorabatch.engine.server.frames import RegisterAdapter
 from lorabatch.jobs.errors import StorageError
 from lorabatch.jobs.record import AdapterRecord
 from lorabatch.jobs.store import JobStore
@@ -78,6 +79,11 @@ class Site:
         self.cache = AdapterCache(peers, lambda: [record], store, no_audit, {}, here / "adapters")
         self.service = PeerService(self.worker, RUN, self.host.engine, peers, self.cache)
 
+    async def files(self) -> dict[str, bytes]:
+        adapter = (await self.cache.get([ALPHA], {}))[ALPHA]
+        assert isinstance(adapter, RegisterAdapter)
+        return {path.name: path.read_bytes() for path in Path(adapter.folder).iterdir()}
+
     async def ask(self, other: Site, request: PeerRequest[ReplyT]) -> ReplyT:
         return await Peers(self.worker, RUN).ask(other.worker.address, request)
 
@@ -113,7 +119,7 @@ def test_rows_go_with_their_adapter_to_a_helper_that_cannot_get_it_elsewhere(
             # As the coordinator does, from whatever worker it is on.
             await helper.ask(owner, LendRows(7, 4, helper.worker.address))
             await until(lambda: shard.num_unfinished == 2)
-            assert await helper.cache.files(ALPHA) == FILES
+            assert await helper.files() == FILES
             (tmp_path / "gate").touch()
             await finish(shard, 6, ALPHA)
 
@@ -145,7 +151,7 @@ def test_an_adapter_comes_from_the_named_worker_which_fetches_it_first(
     async def story() -> None:
         async with sites(tmp_path, [storage, NOWHERE], [hosts(), hosts()]) as (first, second):
             await second.fetch_from(first)
-            assert await second.cache.files(ALPHA) == await first.cache.files(ALPHA) == FILES
+            assert await second.files() == await first.files() == FILES
 
     asyncio.run(story())
 
@@ -156,7 +162,7 @@ def test_an_adapter_that_the_named_worker_does_not_give_comes_from_storage(
     async def story() -> None:
         async with sites(tmp_path, [NOWHERE, storage], [hosts(), hosts()]) as (first, second):
             await second.fetch_from(first)
-            assert await second.cache.files(ALPHA) == FILES
+            assert await second.files() == FILES
 
     asyncio.run(story())
 
@@ -168,11 +174,11 @@ def test_files_that_would_lie_elsewhere_are_not_taken_from_anybody(
         async with sites(tmp_path, [storage, storage], [hosts(), hosts()]) as (first, second):
 
             async def reply_to(request: object) -> AdapterFiles:
-                return AdapterFiles({"../outside": b"x"})
+                return AdapterFiles({"../outside": 1})
 
             serve_peers(first.worker, RUN, reply_to)
             await second.fetch_from(first)
-            assert await second.cache.files(ALPHA) == FILES
+            assert await second.files() == FILES
             assert not list(tmp_path.rglob("outside"))
 
     asyncio.run(story())
@@ -220,7 +226,8 @@ def test_unknown_requests_and_those_of_another_run_are_errors_and_the_service_go
             # Loans that are over may be dropped and recalled again.
             await first.ask(second, DropRows("unknown"))
             await first.ask(second, RecallRows("unknown"))
-            assert (await first.ask(second, FetchAdapter(ALPHA))).files == FILES
+            sizes = {name: len(content) for name, content in FILES.items()}
+            assert (await first.ask(second, FetchAdapter(ALPHA))).sizes == sizes
 
     asyncio.run(story())
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -25,6 +26,23 @@ def test_an_adapter_is_read_from_storage_once_and_fetched_from_a_replica_that_ha
     assert sources.of_shard("a", shard(0, "x")) == (AdapterFetch("x", None),)
     assert sources.of_shard("a", shard(1, "x", "y")) == (AdapterFetch("x", None), AdapterFetch("y", None))
     assert sources.of_shard("b", shard(2, "x")) == (AdapterFetch("x", "a"),)
+
+
+def test_copies_are_spread_over_the_replicas_that_have_an_adapter():
+    sources = AdapterSources()
+    for replica in "abc":
+        sources.reported(replica, ["x", "y"])
+    named = [sources.of_shard(f"new-{i}", shard(i, "x", "y")) for i in range(6)]
+    count = Counter(fetch.from_replica_id for fetches in named for fetch in fetches)
+    assert count["a"] == count["b"] == count["c"] == 4
+
+
+def test_a_replica_that_has_an_adapter_is_named_before_one_that_is_fetching_it():
+    sources = AdapterSources()
+    sources.of_shard("a", shard(0, "x"))
+    sources.reported("b", ["x"])
+    assert sources.of_shard("c", shard(1, "x")) == (AdapterFetch("x", "b"),)
+    assert sources.of_shard("d", shard(2, "x")) == (AdapterFetch("x", "b"),)
 
 
 def test_what_a_replica_reports_needs_no_source():
