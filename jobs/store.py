@@ -211,7 +211,7 @@ class JobStore:
         return self.adapter_content(adapter_id) or (sha256, tuple(reasons))
 
     def adapter_content(self, adapter_id: str) -> AdapterContent | None:
-        """What the first reader of an adapter that was opened by its headers has found; None before that."""
+        """The content that the first reader of an adapter opened by its headers has found; None before that."""
         if adapter_id not in self._contents:
             name = f"{_ADAPTERS}/{adapter_id}.json"
             try:

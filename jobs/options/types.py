@@ -237,6 +237,8 @@ class JobOptions(TypedDict, total=False):
     step_tokens: int | None
     #: CPU threads of an engine; by default its share of all.
     engine_threads: int | None
+    #: Most bytes of local copies of adapters that are in a store, on each host; by default half of the free space.
+    adapter_disk_bytes: int | None
     #: Memory of an engine's page pool; chosen by default.
     pool_bytes: int | None
 

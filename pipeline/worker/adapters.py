@@ -42,10 +42,10 @@ T = TypeVar("T")
 # Bytes of a piece of a file between workers, and the seconds that one may take: a transfer has no other limit.
 _PIECE_BYTES = 4 << 20
 _PIECE_TIMEOUT_S = 10.0
-# Seconds that a worker which is asked waits for its own fetch before it says so, and how often it may say so.
+# Seconds that a worker which is asked waits for its own fetch before it says so, and most times that it may say so.
 _COMING_S = 5.0
 _MAX_COMING = 6
-# A store that is so many times faster than other workers is asked first.
+# Factor by which a store must be faster than other workers to be asked first.
 _MUCH_FASTER = 2.0
 # Adapters that are fetched at once, and how many of these may be ahead of the shards that need them.
 _AT_ONCE, _AHEAD_AT_ONCE = 16, 8
@@ -132,7 +132,7 @@ class AdapterCache:
         self._go_ahead()
 
     async def reply(self, request: FetchAdapter) -> AdapterFiles:
-        """What another worker asks for of an adapter. Raises what `get` raises, `StorageError` for an adapter that
+        """The sizes of an adapter's files, or a piece of one, for another worker. Raises what `get` raises, `StorageError` for an adapter that
         cannot be used, and OSError for one whose folder is gone again.
         """
         fetch = asyncio.ensure_future(self._get(request.adapter_id, None))
