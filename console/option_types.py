@@ -36,6 +36,7 @@ _ACCEPTED = {
     "tools": "str | Sequence[Mapping[str, Any]] | None",
     "stages": "str | Mapping[str, Stage] | None",
     "until": f"{_OBJECT} | None",
+    "allowed_adapters": "str | Mapping[str, Mapping[str, str | Sequence[str]]] | None",
     "chat_template_kwargs": f"{_OBJECT} | None",
     "logit_bias": "str | Mapping[int, float] | Mapping[str, float] | Sequence[tuple[int, float]]",
     # a class of pydantic has a schema too

@@ -34,7 +34,7 @@ IDENTITY_FIELDS = (
     "input", "columns", *SAMPLING_OPTIONS, "mode", "dtype", "load_format", "rows_per_shard", "system_prompt",
     "allow_special_tokens", "chat_template", *RENDERING_OPTIONS, "policy", "placement", "base_quantization", "samples",
     "row_settings", "keep", "drop", "output_prefix", "split_answer", "prompt_template", "messages_template", "chat",
-    "id_from_content", "stages", "until", "output_columns", "expected", "score_by", "shape",
+    "id_from_content", "stages", "until", "output_columns", "expected", "score_by", "shape", "allowed_adapters",
 )  # fmt: skip
 # Identity fields that the first version did not have. They enter an index's key only with a value that is not the
 # default, so that indexes of earlier versions stay valid.
@@ -43,7 +43,7 @@ _LATER = (
     "system_prompt", "allow_special_tokens", "chat_template", *RENDERING_OPTIONS, "policy", "placement",
     "base_quantization", "samples", "row_settings", "keep", "drop", "output_prefix", "split_answer",
     "prompt_template", "messages_template", "chat", "id_from_content", "stages", "until", "output_columns",
-    "expected", "score_by", "shape",
+    "expected", "score_by", "shape", "allowed_adapters",
 )  # fmt: skip
 #: Options that `job.json` leaves out.
 NOT_RECORDED = {"storage_options", "cluster_options", "overwrite", "update"}

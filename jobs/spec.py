@@ -268,6 +268,11 @@ class JobSpec(_SamplingFields):
         "Adapters that each answer every row: all, names, or globs of names such as 'run-17-*'. Repeatable (in a job "
         "file a list).",
     )
+    allowed_adapters: str | None = _adapters(
+        None,
+        "Adapters that rows may name, by the value of a column; other rows are error rows: JSON of a column with a "
+        "mapping of its values to names or globs, '*' for all other values (in a job file a mapping).",
+    )
     include_base: bool = _adapters(False, "The base model answers every row too, beside for_each_adapter.")
     shape: Shape = _data(
         "long", "A sweep's output: a row for each adapter (long), or a struct column for each adapter (wide)."

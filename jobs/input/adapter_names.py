@@ -7,13 +7,17 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 from unicodedata import normalize
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..options.problems import with_suggestion
 from ..record import AdapterRecord, InputFile, InputRecord
 from ..storage.location import options_for
 from ..storage.redaction import is_redacted
@@ -22,6 +26,8 @@ from .columns import text_columns
 from .files import unpack_schema
 from .row_group import open_row_group
 
+#: Role of the column that says which adapters a row may name.
+ALLOWED_ROLE = "allowed_adapters"
 _ROW_GROUPS_READ = 64
 _NAMES_SHOWN = 8
 
@@ -49,6 +55,42 @@ def adapter_problem(name: str | None, adapters: Mapping[str, AdapterRecord]) -> 
         )
     hint = f"did you mean {close[0]!r}?" if close else f"known: {known}"
     return f"adapter={name!r}: not among this job's adapters; {hint}"
+
+
+@lru_cache(maxsize=16)
+def allowed_adapters(option: str) -> tuple[str, dict[str, tuple[str, ...]]]:
+    """The column and the names or globs by its value, of the option `allowed_adapters`."""
+    ((column, rules),) = json.loads(option).items()
+    return column, {key: (names,) if isinstance(names, str) else tuple(names) for key, names in rules.items()}
+
+
+def not_allowed(option: str, value: Any, adapter: str | None) -> str | None:
+    """Why a row with this value in the column of `allowed_adapters` may not name an adapter, or None when it may. The
+    base model is free to all.
+    """
+    column, rules = allowed_adapters(option)
+    patterns = rules.get("" if value is None else str(value), rules.get("*", ()))
+    if adapter is None or any(pattern == adapter or fnmatchcase(adapter, pattern) for pattern in patterns):
+        return None
+    may = f"it may name {', '.join(patterns)}" if patterns else "allowed_adapters names none for it"
+    shown = "null" if value is None else repr(value)
+    return f"adapter={adapter!r}, {column}={shown}: not allowed; {may}. Correct the row, or allowed_adapters."
+
+
+def rule_problems(option: str | None, columns: Collection[str], adapters: Collection[str]) -> list[str]:
+    """Problems of the option `allowed_adapters` with the input's columns and the job's adapters, as sentences."""
+    if option is None:
+        return []
+    column, rules = allowed_adapters(option)
+    problems = []
+    if column not in columns:
+        problem = with_suggestion(f"allowed_adapters: the input has no column {column!r}", column, tuple(columns))
+        problems.append(f"{problem.removesuffix('?')}{'?' * problem.endswith('?') or '.'}")
+    for pattern in dict.fromkeys(name for names in rules.values() for name in names):
+        if not any(pattern == name or fnmatchcase(name, pattern) for name in adapters):
+            problem = with_suggestion(f"allowed_adapters: no adapter is called {pattern!r}", pattern, tuple(adapters))
+            problems.append(f"{problem.removesuffix('?')}{'?' * problem.endswith('?') or '.'}")
+    return problems
 
 
 def columns_with_names(

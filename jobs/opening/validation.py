@@ -25,7 +25,7 @@ from ...system.untrusted import NoProcessError, shown_name
 from ..contents import OutputContents, part_name
 from ..cost_profile import read_profile
 from ..errors import JobRequestError, StorageError
-from ..input.adapter_names import columns_with_names
+from ..input.adapter_names import ALLOWED_ROLE, allowed_adapters, columns_with_names, rule_problems
 from ..input.column_types import columns_of_int96, times_are_zoned, type_problems
 from ..input.columns import JSON_SETTINGS, asked_options, copied_names, default_prefix, find_roles, is_number
 from ..input.conversion.converter import Converter
@@ -271,6 +271,8 @@ def _check_input(
     find = partial(find_roles, schema, spec.columns, options, row_settings, is_made=bool(spec.template_option))
     roles, _ = find()
     roles |= right_role(spec, schema)
+    if spec.allowed_adapters is not None and (column := allowed_adapters(spec.allowed_adapters)[0]) in schema.names:
+        roles[ALLOWED_ROLE] = column
     copied, of_names = copied_names(schema, roles, spec.keep, spec.drop)
     _, of_roles = find(copied=copied, prefix=_prefix_for(spec, copied, roles))
     read_by_templates, of_templates = template_columns(spec, templates, schema)
@@ -279,6 +281,7 @@ def _check_input(
     kinds = distinct_kinds(footers)
     of_spark = spark_type_problems([(footer.file.name, footer.metadata) for footer in footers], copied)
     problems += [*id_problems(spec, roles), *right_problems(spec, schema)]
+    problems += rule_problems(spec.allowed_adapters, schema.names, adapters or ())
     problems += [*of_roles, *of_templates, *of_names, *(of_spark | type_problems(schema, copied, kinds)).values()]
     if problems:
         raise JobRequestError(*problems)

@@ -172,6 +172,11 @@ def _sweep_problems(spec: Any) -> list[str]:
             "stages: a stage names its adapter, and has no score. Leave out for_each_adapter and expected, or the "
             "stages."
         )
+    if spec.allowed_adapters is not None and (spec.for_each_adapter or spec.stages is not None):
+        problems.append(
+            "allowed_adapters: is for rows that name their adapter in a column. Leave it out, or leave out "
+            f"{'stages' if spec.stages is not None else 'for_each_adapter'}."
+        )
     if spec.include_base and not spec.for_each_adapter:
         problems.append("include_base: is for jobs of several adapters a row. Give --for-each-adapter all.")
     if spec.shape == "wide" and not spec.for_each_adapter:

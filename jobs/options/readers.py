@@ -13,7 +13,7 @@ from pydantic import ValidationInfo, ValidatorFunctionWrapHandler
 from ...engine.request import SAMPLING_OPTIONS
 from ...engine.text.chat.conversation import read_message_templates, read_tools, read_variables, written
 from .problems import with_suggestion
-from .stages import read_stages, read_until
+from .stages import read_allowed, read_stages, read_until
 from .values import (
     ALL_SETTINGS,
     COLUMN_ROLES,
@@ -31,6 +31,7 @@ JSON_READERS: dict[str, Callable[[Any], Any]] = {
     "messages_template": read_message_templates,
     "stages": read_stages,
     "until": read_until,
+    "allowed_adapters": read_allowed,
 }
 
 

@@ -142,6 +142,20 @@ def read_until(value: Any) -> Any:
     return given
 
 
+def read_allowed(value: Any) -> Any:
+    """Checks the form of the option `allowed_adapters`: one column, with adapters by its value. Raises ValueError."""
+    example = '{"tenant": {"acme": ["acme-*", "shared"], "*": "shared"}}'
+    given = _parsed("allowed_adapters", value, example)
+    rules = next(iter(given.values())) if isinstance(given, Mapping) and len(given) == 1 else None
+    if not isinstance(rules, Mapping) or not rules:
+        raise ValueError(f"allowed_adapters={shown(given)}: expected one column with adapters by value: {example}.")
+    for key, names in rules.items():
+        listed = [names] if isinstance(names, str) else names
+        if not isinstance(listed, list | tuple) or not all(isinstance(name, str) and name for name in listed):
+            raise ValueError(f"allowed_adapters: {shown(key)} has {shown(names)}, expected names or globs of adapters.")
+    return given
+
+
 def stages_of(text: str | None) -> tuple[Stage, ...]:
     """The stages of a job, in order. `text`: its option `stages`, which `read_stages` has checked."""
     return () if text is None else _read(text)

@@ -181,6 +181,9 @@ class JobOptions(TypedDict, total=False):
     #: Adapters that each answer every row: all, names, or globs of names such as 'run-17-*'. Repeatable (in a job file
     #: a list).
     for_each_adapter: str | Sequence[str]
+    #: Adapters that rows may name, by the value of a column; other rows are error rows: JSON of a column with a mapping
+    #: of its values to names or globs, '*' for all other values (in a job file a mapping).
+    allowed_adapters: str | Mapping[str, Mapping[str, str | Sequence[str]]] | None
     #: The base model answers every row too, beside for_each_adapter.
     include_base: bool
     #: A sweep's output: a row for each adapter (long), or a struct column for each adapter (wide).

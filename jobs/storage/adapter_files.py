@@ -133,6 +133,13 @@ def fetched_adapter(url: str, versions: Versions, copies: AdapterCopies, fetch: 
     return folder
 
 
+def is_whole(folder: Path, versions: Versions) -> bool:
+    """Whether a copy has all files that decide what the adapter computes, with their sizes."""
+    with suppress(OSError):
+        return all((folder / name).stat().st_size == _size(versions[name]) for name in read_files(versions))
+    return False
+
+
 def from_store(url: str, versions: Versions, storage_options: Mapping[str, Any], folder: Path) -> None:
     """Copy the files that decide what an adapter computes to `folder`.
 
@@ -166,9 +173,8 @@ def _copy(url: str, versions: Versions, storage_options: Mapping[str, Any], fold
             )
         if failed:
             raise failed[0]
-        for name, version in versions.items():
-            if (found := (folder / name).stat().st_size) != _size(version):
-                raise OSError(f"{name}: {found} bytes came, expected {_size(version)}")
+        if not is_whole(folder, versions):
+            raise OSError(f"fewer bytes came than the {sum(map(_size, versions.values()))} that are listed")
     except AdapterRefusedError:
         raise
     except Exception as error:

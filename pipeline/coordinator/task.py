@@ -30,10 +30,12 @@ from ...jobs.storage.limits import expect_away
 from ...jobs.storage.local_copy import is_remote
 from ...jobs.storage.redaction import redacted_url
 from ...jobs.updates import put_in_place
+from ...scheduler.assignment.dispatch import AdapterSources
 from ...scheduler.estimates.lengths import AnswerKey, AnswerLengths, LengthEstimator, lengths_by_adapter
 from ...scheduler.estimates.step_costs import StepCosts
 from ...scheduler.estimates.time_left import PlannedJob, Work
 from ...scheduler.estimates.work_left import WorkLeft
+from ...scheduler.messages import AdapterFetch
 from ...scheduler.planning.bound import JobWork, work_bound
 from ...scheduler.planning.waves import Shard
 from ...scheduler.policies import make_scheduler
@@ -357,12 +359,14 @@ def _foresee(run: JobRun, shards: Sequence[Shard]) -> None:
     workers = sorted(known_workers(run.client) or ())
     if not workers or not any(is_remote(adapter.url) for adapter in run.job.record.adapters):
         return
-    needed: list[dict[str, None]] = [{} for _ in workers]
+    sources = AdapterSources()
+    needed: list[dict[str, AdapterFetch]] = [{} for _ in workers]
     for place, shard in enumerate(shards):
-        number = place if shard.replica is None else shard.replica
-        needed[number % len(workers)] |= dict.fromkeys(shard.adapters)
-    for worker, adapter_ids in zip(workers, needed, strict=True):
-        run.peers.send(worker, ForeseeAdapters(tuple(adapter_ids)))
+        number = (place if shard.replica is None else shard.replica) % len(workers)
+        for fetch in sources.of_shard(workers[number], shard):
+            needed[number].setdefault(fetch.adapter_id, fetch)
+    for worker, fetches in zip(workers, needed, strict=True):
+        run.peers.send(worker, ForeseeAdapters(tuple(fetches.values())))
 
 
 def _known_lengths(run: JobRun, rows_per_task: Mapping[AnswerKey, int]) -> dict[str | None, AnswerLengths]:

@@ -164,6 +164,8 @@ class IndexJob:
     score_by: ScoreBy | None = None
     #: `JobRecord.adapter_groups`: adapters of a sweep by the adapter whose name their prepared rows have.
     groups: Mapping[str | None, tuple[str | None, ...]] = field(default_factory=dict)
+    #: The option `allowed_adapters`; "" for no rule.
+    allowed: str = ""
 
     @classmethod
     def from_record(cls, record: JobRecord, spec: JobSpec) -> IndexJob:
@@ -224,6 +226,7 @@ class IndexJob:
             heads={each.name: each for each in record.adapters if record.tasks and not each.is_refused},
             score_by=None if record.spec.expected is None else record.spec.score_by,
             groups=record.adapter_groups,
+            allowed=record.spec.allowed_adapters or "",
         )
 
     def task_of(self, adapter: str | None) -> str:

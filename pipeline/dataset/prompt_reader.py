@@ -32,6 +32,7 @@ from ...engine.text.chat.prompt_template import PromptTemplate
 from ...engine.text.tokenizers.boundary import split_at_prompt, texts_behind
 from ...engine.text.tokenizers.confined_tokenizer import MissingTokenizer
 from ...engine.text.tokenizers.tokenizer import Tokenizer
+from ...jobs.input.adapter_names import ALLOWED_ROLE, not_allowed
 from ...jobs.input.columns import EXPECTED_ROLE, role_values
 from ...jobs.options.values import PROMPT_ROLES, SAMPLING_COLUMNS
 from .chunk import IndexJob
@@ -66,6 +67,8 @@ from .row_checks import (
     without_padding,
 )
 
+# Roles of columns that are no part of what a row asks.
+_BESIDE = (EXPECTED_ROLE, ALLOWED_ROLE)
 _TOGETHER_CHARACTERS = 4 << 20
 # Most different values of `RENDERING_OPTIONS` that are kept as read for later rows.
 _MOST_RENDERINGS = 1024
@@ -133,7 +136,7 @@ class PromptReader:
         for draft in drafts:
             check_length(draft, self._job.max_context_tokens)
             if self._job.id_from_content and not draft.problems:
-                asked = {role: values for role, values in columns.items() if role != EXPECTED_ROLE}
+                asked = {role: values for role, values in columns.items() if role not in _BESIDE}
                 draft.row_id = content_id({**asked, **{f"column {name}": of for name, of in given.items()}}, draft.row)
         drafts = [sample for draft in drafts for sample in draft.samples()]
         for draft in drafts:
@@ -183,6 +186,8 @@ class PromptReader:
                 continue  # other columns of the row may be null only because they could not be decoded
             if row_id is None:
                 draft.reject(ErrorKind.ID, "id=null: expected a value of its own for every row. Fill it in.")
+            if self._job.allowed and (why := not_allowed(self._job.allowed, columns[ALLOWED_ROLE][row], adapter)):
+                draft.reject(ErrorKind.NOT_ALLOWED, why)
             self._check_prompt(draft, prompts[row])
             if "continuation" in columns:
                 check_continuation(draft, columns["continuation"][row])

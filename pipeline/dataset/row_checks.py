@@ -41,6 +41,7 @@ class ErrorKind(IntEnum):
     TOO_LONG = 3
     SAMPLING = 4
     EXPECTED = 5
+    NOT_ALLOWED = 6
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from distributed import Worker
 
 from ...engine.request import ExportedRow
 from ...engine.server.frames import unpacked
+from ...scheduler.messages import AdapterFetch
 from ...system.codec import Codec, MessageError
 from ...system.untrusted import printable
 from ..supervisor.open_shard import ServedRow
@@ -120,7 +121,7 @@ class FetchAdapter(PeerRequest[AdapterFiles]):
 class ForeseeAdapters(PeerRequest[None]):
     """Tells a worker which adapters its shards will need, in the order of the plan, so that it fetches them ahead."""
 
-    adapter_ids: tuple[str, ...]
+    fetches: tuple[AdapterFetch, ...]
 
 
 _REQUESTS: Codec[Any] = Codec(LendRows, ReceiveRows, FetchResults, RecallRows, DropRows, FetchAdapter, ForeseeAdapters)

@@ -30,9 +30,10 @@ from ...jobs.errors import StorageError
 from ...jobs.record import AdapterRecord, is_version_id
 from ...jobs.storage.adapter_copies import AdapterCopies
 from ...jobs.storage.adapter_copy import adapter_folder
-from ...jobs.storage.adapter_files import fetched_adapter, from_store
+from ...jobs.storage.adapter_files import fetched_adapter, from_store, is_whole
 from ...jobs.storage.local_copy import is_remote
 from ...jobs.store import AdapterContent, JobStore
+from ...scheduler.messages import AdapterFetch
 from ...system.codec import MessageError
 from ...system.confinement import ConfinedError
 from ..migration.peers import AdapterFiles, FetchAdapter, PeerLostError, Peers
@@ -88,7 +89,7 @@ class AdapterCache:
         # Identity -> fetch that runs or has succeeded.
         self._fetches: dict[str, asyncio.Task[RegisterAdapter | str]] = {}
         # Adapters that will be needed, in order, and those of them that were fetched, or are, and not asked for yet.
-        self._foreseen: deque[str] = deque()
+        self._foreseen: deque[AdapterFetch] = deque()
         self._unasked: set[str] = set()
         self._num_ahead = 0
         # Bytes per second of the last fetches from workers and from storage; 0 without any.
@@ -123,17 +124,16 @@ class AdapterCache:
 
     def release(self, adapters: Iterable[RegisterAdapter | str]) -> None:
         """Let folders go that `get` has returned: their room may be needed. Any thread may call."""
-        if self._copies is not None:
-            self._copies.release(Path(each.folder) for each in adapters if not isinstance(each, str))
+        self._release(Path(each.folder) for each in adapters if not isinstance(each, str))
 
-    def foresee(self, adapter_ids: Iterable[str]) -> None:
+    def foresee(self, fetches: Iterable[AdapterFetch]) -> None:
         """Fetch adapters ahead, in this order: at most `_MAX_AHEAD` that no shard has asked for yet."""
-        self._foreseen = deque(adapter_ids)
+        self._foreseen = deque(fetches)
         self._go_ahead()
 
     async def reply(self, request: FetchAdapter) -> AdapterFiles:
-        """The sizes of an adapter's files, or a piece of one, for another worker. Raises what `get` raises, `StorageError` for an adapter that
-        cannot be used, and OSError for one whose folder is gone again.
+        """The sizes of an adapter's files, or a piece of one, for another worker. Raises what `get` raises,
+        `StorageError` for an adapter that cannot be used, and OSError for one whose folder is gone again.
         """
         fetch = asyncio.ensure_future(self._get(request.adapter_id, None))
         await asyncio.wait([fetch], timeout=_COMING_S)
@@ -163,17 +163,22 @@ class AdapterCache:
                 self._copies = AdapterCopies(limit_bytes=limit_bytes)
             return self._copies
 
+    def _release(self, folders: Iterable[Path]) -> None:
+        if self._copies is not None:
+            self._copies.release(folders)
+
     def _hold(self, adapters: Iterable[RegisterAdapter | str]) -> list[Path]:
         folders = [Path(each.folder) for each in adapters if not isinstance(each, str)]
         return [] if self._copies is None else self._copies.hold(folders)
 
     def _go_ahead(self) -> None:
         while self._foreseen and self._num_ahead < _AHEAD_AT_ONCE and len(self._unasked) < _MAX_AHEAD:
-            adapter_id = self._foreseen.popleft()
-            if adapter_id not in self._fetches:
-                self._unasked.add(adapter_id)
+            fetch = self._foreseen.popleft()
+            if fetch.adapter_id not in self._fetches:
+                self._unasked.add(fetch.adapter_id)
                 self._num_ahead += 1
-                asyncio.ensure_future(self._get(adapter_id, None)).add_done_callback(self._went_ahead)
+                going = asyncio.ensure_future(self._get(fetch.adapter_id, fetch.from_replica_id))
+                going.add_done_callback(self._went_ahead)
 
     def _went_ahead(self, fetch: asyncio.Future[RegisterAdapter | str]) -> None:
         self._num_ahead -= 1
@@ -214,7 +219,8 @@ class AdapterCache:
             folder = await self._in_thread(self._copied, adapter, peer, asyncio.get_running_loop())
         elif peer:
             folder = await self._copy_apart(peer, adapter_id)
-        folder = folder or await self._in_thread(self._whole, adapter)
+        if folder is None:
+            folder = await self._in_thread(self._whole, adapter)
         if isinstance(folder, str):
             return folder
         sha256 = ""
@@ -223,8 +229,12 @@ class AdapterCache:
                 sha256, reasons = await self._in_thread(self._learn, adapter, folder)
             except AdapterRefusedError as error:
                 return curable(error)
+            finally:
+                self._release([folder])
             if reasons:
                 return f"{_REFUSED}{' '.join(reasons)}"
+        else:
+            self._release([folder])
         return RegisterAdapter(adapter_id, str(folder), adapter.name, sha256)
 
     def _whole(self, adapter: AdapterRecord) -> Path:
@@ -236,8 +246,8 @@ class AdapterCache:
             raise StorageError(str(error)) from None
 
     def _copied(self, adapter: AdapterRecord, peer: str | None, loop: asyncio.AbstractEventLoop) -> Path | str:
-        """The folder of an adapter whose files have versions; a clause where they have others now, or the disk has no
-        room for it.
+        """The folder of an adapter whose files have versions, which is held; a clause where they have others now, or
+        the disk has no room for it.
         """
 
         def fetch(folder: Path) -> None:
@@ -255,7 +265,10 @@ class AdapterCache:
             self._note("store", folder, began_s)
 
         try:
-            return fetched_adapter(adapter.url, adapter.files, self.copies(), fetch)
+            while True:
+                folder = fetched_adapter(adapter.url, adapter.files, self.copies(), fetch)
+                if not self.copies().hold([folder]):  # else it was removed at once, to make room
+                    return folder
         except AdapterRefusedError as error:
             return curable(error)
         except OSError as error:
@@ -280,6 +293,8 @@ class AdapterCache:
             raise AdapterRefusedError(f"cannot be audited: {error}") from None
         if found.verdict != "refused" and found.identity_sha256:
             return self._store.learn_adapter(adapter.sha256, found.identity_sha256)
+        if not is_whole(folder, adapter.files):
+            raise AdapterRefusedError(f"its copy in {folder} was changed while it was read")
         prefix = f"adapter {adapter.name!r}: "
         return self._store.learn_adapter(adapter.sha256, "", [why.removeprefix(prefix) for why in found.reasons])
 

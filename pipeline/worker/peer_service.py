@@ -52,7 +52,7 @@ class PeerService:
                 self.incoming.drop(request.loan_id)
                 self._release()
             case ForeseeAdapters():
-                self._adapters.foresee(request.adapter_ids)
+                self._adapters.foresee(request.fetches)
             case FetchAdapter():
                 return await self._adapters.reply(request)
             case _:

@@ -12,7 +12,7 @@ from distributed import Client, Nanny, Scheduler, SpecCluster
 from echo_job import EchoJob, make_rows
 
 from lorabatch.benchmarks.simulation.replay import replay_job
-from lorabatch.tests.end_to_end.bucket import Bucket
+from lorabatch.tests.end_to_end.bucket import s3_server
 
 
 @contextmanager
@@ -33,18 +33,20 @@ def workers_apart(folder: Path, num_workers: int) -> Iterator[tuple[Client, dict
         yield client, caches
 
 
-def fetched(cache: Path) -> list[str]:
-    """Adapters that a worker has read from storage: its cache names their copies after them."""
+def copies(cache: Path) -> list[str]:
+    """Adapters of which a worker's cache has copies, from storage or from other workers."""
     return [folder.name.rpartition("-")[0] for folder in (cache / "lorabatch" / "adapter-copies").glob("[!.]*")]
 
 
 @pytest.mark.long
-def test_an_adapter_is_read_from_storage_by_one_worker_only(echo_job: EchoJob, bucket: Bucket, tmp_path: Path) -> None:
+def test_an_adapter_is_read_from_storage_by_one_worker_only(echo_job: EchoJob, tmp_path: Path) -> None:
     # All rows want the same one, so that every worker needs it.
     rows = make_rows(96, ["rank8"])
     echo_job.write_input(rows)
-    adapters = bucket.put(echo_job.adapters, "adapters")
-    with workers_apart(tmp_path, 3) as (client, caches):
+    log = tmp_path / "log"
+    with s3_server(tmp_path, LOG=str(log)) as bucket, workers_apart(tmp_path, 3) as (client, caches):
+        bucket.fs.mkdir("bucket")
+        adapters = bucket.put(echo_job.adapters, "adapters")
         echo_job.run(client, adapters=adapters, storage_options=bucket.options, rows_per_shard=8)
     echo_job.assert_answered(rows)
     opened = [event for event in echo_job.store.read_events() if event["kind"] == "RunShard"]
@@ -54,7 +56,9 @@ def test_an_adapter_is_read_from_storage_by_one_worker_only(echo_job: EchoJob, b
     assert list(source.values()).count(None) == 1, source
     # The others have it from a worker that has it: the first, or one that got it meanwhile.
     assert set(source.values()) - {None} <= set(source), source
-    assert sorted(map(fetched, caches.values())) == [[], [], ["rank8"]]
+    assert list(map(copies, caches.values())) == [["rank8"]] * 3
+    reads = [line for line in log.read_text().splitlines() if "GET" in line and "rank8/adapter_model" in line]
+    assert len(reads) == 2, "the header by the client, all of it by one worker"
     assert replay_job(echo_job.store).first_difference is None
 
 
@@ -68,4 +72,4 @@ def test_adapters_that_workers_see_as_files_need_no_source(echo_job: EchoJob, tm
     opened = [event for event in echo_job.store.read_events() if event["kind"] == "RunShard"]
     assert opened
     assert not any(event["adapter_fetches"] for event in opened)
-    assert not any(map(fetched, caches.values()))
+    assert not any(map(copies, caches.values()))

@@ -13,6 +13,7 @@ import torch
 from echo_job import EchoJob, Watcher, kill_one, make_rows
 from safetensors.torch import load_file, save_file
 
+import lorabatch
 from lorabatch.engine.errors import RUN_AGAIN
 from lorabatch.jobs.record import JobState, is_version_id
 from lorabatch.tests.end_to_end.bucket import Bucket, s3_server
@@ -219,3 +220,19 @@ def test_a_tenth_of_all_adapters_on_the_disk_gives_the_same_answers(
     run_on_s3(echo_job, logged.bucket, adapter_disk_bytes=2 * size, rows_per_shard=10, progress=watching, workers=2)
     echo_job.assert_answered(rows)
     assert len(list(copies.glob("copy*"))) < len(names)
+
+
+@pytest.mark.long
+def test_rows_that_name_an_adapter_of_another_tenant_are_errors_before_any_engine(echo_job: EchoJob) -> None:
+    rows = [row | {"tenant": "acme" if row["id"] % 2 else None} for row in make_rows(32, (None, *NAMES))]
+    echo_job.write_input(rows)
+    rule = {"tenant": {"acme": ["rank1", "rank2*"], "*": "rank8"}}
+    planned = lorabatch.plan(**echo_job.options(allowed_adapters=rule, max_errors="80%"))
+    result = echo_job.run(workers=1, allowed_adapters=rule, max_errors="80%")
+    free = {"acme": (None, "rank1", "rank20"), None: (None, "rank8")}
+    wrong = {row["id"] for row in rows if row["adapter"] not in free[row["tenant"]]}
+    found = {row["id"]: row["error"] for row in echo_job.rows() if row["error"] is not None}
+    assert found.keys() == wrong
+    assert all("not allowed" in error for error in found.values())
+    assert [kind.kind for kind in result.errors] == ["not_allowed"]
+    assert sum(kind.num_rows for kind in planned.errors) == len(wrong) == result.num_errors

@@ -136,5 +136,5 @@ def test_a_store_that_fails_is_no_change_of_the_adapter(tmp_path: Path, monkeypa
         target.write_bytes(b"half")
 
     monkeypatch.setattr(adapter_files, "copy_file", torn)
-    with pytest.raises(StorageError, match="4 bytes came, expected"):
+    with pytest.raises(StorageError, match="fewer bytes came than"):
         from_store(URL, wanted, {}, tmp_path)

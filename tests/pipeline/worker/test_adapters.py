@@ -20,6 +20,7 @@ from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.migration.peers import AdapterFiles, FetchAdapter, PeerLostError
 from lorabatch.pipeline.worker import adapters
 from lorabatch.pipeline.worker.adapters import AdapterCache
+from lorabatch.scheduler.messages import AdapterFetch
 
 FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"\x00weights"}
 PEER = "tcp://peer:1"
@@ -163,7 +164,7 @@ def test_a_worker_that_does_not_have_it_yet_is_asked_again(tmp_path: Path) -> No
 def test_what_is_foreseen_is_fetched_before_a_shard_asks(storage: str, tmp_path: Path) -> None:
     async def story() -> None:
         cache = cache_of(storage, tmp_path / "copies", more=[record("gone", NOWHERE)])
-        cache.foresee(["sha-gone", "sha-alpha", "sha-unknown"])
+        cache.foresee(AdapterFetch(each, None) for each in ("sha-gone", "sha-alpha", "sha-unknown"))
         fetched = tmp_path / "cache" / "lorabatch" / "fetched"
         while not list(fetched.glob("alpha-*")):
             await asyncio.sleep(0.01)
