@@ -101,7 +101,9 @@ class GroupWeights(PartWeights):
             return
         audit = adapter.audit
         random_rank = audit.max_rank if audit.folder == RANDOM_FOLDER else 0
-        self._members.send(MergeAdapter(adapter_id, str(audit.folder), audit.name, random_rank))
+        self._members.send(
+            MergeAdapter(adapter_id, str(audit.folder), audit.name, random_rank, adapter.identity_sha256)
+        )
         problem: Exception | None = None
         try:
             super().merge(adapter_id, adapter)

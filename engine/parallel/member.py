@@ -114,7 +114,7 @@ class Member:
         if message.random_rank:
             self._registry.register_dummy(message.name, message.random_rank)
         else:
-            self._registry.register(message.adapter_id, Path(message.folder), message.name)
+            self._registry.register(message.adapter_id, Path(message.folder), message.name, message.content_sha256)
         try:
             self._live.merge(message.adapter_id, self._registry.load(message.adapter_id))
         except (AdapterRefusedError, torch.OutOfMemoryError) as error:

@@ -110,13 +110,14 @@ class LaunchStep:
 
 @dataclass(frozen=True, slots=True)
 class MergeAdapter:
-    """To a member: merge the adapter of this content hash; one of random weights has no folder and a `random_rank`.
-    `Merged` replies."""
+    """To a member: merge an adapter whose content has this hash; one of random weights has no folder and a
+    `random_rank`. `Merged` replies."""
 
     adapter_id: str
     folder: str
     name: str
     random_rank: int = 0
+    content_sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ def cut_adapter(weights: AdapterWeights, partition: Partition) -> AdapterWeights
         if cut.is_there:
             changes[parameter] = cut.changed()
     pairs = cut_pairs(weights.pairs, partition)
-    return AdapterWeights(weights.audit, stored, pairs, changes)
+    return AdapterWeights(weights.audit, stored, pairs, changes, identity_sha256=weights.identity_sha256)
 
 
 def needs_norms(weights: AdapterWeights, partition: Partition) -> tuple[list[str], list[str]]:

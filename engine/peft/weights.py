@@ -44,6 +44,8 @@ class AdapterWeights:
     changes: Mapping[str, ParameterChange] = field(repr=False)
     #: DoRA's row lengths of parameters of which only a part is here, by name.
     norms: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    #: Hash by which its content was checked; "" for random weights.
+    identity_sha256: str = ""
 
     @property
     def head(self) -> Tensor | None:
@@ -161,7 +163,7 @@ def load_adapter(audit: AdapterAudit, device: torch.device | str, identity_sha25
         if audit.verdict == "exact"
     }
     changes = {change.parameter: change for change in audit.changes if change is not audit.head}
-    return AdapterWeights(audit, stored, pairs, changes)
+    return AdapterWeights(audit, stored, pairs, changes, identity_sha256=identity_sha256 or "")
 
 
 def read_adapter(

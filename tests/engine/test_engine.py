@@ -21,6 +21,7 @@ from lorabatch.engine.memory.registry import AdapterRegistry
 from lorabatch.engine.model_config.model import PackedSite
 from lorabatch.engine.models.layers import Linear
 from lorabatch.engine.models.step_batch import StepEntry
+from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.kernels.native import native_function
 from lorabatch.kernels.native.segments import SiteSegments
@@ -191,6 +192,29 @@ def test_rows_of_an_adapter_that_changed_since_planning_are_errors_and_others_go
     assert "have changed since they were audited" in (results["changed"].error or "")
     assert results["base"].error is None
     assert len(results["base"].token_ids) == 2
+
+
+@pytest.mark.parametrize("mode", ["unmerged", "merged"])
+@pytest.mark.parametrize("members", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_an_adapter_may_have_another_id_than_its_content(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], mode: Mode, members: int
+) -> None:
+    engine = make_engine(tiny_llama, mode, tensor_parallel=members, num_threads=members)
+    sampling = SamplingParams(max_tokens=4, ignore_eos=True)
+    contents = {
+        name: audit_adapter(folder, engine.model, name).content_sha256 for name, folder in tiny_adapters.items()
+    }
+    for name, folder in tiny_adapters.items():
+        engine.register_adapter(f"version-{name}", folder, name, contents[name] or "")
+    engine.register_adapter("version-other", tiny_adapters["rank8"], "other", contents["rank1"] or "")
+    rows = [Request(name, (5, 6), f"version-{name}", sampling) for name in (*tiny_adapters, "other")]
+    results = serve(engine, rows)
+    expected = make_engine(tiny_llama, mode)
+    ids = register_all(expected, tiny_adapters)
+    for name, result in serve(expected, [Request(n, (5, 6), ids[n], sampling) for n in tiny_adapters]).items():
+        assert results[name].token_ids == result.token_ids
+    assert "have changed since they were audited" in (results["other"].error or "")
+    engine.close()
 
 
 def test_stop_strings_end_a_completion_and_are_not_part_of_it(tiny_llama: Path) -> None:
