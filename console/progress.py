@@ -268,6 +268,10 @@ def status_lines(status: JobStatus) -> list[str]:
         lines += [
             f"worker    {worker.name}: {worker.tokens_per_s:,.0f} tokens/s, {worker.open_rows} open rows, "
             f"{worker.mode or 'idle'}, {worker.prefix_hit_rate:.0%} of prompt tokens reused"
+            + (
+                f", {worker.adapter_copies_bytes / 1e6:,.0f} MB of adapters on its disk"
+                * bool(worker.adapter_copies_bytes)
+            )
             for worker in state.workers
         ]
     if status.done_summary is not None:

@@ -489,6 +489,8 @@ class WorkerState:
     adapter_loads: int = 0
     #: Seconds that its engine's steps waited for adapters.
     adapter_stall_s: float = 0.0
+    #: Bytes of all local copies of adapters on its host; 0 before it has fetched any.
+    adapter_copies_bytes: int = 0
     #: Its Dask address.
     address: str = ""
 

@@ -174,6 +174,8 @@ class WorkerReport:
     finished: tuple[FinishedRows, ...] = ()
     #: Shards whose tasks have begun on the worker and have not ended.
     begun_shards: tuple[int, ...] = ()
+    #: Bytes of all local copies of adapters on the worker's host; 0 before it has fetched any.
+    adapter_copies_bytes: int = 0
 
     @property
     def open_rows(self) -> int:

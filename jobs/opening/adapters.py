@@ -182,8 +182,11 @@ def _name_problem(name: str) -> str | None:
 class _Auditing:
     """Audits adapters for a job's record; fields are the arguments of `audit_all`."""
 
+    #: Processes that audit.
     auditors: Auditors
+    #: Configuration of the base model.
     model: ModelConfig
+    #: Options of the stores of adapters.
     storage_options: Mapping[str, Any]
     #: URL -> versions of the files of adapters that are audited by their headers.
     versions: Mapping[str, Versions]

@@ -125,7 +125,9 @@ class AdapterCopies:
         return num_removed
 
     def _names(self) -> set[str]:
-        return {entry.name for entry in os.scandir(self.root) if not entry.name.startswith(".")}
+        with suppress(FileNotFoundError):  # the user may empty the cache
+            return {entry.name for entry in os.scandir(self.root) if not entry.name.startswith(".")}
+        return set()
 
     def _size(self, name: str) -> int:
         if name not in self._sizes:

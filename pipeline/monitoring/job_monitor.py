@@ -162,6 +162,7 @@ class JobMonitor:
             prefix_hit_rate=telemetry.prefix_hit_rate,
             adapter_loads=telemetry.adapter_loads,
             adapter_stall_s=telemetry.adapter_stall_s,
+            adapter_copies_bytes=report.adapter_copies_bytes,
         )
 
 

@@ -145,6 +145,10 @@ _ENGINE_METRICS: dict[str, tuple[str, Callable[[WorkerReport], float]]] = {
     "open_rows": ("Unfinished rows of open shards.", lambda report: report.open_rows),
     "lent_rows": ("Open rows that other engines work on.", lambda report: report.lent_rows),
     "incoming_rows": ("Rows of other workers' shards.", lambda report: report.incoming_rows),
+    "adapter_copies_bytes": (
+        "Bytes of local copies of adapters on the host.",
+        lambda report: report.adapter_copies_bytes,
+    ),
     "used_pages": ("Pages of the pool in use.", lambda report: report.telemetry.pages_used),
     "pages": ("Pages of the pool.", lambda report: report.telemetry.pages_total),
     "lost_processes_total": ("Engine processes lost.", lambda report: report.num_crashes),

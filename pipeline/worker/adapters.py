@@ -148,6 +148,11 @@ class AdapterCache:
             return await asyncio.to_thread(_piece, folder / _plain(request.name), request.offset)
         return AdapterFiles({path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()})
 
+    @property
+    def copies_bytes(self) -> int:
+        """Bytes of all copies on this host; 0 before this process has fetched any. Any thread may ask."""
+        return 0 if self._copies is None else self._copies.num_bytes
+
     def close(self) -> None:
         """Fetch nothing more, and let all folders go."""
         self._foreseen.clear()

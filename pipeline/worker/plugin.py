@@ -293,7 +293,10 @@ class RunPlugin(WorkerPlugin):
         """Publish a report from the supervisor's thread, by way of the event loop, whose thread owns Dask's streams."""
         revive_pools(self._worker)
         with self._lock:
-            report = replace(report, begun_shards=tuple(self._claims))
+            claims = tuple(self._claims)
+        adapters = getattr(self, "_adapters", None)  # the first report may come while it is made
+        copies_bytes = adapters.copies_bytes if adapters is not None else 0
+        report = replace(report, begun_shards=claims, adapter_copies_bytes=copies_bytes)
         # A worker that ends may have closed its loop already.
         with contextlib.suppress(RuntimeError):
             self._worker.loop.add_callback(REPORTS.publish, self._worker, self._run_id, report)

@@ -94,7 +94,7 @@ def test_names_of_metrics_collide_with_nothing_and_end_in_their_unit() -> None:
     view = make_view()
     view.state_published("day-1", PublishedState("out", running()))
     view.reported("day-1", REPORT)
-    units = ("rows", "parts", "pages", "seconds", "second", "info", "phase")
+    units = ("rows", "parts", "pages", "bytes", "seconds", "second", "info", "phase")
     for name, family in families_of(view).items():
         assert name.startswith("lorabatch_")
         assert family.type == "counter" or name.endswith(units), name
