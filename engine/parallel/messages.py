@@ -110,13 +110,17 @@ class LaunchStep:
 
 @dataclass(frozen=True, slots=True)
 class MergeAdapter:
-    """To a member: merge an adapter whose content has this hash; one of random weights has no folder and a
-    `random_rank`. `Merged` replies."""
+    """To a member: merge an adapter. `Merged` replies."""
 
+    #: Id of the adapter.
     adapter_id: str
+    #: Its folder.
     folder: str
+    #: Its name, for messages.
     name: str
+    #: Rank of one of random weights; 0 for others.
     random_rank: int = 0
+    #: Hash that its content must have; "" where that is its id.
     content_sha256: str = ""
 
 

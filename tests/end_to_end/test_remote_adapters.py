@@ -224,7 +224,7 @@ def test_a_tenth_of_all_adapters_on_the_disk_gives_the_same_answers(
 
 @pytest.mark.long
 def test_rows_that_name_an_adapter_of_another_tenant_are_errors_before_any_engine(echo_job: EchoJob) -> None:
-    rows = [row | {"tenant": "acme" if row["id"] % 2 else None} for row in make_rows(32, (None, *NAMES))]
+    rows = [row | {"tenant": "acme" if row["id"] % 3 else None} for row in make_rows(32, (None, *NAMES))]
     echo_job.write_input(rows)
     rule = {"tenant": {"acme": ["rank1", "rank2*"], "*": "rank8"}}
     planned = lorabatch.plan(**echo_job.options(allowed_adapters=rule, max_errors="80%"))
@@ -232,6 +232,7 @@ def test_rows_that_name_an_adapter_of_another_tenant_are_errors_before_any_engin
     free = {"acme": (None, "rank1", "rank20"), None: (None, "rank8")}
     wrong = {row["id"] for row in rows if row["adapter"] not in free[row["tenant"]]}
     found = {row["id"]: row["error"] for row in echo_job.rows() if row["error"] is not None}
+    assert wrong
     assert found.keys() == wrong
     assert all("not allowed" in error for error in found.values())
     assert [kind.kind for kind in result.errors] == ["not_allowed"]
