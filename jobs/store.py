@@ -203,22 +203,27 @@ class JobStore:
 
     def learn_adapter(self, adapter_id: str, sha256: str, reasons: Sequence[str] = ()) -> AdapterContent:
         """Keep the content hash of an adapter that was opened by its headers, or the `reasons` against its values.
-        Returns what holds: the first reader decides.
+        Returns what holds: the first reader decides. A damaged record is written again.
         """
+        name, own = f"{_ADAPTERS}/{adapter_id}.json", (sha256, tuple(reasons))
         found = json.dumps({"sha256": sha256, "reasons": list(reasons)}).encode()
-        if self.location.create(f"{_ADAPTERS}/{adapter_id}.json", found):
-            self._contents[adapter_id] = sha256, tuple(reasons)
-        return self.adapter_content(adapter_id) or (sha256, tuple(reasons))
+        if self.location.create(name, found):
+            self._contents[adapter_id] = own
+        elif self.adapter_content(adapter_id) is None:
+            self.location.write(name, found)
+        return self.adapter_content(adapter_id) or own
 
     def adapter_content(self, adapter_id: str) -> AdapterContent | None:
-        """The content that the first reader of an adapter opened by its headers has found; None before that."""
+        """The content that the first reader of an adapter opened by its headers has found; None before that, and for a
+        damaged record: who needs the adapter reads it again.
+        """
         if adapter_id not in self._contents:
             name = f"{_ADAPTERS}/{adapter_id}.json"
             try:
                 with naming_damage(name):
                     found = parse_json(self.location.read(name))
                     self._contents[adapter_id] = str(found["sha256"]), tuple(map(str, found["reasons"]))
-            except MissingFileError:
+            except (MissingFileError, DamagedRecordError):
                 return None
         return self._contents[adapter_id]
 

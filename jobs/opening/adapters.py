@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -190,6 +190,8 @@ class _Auditing:
     storage_options: Mapping[str, Any]
     #: URL -> versions of the files of adapters that are audited by their headers.
     versions: Mapping[str, Versions]
+    #: Name of a file -> length of its header in the adapter that was read last.
+    lengths: dict[str, int] = field(default_factory=dict)
 
     def record(self, item: tuple[str, str]) -> AdapterRecord:
         """The record of the adapter of a name and a URL."""
@@ -209,7 +211,7 @@ class _Auditing:
     def _by_headers(self, name: str, url: str, versions: Versions) -> AdapterRecord:
         """The record of an adapter of which the workers will read the values."""
         with TemporaryDirectory(prefix="adapter-") as folder:
-            digest = read_headers(url, versions, self.storage_options, Path(folder))
+            digest = read_headers(url, versions, self.storage_options, Path(folder), self.lengths)
             found = self.auditors.audit(name, Path(folder), check_values=False)
         read = {each: versions[each] for each in read_files(versions)}
         place = redacted_url(url) if depends_on_place(read) else ""

@@ -85,10 +85,18 @@ def depends_on_place(versions: Mapping[str, str]) -> bool:
     return any(" at " in versions[name] for name in read_files(versions))
 
 
-def read_headers(url: str, versions: Versions, storage_options: Mapping[str, Any], folder: Path) -> str:
+def read_headers(
+    url: str,
+    versions: Versions,
+    storage_options: Mapping[str, Any],
+    folder: Path,
+    lengths: dict[str, int] | None = None,
+) -> str:
     """Make `folder` look like the adapter's: configuration and tokenizer whole, of weights the header, all else without
-    content but of its size. Returns a hash of what was read. Raises `StorageError`.
+    content but of its size. `lengths`: headers' lengths by file name, of adapters that were trained alike. Returns a
+    hash of what was read. Raises `StorageError`.
     """
+    lengths = {} if lengths is None else lengths
     options = options_for(url, storage_options)
     digest = hashlib.sha256()
     read = read_files(versions)
@@ -100,7 +108,8 @@ def read_headers(url: str, versions: Versions, storage_options: Mapping[str, Any
             if name in _READ_WHOLE and size <= _MAX_WHOLE_BYTES:
                 content = fs.cat_file(f"{remote}/{name}", start=0, end=size) if size else b""
             elif name in read:
-                content = _header(fs, f"{remote}/{name}", size)
+                content = _header(fs, f"{remote}/{name}", size, lengths.get(name, _FIRST_HEADER_BYTES))
+                lengths[name] = max(len(content), 8)
             with (folder / name).open("wb") as file:
                 file.write(content)
                 file.truncate(size)
@@ -241,9 +250,11 @@ def _size(version: str) -> int:
     return int(version.partition(" ")[0])
 
 
-def _header(fs: Any, path: str, size: int) -> bytes:
-    """The first bytes of a safetensors file: its header, or less where it claims more than a file may have."""
-    data = bytes(fs.cat_file(path, start=0, end=min(size, _FIRST_HEADER_BYTES))) if size else b""
+def _header(fs: Any, path: str, size: int, expected: int) -> bytes:
+    """The first bytes of a safetensors file: its header, or less where it claims more than a file may have. `expected`:
+    bytes that are asked for at first.
+    """
+    data = bytes(fs.cat_file(path, start=0, end=min(size, expected))) if size else b""
     length = 8 + int.from_bytes(data[:8], "little")
     if length > min(size, 8 + MAX_HEADER_BYTES):
         return data[:8]

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from small_cluster import Death, EchoPlugin, SmallCluster, TurningControl, watching
+from small_cluster import Death, EchoPlugin, SmallCluster, TurningControl, contents, watching
 
 from lorabatch.jobs.opening import opened_job as opening
-from lorabatch.jobs.record import AdapterRecord
+from lorabatch.jobs.record import AdapterRecord, version_id
 from lorabatch.pipeline import run as run_module
 from lorabatch.pipeline.coordinator import control, driver, fan_out, finishing, task
 from lorabatch.pipeline.messages import new_run_id
@@ -23,13 +23,22 @@ from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.pipeline.worker import run_shard
 
 
-def audited(adapters: dict[str, str], *_: Any) -> tuple[AdapterRecord, ...]:
-    """Adapters whose content is a word in a file; "refused" is refused."""
+def audited(adapters: dict[str, str], *_: Any, reads_all: bool = False) -> tuple[AdapterRecord, ...]:
+    """Adapters whose content is a word in a file; "refused" is refused. Those of a name with b are as in a store: only
+    their versions are known, unless a command `reads_all`.
+    """
     found = []
     for name, url in sorted(adapters.items()):
         word = (Path(url) / "word").read_text()
-        facts = {"verdict": "refused", "reasons": ("is no adapter.",)} if word == "refused" else {"verdict": "exact"}
+        facts: dict[str, Any] = (
+            {"verdict": "refused", "reasons": ("is no adapter.",)} if word == "refused" else {"verdict": "exact"}
+        )
         sha256 = f"{name}-{word}-".ljust(64, "0")
+        if "b" in name and word != "refused":
+            facts["files"] = {"word": f"{len(word)} {word}"}
+            if not reads_all:
+                contents[version_id(sha256)] = sha256
+                sha256 = version_id(sha256)
         found.append(AdapterRecord(name=name, url=url, sha256=sha256, rank=8, weight_bytes=1000, **facts))
     return tuple(found)
 

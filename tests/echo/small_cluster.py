@@ -119,6 +119,10 @@ def _heard(event: str, arguments: tuple[Any, ...]) -> None:
             disk.heard(event, arguments)
 
 
+#: Content hash by identity, of adapters that commands know by their versions.
+contents: dict[str, str] = {}
+
+
 class EchoQueue:
     """An echo engine behind the product's queue; it steps when it is asked. `errors`: prompt tokens of a row -> its
     error.
@@ -148,8 +152,8 @@ class EchoQueue:
         """Hand over what the queue has for the engine."""
         for frame in self.queue.take_frames(BATCH_ROWS):
             match frame:
-                case RegisterAdapter(adapter_id, folder, name):
-                    self._engine.register_adapter(adapter_id, Path(folder), name)
+                case RegisterAdapter(adapter_id, folder, name, content):
+                    self._engine.register_adapter(adapter_id, Path(folder), name, content)
                 case AddRows(rows):
                     self._engine.import_rows(rows)
                 case AbortRows(request_ids):
@@ -222,7 +226,13 @@ class EchoPlugin(RunPlugin):
 
     def adapters(self, adapter_ids: Iterable[str], fetches: Any) -> dict[str, RegisterAdapter | str]:
         """See `RunPlugin`."""
-        return {adapter_id: RegisterAdapter(adapter_id, str(self._model), adapter_id[:4]) for adapter_id in adapter_ids}
+        found: dict[str, RegisterAdapter | str] = {}
+        for adapter_id in adapter_ids:
+            content = contents.get(adapter_id, "")
+            if content:
+                content, _ = self.store.learn_adapter(adapter_id, content)
+            found[adapter_id] = RegisterAdapter(adapter_id, str(self._model), adapter_id[:4], content)
+        return found
 
     def release(self, adapters: Any) -> None:
         """See `RunPlugin`."""

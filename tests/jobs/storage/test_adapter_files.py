@@ -82,6 +82,20 @@ def test_a_long_header_takes_one_more_read(tmp_path: Path, monkeypatch: pytest.M
     assert len(read_header(tmp_path / WEIGHTS).tensors) == 1500
 
 
+def test_headers_of_adapters_that_were_trained_alike_are_read_to_the_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(f"one/{WEIGHTS}", weights(rows=8192))
+    lengths: dict[str, int] = {}
+    versions = versions_at([URL], {})[URL]
+    read_headers(URL, versions, {}, tmp_path, lengths)
+    counted = Counted(monkeypatch)
+    digests = {read_headers(URL, versions, {}, tmp_path, lengths) for _ in range(2)}
+    length = 8 + int.from_bytes(weights(rows=8192)[:8], "little")
+    assert [num for name, num in counted.reads if name == WEIGHTS] == [length, length]
+    assert digests == {read_headers(URL, versions, {}, tmp_path)}
+
+
 @pytest.mark.parametrize("content", [b"", b"abc", (1 << 50).to_bytes(8, "little") + bytes(100), weights()[:-5]])
 def test_a_damaged_file_is_refused_by_its_header(tmp_path: Path, content: bytes) -> None:
     put(f"one/{WEIGHTS}", content)
