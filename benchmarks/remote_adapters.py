@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import random
+import resource
 import shutil
 import statistics
 import subprocess
@@ -79,7 +80,10 @@ def slow_store(folder: Path, delay_s: float) -> Iterator[tuple[Bucket, Path]]:
 
 
 def measured(folder: Path, options: Mapping[str, Any], num_rows: int, cache: Path) -> dict[str, float]:
-    """Seconds from the command to `job.json`, to the first answer and to the end, and rows per second."""
+    """Seconds from the command to `job.json`, to the first answer and to the end, rows per second, and processor
+    seconds of all processes of the job.
+    """
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     output = folder / "output"
     shutil.rmtree(output, ignore_errors=True)
     words = [f"--{name}={value}" for name, value in options.items()]
@@ -101,9 +105,11 @@ def measured(folder: Path, options: Mapping[str, Any], num_rows: int, cache: Pat
     assert process.stderr is not None
     assert process.returncode == 0, process.stderr.read().decode()[-2000:]
     total_s = time.time() - began_s
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     errors = json.loads((state / "summary.json").read_text())["errors"]
     assert not errors, errors
-    return found | {"total_s": total_s, "rows_per_s": num_rows / total_s, "began_s": began_s}
+    return found | {"total_s": total_s, "rows_per_s": num_rows / total_s, "cpu_s": cpu_s, "began_s": began_s}
 
 
 def traffic(log: Path, began_s: float, job_json_s: float) -> dict[str, int]:

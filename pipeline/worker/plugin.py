@@ -33,8 +33,11 @@ from ...jobs.spec import JobSpec
 from ...jobs.status.worker_names import file_tag
 from ...jobs.storage.limits import waits_said
 from ...jobs.storage.local_copy import local_folder
+from ...jobs.storage.location import options_for
+from ...jobs.storage.stores import open_store
 from ...jobs.store import JobStore
 from ...scheduler.messages import AdapterFetch
+from ...system.confinement import ConfinedError
 from ...version import __version__
 from ..cluster.versions import sent_to_workers
 from ..cluster.worker_process import keep_warnings, leave_on_sigterm, let_pools_wait, revive_pools, worker_log_path
@@ -128,7 +131,18 @@ class RunPlugin(WorkerPlugin):
             lambda: self.record().spec.adapter_disk_bytes,
         )
         self._peer_service = PeerService(worker, self._run_id, self.engine, peers, self._adapters)
+        threading.Thread(target=self._warm, name="warm adapters", daemon=True).start()
         self.starts_later = False
+
+    def _warm(self) -> None:
+        """Load the store's library and start the process that audits, while rows are indexed and the engine loads."""
+        with contextlib.suppress(Exception):  # who needs them says what is wrong
+            # not `record`, which is kept: the frozen job may change until the first shard
+            urls = [adapter.url for adapter in self.store.read_record().adapters if adapter.files]
+            if urls:
+                open_store(urls[0], options_for(urls[0], self._settings.storage_options))
+                with TemporaryDirectory() as empty:
+                    self._audit("", Path(empty))
 
     def _begin(self, worker: Worker) -> None:
         """Set the attributes of a plugin on a worker that has no engine yet."""
@@ -138,6 +152,7 @@ class RunPlugin(WorkerPlugin):
         self._shards: ShardReader | None = None
         self._earlier: EarlierAnswers | None = None
         self._auditors: Auditors | None = None
+        self._is_over = False
         self._lock = threading.Lock()
         self._claims: dict[int, Future[ShardOutcome]] = {}
 
@@ -186,6 +201,8 @@ class RunPlugin(WorkerPlugin):
                 claim.result(_CLOSE_TIMEOUT_S)
         if shards is not None:
             shards.close()
+        with self._lock:
+            self._is_over = True
         if self._auditors is not None:
             self._auditors.__exit__()
         if self._worker.status not in (Status.running, Status.paused):
@@ -281,6 +298,8 @@ class RunPlugin(WorkerPlugin):
     def _audit(self, name: str, folder: Path) -> AdapterAudit:
         """Audit an adapter with all its values, in a child process that starts with the first one."""
         with self._lock:
+            if self._is_over:
+                raise ConfinedError("the run is over on this worker")
             if self._auditors is None:
                 model = self._find_model()
                 self._auditors = Auditors(model, read_model_config(model), self._settings.model_url)
