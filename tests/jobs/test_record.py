@@ -244,7 +244,7 @@ def test_a_record_of_the_version_before_is_the_same_job_with_the_same_index() ->
     expected["input"] |= {"converted": [], "json_columns": [], "sole_adapter": ""}  # which it did not have
     head = {"task": "", "labels": [], "problem_type": ""}
     expected["model"] |= head | {"pad_token_id": None}
-    expected["adapters"] = [adapter | head | {"files": {}} for adapter in expected["adapters"]]
+    expected["adapters"] = [adapter | head | {"files": {}, "num_tower_tensors": 0} for adapter in expected["adapters"]]
     assert written == expected
     assert index_key(frozen) == "04abca8e2ea70d9932b36a473bfe4db1c1b84ac84900a529e84b8185928afc67"
     again = frozen.job_spec({"key": "k"}, workers=2)
