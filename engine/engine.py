@@ -74,7 +74,10 @@ class Engine:
             self.config = config = replace(config, max_batch_rows=limits.batch_rows, max_step_tokens=limits.step_tokens)
             num_pages = pages_of_pool(limits)
             pools = backend.allocate(num_pages * layout.page_elements)
-        self._registry = AdapterRegistry(self.model, backend.pool_dtype, backend.device, backend.partitions)
+        self._registry = AdapterRegistry(
+            *(self.model, backend.pool_dtype, backend.device, layout.page_elements, backend.partitions),
+            in_panels=backend.has_lora_panels,
+        )
         cost = config.cost or backend.default_cost
         self._live = backend.live_weights()
         self._batch = _running_batch(
@@ -280,8 +283,8 @@ class Engine:
         elif self._live.merged_adapter_id == adapter_id:
             return
         elif self._live.takes_packed and not self._registry.must_merge_id(adapter_id):
-            numbers, layout = self._batch.packed(adapter_id)
-            self._live.merge_packed(adapter_id, self._registry.name_of(adapter_id), numbers, layout)
+            sites = self._batch.packed(adapter_id).sites
+            self._live.merge_packed(adapter_id, self._registry.name_of(adapter_id), sites)
         else:
             self._merge_from_files(adapter_id)
 
@@ -490,8 +493,7 @@ def _running_batch(
 ) -> RunningBatch:
     """An empty batch over `pools` [num_members, numbers of a pool], as the backend's kernels read them."""
     model = backend.model
-    read = partial(registry.load_packed, in_panels=backend.has_lora_panels)
-    loader = AdapterLoader(read, backend.host_tier_bytes, backend.loader_threads)
+    loader = AdapterLoader(registry.load_packed, backend.host_tier_bytes, backend.loader_threads)
     residency = AdapterResidency(pool, pools[0], layout.page_elements, loader, backend.copies())
     prefixes: PrefixSharing | None = None
     if shares_prefixes(config, model, is_arithmetic_fixed=backend.is_arithmetic_fixed):

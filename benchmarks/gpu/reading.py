@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from lorabatch.benchmarks.gpu.budget import Deadline
@@ -28,6 +29,7 @@ from lorabatch.benchmarks.provenance import provenance
 from lorabatch.engine.config import read_model_config
 from lorabatch.engine.memory.loader import AdapterLoader
 from lorabatch.engine.memory.packed import PackedAdapter, pack_adapter, read_packed
+from lorabatch.engine.memory.pool import page_layout
 from lorabatch.engine.memory.registry import AdapterRegistry
 from lorabatch.engine.memory.residency import ResidentAdapter
 from lorabatch.engine.model_config.model import ModelConfig
@@ -40,6 +42,7 @@ from lorabatch.engine.peft.weights import load_adapter
 from lorabatch.engine.runner.gpu_adapters import GpuAdapters
 
 _POOL = torch.bfloat16
+_PAGE_TOKENS = 16
 _TABLE_REPEATS = 20
 
 
@@ -67,7 +70,7 @@ def measure_reading(
     if deadline.has_passed:
         return {}
     model = read_model_config(folder)
-    registry = AdapterRegistry(model, _POOL, device)
+    registry = AdapterRegistry(model, _POOL, device, page_layout(model, _PAGE_TOKENS).page_elements)
     paths = [
         write_random_adapter(folder.parent / f"read{i}", model, reading.rank, seed=i, dtype=reading.stored)
         for i in range(reading.num_adapters)
@@ -101,6 +104,7 @@ def _keep_shortest(found: dict[str, float], measured: dict[str, float]) -> None:
 def _parts(audit: AdapterAudit, model: ModelConfig, device: torch.device) -> dict[str, float]:
     """Milliseconds of what a loader thread does with one adapter, and of the step thread's part."""
     took: dict[str, float] = {}
+    pool = _POOL, page_layout(model, _PAGE_TOKENS).page_elements
 
     @contextmanager
     def timed(name: str) -> Iterator[None]:
@@ -118,10 +122,10 @@ def _parts(audit: AdapterAudit, model: ModelConfig, device: torch.device) -> dic
     with timed("read_and_hash_ms"):
         weights = load_adapter(audit, "cpu")
     with timed("pack_ms"):
-        packed = pack_adapter(weights, model, _POOL, in_panels=False, device=device)
+        packed = pack_adapter(weights, model, *pool, in_panels=False, device=device)
     del weights, packed
     with timed("read_hash_and_pack_ms"):
-        packed = read_packed(audit, audit.content_sha256 or "", model, _POOL, in_panels=False, device=device)
+        packed = read_packed(audit, audit.content_sha256 or "", model, *pool, in_panels=False, device=device)
     return took | _table_row(packed, model, device)
 
 
@@ -133,7 +137,7 @@ def _table_row(packed: PackedAdapter, model: ModelConfig, device: torch.device) 
     times = []
     layout = replace(packed.layout)  # another, as far as the table can tell
     for order in range(_TABLE_REPEATS):
-        resident = ResidentAdapter(f"{order}", order, numbers, layout)
+        resident = ResidentAdapter(f"{order}", order, numbers, np.arange(layout.num_pages), layout)
         began_s = time.perf_counter()
         adapters.rows_of([resident])
         times.append((time.perf_counter() - began_s) * 1e3)
@@ -142,7 +146,7 @@ def _table_row(packed: PackedAdapter, model: ModelConfig, device: torch.device) 
 
 def _adapters_per_s(registry: AdapterRegistry, adapter_ids: Sequence[str], num_threads: int) -> float:
     def read(adapter_id: str) -> PackedAdapter:
-        return registry.load_packed(adapter_id, in_panels=False)
+        return registry.load_packed(adapter_id)
 
     loader = AdapterLoader(read, 0, num_threads)
     began_s = time.perf_counter()

@@ -278,7 +278,7 @@ def page_pool() -> Picture:
     _draw_run(picture, 210, grown.range_of("adapter 1"), "adapter 1", COLOURS[0])
     shared = [grown.range_of(prefix).start for prefix in ("prefix 0", "prefix 1")]
     for number, name in enumerate(("row 7", "row 8")):
-        runs = grown.range_of(name), *grown.extensions_of(name)
+        runs = grown.runs_of(name)
         table = [*shared, *(page for run in runs for page in range(run.start, run.end))]
         top = 262 + number * 40
         picture.text((20, top + 17), f"block table of {name}")

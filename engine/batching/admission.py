@@ -70,7 +70,7 @@ class Room:
 
     def adapter_pages(self, adapter_id: str) -> int:
         """Pages that an adapter of its exact ranks takes."""
-        return max(1, self.layout.pages_for_elements(self.registry.num_elements[adapter_id]))
+        return max(1, self.registry.num_pages[adapter_id])
 
     def is_available(self, adapter_id: str) -> bool:
         """Whether rows could use the adapter without waiting: it has arrived in the pool, or can be copied at once."""
@@ -146,17 +146,17 @@ class Room:
         for adapter_id in adapter_ids:
             if self.residency.copies_aside and self.residency.loader.is_ready(adapter_id):
                 pages, later = self.adapter_pages(adapter_id), partial(_is_later, next_use, next_use(adapter_id))
-                if self.make_room(pages, next_use, later, PageUse.AWAITED):
-                    self.residency.load(adapter_id, pages)
+                if self.make_room_anywhere(pages, lambda: next_use, later, PageUse.AWAITED):
+                    self.residency.load(adapter_id)
 
     def make_resident(self, adapter_id: str, next_use: NextUse, most: PageUse = PageUse.RESERVED) -> bool:
         """Load an adapter into the pool; False when there is no room for it now. Raises `AdapterUnusableError`."""
         if self.residency.get(adapter_id) is not None:
             return True
         pages = self.adapter_pages(adapter_id)
-        if not self.make_room(pages, next_use, most=most):
+        if not self.make_room_anywhere(pages, lambda: next_use, most=most):
             return False
-        self.residency.load(adapter_id, pages)
+        self.residency.load(adapter_id)
         return True
 
     def _evictable_owners(self, may_go: Callable[[str], bool], most: PageUse) -> list[Hashable]:

@@ -11,11 +11,9 @@ from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ...scheduler.batchers.batching import BatchView, StepPlan, without_vain_merge
 from ...scheduler.estimates.lengths import LengthsByPrompt
-from ..memory.packed import AdapterLayout
 from ..memory.pool import PageRange
 from ..memory.residency import ResidentAdapter
 from ..models.step_batch import StepEntry
@@ -212,8 +210,8 @@ class RunningBatch:
         """Whether the merged adapter is in the pool too, to be subtracted for rows that must not see it."""
         return self._taken_out is not None
 
-    def packed(self, adapter_id: str) -> tuple[Tensor, AdapterLayout]:
-        """The numbers and the layout of an adapter in the pool, or a copy of it, see `AdapterResidency.packed`."""
+    def packed(self, adapter_id: str) -> ResidentAdapter:
+        """An adapter in the pool, or a copy of it, see `AdapterResidency.packed`."""
         return self.residency.packed(adapter_id, self._admission.next_use())
 
     def _take_out(self, adapter_id: str | None) -> bool:
@@ -339,8 +337,8 @@ class RunningBatch:
 
     def _entry(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> StepEntry:
         adapter_id, owner = sequence.request.adapter_id, row_owner(sequence)
-        run, shared = self.pool.range_of(owner), self._shared_pages(sequence)
-        extensions = self.pool.extensions_of(owner)
+        (run, *rest), shared = self.pool.runs_of(owner), self._shared_pages(sequence)
+        extensions = tuple(rest)
         if adapter_id is not None and self._registry.code_of[adapter_id] == plan.merged_adapter:
             sequence.served("merged")
             return StepEntry(sequence, num_tokens, run, None, None, shared, extensions)

@@ -3,17 +3,35 @@
     copy stream      | waits for n | pinned numbers -> pages |            an adapter for rows that wait
     compute stream   step n        | step n+1, other rows    | step n+2 with those rows
 
-An adapter is one flat tensor on both sides, so moving it is one copy. Of rank 16 for an 8B model it is 84 MB: 1.7 ms
-at PCIe 5's 50 GB/s, a third of a decode step, which other rows use. Only where nothing else could run does a step
+An adapter is one flat tensor on the host and pages anywhere in the pool, so moving it is a copy for each run of pages.
+Of rank 16 for an 8B model it is 84 MB in 40 pages: 1.7 ms at PCIe 5's 50 GB/s, a third of a decode step, which other
+rows use. Only where nothing else could run does a step
 wait for a copy, on the device; the host never does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from ...kernels.launch import empty_pinned
+from .pool import PageRange
+
+#: Parts of an adapter, one behind the other: the place of the first number in the pool, and how many follow it.
+Parts = tuple[tuple[int, int], ...]
+
+
+def parts_in(runs: Iterable[PageRange], page_elements: int, size: int) -> Parts:
+    """Parts of an adapter of `size` numbers in runs of pages of the pool."""
+    parts = []
+    for run in runs:
+        count = min(run.num_pages * page_elements, size)
+        parts.append((run.start * page_elements, count))
+        size -= count
+    assert not size, f"{size} numbers have no page"
+    return tuple(parts)
 
 
 class Arrival:
@@ -35,14 +53,19 @@ class AdapterCopies:
     #: Whether copies run beside steps, so that rows should wait for an arrival rather than steps.
     are_aside = False
 
-    def to_pool(self, numbers: Tensor, target: Tensor) -> Arrival:
-        """Copy `numbers` to `target`, pages that no step launched from now on reads before it has joined."""
-        target.copy_(numbers)
+    def to_pool(self, numbers: Tensor, memory: Tensor, parts: Parts) -> Arrival:
+        """Copy `numbers` to `parts` of the pool's `memory` (flat), in pages that no step launched from now on reads
+        before it has joined."""
+        for target, part in _pieces(numbers, memory, parts):
+            target.copy_(part)
         return Arrival()
 
-    def to_host(self, source: Tensor) -> Tensor:
+    def to_host(self, memory: Tensor, parts: Parts) -> Tensor:
         """A copy of pages on the host, complete for `to_pool`; later writes to the pages run after it."""
-        return source.to("cpu", copy=True)
+        numbers = torch.empty(*memory.shape[:-1], sum(count for _, count in parts), dtype=memory.dtype)
+        for source, part in _pieces(numbers, memory, parts):
+            part.copy_(source)
+        return numbers
 
 
 class CopyStream(AdapterCopies):
@@ -54,24 +77,34 @@ class CopyStream(AdapterCopies):
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def to_pool(self, numbers: Tensor, target: Tensor) -> Arrival:
-        """Launch the copy of `numbers` to `target`. It waits for the steps launched before, which may still read these
-        pages.
+    def to_pool(self, numbers: Tensor, memory: Tensor, parts: Parts) -> Arrival:
+        """Launch the copies of `numbers` to their pages. They wait for the steps launched before, which may still read
+        these.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            target.copy_(numbers, non_blocking=True)
+            for target, part in _pieces(numbers, memory, parts):
+                target.copy_(part, non_blocking=True)
         return _OnStream(self._stream.record_event(), numbers)
 
-    def to_host(self, source: Tensor) -> Tensor:
-        """Launch the copy of pages to pinned memory. Later steps wait for it on the device; the host does not."""
-        numbers = empty_pinned(source.numel(), source.dtype, source.device)
+    def to_host(self, memory: Tensor, parts: Parts) -> Tensor:
+        """Launch the copies of pages to pinned memory. Later steps wait for them on the device; the host does not."""
+        numbers = empty_pinned(sum(count for _, count in parts), memory.dtype, memory.device)
         compute = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(compute)
         with torch.cuda.stream(self._stream):
-            numbers.copy_(source, non_blocking=True)
+            for source, part in _pieces(numbers, memory, parts):
+                part.copy_(source, non_blocking=True)
         compute.wait_stream(self._stream)
         return numbers
+
+
+def _pieces(numbers: Tensor, memory: Tensor, parts: Parts) -> Iterable[tuple[Tensor, Tensor]]:
+    """Views of each part: in memory, and of an adapter's `numbers`."""
+    first = 0
+    for start, count in parts:
+        yield memory[..., start : start + count], numbers[..., first : first + count]
+        first += count
 
 
 class _OnStream(Arrival):

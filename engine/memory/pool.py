@@ -1,8 +1,8 @@
 """Allocates the pages of one pool for keys, values and adapters (unified paging, S-LoRA section 4.2, with exact sizes).
 
-A page holds the keys and values of `page_tokens` tokens in all layers. An owner (a sequence or an adapter) takes a
-run of pages, so that it lays it out as it likes and reads it as views. Where block tables name pages one by one, a run
-can be extended by pages from anywhere.
+A page holds the keys and values of `page_tokens` tokens in all layers. An owner takes pages wherever they are free:
+adapters always (`adapter_layout`), rows where block tables name pages one by one. On CPUs a row takes one run of pages,
+whose keys and values attention reads as views.
 Nothing is reserved for adapters or for keys and values: one free list serves both.
 """
 
@@ -41,9 +41,7 @@ class PagePool:
             raise ValueError(f"num_pages={num_pages}: a pool needs at least one page")
         self.num_pages = num_pages
         self._free: list[PageRange] = [PageRange(0, num_pages)]  # sorted by start, never adjacent
-        self._owned: dict[Hashable, PageRange] = {}
-        # Pages by which runs were extended, in order.
-        self._extensions: dict[Hashable, list[PageRange]] = {}
+        self._owned: dict[Hashable, list[PageRange]] = {}  # in the order in which they were taken
 
     @property
     def num_free(self) -> int:
@@ -59,7 +57,8 @@ class PagePool:
         """Pages of each contiguous free run there would be if these owners gave theirs back."""
         runs: list[int] = []
         position = -1
-        for run in sorted([*self._free, *map(self.range_of, owners)], key=lambda run: run.start):
+        owned = (run for owner in owners for run in self._owned[owner])
+        for run in sorted([*self._free, *owned], key=lambda run: run.start):
             if run.start == position:
                 runs[-1] += run.num_pages
             else:
@@ -68,16 +67,16 @@ class PagePool:
         return runs
 
     def range_of(self, owner: Hashable) -> PageRange:
-        """The run an owner holds, without what it was extended by. Raises KeyError when it holds none."""
-        return self._owned[owner]
+        """The first run of an owner. Raises KeyError when it holds none."""
+        return self._owned[owner][0]
+
+    def runs_of(self, owner: Hashable) -> tuple[PageRange, ...]:
+        """All runs of an owner, in order. Raises KeyError when it holds none."""
+        return tuple(self._owned[owner])
 
     def num_pages_of(self, owner: Hashable) -> int:
         """Pages that an owner holds. Raises KeyError when it holds none."""
-        return sum(run.num_pages for run in (self._owned[owner], *self._extensions.get(owner, ())))
-
-    def extensions_of(self, owner: Hashable) -> tuple[PageRange, ...]:
-        """Runs by which an owner's first run was extended, in order."""
-        return tuple(self._extensions.get(owner, ()))
+        return sum(run.num_pages for run in self._owned[owner])
 
     def allocate(self, owner: Hashable, num_pages: int, *, from_end: bool = False) -> PageRange | None:
         """A contiguous run for `owner`, or None when no free run is long enough.
@@ -92,6 +91,12 @@ class PagePool:
         if not fitting:
             return None
         i = fitting[-1] if from_end else min(fitting, key=lambda i: (self._free[i].num_pages, self._free[i].start))
+        taken = self._take(i, num_pages, from_end=from_end)
+        self._owned[owner] = [taken]
+        return taken
+
+    def _take(self, i: int, num_pages: int, *, from_end: bool = False) -> PageRange:
+        """Take pages of a gap, which has as many."""
         gap = self._free[i]
         left = gap.num_pages - num_pages
         taken = PageRange(gap.start + (left if from_end else 0), num_pages)
@@ -99,41 +104,43 @@ class PagePool:
             self._free[i] = PageRange(gap.start if from_end else taken.end, left)
         else:
             del self._free[i]
-        self._owned[owner] = taken
         return taken
 
     def release(self, owner: Hashable) -> None:
         """Free all pages of an owner and join them with free neighbours. Raises KeyError when it holds none."""
-        for run in (self._owned.pop(owner), *self._extensions.pop(owner, ())):
+        for run in self._owned.pop(owner):
             self._free_run(run)
 
-    def allocate_anywhere(self, owner: Hashable, num_pages: int) -> None:
-        """Give `owner` pages wherever they are free; at least `num_pages` must be free."""
+    def allocate_anywhere(self, owner: Hashable, num_pages: int) -> tuple[PageRange, ...]:
+        """Give `owner` pages wherever they are free; at least `num_pages` must be free.
+
+        They are one run if a gap is long enough, else the smallest gaps, so that long ones are left to those that need
+        them.
+        """
         assert self.num_free >= num_pages, f"owner {owner!r} asked for {num_pages} pages of {self.num_free} free ones"
-        run = self.allocate(owner, min(num_pages, self.largest_free_run))
-        assert run is not None, f"no run for {owner!r}, the largest has {self.largest_free_run} pages"
-        for _ in range(num_pages - run.num_pages):
-            self.extend(owner)
+        if self.allocate(owner, num_pages) is None:
+            self._owned[owner] = runs = []
+            while num_pages:
+                smallest = min(range(len(self._free)), key=lambda i: self._free[i].num_pages)
+                runs.append(self._take(smallest, min(num_pages, self._free[smallest].num_pages)))
+                num_pages -= runs[-1].num_pages
+        return tuple(self._owned[owner])
 
     def extend(self, owner: Hashable) -> None:
         """Give an owner one page more, of which one must be free: the one behind its last if it can be had, else of the
         smallest gap.
         """
         assert self._free, f"owner {owner!r} asked for a page of a full pool"
-        extensions = self._extensions.setdefault(owner, [])
-        last = extensions[-1] if extensions else self._owned[owner]
+        runs = self._owned[owner]
+        last = runs[-1]
         i = bisect.bisect_left(self._free, last.end, key=lambda free: free.start)
         if i == len(self._free) or self._free[i].start != last.end:
             i = min(range(len(self._free)), key=lambda i: self._free[i].num_pages)
-        gap = self._free[i]
-        if gap.num_pages > 1:
-            self._free[i] = PageRange(gap.start + 1, gap.num_pages - 1)
+        page = self._take(i, 1)
+        if page.start == last.end:
+            runs[-1] = PageRange(last.start, last.num_pages + 1)
         else:
-            del self._free[i]
-        if extensions and gap.start == last.end:
-            extensions[-1] = PageRange(last.start, last.num_pages + 1)
-        else:
-            extensions.append(PageRange(gap.start, 1))
+            runs.append(page)
 
     def _free_run(self, run: PageRange) -> None:
         i = bisect.bisect_left(self._free, run.start, key=lambda free: free.start)
@@ -149,7 +156,7 @@ class PagePool:
         """Make the first page of an owner, which has more, another owner's."""
         first = self._take_first(owner)
         assert heir not in self._owned, f"owner {heir!r} holds {self._owned[heir]} already"
-        self._owned[heir] = first
+        self._owned[heir] = [first]
         return first
 
     def release_first(self, owner: Hashable) -> None:
@@ -157,19 +164,16 @@ class PagePool:
         self._free_run(self._take_first(owner))
 
     def _take_first(self, owner: Hashable) -> PageRange:
-        run, extensions = self._owned[owner], self._extensions.get(owner)
-        assert run.num_pages > 1 or extensions, f"owner {owner!r} would be left without a page of {run}"
-        if run.num_pages > 1:
-            self._owned[owner] = PageRange(run.start + 1, run.num_pages - 1)
-        else:
-            assert extensions, f"{owner!r} has no page after {run}"
-            self._owned[owner] = extensions.pop(0)
-        return PageRange(run.start, 1)
+        runs = self._owned[owner]
+        first = runs[0]
+        assert first.num_pages > 1 or len(runs) > 1, f"owner {owner!r} would be left without a page of {first}"
+        runs[:1] = [PageRange(first.start + 1, first.num_pages - 1)] if first.num_pages > 1 else []
+        return PageRange(first.start, 1)
 
     def check_integrity(self) -> None:
         """Assert that every page is free or held by exactly one owner, and free runs are sorted and joined."""
-        extensions = (run for runs in self._extensions.values() for run in runs)
-        runs = sorted([*self._free, *self._owned.values(), *extensions], key=lambda run: run.start)
+        owned = (run for runs in self._owned.values() for run in runs)
+        runs = sorted([*self._free, *owned], key=lambda run: run.start)
         position = 0
         for run in runs:
             assert run.start == position, f"page {position}: next run starts at {run.start} ({runs})"

@@ -18,18 +18,27 @@ from ..peft import AdapterAudit, audit_adapter
 from ..peft.random import dummy_adapter_weights, dummy_audit
 from ..peft.weights import AdapterWeights, load_adapter
 from ..request import Request
-from .packed import PackedAdapter, pack_adapter, pack_for_members, random_packed, read_packed
+from .adapter_layout import lay_out
+from .packed import PackedAdapter, pack_adapter, pack_for_members, random_packed, read_packed, shapes_of_audit
 
 BASE_CODE = -1
 
 
 class AdapterRegistry:
     """Audits the headers of the adapters that it is given and numbers them, so that batchers see small integers.
-    `partitions`: parts of a group's members, each of whose pools has a part of every adapter.
+    `page_elements`: numbers of a page of the pool. `partitions`: parts of a group's members, each of whose pools has a
+    part of every adapter. `in_panels`: whether kernels read adapters in panels.
     """
 
     def __init__(
-        self, model: ModelConfig, dtype: torch.dtype, device: torch.device, partitions: Sequence[Partition] = ()
+        self,
+        model: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        page_elements: int,
+        partitions: Sequence[Partition] = (),
+        *,
+        in_panels: bool = False,
     ) -> None:
         self._model = model
         self._partitions = partitions
@@ -37,6 +46,8 @@ class AdapterRegistry:
         self._shapes = part.linear_shapes()
         self._dtype = dtype
         self._device = device
+        self._page_elements = page_elements
+        self._in_panels = in_panels
         self._audits: dict[str, AdapterAudit] = {}
         # Content hashes of adapters with another id.
         self._contents: dict[str, str] = {}
@@ -44,6 +55,8 @@ class AdapterRegistry:
         self._id_of_code: list[str] = []
         #: Numbers that each adapter's matrices take in a pool.
         self.num_elements: dict[str, int] = {}
+        #: Pages that each adapter takes in a pool, of those that may be in one.
+        self.num_pages: dict[str, int] = {}
         self._ranks: NDArray[np.float64] = np.zeros(0)
         members = [shape for site in PACKED_SITES for shape in part.members_of_site(site).values()]
         #: Numbers of an adapter of rank 1 on all linear layers.
@@ -80,11 +93,15 @@ class AdapterRegistry:
 
     def _enter(self, adapter_id: str, audit: AdapterAudit) -> None:
         self._audits[adapter_id] = audit
+        shapes = []
+        for module, rank, inputs, outputs, scaling in shapes_of_audit(audit):
+            outputs, inputs = self._shapes.get(module, (outputs, inputs))  # those of a member's part
+            shapes.append((module, rank, inputs, outputs, scaling))
         # asked before every step, for every adapter that rows wait with
-        self.num_elements[adapter_id] = sum(
-            site.rank * sum(self._shapes.get(site.module, (site.out_features, site.in_features)))
-            for site in audit.sites
-        )
+        self.num_elements[adapter_id] = sum(rank * (inputs + outputs) for _, rank, inputs, outputs, _ in shapes)
+        if audit.verdict == "exact":
+            layout = lay_out(shapes, self._part, self._page_elements, in_panels=self._in_panels)
+            self.num_pages[adapter_id] = layout.num_pages
         self.code_of[adapter_id] = len(self._id_of_code)
         self._id_of_code.append(adapter_id)
 
@@ -150,31 +167,33 @@ class AdapterRegistry:
         """Read the adapter's tensors from its folder to the device. Raises `AdapterUnusableError`."""
         return self._load(adapter_id, self._device)
 
-    def load_packed(self, adapter_id: str, *, in_panels: bool) -> PackedAdapter:
-        """Read what the pool holds of an adapter, and its head, which stays here. Arguments and errors are those of
-        `_read_packed`. Any thread may call."""
-        packed = self._read_packed(adapter_id, in_panels=in_panels)
+    def load_packed(self, adapter_id: str) -> PackedAdapter:
+        """Read what the pool holds of an adapter, and its head, which stays here. Any thread may call. Raises
+        `AdapterUnusableError`."""
+        packed = self._read_packed(adapter_id)
         if packed.head is not None:
             self._heads[adapter_id] = packed.head
         return packed
 
-    def _read_packed(self, adapter_id: str, *, in_panels: bool) -> PackedAdapter:
+    def _read_packed(self, adapter_id: str) -> PackedAdapter:
         """Read what the pool holds of an adapter to the host; random ones are made where they are to go, for a group on
         the host. Raises `AdapterUnusableError`."""
         is_dummy = adapter_id in self._dummy_ids
+        pool = self._dtype, self._page_elements
         if not is_dummy and not self._partitions:
-            audit, model, dtype = self._audits[adapter_id], self._model, self._dtype
-            content = self._contents.get(adapter_id, adapter_id)
+            audit, content = self._audits[adapter_id], self._contents.get(adapter_id, adapter_id)
             try:
-                return read_packed(audit, content, model, dtype, in_panels=in_panels, device=self._device)
+                return read_packed(
+                    *(audit, content, self._model, *pool), in_panels=self._in_panels, device=self._device
+                )
             except (AdapterRefusedError, OSError) as error:
                 raise AdapterUnusableError(adapter_id, curable(error)) from error
         if is_dummy and self._device.type == "cuda" and not self._partitions:
-            return random_packed(self._audits[adapter_id], self._model, self._dtype, self._device)
+            return random_packed(self._audits[adapter_id], self._model, *pool, self._device)
         weights = self._load(adapter_id, self._device if is_dummy else torch.device("cpu"))
         if self._partitions:
-            return pack_for_members(weights, self._partitions, self._dtype, in_panels=in_panels, device=self._device)
-        return pack_adapter(weights, self._model, self._dtype, in_panels=in_panels, device=self._device)
+            return pack_for_members(weights, self._partitions, *pool, in_panels=self._in_panels, device=self._device)
+        return pack_adapter(weights, self._model, *pool, in_panels=self._in_panels, device=self._device)
 
     def _load(self, adapter_id: str, device: torch.device) -> AdapterWeights:
         if adapter_id in self._dummy_ids:

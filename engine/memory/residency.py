@@ -13,12 +13,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.segment_lora import AdapterSites
-from .copies import AdapterCopies, Arrival
+from .adapter_layout import AdapterLayout, Sites
+from .copies import AdapterCopies, Arrival, Parts, parts_in
 from .loader import AdapterLoader
-from .packed import AdapterLayout, PackedAdapter, Sites
+from .packed import PackedAdapter
 from .pool import PagePool
 
 
@@ -30,9 +33,11 @@ class ResidentAdapter:
     adapter_id: str
     #: Number by arrival; steps sort their tokens by it.
     order: int
-    #: Its matrices, flat: a view of the pool.
-    numbers: Tensor
-    #: Places of the matrices in `numbers`.
+    #: Flat memory of the pool.
+    memory: Tensor
+    #: Pages of the pool that hold it, in order, int64 [num_pages].
+    pages: NDArray[np.int64]
+    #: Places of the matrices in these pages.
     layout: AdapterLayout
     #: Bytes that are kept of it when it leaves, those of the other members of a group included.
     num_bytes: int = 0
@@ -40,12 +45,12 @@ class ResidentAdapter:
     @cached_property
     def sites(self) -> Sites:
         """Its matrices as views, made when kernels that read views ask for them."""
-        return self.layout.sites(self.numbers)
+        return self.layout.sites(self.memory, self.pages)
 
     @cached_property
     def all_sites(self) -> AdapterSites:
         """Its matrices for kernels that read addresses, see `AdapterLayout.all_sites`."""
-        return self.layout.all_sites(self.numbers)
+        return self.layout.all_sites(self.memory, self.pages)
 
     @cached_property
     def negative(self) -> ResidentAdapter:
@@ -56,7 +61,7 @@ class ResidentAdapter:
 
 
 class AdapterResidency:
-    """Loads adapters into runs of pages of `memory` (flat) and evicts them by next use.
+    """Loads adapters into pages of `memory` (flat), wherever these are free, and evicts them by next use.
 
     `num_loads`: adapters copied into the pool. `stall_s`: seconds that the host spent on it, and on keeping those that
     had to leave, waiting for storage included.
@@ -141,45 +146,48 @@ class AdapterResidency:
         # pages that a copy still fills may not be another's before it is done
         self.join(adapter_id)
         self._arriving.pop(adapter_id, None)
-        resident = self._residents.pop(adapter_id)
+        parts, resident = self._parts(adapter_id), self._residents.pop(adapter_id)
         with self._stalling():
             self.loader.keep(
                 adapter_id,
                 resident.num_bytes,
-                lambda: PackedAdapter(self._copies.to_host(resident.numbers), resident.layout),
+                lambda: PackedAdapter(self._copies.to_host(self._memory, parts), resident.layout),
                 next_use,
             )
         self._pool.release(adapter_owner(adapter_id))
 
-    def load(self, adapter_id: str, num_pages: int) -> ResidentAdapter:
-        """Begin to copy an adapter into the pool, which must have room for it. Raises `AdapterUnusableError`."""
+    def load(self, adapter_id: str) -> ResidentAdapter:
+        """Begin to copy an adapter into the pool, which must have as many free pages. Raises `AdapterUnusableError`."""
         with self._stalling():
             adapter = self.loader.take(adapter_id)
-            run = self._pool.allocate(adapter_owner(adapter_id), num_pages)
-            assert run is not None, f"adapter {adapter_id}: no room for {num_pages} pages"
-            size, limit = adapter.numbers.shape[-1], num_pages * self._page_elements
-            assert size <= limit, f"adapter {adapter_id} has {size} numbers, its pages hold {limit}"
-            start = run.start * self._page_elements
-            numbers = self._memory[start : start + size]
-            self._arriving[adapter_id] = self._copies.to_pool(adapter.numbers, numbers)
+            layout = adapter.layout
+            runs = self._pool.allocate_anywhere(adapter_owner(adapter_id), max(1, layout.num_pages))
+            parts = parts_in(runs, self._page_elements, layout.size)
+            self._arriving[adapter_id] = self._copies.to_pool(adapter.numbers, self._memory, parts)
+        pages = np.concatenate([np.arange(run.start, run.end) for run in runs])
         self._residents[adapter_id] = ResidentAdapter(
-            adapter_id, self.num_loads, numbers, adapter.layout, adapter.num_bytes
+            adapter_id, self.num_loads, self._memory, pages, layout, adapter.num_bytes
         )
         self.num_loads += 1
         return self._residents[adapter_id]
 
-    def packed(self, adapter_id: str, next_use: Callable[[str], float]) -> tuple[Tensor, AdapterLayout]:
-        """An adapter's numbers on the pool's device, for work that is launched at once: those in the pool, or a copy of
-        those on the host, which stay there if there is room. Raises `AdapterUnusableError`."""
+    def packed(self, adapter_id: str, next_use: Callable[[str], float]) -> ResidentAdapter:
+        """An adapter on the pool's device, for work that is launched at once: the one in the pool, or a copy of the one
+        on the host, which stays there if there is room. Raises `AdapterUnusableError`."""
         resident = self._residents.get(adapter_id)
         if resident is not None:
             self.join(adapter_id)
-            return resident.numbers, resident.layout
+            return resident
         with self._stalling():
             adapter = self.loader.take(adapter_id)
             numbers = adapter.numbers.to(self._memory.device, non_blocking=True)
             self.loader.keep(adapter_id, adapter.num_bytes, lambda: adapter, next_use)
-        return numbers, adapter.layout
+        return ResidentAdapter(adapter_id, self.num_loads, numbers, np.arange(adapter.layout.num_pages), adapter.layout)
+
+    def _parts(self, adapter_id: str) -> Parts:
+        """Parts of an adapter in the pool."""
+        runs = self._pool.runs_of(adapter_owner(adapter_id))
+        return parts_in(runs, self._page_elements, self._residents[adapter_id].layout.size)
 
     @contextmanager
     def _stalling(self) -> Iterator[None]:
@@ -191,15 +199,16 @@ class AdapterResidency:
             self.stall_s += time.perf_counter() - began_s
 
     def check_integrity(self, running_adapter_ids: Iterable[str]) -> None:
-        """Assert that pins equal the running sequences' adapters, and every resident holds a run of pages and stands
-        nowhere else.
+        """Assert that pins equal the running sequences' adapters, and every resident holds the pages that it is read
+        from and stands nowhere else.
         """
         counts: dict[str, int] = {}
         for adapter_id in running_adapter_ids:
             counts[adapter_id] = counts.get(adapter_id, 0) + 1
         assert counts == self._pins, f"pins {self._pins}, running sequences use {counts}"
-        for adapter_id in self._residents:
-            self._pool.range_of(adapter_owner(adapter_id))
+        for adapter_id, resident in self._residents.items():
+            held = [page for run in self._pool.runs_of(adapter_owner(adapter_id)) for page in range(run.start, run.end)]
+            assert held == resident.pages.tolist(), f"{adapter_id} holds pages {held}, is read from {resident.pages}"
         self.loader.check_integrity(self._residents)
         assert self._arriving.keys() <= self._residents.keys(), f"arriving and not resident: {self._arriving.keys()}"
         missing = self._pins.keys() - self._residents.keys()

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ...kernels.launch import empty_pinned, to_device
 from ...kernels.merge import LoraPair, MergeJob, merge_weights
-from ...kernels.segment_lora import LoraSiteWeights
+from ...kernels.segment_lora import LoraMember, LoraSiteWeights
 from ..errors import AdapterRefusedError
-from ..memory.packed import AdapterLayout, Sites
+from ..memory.adapter_layout import Sites
 from ..model_config.model import PACKED_SITES, PackedMember, PackedSite, packed_members
 from ..peft.weights import AdapterWeights
 from .decoder import Decoder
@@ -57,13 +57,13 @@ class LiveWeights:
         """
         self._switch(adapter_id, partial(self._merge_all, adapter))
 
-    def merge_packed(self, adapter_id: str, name: str, numbers: Tensor, layout: AdapterLayout) -> None:
-        """`merge` for an adapter that changes layers by pairs alone, from its packed `numbers` on the device.
+    def merge_packed(self, adapter_id: str, name: str, sites: Sites) -> None:
+        """`merge` for an adapter that changes layers by pairs alone, from its packed matrices on the device.
 
         The weights may be computed with at once; `confirm` finds whether they are finite. `name`: name of the adapter
         in its message.
         """
-        self._switch(adapter_id, partial(self._merge_packed, name, layout.sites(numbers)))
+        self._switch(adapter_id, partial(self._merge_packed, name, sites))
 
     def confirm(self) -> None:
         """Wait until the latest merge is done. Raises `AdapterRefusedError` if its weights are not finite; they are the
@@ -225,18 +225,30 @@ def run_merge(adapter: AdapterWeights, jobs: Sequence[MergeJob]) -> None:
 
 
 def packed_jobs(weights: LoraSiteWeights, members: Sequence[PackedMember], linear: Linear) -> list[MergeJob]:
-    """`merge_jobs` from the matrices of one packed site; B is stored transposed there."""
+    """`merge_jobs` from the matrices of one packed site; B is stored transposed there, and both may be in pieces."""
     live = linear.live_buffer()
-    pair_of = {
-        pair.column_start: LoraPair(weights.a[pair.rank_start : pair.rank_end], pair.b.t(), pair.scaling)
-        for pair in weights.members
-    }
+    pairs_of = {member.column_start: _pairs_of(weights, member) for member in weights.members}
     jobs = []
     for member in members:
         rows = slice(member.start, member.end)
-        pairs = (pair_of[member.start],) if member.start in pair_of else ()
-        jobs.append(MergeJob(live[rows], linear.pristine[rows], pairs))
+        jobs.append(MergeJob(live[rows], linear.pristine[rows], pairs_of.get(member.start, ())))
     return jobs
+
+
+def _pairs_of(weights: LoraSiteWeights, member: LoraMember) -> tuple[LoraPair, ...]:
+    """The pieces of a member's pair: rank rows that are side by side in A and in B."""
+    found: list[tuple[Tensor, Tensor]] = []
+    first = 0
+    for a in weights.a:
+        begin = member.rank_start
+        for b in member.b:
+            row, end = max(first, begin), min(first + len(a), begin + len(b))
+            if row < end:
+                found.append((a[row - first : end - first], b[row - begin : end - begin]))
+            begin += len(b)
+        first += len(a)
+    last = len(found) - 1
+    return tuple(LoraPair(a, b.t(), member.scaling, goes_on=i < last) for i, (a, b) in enumerate(found))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...kernels.layouts.pages import PageLayout
 from ..config import EngineConfig
-from ..memory.copies import AdapterCopies, Arrival
+from ..memory.copies import AdapterCopies, Arrival, Parts
 from ..model_config.model import ModelConfig
 from ..models.merge import LiveWeights
 from ..runner.backend import CpuBackend, StepRunner
@@ -61,21 +61,15 @@ def choose_group_backend(
 
 
 class CopiesToAll(AdapterCopies):
-    """Copies adapters, [num_members, numbers of each], to the same place in all `pools`. Callers name the place in the
-    first.
-    """
+    """Copies adapters, [num_members, numbers of each], to the same pages of all `pools`."""
 
     def __init__(self, pools: Tensor) -> None:
         self._pools = pools
 
-    def to_pool(self, numbers: Tensor, target: Tensor) -> Arrival:
-        """Copy each member's numbers to its pool, to the place that `target` has in the first."""
-        return super().to_pool(numbers, self._in_all(target))
+    def to_pool(self, numbers: Tensor, memory: Tensor, parts: Parts) -> Arrival:
+        """Copy each member's numbers to its pool, to the same parts as in `memory`, the first."""
+        return super().to_pool(numbers, self._pools, parts)
 
-    def to_host(self, source: Tensor) -> Tensor:
-        """Copy the pages of all members to the host; `source` names those of the first."""
-        return super().to_host(self._in_all(source))
-
-    def _in_all(self, part: Tensor) -> Tensor:
-        start = int(part.storage_offset())
-        return self._pools[:, start : start + part.numel()]
+    def to_host(self, memory: Tensor, parts: Parts) -> Tensor:
+        """Copy the pages of all members to the host."""
+        return super().to_host(self._pools, parts)

@@ -15,11 +15,12 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from ..memory.copies import AdapterCopies, Arrival
+from ..memory.copies import AdapterCopies, Arrival, Parts
 from .collectives import mapped
 from .members import GroupMembers
 from .messages import CopySlot, JoinCopies
@@ -64,20 +65,18 @@ class CopiesToMembers(AdapterCopies):
         self._is_closed = threading.Event()
         threading.Thread(target=self._feed, name="adapters-to-members", daemon=True).start()
 
-    def to_pool(self, numbers: Tensor, target: Tensor) -> Arrival:
-        """Begin the copy to the leader's pool; a thread feeds the other members' parts through the slots."""
-        arrival = _ToMembers(
-            self._own.to_pool(numbers[0], target), numbers[1:], int(target.storage_offset()), self._members
-        )
+    def to_pool(self, numbers: Tensor, memory: Tensor, parts: Parts) -> Arrival:
+        """Begin the copy to the leader's pool; a thread feeds the other members' numbers through the slots."""
+        arrival = _ToMembers(self._own.to_pool(numbers[0], memory, parts), numbers[1:], parts, self._members)
         self._coming.put(arrival)
         return arrival
 
-    def to_host(self, source: Tensor) -> Tensor:
+    def to_host(self, memory: Tensor, parts: Parts) -> Tensor:
         """An empty copy, of an adapter without numbers. The tier below these pools keeps no other, since members would
         have to send their parts back.
         """
-        assert not source.numel(), "what leaves the pools of a group on devices is read from its files again"
-        return torch.empty(1 + self._slots.shape[1], 0, dtype=source.dtype)
+        assert not parts, "what leaves the pools of a group on devices is read from its files again"
+        return torch.empty(1 + self._slots.shape[1], 0, dtype=memory.dtype)
 
     def close(self) -> None:
         """End the thread."""
@@ -94,17 +93,16 @@ class CopiesToMembers(AdapterCopies):
                 arrival.is_sent.set()
 
     def _send(self, arrival: _ToMembers) -> None:
-        size = self._slots.shape[2]
-        for first in range(0, arrival.numbers.shape[1], size):
-            part = arrival.numbers[:, first : first + size]
+        for first, start, count in arrival.pieces(self._slots.shape[2]):
+            part = arrival.numbers[:, first : first + count]
             while self._num_sent - self._members.collectives.least_copied() >= SLOTS:
                 self._members.check()
                 if self._is_closed.is_set():
                     return
                 time.sleep(_LOOK_S)
             slot = self._num_sent % SLOTS
-            self._slots[slot, :, : part.shape[1]].copy_(part)
-            self._members.send(CopySlot(slot, arrival.start + first, part.shape[1]))
+            self._slots[slot, :, :count].copy_(part)
+            self._members.send(CopySlot(slot, start, count))
             self._num_sent += 1
         arrival.last_copy = self._num_sent
 
@@ -114,14 +112,22 @@ class _ToMembers(Arrival):
     done.
     """
 
-    def __init__(self, own: Arrival, numbers: Tensor, start: int, members: GroupMembers) -> None:
+    def __init__(self, own: Arrival, numbers: Tensor, parts: Parts, members: GroupMembers) -> None:
         self._own = own
         self.numbers = numbers
-        self.start = start
+        self._parts = parts
         self._members = members
         self.is_sent = threading.Event()
         self.last_copy = 0
         self.error: Exception | None = None
+
+    def pieces(self, size: int) -> Iterator[tuple[int, int, int]]:
+        """Pieces of at most `size` numbers: the first of the adapter, its place in the pools, and how many they are."""
+        number = 0
+        for start, count in self._parts:
+            for first in range(0, count, size):
+                yield number + first, start + first, min(size, count - first)
+            number += count
 
     def is_done(self) -> bool:
         """Whether all members have the adapter. Raises the error of the thread that sends it."""

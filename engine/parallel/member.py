@@ -70,7 +70,15 @@ class Member:
         self._sums = sums_of(config, self._collectives, partition)
         self._backend = choose_backend(folder, config, partition.shard, self._sums)
         self._live = self._backend.live_weights()
-        self._registry = AdapterRegistry(whole, self._backend.pool_dtype, self._backend.device, parts)
+        page_elements = self._backend.page_layout().page_elements
+        self._registry = AdapterRegistry(
+            whole,
+            self._backend.pool_dtype,
+            self._backend.device,
+            page_elements,
+            parts,
+            in_panels=self._backend.has_lora_panels,
+        )
         self._steps: StepsInMemory | StepsOnDevice | None = None
 
     @property

@@ -108,8 +108,8 @@ class StepsOnDevice:
             case PlaceAdapter():
                 place_adapter(message, self._memory, self._residents)
             case CopySlot():
-                target = self._memory[message.start : message.start + message.num_elements]
-                self._arriving.append(self._copies.to_pool(self._slots[message.slot, : message.num_elements], target))
+                numbers, part = self._slots[message.slot, : message.num_elements], (message.start, message.num_elements)
+                self._arriving.append(self._copies.to_pool(numbers, self._memory, (part,)))
             case JoinCopies():
                 for arrival in self._arriving:
                     arrival.join()

@@ -163,9 +163,8 @@ class GroupMembers:
         self.send(encode_step(entries, places))
 
     def _place(self, resident: ResidentAdapter) -> None:
-        gone, numbers = self._named - set(self._known), resident.numbers
-        place = int(numbers.storage_offset()), numbers.numel(), resident.layout
-        self.send(PlaceAdapter(resident.order, *place, tuple(sorted(gone))))
+        gone, pages = self._named - set(self._known), tuple(resident.pages.tolist())
+        self.send(PlaceAdapter(resident.order, pages, resident.layout, tuple(sorted(gone))))
         self._named = (self._named - gone) | {resident.order}
         self._known[resident.order] = resident
 

@@ -8,7 +8,7 @@ from typing import get_args
 from ...scheduler.costs.cost import CostModel
 from ...system.codec import Codec
 from ..config import EngineConfig
-from ..memory.packed import AdapterLayout
+from ..memory.adapter_layout import AdapterLayout
 from ..runner.gpu_graphs import GraphKey
 from ..server.frames import Fatal
 
@@ -80,11 +80,9 @@ class PlaceAdapter:
 
     #: Number by which steps name the adapter.
     order: int
-    #: First number of the adapter in the pool.
-    start: int
-    #: Numbers of the adapter.
-    num_elements: int
-    #: Places of its matrices among them.
+    #: Pages of the pool that hold the adapter, in order.
+    pages: tuple[int, ...]
+    #: Places of its matrices in these pages.
     layout: AdapterLayout
     #: Orders of adapters that no step will name again.
     gone: tuple[int, ...]

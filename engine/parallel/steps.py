@@ -121,8 +121,8 @@ def place_adapter(message: PlaceAdapter, memory: Tensor, residents: dict[int, Re
     """Enter an adapter in `memory`, a member's pool (flat), in `residents`, and take out adapters that are gone."""
     for order in message.gone:
         residents.pop(order, None)
-    numbers = memory[message.start : message.start + message.num_elements]
-    residents[message.order] = ResidentAdapter("", message.order, numbers, message.layout)
+    pages = np.array(message.pages, np.int64)
+    residents[message.order] = ResidentAdapter("", message.order, memory, pages, message.layout)
 
 
 def _ranges(bounds: Items[int]) -> tuple[range, range]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -121,7 +122,7 @@ def _launch_all(kernels: EngineKernels) -> None:
         runner.launch(entries)
     if live.takes_packed:
         for sites in _MERGED_SITES:
-            _merge(decoder, sites, is_packed=not is_part)
+            _merge(decoder, layout.page_elements, sites, is_packed=not is_part)
 
 
 def _multiply_rows(decoder: GpuDecoder) -> None:
@@ -135,8 +136,8 @@ def _multiply_rows(decoder: GpuDecoder) -> None:
 def _steps(model: ModelConfig, dtype: torch.dtype, layout: PageLayout) -> Iterator[list[StepEntry]]:
     """Prompts of more than a tile, then decode rows; with LoRA and without; drawn; behind contexts that are split."""
     weights = dummy_adapter_weights(dummy_audit(model, _RANK, "any"), dtype, _META)
-    packed = pack_adapter(weights, model, dtype, in_panels=False, device=_META)
-    adapter = ResidentAdapter("any", 0, packed.numbers, packed.layout)
+    packed = pack_adapter(weights, model, dtype, layout.page_elements, in_panels=False, device=_META)
+    adapter = ResidentAdapter("any", 0, packed.numbers, np.arange(packed.layout.num_pages), packed.layout)
     prompt, short, long = PREFILL_TILE_ROWS + 6, 5, 6 * SPLIT_KEYS
 
     def entry(sampling: SamplingParams, adapter: ResidentAdapter | None, num_tokens: int, num_stored: int) -> StepEntry:
@@ -153,13 +154,13 @@ def _steps(model: ModelConfig, dtype: torch.dtype, layout: PageLayout) -> Iterat
     yield [entry(_GREEDY, None, short, short)]
 
 
-def _merge(decoder: GpuDecoder, sites: tuple[PackedSite, ...], *, is_packed: bool) -> None:
+def _merge(decoder: GpuDecoder, page_elements: int, sites: tuple[PackedSite, ...], *, is_packed: bool) -> None:
     """An adapter on these sites: from the pool, or from files, where pairs are often in fp32."""
     model, jobs = decoder.model, []
     audit = dummy_audit(model, _RANK, "any")
     adapter = dummy_adapter_weights(audit, decoder.dtype if is_packed else torch.float32, _META)
-    packed = pack_adapter(adapter, model, decoder.dtype, in_panels=False, device=_META)
-    of_layers = packed.layout.sites(packed.numbers)
+    packed = pack_adapter(adapter, model, decoder.dtype, page_elements, in_panels=False, device=_META)
+    of_layers = packed.layout.sites(packed.numbers, np.arange(packed.layout.num_pages))
     for layer, of_layer in zip(decoder.layers, of_layers, strict=True):
         for site in sites:
             members, linear = packed_members(model, layer.index, site), layer.linears[site]

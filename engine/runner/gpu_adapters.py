@@ -1,7 +1,7 @@
 """Enters resident adapters as rows of the device table that LoRA kernels read.
 
-An adapter's matrices are in the pool as `residency` put them: stacked A rows and B rows of each linear layer, both
-contiguous, so that chunks of 16 rank rows are found by arithmetic. A row of the table is written when an adapter is
+An adapter's matrices are in the pool as `residency` put them: chunks of at most 16 rank rows, each in one page of those
+that the adapter has anywhere in the pool (`memory.adapter_layout`). A row of the table is written when an adapter is
 first used on the device, and reused for another when it is the one unused for longest.
 """
 
@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...kernels.layouts.lora_table import CHUNK_RANK, NUM_SITES, AdapterRows, LoraTable
-from ..memory.packed import AdapterLayout
+from ...kernels.layouts.lora_table import CHUNK_FIELDS, NUM_SITES, AdapterRows, LoraTable
+from ..memory.adapter_layout import AdapterLayout
 from ..memory.pool import PagePool
 from ..memory.residency import ResidentAdapter
 from ..model_config.model import PACKED_SITES, ModelConfig
@@ -68,7 +68,7 @@ class GpuAdapters:
         return all(order in self._row_of or self._enter(adapter, wanted.keys()) for order, adapter in wanted.items())
 
     def _enter(self, adapter: ResidentAdapter, needed: Collection[int]) -> bool:
-        rows = _rows_of(adapter.layout, int(adapter.numbers.storage_offset()))
+        rows = _rows_of(adapter.layout, adapter.pages)
         num_chunks = max(len(rows.chunks), 1)
         run = self._chunk_rows.allocate(adapter.order, num_chunks) if self._free else None
         while run is None:
@@ -85,42 +85,31 @@ class GpuAdapters:
         return True
 
 
-def _rows_of(layout: AdapterLayout, begin: int) -> AdapterRows:
-    """An adapter that begins with number `begin` of the pool as rows of the table."""
+def _rows_of(layout: AdapterLayout, pages: NDArray[np.int64]) -> AdapterRows:
+    """An adapter in these pages of the pool as rows of the table."""
     rows = _rows_from_zero(layout)
-    return replace(rows, chunks=rows.chunks + np.array([begin, begin, 0, 0, 0]))
+    chunks = rows.chunks.copy()
+    chunks[:, :2] = layout.starts_in(pages, chunks[:, :2])
+    return replace(rows, chunks=chunks)
 
 
 @lru_cache(maxsize=_MAX_LAYOUTS)
 def _rows_from_zero(layout: AdapterLayout) -> AdapterRows:
-    """Rows of the table for any adapter of this layout: chunks as offsets into it, matrices rank by rank."""
+    """Rows of the table for any adapter of this layout: a chunk for each block, at its place in the layout."""
     assert not layout.in_panels, "device kernels read A by rank"
-    places, members, scalings = [], [], []
+    counts = np.zeros(len(layout.layers) * NUM_SITES, np.int32)
+    chunks: list[tuple[int, int, int, int, int]] = []
+    scales: list[float] = []
     for layer, of_layer in enumerate(layout.layers):
         for number, name in enumerate(PACKED_SITES):
             if (site := of_layer.get(name)) is None:
                 continue
+            a_blocks = iter(site.a_blocks)
             for pair in site.pairs:
-                places.append(layer * NUM_SITES + number)
-                a_start = site.a_start + pair.rank_start * site.in_features
-                shape = (pair.rank_end - pair.rank_start, pair.column_start, pair.column_end - pair.column_start)
-                members.append((a_start, pair.b_start, *shape, site.in_features))
-                scalings.append(pair.scaling)
-    # one row per member, then one per chunk, by arithmetic on whole columns
-    a, b, rank, column, width, in_features = np.array(members, np.int64).reshape(-1, 6).T
-    num_chunks = -(-rank // CHUNK_RANK)
-    of_member = np.repeat(np.arange(len(members)), num_chunks)
-    first = (np.arange(len(of_member)) - (np.cumsum(num_chunks) - num_chunks)[of_member]) * CHUNK_RANK
-    num_rows = np.minimum(rank[of_member] - first, CHUNK_RANK)
-    chunks = np.stack(
-        [
-            a[of_member] + first * in_features[of_member],
-            b[of_member] + first * width[of_member],
-            num_rows,
-            column[of_member],
-            width[of_member],
-        ],
-        axis=1,
-    )
-    counts = np.bincount(np.array(places, np.int64), num_chunks, len(layout.layers) * NUM_SITES).astype(np.int32)
-    return AdapterRows(counts, chunks, np.array(scalings, np.float32)[of_member])
+                columns = pair.column_start, pair.column_end - pair.column_start
+                # A and B of a pair are cut at the same rows
+                for (first, end, b), (_, _, a) in zip(pair.b_blocks, a_blocks, strict=False):
+                    chunks.append((a, b, end - first, *columns))
+                scales += [pair.scaling] * len(pair.b_blocks)
+            counts[layer * NUM_SITES + number] = sum(len(pair.b_blocks) for pair in site.pairs)
+    return AdapterRows(counts, np.array(chunks, np.int64).reshape(-1, CHUNK_FIELDS), np.array(scales, np.float32))

@@ -49,7 +49,7 @@ class StepCounts:
             if entry.yields_token and sequence.request.sampling.is_drawn and not sequence.is_scoring:
                 drawn_tokens += 1
             scored_tokens += len(sequence.positions_to_score(num_tokens))
-        rank_of = {adapter: adapter.numbers.numel() / elements_per_rank for adapter in tokens_of}
+        rank_of = {adapter: adapter.layout.num_elements / elements_per_rank for adapter in tokens_of}
         totals = StepTotals(
             num_steps=1,
             prefill_tokens=prefill_tokens,

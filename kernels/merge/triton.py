@@ -67,14 +67,15 @@ def _merge(
         at = rows[:, None] * in_features.to(tl.int32) + columns[None, :]
         value = tl.load(base + corner + at, mask=in_rows & in_columns, other=0.0).to(tl.float32)
         first_pair = tl.load(job + 5)
+        delta = tl.zeros((BLOCK_OUT, BLOCK_IN), dtype=tl.float32)
         for index_of_pair in range(0, tl.load(job + 6)):
-            pair = pairs + (first_pair + index_of_pair) * 3
+            pair = pairs + (first_pair + index_of_pair) * 4
             a = tl.multiple_of(tl.load(pair).to(tl.pointer_type(PAIR)), ALIGN)
             b = tl.load(pair + 1).to(tl.pointer_type(PAIR))
             rank = tl.load(pair + 2).to(tl.int32)
+            is_last = tl.load(pair + 3) == 0  # of an adapter's pieces
             a += first_column
             b += first_row if BY_RANK else first_row * rank
-            delta = tl.zeros((BLOCK_OUT, BLOCK_IN), dtype=tl.float32)
             for start in range(0, rank, BLOCK_RANK):
                 in_rank = start + ranks < rank
                 if BY_RANK:  # rows of B's transpose, of all rows of the pair's layer
@@ -85,7 +86,9 @@ def _merge(
                 a_at = a + (start + ranks)[:, None] * in_features.to(tl.int32) + columns[None, :]
                 a_tile = tl.load(a_at, mask=in_rank[:, None] & in_columns, other=0.0)
                 delta = multiply(b_tile, a_tile, delta, EXACT)
-            value += tl.load(scales + first_pair + index_of_pair) * delta
+            scale = tl.load(scales + first_pair + index_of_pair)
+            value = tl.where(is_last, value + scale * delta, value)
+            delta = tl.where(is_last, 0.0, delta)
         rounded = value.to(WEIGHT)
         tl.store(live + corner + at, rounded, mask=in_rows & in_columns)
         # neither infinity nor NaN is below infinity; masked places are 0
@@ -99,21 +102,21 @@ def merge(jobs: Sequence[MergeJob], pair_dtype: torch.dtype, overflow: torch.Ten
     pairs are copied to the device in one copy each; the host does not wait."""
     device, weight_dtype = jobs[0].live.device, jobs[0].live.dtype
     rows: list[tuple[int, ...]] = []
-    pairs: list[tuple[int, int, int]] = []
+    pairs: list[tuple[int, int, int, int]] = []
     scales: list[float] = []
     num_tiles = 0
     for job in jobs:
         out_features, in_features = job.live.shape
         shape = (out_features, in_features, num_tiles, len(pairs), len(job.pairs))
         rows.append((job.base.data_ptr(), job.live.data_ptr(), *shape))
-        pairs.extend((pair.a.data_ptr(), pair.b.data_ptr(), pair.a.shape[0]) for pair in job.pairs)
+        pairs.extend((pair.a.data_ptr(), pair.b.data_ptr(), pair.a.shape[0], pair.goes_on) for pair in job.pairs)
         scales.extend(pair.scaling for pair in job.pairs)
         num_tiles += triton.cdiv(out_features, _BLOCK_OUT) * triton.cdiv(in_features, _BLOCK_IN)
     numbers = [n for row in rows for n in (row[0], row[1], row[3])] + [pair[0] for pair in pairs]
     grid = (num_persistent_programs(device, PROGRAMS_PER_MULTIPROCESSOR),)
     # 8 warps and 128 registers: see the tile's numbers above; 2 stages are not tuned
     _merge[grid](
-        to_device(torch.tensor(rows), device), len(rows), to_device(torch.tensor(pairs or [(0, 0, 0)]), device),
+        to_device(torch.tensor(rows), device), len(rows), to_device(torch.tensor(pairs or [(0, 0, 0, 0)]), device),
         to_device(torch.tensor(scales or [0.0]), device), overflow, num_tiles,
         WEIGHT=_TYPES[weight_dtype], PAIR=_TYPES[pair_dtype], SEARCH_STEPS=len(rows).bit_length(),
         ALIGN=1 if any(n % _ALIGNMENT for n in numbers) else _ALIGNMENT,

@@ -17,6 +17,9 @@ class LoraPair:
     b: Tensor
     #: Factor of their product.
     scaling: float
+    #: Whether the next pair is of further rank rows of the same adapter, whose products are summed before they are
+    #: scaled.
+    goes_on: bool = False
 
     @property
     def rank(self) -> int:

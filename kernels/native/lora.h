@@ -111,62 +111,83 @@ HAS_DOTS static void encode_for_lora(const Lora *lora)
         encode_pairs(lora->codes + row * lora->in_features, lora->x + row * lora->in_features, lora->in_features);
 }
 
-static void shrink_by_dots(const Lora *lora, const Segment *segment, Part part)
+static void shrink_by_dots(const Lora *lora, const Segment *segment, const Piece *piece, Part part)
 {
-    const Site *site = segment->site;
     const int64_t stride = 2 * lora->shrunk_stride, width = lora->in_features;
     const Dots dots = {(uint16_t *)lora->shrunk + segment->start * stride, stride,
-                       (const char *)(lora->codes + segment->start * width), width * 2, 0, site->a, 0, 0, width / 2,
-                       site->rank, 1, ROUNDED};
+                       (const char *)(lora->codes + segment->start * width), width * 2, 0, piece->numbers, 0, 0,
+                       width / 2, piece->end, 1, ROUNDED};
     multiply_dots(&dots, part);
 }
 
-static void expand_by_dots(const Lora *lora, const Segment *segment, const Member *member, Part part)
+static void expand_by_dots(const Lora *lora, const Segment *segment, const Member *member, const Piece *piece, Part part)
 {
     const int64_t stride = 2 * lora->shrunk_stride;
     const uint16_t *shrunk = (const uint16_t *)lora->shrunk + segment->start * stride + member->rank_start;
     const Dots dots = {lora->y + segment->start * lora->y_stride + member->column_start, lora->y_stride,
-                       (const char *)shrunk, stride * 2, 0, member->b, 0, 0, (member->rank_end - member->rank_start) / 2,
-                       member->column_end - member->column_start, (float)member->scaling, ADDED};
+                       (const char *)shrunk, stride * 2, 0, piece->numbers, 0, 0,
+                       (member->rank_end - member->rank_start) / 2, piece->end, (float)member->scaling, ADDED};
     multiply_dots(&dots, part);
 }
 #else
 static void encode_for_lora(const Lora *lora) {}
-static void shrink_by_dots(const Lora *lora, const Segment *segment, Part part) {}
-static void expand_by_dots(const Lora *lora, const Segment *segment, const Member *member, Part part) {}
+static void shrink_by_dots(const Lora *lora, const Segment *segment, const Piece *piece, Part part) {}
+static void expand_by_dots(const Lora *lora, const Segment *segment, const Member *member, const Piece *piece, Part part)
+{
+}
 #endif
 
-static void shrink(const Lora *lora, const Segment *segment, Part part)
+static void shrink(const Lora *lora, const Segment *segment, const Piece *piece, Part part)
 {
-    const Site *site = segment->site;
     const Product product = {lora->shrunk + segment->start * lora->shrunk_stride,
-                             lora->x + segment->start * lora->in_features, site->a, 0, lora->shrunk_stride,
-                             lora->in_features, lora->in_features, site->rank, 1, 0, (int)site->type};
+                             lora->x + segment->start * lora->in_features, piece->numbers, 0, lora->shrunk_stride,
+                             lora->in_features, lora->in_features, piece->end, 1, 0, (int)segment->site->type};
     multiply(&product, part);
 }
 
-static void expand(const Lora *lora, const Segment *segment, const Member *member, Part part)
+static void expand(const Lora *lora, const Segment *segment, const Member *member, const Piece *piece, Part part)
 {
     const Product product = {lora->y + segment->start * lora->y_stride + member->column_start,
-                             lora->shrunk + segment->start * lora->shrunk_stride + member->rank_start, member->b, 0,
-                             lora->y_stride, lora->shrunk_stride, member->rank_end - member->rank_start,
-                             member->column_end - member->column_start, (float)member->scaling, 1,
-                             (int)segment->site->type};
+                             lora->shrunk + segment->start * lora->shrunk_stride + member->rank_start, piece->numbers,
+                             0, lora->y_stride, lora->shrunk_stride, member->rank_end - member->rank_start, piece->end,
+                             (float)member->scaling, 1, (int)segment->site->type};
     multiply(&product, part);
+}
+
+/* Cuts off the columns of `part` that come before the end of a piece. */
+INLINE Part take_piece(const Piece *piece, Part *part)
+{
+    Part taken = *part;
+    taken.end_column = part->first_column = larger(part->first_column, smaller(piece->end, part->end_column));
+    return taken;
+}
+
+static void shrink_part(const Lora *lora, const Segment *segment, Part part)
+{
+    const int by_dots = is_by_dots(segment->site);
+    for (const Piece *piece = segment->site->a; part.first_column < part.end_column; piece++)
+        (by_dots ? shrink_by_dots : shrink)(lora, segment, piece, take_piece(piece, &part));
+}
+
+static void expand_part(const Lora *lora, const Segment *segment, const Member *member, Part part, int by_dots)
+{
+    for (const Piece *piece = member->b; part.first_column < part.end_column; piece++)
+        (by_dots ? expand_by_dots : expand)(lora, segment, member, piece, take_piece(piece, &part));
 }
 
 /* Block of rows after block, each at all columns, where B stays in the second cache: rows of y are then read and written
  * in order. A panel at all rows takes two lines of each, which no processor fetches ahead. */
-static void expand_rows(const Lora *lora, const Segment *segment, const Member *member, Part part, int64_t by_dots)
+static void expand_rows(const Lora *lora, const Segment *segment, const Member *member, Part part)
 {
+    const int by_dots = is_by_dots(segment->site);
     const int64_t rank = member->rank_end - member->rank_start, num_rows = part.end_row - part.first_row;
     const int is_small = rank * (part.end_column - part.first_column) <= SMALL_B;
     const int64_t blocks = is_small ? blocks_of(num_rows) : 1;
     for (int64_t b = 0; b < blocks && num_rows; b++)
-        (by_dots ? expand_by_dots : expand)(lora, segment, member,
-                                            (Part){part.first_row + num_rows * b / blocks,
-                                                   part.first_row + num_rows * (b + 1) / blocks, part.first_column,
-                                                   part.end_column});
+        expand_part(lora, segment, member,
+                    (Part){part.first_row + num_rows * b / blocks, part.first_row + num_rows * (b + 1) / blocks,
+                           part.first_column, part.end_column},
+                    by_dots);
 }
 
 /* Multiplies rows by A. Rows are encoded before; threads meet before anyone reads what they shrink to. */
@@ -178,8 +199,7 @@ static void shrink_all(const Lora *lora)
         const Site *site = segment->site;
         if (!site)
             continue;
-        const Part part = take(&share, segment->end - segment->start, lora->in_features, site->rank);
-        (is_by_dots(site) ? shrink_by_dots : shrink)(lora, segment, part);
+        shrink_part(lora, segment, take(&share, segment->end - segment->start, lora->in_features, site->rank));
     }
 }
 
@@ -193,7 +213,7 @@ static void expand_all(const Lora *lora)
             const Member *member = &site->members[m];
             const Part part = take(&share, segment->end - segment->start, member->rank_end - member->rank_start,
                                    member->column_end - member->column_start);
-            expand_rows(lora, segment, member, part, is_by_dots(site));
+            expand_rows(lora, segment, member, part);
         }
     }
 }

@@ -6,16 +6,29 @@
 
 #define MAX_MEMBERS 4
 
-/* Written by site_records in segment_lora/types.py, as SITE of segments.py: int64 fields and addresses. */
+/* Panels of a matrix that lie side by side: its columns up to `end` (of A: ranks). A piece begins and ends with a panel, or
+ * lies within one and has a panel of its own. */
+typedef struct {
+    int64_t end;
+    const void *numbers; /* the address that the matrix would begin at if all of it were side by side with these */
+} Piece;
+
+typedef struct {
+    const char *from;
+    int64_t num_bytes;
+} Run;
+
+/* Written by AdapterSites in segment_lora/types.py, as SITE, PIECE and RUN of segments.py: int64 fields and addresses. */
 typedef struct {
     int64_t rank_start, rank_end, column_start, column_end;
-    const void *b; /* panels of [out_features of the member, rank] */
+    const Piece *b; /* panels of [out_features of the member, rank] */
     double scaling;
 } Member;
 
 typedef struct {
-    const void *a; /* panels of [rank, in_features] */
-    int64_t num_bytes; /* from A on: of A, and of all B where those follow it */
+    const Piece *a; /* panels of [rank, in_features] */
+    const Run *runs; /* memory of A and all B, in the order in which they are read */
+    int64_t num_runs, num_bytes; /* num_bytes: of all runs */
     int64_t rank, type, num_members; /* type: of panels */
     Member members[MAX_MEMBERS];
 } Site;
@@ -37,10 +50,11 @@ typedef struct {
     int64_t step;
 } Ahead;
 
-/* A thread's share of the records of segments, in parts: memory delivers them while products compute. */
+/* A thread's share of what segments read, in parts: memory delivers them while products compute. */
 typedef struct {
     const Segment *segment;
-    int64_t position; /* in the record of `segment` */
+    const Run *run;   /* of `segment`; NULL before its first */
+    int64_t position; /* in what is left of `segment` from the run on */
     int64_t left, of_part;
 } Fetch;
 
@@ -54,9 +68,9 @@ static Fetch fetch_of(const Segment *segments, int64_t num_segments, int64_t thr
     if (num_parts == 0)
         return (Fetch){0};
     const int64_t first = total * thread / threads, left = total * (thread + 1) / threads - first;
-    /* a record's last part is shorter */
+    /* a segment's last part is shorter */
     const int64_t parts = larger(1, num_parts - num_segments);
-    return (Fetch){segments, first, left, (left / parts + 64) & -64};
+    return (Fetch){segments, 0, first, left, (left / parts + 64) & -64};
 }
 
 /* The next part, for a tile of `steps` steps; `otherwise` where none is left. */
@@ -64,12 +78,25 @@ INLINE Ahead next_part(Fetch *fetch, int64_t steps, Ahead otherwise)
 {
     if (!fetch || fetch->left <= 0)
         return otherwise;
-    for (int64_t size; fetch->position >= (size = bytes_of(fetch->segment)); fetch->segment++)
-        fetch->position -= size;
-    const int64_t size = smaller(fetch->of_part, bytes_of(fetch->segment) - fetch->position);
-    const Ahead ahead = {(const char *)fetch->segment->site->a + fetch->position, (size + steps - 1) / steps};
+    if (!fetch->run) {
+        for (int64_t size; fetch->position >= (size = bytes_of(fetch->segment)); fetch->segment++)
+            fetch->position -= size;
+        fetch->run = fetch->segment->site->runs;
+    }
+    const Site *site = fetch->segment->site;
+    for (; fetch->position >= fetch->run->num_bytes; fetch->run++)
+        fetch->position -= fetch->run->num_bytes;
+    const int64_t size = smaller(fetch->of_part, fetch->run->num_bytes - fetch->position);
+    const Ahead ahead = {fetch->run->from + fetch->position, (size + steps - 1) / steps};
     fetch->position += size;
     fetch->left -= size;
+    if (fetch->position == fetch->run->num_bytes) {
+        fetch->position = 0;
+        if (++fetch->run == site->runs + site->num_runs) {
+            fetch->run = 0;
+            fetch->segment++;
+        }
+    }
     return ahead;
 }
 

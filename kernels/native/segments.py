@@ -6,11 +6,14 @@ import ctypes
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from . import COUNT
 
 MAX_MEMBERS = 4
+#: `Piece` of `segments.h`: panels of a matrix that lie side by side.
+PIECE = np.dtype([("end", np.int64), ("numbers", np.int64)])
+#: `Run` of `segments.h`: memory that is read from its first byte to its last.
+RUN = np.dtype([("start", np.int64), ("num_bytes", np.int64)])
 # `Member` of `segments.h`.
 _MEMBER = [
     ("rank_start", np.int64),
@@ -24,6 +27,8 @@ _MEMBER = [
 SITE = np.dtype(
     [
         ("a", np.int64),
+        ("runs", np.int64),
+        ("num_runs", np.int64),
         ("num_bytes", np.int64),
         ("rank", np.int64),
         ("type", np.int64),
@@ -31,23 +36,6 @@ SITE = np.dtype(
         ("members", _MEMBER, MAX_MEMBERS),
     ]
 )
-
-
-def moved(sites: NDArray[np.void], num_bytes: int) -> NDArray[np.void]:
-    """A copy of records (`SITE`) whose matrices are `num_bytes` further on in memory."""
-    sites = sites.copy()
-    sites["a"] += num_bytes
-    sites["members"]["b"] += num_bytes
-    return sites
-
-
-def addresses_and_ranks(sites: NDArray[np.void]) -> NDArray[np.int64]:
-    """The address and rank of each record (`SITE`), [num_sites, 2]; both 0 for an empty record. Valid as long as
-    `sites`.
-    """
-    ranks = sites["rank"]
-    addresses = sites.ctypes.data + np.arange(len(sites)) * SITE.itemsize
-    return np.stack([np.where(ranks > 0, addresses, 0), ranks], axis=1)
 
 
 class SiteSegments(NamedTuple):

@@ -52,9 +52,9 @@ INLINE void put(void *to, int64_t at, const int TO_TYPE, const void *x, int64_t 
         ((uint16_t *)to)[at] = brain(number(x, i, TYPE));
 }
 
-/* Rows x [num_rows, depth] of TYPE become rows first_row and so on of a weight of `total` rows. */
+/* Rows x [num_rows, depth] of TYPE, `stride` numbers apart, become rows first_row and so on of a weight of `total` rows. */
 INLINE void pack(void *panels, const int PANELS_TYPE, int64_t first_row, int64_t total, const void *x,
-                 int64_t num_rows, int64_t depth, const int TYPE)
+                 int64_t num_rows, int64_t depth, int64_t stride, const int TYPE)
 {
     for (int64_t row = 0, next; row < num_rows; row = next) {
         const int64_t start = (first_row + row) / PANEL * PANEL, width = smaller(PANEL, total - start);
@@ -66,55 +66,56 @@ INLINE void pack(void *panels, const int PANELS_TYPE, int64_t first_row, int64_t
             for (int64_t r = row; r < next; r++)
                 for (int64_t k = first; k < end; k++)
                     put(panels, start * depth + place_of(k, column + r - row, width, PANELS_TYPE), PANELS_TYPE, x,
-                        r * depth + k, TYPE);
+                        r * stride + k, TYPE);
         }
     }
 }
 
 /* Packs rows one after the other. */
 INLINE void pack_as_rows(void *to, const int TO_TYPE, int64_t first_row, const void *x, int64_t num_rows, int64_t depth,
-                         const int TYPE)
+                         int64_t stride, const int TYPE)
 {
-    for (int64_t i = 0; i < num_rows * depth; i++)
-        put(to, first_row * depth + i, TO_TYPE, x, i, TYPE);
+    for (int64_t r = 0; r < num_rows; r++)
+        for (int64_t k = 0; k < depth; k++)
+            put(to, (first_row + r) * depth + k, TO_TYPE, x, r * stride + k, TYPE);
 }
 
 /* Packs rows as columns of a matrix [depth, total]. */
 INLINE void pack_as_columns(void *to, const int TO_TYPE, int64_t first_row, int64_t total, const void *x,
-                            int64_t num_rows, int64_t depth, const int TYPE)
+                            int64_t num_rows, int64_t depth, int64_t stride, const int TYPE)
 {
     for (int64_t row = 0, next; row < num_rows; row = next) {
         next = smaller(num_rows, row + COLUMNS_AT_ONCE);
         for (int64_t k = 0; k < depth; k++)
             for (int64_t r = row; r < next; r++)
-                put(to, k * total + first_row + r, TO_TYPE, x, r * depth + k, TYPE);
+                put(to, k * total + first_row + r, TO_TYPE, x, r * stride + k, TYPE);
     }
 }
 
 /* `to_type`: fp32, bf16 (in pairs only in panels) or what x is in. */
 static void pack_rows(void *to, int64_t to_type, int64_t form, int64_t first_row, int64_t total, const void *x,
-                      int64_t num_rows, int64_t depth, int64_t type)
+                      int64_t num_rows, int64_t depth, int64_t stride, int64_t type)
 {
 #define PANELS_CASE(TO_TYPE, TYPE)                                                                                     \
     if (form == PANELS && to_type == TO_TYPE && type == TYPE)                                                          \
-        pack(to, TO_TYPE, first_row, total, x, num_rows, depth, TYPE);
+        pack(to, TO_TYPE, first_row, total, x, num_rows, depth, stride, TYPE);
 #define CASE(TO_TYPE, TYPE)                                                                                            \
     PANELS_CASE(TO_TYPE, TYPE)                                                                                         \
     if (form == ROWS && to_type == TO_TYPE && type == TYPE)                                                            \
-        pack_as_rows(to, TO_TYPE, first_row, x, num_rows, depth, TYPE);                                                \
+        pack_as_rows(to, TO_TYPE, first_row, x, num_rows, depth, stride, TYPE);                                                \
     if (form == COLUMNS && to_type == TO_TYPE && type == TYPE)                                                         \
-        pack_as_columns(to, TO_TYPE, first_row, total, x, num_rows, depth, TYPE);
+        pack_as_columns(to, TO_TYPE, first_row, total, x, num_rows, depth, stride, TYPE);
     CASE(FP32, FP32) CASE(FP32, BF16) CASE(FP32, FP16) CASE(FP16, FP16) CASE(BF16, FP32) CASE(BF16, BF16)
     CASE(BF16, FP16) PANELS_CASE(BF16_PAIRS, BF16) PANELS_CASE(BF16_PAIRS, FP32) PANELS_CASE(BF16_PAIRS, FP16)
 #undef CASE
 #undef PANELS_CASE
 }
 
-/* Rows of a matrix of `total` rows that begins with number `start`. */
+/* Rows of a matrix of `total` rows that begins with number `start`; they are `stride` numbers apart where they come from. */
 typedef struct {
     int64_t start, to_type, first_row, total, form;
     const void *x;
-    int64_t num_rows, depth, type;
+    int64_t num_rows, depth, stride, type;
 } Rows;
 
 /* Rows of many matrices, in the thread that calls: adapters are read beside steps, and a second team of threads would
@@ -123,7 +124,7 @@ void pack_matrices(void *numbers, const Rows *rows, int64_t count)
 {
     for (const Rows *r = rows; r < rows + count; r++)
         pack_rows((char *)numbers + r->start * SIZE_OF(r->to_type), r->to_type, r->form, r->first_row, r->total, r->x,
-                  r->num_rows, r->depth, r->type);
+                  r->num_rows, r->depth, r->stride, r->type);
 }
 
 /* All rows of a weight, by all threads. */
@@ -132,7 +133,7 @@ void pack_weight(void *panels, int64_t panels_type, const void *x, int64_t num_c
 #pragma omp parallel for
     for (int64_t start = 0; start < num_columns; start += PANEL)
         pack_rows(panels, panels_type, PANELS, start, num_columns, (const char *)x + start * depth * SIZE_OF(type),
-                  smaller(PANEL, num_columns - start), depth, type);
+                  smaller(PANEL, num_columns - start), depth, depth, type);
 }
 
 /* Columns of a panel of `width` columns that begins with number `first` of `panels`, as rows in fp32. */

@@ -157,10 +157,10 @@ def pack_matrices_(memory: Tensor, places: NDArray[np.int64], rows: Sequence[Ten
     """
     plain = [_as_rows(each, memory.dtype) for each in rows]
     sources = np.array(
-        [(each.data_ptr(), *each.shape, _ROW_TYPES[each.dtype]) for each in plain], dtype=np.int64
-    ).reshape(-1, 4)
+        [(each.data_ptr(), *each.shape, each.stride(0), _ROW_TYPES[each.dtype]) for each in plain], dtype=np.int64
+    ).reshape(-1, 5)
     start, _, first_row, num_rows, _ = places.T
-    _, rows_of_each, depths, _ = sources.T
+    _, rows_of_each, depths, _, _ = sources.T
     ends = start + num_rows * depths
     assert (ends <= memory.numel()).all(), f"matrices end at {ends.max()} of {memory.numel()} numbers"
     assert (first_row + rows_of_each <= num_rows).all(), f"{rows_of_each} rows from {first_row} of {num_rows}"
@@ -171,5 +171,6 @@ def pack_matrices_(memory: Tensor, places: NDArray[np.int64], rows: Sequence[Ten
 
 
 def _as_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """The rows, dense; in `dtype` if their own format cannot be packed."""
-    return rows.contiguous() if rows.dtype in _ROW_TYPES else rows.to(dtype).contiguous()
+    """The rows, each dense; in `dtype` if their own format cannot be packed."""
+    rows = rows if rows.dtype in _ROW_TYPES else rows.to(dtype)
+    return rows if rows.stride(1) == 1 else rows.contiguous()

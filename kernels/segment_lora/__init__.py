@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..native.segments import SiteSegments
 from .cpu import SegmentTable
-from .types import AdapterSites, LoraMember, LoraSiteWeights, LoraSpan, site_records
+from .types import AdapterSites, LoraMember, LoraSiteWeights, LoraSpan
 
-__all__ = ["AdapterSites", "LoraMember", "LoraSiteWeights", "LoraSpan", "PreparedLora", "site_records"]
+__all__ = ["AdapterSites", "LoraMember", "LoraSiteWeights", "LoraSpan", "PreparedLora"]
 
 
 class PreparedLora:
@@ -75,8 +75,10 @@ def _add_by_torch_(y: Tensor, x: Tensor, spans: Sequence[LoraSpan], site: int) -
             continue
         assert not weights.in_panels, "only compiled kernels read panels"
         rows = slice(span.start, span.end)
-        shrunk = torch.mm(x[rows], weights.a.t())  # [rows, sum of ranks]
+        products = [torch.mm(x[rows], a.t()) for a in weights.a]
+        shrunk = products[0] if len(products) == 1 else torch.cat(products, 1)  # [rows, sum of ranks]
         for member in weights.members:
-            y[rows, member.column_start : member.column_end].addmm_(
-                shrunk[:, member.rank_start : member.rank_end], member.b, alpha=member.scaling
-            )
+            columns, rank = y[rows, member.column_start : member.column_end], member.rank_start
+            for b in member.b:
+                columns.addmm_(shrunk[:, rank : rank + len(b)], b, alpha=member.scaling)
+                rank += len(b)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from .types import LoraSpan
@@ -18,7 +19,7 @@ def add_lora(y: Tensor, x: Tensor, spans: Sequence[LoraSpan], site: int) -> Tens
             continue
         for token in range(span.start, span.end):
             for member in weights.members:
-                a = weights.a[member.rank_start : member.rank_end].double()
-                update = (a @ x[token].double()) @ member.b.double()
+                a = torch.cat(weights.a)[member.rank_start : member.rank_end].double()
+                update = (a @ x[token].double()) @ torch.cat(member.b).double()
                 result[token, member.column_start : member.column_end] += member.scaling * update
     return result

@@ -37,7 +37,7 @@ class FreeMemory:
     gaps: tuple[int, ...]
     #: Pages that each waiting row takes, all contiguous, int64 `[num_waiting]`.
     row_pages: NDArray[np.int64]
-    #: Pages of each adapter that is in memory while its rows run; adapters not named take none.
+    #: Pages of each adapter that is in memory while its rows run, anywhere; adapters not named take none.
     adapter_pages: Mapping[int, int] = field(default_factory=dict)
     #: A row takes a multiple of this number of pages where a gap is long enough, else exactly its pages.
     rounded_to: int = 1
@@ -57,7 +57,7 @@ class FreeMemory:
             exact = int(self.row_pages[row])
             has_room = _take(gaps, -(-exact // self.rounded_to) * self.rounded_to) or _take(gaps, exact)
             if has_room and adapter not in held:
-                has_room = _take(gaps, self.adapter_pages.get(adapter, 0))
+                has_room = _take_anywhere(gaps, self.adapter_pages.get(adapter, 0))
                 held.add(adapter)
             if not has_room:
                 return max(number, int(len(running_adapter) == 0))
@@ -70,6 +70,21 @@ def _take(gaps: list[int], size: int) -> bool:
     if place == len(gaps):
         return size == 0
     insort(gaps, gaps.pop(place) - size)
+    return True
+
+
+def _take_anywhere(gaps: list[int], size: int) -> bool:
+    """Shorten one of the sorted gaps if one is long enough, else the smallest ones, as the pool does. False: all
+    together are not."""
+    if _take(gaps, size):
+        return True
+    if sum(gaps) < size:
+        return False
+    while size:
+        gap = gaps.pop(0)
+        if gap > size:
+            insort(gaps, gap - size)
+        size -= min(gap, size)
     return True
 
 

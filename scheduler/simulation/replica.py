@@ -6,8 +6,8 @@ enough: it takes more as it grows, and when none is left the rows that came last
 
 A step holds one token of each decoding row, then as much of the prompts as its tokens allow, in order of admission: a
 prompt that is longer is begun.
-An absent adapter is read beside the steps, and its rows wait, unless nothing else can run. Not modelled: pages that are
-free but not side by side, and the pages that a prefix cache holds.
+An absent adapter is read beside the steps, and its rows wait, unless nothing else can run. Not modelled: free
+pages that lie apart, between which rows on CPUs do not fit, and the pages that a prefix cache holds.
 
 One `step` may stand for several forward passes (a *leap*). Where nothing can change meanwhile, a leap is exact: it
 ends when the first row ends. A coarse replica always leaps `leap_steps` passes; rows that end inside leave their

@@ -275,7 +275,7 @@ def load_of(entries: list[StepEntry], rank_of: dict[str, float]) -> StepLoad:
 def test_totals_of_steps_are_the_sum_of_what_each_step_does(tiny_llama: Path, tiny_adapters: dict[str, Path]) -> None:
     engine = make_engine(tiny_llama)
     ids = register_all(engine, tiny_adapters)
-    registry = AdapterRegistry(engine.model, engine.backend.dtype, engine.backend.device)
+    registry = AdapterRegistry(engine.model, engine.backend.dtype, engine.backend.device, 2048)
     for name, folder in tiny_adapters.items():
         registry.register(ids[name], folder, name)
     ranks = {registry.id_of(code): float(rank) for code, rank in enumerate(registry.ranks())}

@@ -140,3 +140,41 @@ def test_a_hundred_small_adapters_and_a_large_one_take_what_they_hold(
     page_bytes = page_layout(model, 16).page_elements * 4
     per_rank = sum(sum(shape) for name, shape in model.linear_shapes().items() if name != "lm_head") * 4
     assert telemetry.pages_used * page_bytes <= 1.1 * (100 * 8 + 256) * per_rank
+
+
+def test_500_adapters_enter_a_fragmented_pool_without_waiting_while_pages_are_free(tiny_llama: Path) -> None:
+    """No two free pages lie side by side but for those of a row; the pool has room for all adapters."""
+    found = []
+    for is_fragmented in (True, False):
+        config = EngineConfig(
+            num_threads=1,
+            mode="unmerged",
+            load_format="dummy",
+            max_batch_rows=50,
+            pool_bytes=12_000 * 8192,
+            host_tier_bytes=0,
+        )
+        engine = Engine(tiny_llama, config)
+        ids = [engine.register_dummy_adapter(f"{i}", 1 + i % 8) for i in range(500)]
+        pool = engine._batch.pool
+        needed = sum(max(1, engine._registry.num_pages[adapter_id]) for adapter_id in ids)
+        if is_fragmented:
+            for page in range(2 * needed):
+                pool.allocate(("other", page), 1)
+            pool.allocate(("other", -1), pool.num_free - 200)
+            for page in range(0, 2 * needed, 2):
+                pool.release(("other", page))
+            assert pool.num_free == needed + 200
+        sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+        engine.add(Request(f"{i}", (5, 6, 7), adapter_id, sampling) for i, adapter_id in enumerate(ids))
+        tokens: dict[str, tuple[int, ...]] = {}
+        num_calls = 0
+        while engine.num_unfinished:
+            tokens |= {result.request_id: result.token_ids for result in engine.step()}
+            num_calls += 1
+        engine.check_integrity()
+        said = engine.telemetry()
+        assert said.num_steps == num_calls, "no step is left without rows"
+        assert said.adapter_loads == said.adapter_reads == len(said.resident_adapter_ids) == 500
+        found.append(tokens)
+    assert found[0] == found[1]

@@ -57,8 +57,8 @@ def adapter(rank: int) -> AdapterSites:
     """An adapter at each packed layer but the last."""
     sites: list[LoraSiteWeights | None] = []
     for in_features, out_features in SITES * NUM_LAYERS:
-        member = LoraMember(0, rank, 0, out_features, in_panels(random(out_features, rank)), 0.5)
-        sites.append(LoraSiteWeights(in_panels(random(rank, in_features)), (member,), in_panels=True))
+        member = LoraMember(0, rank, 0, out_features, (in_panels(random(out_features, rank)),), 0.5)
+        sites.append(LoraSiteWeights((in_panels(random(rank, in_features)),), (member,), in_panels=True))
     return AdapterSites.of([*sites[:-1], None])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
@@ -28,15 +28,31 @@ needs_library = pytest.mark.skipif(not has_panels(), reason="compiled kernels we
 
 
 def in_panels(site: LoraSiteWeights, dtype: torch.dtype = torch.float32) -> LoraSiteWeights:
-    """The same adapter as compiled kernels read it."""
-    a, members = torch.empty(site.a.numel(), dtype=dtype), []
-    panels_type = adapter_type(dtype, [site.a.shape[1], *(len(member.b) for member in site.members)])
-    pack_matrices_(a, np.array([MatrixRows(0, panels_type, 0, len(site.a))]), [site.a])
-    for member in site.members:
-        b = torch.empty(member.b.numel(), dtype=dtype)
-        pack_matrices_(b, np.array([MatrixRows(0, panels_type, 0, member.b.shape[1])]), [member.b.t()])
-        members.append(replace(member, b=b))
-    return LoraSiteWeights(a, tuple(members), in_panels=True)
+    """The same adapter as compiled kernels read it, each matrix in one piece."""
+    return in_pieces(site, [], dtype)
+
+
+def in_scattered_panels(site: LoraSiteWeights, dtype: torch.dtype = torch.float32) -> LoraSiteWeights:
+    """Pieces of a panel, of less than one and of several."""
+    panel = native_number("panel_columns")
+    return in_pieces(site, [panel, panel + 1, panel + panel // 2, 2 * panel, 4 * panel], dtype)
+
+
+def in_pieces(site: LoraSiteWeights, ends: list[int], dtype: torch.dtype) -> LoraSiteWeights:
+    """The same adapter in panels, its matrices cut behind these columns and put anywhere."""
+    (a,) = site.a
+    panels_type = adapter_type(dtype, [a.shape[1], *(len(member.b[0]) for member in site.members)])
+
+    def pieces(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        places = [0, *(end for end in ends if end < len(matrix)), len(matrix)]
+        found = []
+        for first, end in reversed(list(pairwise(places))):
+            found.append(torch.empty((end - first) * matrix.shape[1], dtype=dtype))
+            pack_matrices_(found[-1], np.array([MatrixRows(0, panels_type, 0, end - first)]), [matrix[first:end]])
+        return tuple(reversed(found))
+
+    members = tuple(replace(member, b=pieces(member.b[0].t())) for member in site.members)
+    return LoraSiteWeights(pieces(a), members, in_panels=True)
 
 
 def in_bf16_panels(site: LoraSiteWeights) -> LoraSiteWeights:
@@ -99,10 +115,10 @@ def site(
         if rank is not None:
             stacked.append(random(rank, in_features))
             b = random(rank, out)
-            members.append(LoraMember(row, row + rank, column, column + out, b, scaling=0.5 * (seed + 1)))
+            members.append(LoraMember(row, row + rank, column, column + out, (b,), scaling=0.5 * (seed + 1)))
             row += rank
         column += out
-    return LoraSiteWeights(torch.cat(stacked), tuple(members))
+    return LoraSiteWeights((torch.cat(stacked),), tuple(members))
 
 
 @pytest.mark.parametrize("ranks", [(1, 1, 1), (8, None, 8), (2, 66, 34), (20, 3, 64), (None, None, 5)])
@@ -196,6 +212,50 @@ def test_compiled_any_number_of_threads_shares_the_work_without_changing_a_bit(
 
 
 @needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ranks", [(8, 8, 8), (20, 6, 64), (20, 3, 64)])
+@pytest.mark.parametrize("weight", [None, "float32", "bfloat16", "int8"])
+def test_matrices_in_pieces_anywhere_give_the_bits_of_whole_ones(
+    weight: Products | None, ranks: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Added by itself, and by products, which fetch what the adapters' pieces hold while they multiply."""
+    if weight is not None and not can_multiply(weight):
+        pytest.skip(f"this processor has no instructions for products in {weight}")
+    depth, outs, cuts = 90, (130, 64, 137), [(0, 3), (3, 60), (61, 100)]
+    x, found = torch.randn(101, depth), []
+    start = torch.randn(101, sum(outs))
+    packed = None if weight is None else pack(torch.randn(sum(outs), depth), weight)
+    threads = torch.get_num_threads()
+    for panels, num_threads in ((in_panels, 1), (in_scattered_panels, 1), (in_scattered_panels, 3)):
+        sites = [panels(site(ranks, seed, depth, outs), dtype) for seed in range(len(cuts))]
+        spans = [LoraSpan(*cut, AdapterSites.of([each])) for cut, each in zip(cuts, sites, strict=True)]
+        prepared = PreparedLora(spans)
+        torch.set_num_threads(num_threads)
+        try:
+            if packed is None:
+                found.append(start.clone())
+                prepared.add_(found[-1], x, 0)
+            else:
+                assert isinstance(packed, StoredWeight)
+                found.append(packed.multiply(x, None, prepared.of_product(0)))
+        finally:
+            torch.set_num_threads(threads)
+    assert found[0].equal(found[1])
+    assert found[0].equal(found[2])
+
+
+def test_rank_rows_in_pieces_are_multiplied_by_torch() -> None:
+    x, y = torch.randn(9, IN), torch.randn(9, sum(OUTS))
+    whole = site((20, None, 37), 0)
+    members = tuple(replace(member, b=member.b[0].split([16, len(member.b[0]) - 16])) for member in whole.members)
+    pieces = replace(whole, a=whole.a[0].split([7, 30, 20]), members=members)
+    expected = add_lora(y, x, [span(0, 9, whole)], 0)
+    assert add_lora(y, x, [span(0, 9, pieces)], 0).equal(expected)
+    add_lora_(y, x, [span(0, 9, pieces)])
+    assert (y.double() - expected).abs().max() < 1e-3
+
+
+@needs_library
 def test_rows_that_do_not_lie_dense_are_served_too() -> None:
     x, y = torch.randn(IN, 4).t(), torch.randn(4, sum(OUTS))
     spans = [span(0, 2, site((8, 8, 8), 0)), span(2, 4, site((8, 8, 8), 1))]
@@ -266,6 +326,6 @@ def test_rows_in_bfloat16_are_served_by_torch() -> None:
     x, y = torch.zeros(2, IN, dtype=torch.bfloat16), torch.ones(2, sum(OUTS), dtype=torch.bfloat16)
     s = site((4, None, None), 0)
     member = s.members[0]
-    half = LoraMember(0, 4, member.column_start, member.column_end, member.b.bfloat16(), 1.0)
-    add_lora_(y, x, [span(0, 2, LoraSiteWeights(s.a.bfloat16(), (half,)))])
+    half = LoraMember(0, 4, member.column_start, member.column_end, (member.b[0].bfloat16(),), 1.0)
+    add_lora_(y, x, [span(0, 2, LoraSiteWeights((s.a[0].bfloat16(),), (half,)))])
     assert torch.equal(y, torch.ones_like(y))

@@ -16,9 +16,10 @@ from torch import Tensor
 from lorabatch.engine.batching.admission import MAX_AWAITED
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
-from lorabatch.engine.memory.copies import AdapterCopies, CopyStream
+from lorabatch.engine.memory.adapter_layout import AdapterLayout
+from lorabatch.engine.memory.copies import AdapterCopies, CopyStream, Parts
 from lorabatch.engine.memory.loader import MAX_AHEAD, AdapterLoader
-from lorabatch.engine.memory.packed import AdapterLayout, PackedAdapter
+from lorabatch.engine.memory.packed import PackedAdapter
 from lorabatch.engine.memory.pool import PagePool
 from lorabatch.engine.memory.residency import AdapterResidency
 from lorabatch.engine.request import Request, Result, SamplingParams
@@ -32,11 +33,12 @@ POLLS = 3
 class LateArrival:
     """Writes when it is joined, or when it has been asked about for the third time."""
 
-    def __init__(self, copies: LateCopies, numbers: Tensor, target: Tensor) -> None:
-        self._copies, self._numbers, self._target = copies, numbers, target
+    def __init__(self, copies: LateCopies, numbers: Tensor, memory: Tensor, parts: Parts) -> None:
+        self._copies, self._numbers, self._memory, self._parts = copies, numbers, memory, parts
         self.is_copied = False
         self.polls = 0
-        target.fill_(torch.nan)
+        for start, count in parts:
+            memory[start : start + count] = torch.nan
 
     def is_done(self) -> bool:
         self.polls += 1
@@ -50,7 +52,7 @@ class LateArrival:
         self._copies.finish_up_to(self)
 
     def finish(self) -> None:
-        self._target.copy_(self._numbers)
+        AdapterCopies().to_pool(self._numbers, self._memory, self._parts)
         self.is_copied = True
 
 
@@ -63,14 +65,14 @@ class LateCopies:
         self.waiting: list[LateArrival] = []
         self.num_joined = 0
 
-    def to_pool(self, numbers: Tensor, target: Tensor) -> LateArrival:
-        self.waiting.append(LateArrival(self, numbers, target))
+    def to_pool(self, numbers: Tensor, memory: Tensor, parts: Parts) -> LateArrival:
+        self.waiting.append(LateArrival(self, numbers, memory, parts))
         return self.waiting[-1]
 
-    def to_host(self, source: Tensor) -> Tensor:
+    def to_host(self, memory: Tensor, parts: Parts) -> Tensor:
         if self.waiting:
             self.finish_up_to(self.waiting[-1])
-        return source.clone()
+        return AdapterCopies().to_host(memory, parts)
 
     def finish_up_to(self, last: LateArrival) -> None:
         while not last.is_copied:
@@ -178,14 +180,15 @@ def test_a_merged_adapter_is_joined_before_it_is_taken_out_of_other_rows(
 
 def test_pages_of_an_adapter_evicted_on_its_way_are_free_once_its_copy_is_done() -> None:
     pool, memory = PagePool(4), torch.zeros(16)
-    loader = AdapterLoader(lambda adapter_id: PackedAdapter(torch.ones(6), AdapterLayout()), 0)
+    layout = AdapterLayout(page_elements=4, size=6)
+    loader = AdapterLoader(lambda adapter_id: PackedAdapter(torch.ones(6), layout), 0)
     residency = AdapterResidency(pool, memory, 4, loader, LateCopies())
-    residency.load("a", 2)
+    residency.load("a")
     assert not residency.has_arrived("a")
     residency.evict("a", lambda adapter_id: 0.0)
     pool.allocate("row", 2)
     memory[:8] = 7.0
-    residency.load("b", 2)
+    residency.load("b")
     residency.join("b")
     assert residency.has_arrived("b")
     residency.check_integrity([])
@@ -194,11 +197,12 @@ def test_pages_of_an_adapter_evicted_on_its_way_are_free_once_its_copy_is_done()
 
 def test_a_cpu_copies_at_once() -> None:
     copies = AdapterCopies()
-    target = torch.zeros(6)
-    assert copies.to_pool(torch.ones(4), target[1:5]).is_done()
-    back = copies.to_host(target[1:5])
-    target.zero_()
-    assert back.tolist() == [1.0] * 4
+    memory, parts = torch.zeros(8), ((5, 2), (1, 3))
+    assert copies.to_pool(torch.arange(1.0, 6.0), memory, parts).is_done()
+    assert memory.tolist() == [0.0, 3.0, 4.0, 5.0, 0.0, 1.0, 2.0, 0.0]
+    back = copies.to_host(memory, parts)
+    memory.zero_()
+    assert back.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 class Stream:
@@ -250,7 +254,7 @@ def test_a_copy_stream_waits_for_steps_before_it_and_later_steps_for_it(monkeypa
     copies, pool = CopyStream(torch.device("cpu")), torch.zeros(8).as_subclass(Noting)
     numbers = torch.ones(8)
     source = weakref.ref(numbers)
-    arrival = copies.to_pool(numbers, pool)
+    arrival = copies.to_pool(numbers, pool, ((0, 8),))
     del numbers
     assert said == ["copy waits for compute", "copied on copy", "event on copy"]
     assert not arrival.is_done()
@@ -261,7 +265,7 @@ def test_a_copy_stream_waits_for_steps_before_it_and_later_steps_for_it(monkeypa
     assert arrival.is_done()
     assert source() is None
     del said[:]
-    assert copies.to_host(pool).tolist() == [1.0] * 8
+    assert copies.to_host(pool, ((0, 8),)).tolist() == [1.0] * 8
     assert said == ["copy waits for compute", "compute waits for copy"]
 
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from lorabatch.engine.errors import AdapterUnusableError
+from lorabatch.engine.memory.adapter_layout import AdapterLayout
 from lorabatch.engine.memory.loader import MAX_AHEAD, AdapterLoader
-from lorabatch.engine.memory.packed import AdapterLayout, PackedAdapter
+from lorabatch.engine.memory.packed import PackedAdapter
 
 
 class Storage:

@@ -67,10 +67,10 @@ def test_a_run_is_extended_by_the_page_behind_it_or_else_from_the_smallest_gap()
         pool.release(owner)
     for _ in range(4):
         pool.extend("row")
-    assert pool.extensions_of("row") == (PageRange(4, 3), PageRange(8, 1))
+    assert pool.runs_of("row") == (PageRange(0, 2), PageRange(4, 3), PageRange(8, 1))
     pool.release("row")
     pool.check_integrity()
-    assert (pool.extensions_of("row"), pool.num_free) == ((), 9)
+    assert pool.num_free == 9
 
 
 def test_a_gap_is_refilled_by_a_run_of_its_size() -> None:

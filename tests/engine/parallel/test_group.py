@@ -310,7 +310,7 @@ def test_adapters_that_leave_the_pool_come_back_to_every_member(
 ) -> None:
     """The pool does not hold all of them at once: some go to host memory, and return for later rows."""
     plain = make_engine(tiny_llama)
-    with open_group(tiny_llama, 2, pool_bytes=720 << 10, host_tier_bytes=8 << 20) as group:
+    with open_group(tiny_llama, 2, pool_bytes=744 << 10, host_tier_bytes=8 << 20) as group:
         for _ in range(2):
             assert_equal(plain, group, tiny_adapters, count=20)
         telemetry = group.telemetry()

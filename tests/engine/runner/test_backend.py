@@ -174,9 +174,9 @@ def test_an_engine_reads_adapters_in_as_many_threads_as_its_backend_says(
     together = threading.Barrier(3)
     load_packed = AdapterRegistry.load_packed
 
-    def load_together(self: AdapterRegistry, adapter_id: str, *, in_panels: bool) -> PackedAdapter:
+    def load_together(self: AdapterRegistry, adapter_id: str) -> PackedAdapter:
         together.wait(timeout=60)
-        return load_packed(self, adapter_id, in_panels=in_panels)
+        return load_packed(self, adapter_id)
 
     class ThreeThreads(CpuBackend):
         loader_threads = 3

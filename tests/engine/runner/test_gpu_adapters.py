@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from lorabatch.engine.config import EngineConfig, read_model_config
-from lorabatch.engine.memory.packed import AdapterLayout, PairLayout, SiteLayout
+from lorabatch.engine.memory.adapter_layout import lay_out
 from lorabatch.engine.memory.residency import ResidentAdapter
 from lorabatch.engine.model_config.model import PACKED_SITES, ModelConfig
 from lorabatch.engine.runner.gpu_adapters import GpuAdapters
 from lorabatch.engine.runner.gpu_runner import first_sizes
 
+PAGE_ELEMENTS = 1104
+_PAGES_EACH = 12
+
 
 def resident(memory: torch.Tensor, model: ModelConfig, order: int, rank: int) -> ResidentAdapter:
-    """An adapter on q and v of layer 0, its matrices at a place of its own in `memory`."""
-    q, k, v = (out_features for out_features, _ in model.members_of_site("qkv").values())
-    b_start = 2 * rank * model.hidden_size
-    pairs = (
-        PairLayout("q", 0, rank, 0, q, b_start, 2.0),
-        PairLayout("v", rank, 2 * rank, q + k, q + k + v, b_start + rank * q, 0.5),
-    )
-    layers = ({"qkv": SiteLayout(0, model.hidden_size, pairs)}, *({} for _ in range(model.num_layers - 1)))
-    numbers = memory[order * 20_000 :][: b_start + rank * (q + v)]
-    return ResidentAdapter(f"adapter {order}", order, numbers, AdapterLayout(layers))
+    """An adapter on q and v of layer 0, in pages of its own of `memory`, from the last to the first."""
+    q, _, v = (out_features for out_features, _ in model.members_of_site("qkv").values())
+    of_layer = "model.layers.0.self_attn"
+    shapes = [
+        (f"{of_layer}.q_proj", rank, model.hidden_size, q, 2.0),
+        (f"{of_layer}.v_proj", rank, model.hidden_size, v, 0.5),
+    ]
+    layout = lay_out(shapes, model, PAGE_ELEMENTS, in_panels=False)
+    pages = order * _PAGES_EACH + np.arange(layout.num_pages)[::-1]
+    return ResidentAdapter(f"adapter {order}", order, memory, pages, layout)
 
 
 @pytest.fixture
@@ -47,8 +50,9 @@ def test_chunks_name_the_adapter_s_own_numbers(model: ModelConfig, memory: torch
     first, count, *_ = adapters.table.sites[row, 0, PACKED_SITES.index("qkv")].tolist()
     assert count == 4, "20 rank rows are a chunk of 16 and one of 4, for each of two members"
     assert adapters.chunk_counts[row].tolist() == [4, 0, 0, 0]
+    stacked = torch.cat(weights.a)
     expected = [
-        (weights.a[start : start + rows], member.b[start - member.rank_start :][:rows], member)
+        (stacked[start : start + rows], torch.cat(member.b)[start - member.rank_start :][:rows], member)
         for member in weights.members
         for start, rows in ((member.rank_start, 16), (member.rank_start + 16, 4))
     ]
@@ -62,18 +66,18 @@ def test_chunks_name_the_adapter_s_own_numbers(model: ModelConfig, memory: torch
 
 def test_adapters_of_one_layout_are_entered_at_their_own_places(model: ModelConfig, memory: torch.Tensor) -> None:
     adapters = GpuAdapters(memory, model, num_rows=3, num_chunks=20)
-    first = resident(memory, model, order=1, rank=20)
-    others = [replace(first, order=order, numbers=memory[order * 20_000 + 8 :]) for order in (2, 3)]
-    rows = adapters.rows_of([first, *others])
+    residents = [resident(memory, model, order, rank=20) for order in (1, 2, 3)]
+    rows = adapters.rows_of(residents)
     found = []
-    for order, adapter in enumerate([first, *others], start=1):
+    for order, adapter in enumerate(residents, start=1):
         begin, count, *_ = adapters.table.sites[rows[order], 0, PACKED_SITES.index("qkv")].tolist()
         chunks = adapters.table.chunks[begin : begin + count].clone()
-        chunks[:, :2] -= adapter.numbers.storage_offset()
+        pages, places = chunks[:, :2] // PAGE_ELEMENTS, chunks[:, :2] % PAGE_ELEMENTS
+        assert set(pages.flatten().tolist()) <= set(adapter.pages.tolist())
+        chunks[:, :2] = (int(adapter.pages[0]) - pages) * PAGE_ELEMENTS + places
         found.append(chunks)
     assert found[0].equal(found[1])
     assert found[0].equal(found[2])
-    assert found[0][0, :2].tolist() == [0, 2 * 20 * model.hidden_size]
 
 
 def test_the_adapter_unused_for_longest_gives_its_row_away(model: ModelConfig, memory: torch.Tensor) -> None:

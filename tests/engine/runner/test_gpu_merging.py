@@ -44,7 +44,7 @@ class OnceMerged:
 def test_weights_merged_from_the_pool_the_host_and_the_files_have_the_same_bits(
     tiny_llama: Path, tiny_adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = device_engine(tiny_llama, mode="auto")
+    engine = device_engine(tiny_llama, mode="auto", page_tokens=16)  # chunks of 16 rank rows, as files are merged by
     names = ["rank8", "rank20"]
     ids = register_all(engine, {name: tiny_adapters[name] for name in names})
     from_files, pristine = {}, weights_sha256(engine)
