@@ -282,7 +282,9 @@ def _engines(found: DryRun) -> list[str]:
     """Lines about the limits of a step, the device and the memory of engines, and about a device that is assumed."""
     device, limits, num_processes = found.settings.device, found.settings.limits, found.settings.engine.tensor_parallel
     processes = f" of {num_processes} processes each" if num_processes > 1 else ""
+    tier = limits.host_tier_bytes
     pool = "" if found.memory else f", {limits.pool_bytes / 1e9:.1f} GB for keys, values and adapters"
+    pool += "" if tier is None else f", {tier / 1e9:.1f} GB of host memory for adapters that left the pool"
     lines = [
         f"Engines{processes}: {limits.batch_rows} rows and {limits.step_tokens} tokens a step{pool} "
         f"({device.title}, {device.memory_bytes / 1e9:.0f} GB); linear layers multiply in {found.settings.products}",

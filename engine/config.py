@@ -53,8 +53,7 @@ class EngineConfig:
     page_tokens: int = 16
     #: Size of the page pool, all members of a group together; None: chosen by `memory.limits`.
     pool_bytes: int | None = None
-    #: Host memory for adapters that had to leave the pool, all members together; None: a sixteenth of the machine's
-    #: memory, at most 1 GiB.
+    #: Host memory for adapters that had to leave the pool, all members together; None: chosen by `memory.limits`.
     host_tier_bytes: int | None = None
     #: CPU threads, all members together; None: torch's choice.
     num_threads: int | None = None

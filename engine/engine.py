@@ -81,7 +81,7 @@ class Engine:
         cost = config.cost or backend.default_cost
         self._live = backend.live_weights()
         self._batch = _running_batch(
-            *(backend, PagePool(num_pages), layout, pools, self._registry, config),
+            *(backend, PagePool(num_pages), layout, pools, self._registry, config, limits.host_tier_bytes or 0),
             shows_memory=cost.mixed_step_s > 0,
             merges_packed=self._live.takes_packed,
         )
@@ -487,13 +487,14 @@ def _running_batch(
     pools: Tensor,
     registry: AdapterRegistry,
     config: EngineConfig,
+    host_tier_bytes: int,
     *,
     shows_memory: bool,
     merges_packed: bool,
 ) -> RunningBatch:
     """An empty batch over `pools` [num_members, numbers of a pool], as the backend's kernels read them."""
     model = backend.model
-    loader = AdapterLoader(registry.load_packed, backend.host_tier_bytes, backend.loader_threads)
+    loader = AdapterLoader(registry.load_packed, host_tier_bytes, backend.loader_threads)
     residency = AdapterResidency(pool, pools[0], layout.page_elements, loader, backend.copies())
     prefixes: PrefixSharing | None = None
     if shares_prefixes(config, model, is_arithmetic_fixed=backend.is_arithmetic_fixed):

@@ -350,6 +350,12 @@ class JobSpec(_SamplingFields):
         ge=1,
     )
     pool_bytes: int | None = _engine(None, "Memory of an engine's page pool; chosen by default.", ge=1)
+    host_tier_bytes: int | None = _engine(
+        None,
+        "Host memory of an engine for adapters that left its pool; by default half of what the engine's share of the "
+        "host leaves.",
+        ge=0,
+    )
 
     def __init__(self, **values: Unpack[JobOptions]) -> None:
         problems, _ = self._set_fields(values)

@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.layouts.pages import PageLayout
-from ..config import EngineConfig
 from ..errors import EngineError
-from .limits import EngineLimits, total_host_bytes
+from .limits import EngineLimits
 from .pool import PageRange
-
-_GIB = 1 << 30
 
 
 def pages_of_pool(limits: EngineLimits) -> int:
@@ -26,13 +23,6 @@ def pages_of_pool(limits: EngineLimits) -> int:
             "bytes; raise pool_bytes."
         )
     return limits.num_pages
-
-
-def host_tier_bytes(config: EngineConfig) -> int:
-    """Host memory for adapters that had to leave the pool."""
-    if config.host_tier_bytes is not None:
-        return config.host_tier_bytes
-    return min(_GIB, total_host_bytes() // 16)
 
 
 def zeroed_memory(num_elements: int, dtype: torch.dtype) -> Tensor:

@@ -52,6 +52,8 @@ class AdapterCopies:
 
     #: Whether copies run beside steps, so that rows should wait for an arrival rather than steps.
     are_aside = False
+    #: Whether pages cannot be copied back to the host: numbers that came from there are to stay.
+    keeps_sources = False
 
     def to_pool(self, numbers: Tensor, memory: Tensor, parts: Parts) -> Arrival:
         """Copy `numbers` to `parts` of the pool's `memory` (flat), in pages that no step launched from now on reads

@@ -14,8 +14,10 @@ numbers come from its memory:
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ..config import DeviceKind, EngineConfig, dtype_on, pool_format
 from ..model_config.model import PACKED_SITES, ModelConfig
@@ -30,6 +32,17 @@ _COMPILED_HEADS = 16
 _SLACK_SHARE = 0.05
 # Python, torch and its libraries, before an engine has a model: 231 MB on x86, of which 80 MB are libraries.
 _CPU_PROCESS_BYTES = 240 * 10**6
+# Host memory of a process with a GPU, pinned buffers included. Not measured.
+_GPU_PROCESS_BYTES = 4 * _GIB
+# A Dask worker beside its engine: rows of the shards that it has open.
+_WORKER_BYTES = 1 * _GIB
+# Share of the host memory left by an engine which the adapters that left its pool may take: files, adapters that are
+# read ahead and other programs take some.
+_HOST_TIER_SHARE = 0.5
+# Limits of the memory of a container (cgroup, version 2 and 1).
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+# A folder for each GPU of the host.
+_GPUS = Path("/proc/driver/nvidia/gpus")
 # GPU memory that CUDA, its libraries and the driver take.
 _CONTEXT_BYTES = 1 * _GIB
 _FP32_BYTES = 4
@@ -64,6 +77,8 @@ class EngineLimits:
     page_tokens: int
     #: Pages to a multiple of which rows' runs are rounded up where memory allows.
     run_pages: int
+    #: Host memory for adapters that left the pool, all members together; None where the host is not known.
+    host_tier_bytes: int | None = None
 
     @property
     def num_pages(self) -> int:
@@ -71,8 +86,11 @@ class EngineLimits:
         return self.pool_bytes // (self.page_tokens * self.token_bytes)
 
 
-def engine_limits(config: EngineConfig, model: ModelConfig, kind: DeviceKind, memory_bytes: int) -> EngineLimits:
+def engine_limits(
+    config: EngineConfig, model: ModelConfig, kind: DeviceKind, memory_bytes: int, share_bytes: int | None = None
+) -> EngineLimits:
     """Limits of an engine on a device with `memory_bytes` of memory: all of one GPU's, or of the machine.
+    `share_bytes`: see `host_share`; None where the host is not known.
 
     An engine on a GPU measures what its weights leave; here it is estimated.
     """
@@ -81,10 +99,41 @@ def engine_limits(config: EngineConfig, model: ModelConfig, kind: DeviceKind, me
         pool = "float32"  # torch attends
     itemsize, part = ITEM_BYTES[pool], Partition(model, config.tensor_parallel, 0).shard
     if kind == "cpu":
-        return cpu_limits(memory_bytes, config, part, itemsize)
+        return cpu_limits(memory_bytes, config, part, itemsize, share_bytes=share_bytes)
     linear_itemsize = itemsize if config.base_quantization == "none" else 1
     left = _left_by_weights(memory_bytes, part, itemsize, linear_itemsize)
-    return gpu_limits(left, config, replace(part, vocab_size=model.vocab_size), itemsize)
+    return gpu_limits(left, config, replace(part, vocab_size=model.vocab_size), itemsize, share_bytes)
+
+
+#: Memory of a host in bytes, its cores and its GPUs.
+Host = tuple[int, int, int]
+
+
+def this_host() -> Host:
+    """The host of this process. GPUs that the process may not use count too, since other engines use them."""
+    num_gpus = len(list(_GPUS.iterdir())) if _GPUS.is_dir() else 0
+    return total_host_bytes(), len(os.sched_getaffinity(0)), num_gpus
+
+
+def host_share(config: EngineConfig, kind: str, host: Host) -> int:
+    """Memory of a host that one engine may count on: engines that take all of its cores, or all of its GPUs, share it
+    equally."""
+    host_bytes, num_cores, num_gpus = host
+    if kind == "cuda":
+        num_engines = num_gpus // config.tensor_parallel
+    else:
+        num_engines = num_cores // (config.num_threads or num_cores)
+    return host_bytes // max(1, num_engines)
+
+
+def _host_tier(config: EngineConfig, limits: EngineLimits, own_bytes: int, share_bytes: int | None) -> EngineLimits:
+    """The limits with the host memory for adapters that leave the pool: what was asked for, else half of what the
+    engine's share of the host leaves beside its worker and its own processes, each of which takes `own_bytes`."""
+    tier = config.host_tier_bytes
+    if tier is None and share_bytes is not None:
+        left = share_bytes - _WORKER_BYTES - config.tensor_parallel * own_bytes
+        tier = max(0, int(left * _HOST_TIER_SHARE))
+    return replace(limits, host_tier_bytes=tier)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,19 +210,32 @@ def _left_by_weights(memory_bytes: int, model: ModelConfig, itemsize: int, linea
 
 
 def cpu_limits(
-    host_bytes: int, config: EngineConfig, model: ModelConfig, itemsize: int, run_pages: int = RUN_PAGES["cpu"]
+    host_bytes: int,
+    config: EngineConfig,
+    model: ModelConfig,
+    itemsize: int,
+    run_pages: int = RUN_PAGES["cpu"],
+    share_bytes: int | None = None,
 ) -> EngineLimits:
     """Limits of an engine on a CPU with `host_bytes` of memory: what was asked for, or the defaults. `model`: the part
-    of a member. `itemsize`: bytes of a number in the pool.
+    of a member. `itemsize`: bytes of a number in the pool. `share_bytes`: see `host_share`.
     """
     pool_bytes = config.pool_bytes or min(_DEFAULT_CPU_POOL_BYTES, host_bytes // 8)
     token_bytes = _token_bytes(config, model, itemsize)
-    return EngineLimits(config.batch_rows, config.step_tokens, pool_bytes, token_bytes, config.page_tokens, run_pages)
+    rows, tokens = config.batch_rows, config.step_tokens
+    limits = EngineLimits(rows, tokens, pool_bytes, token_bytes, config.page_tokens, run_pages)
+    weights = weight_bytes(model, itemsize, 1 if config.base_quantization != "none" else None)
+    merged = 2 * live_weight_bytes(model, _FP32_BYTES) if keeps_merged_copy(config) else 0
+    own = _CPU_PROCESS_BYTES + weights + merged + step_bytes(rows, tokens, model, _FP32_BYTES)
+    return _host_tier(config, limits, own + pool_bytes // config.tensor_parallel, share_bytes)
 
 
-def gpu_limits(free_bytes: int, config: EngineConfig, model: ModelConfig, itemsize: int) -> EngineLimits:
+def gpu_limits(
+    free_bytes: int, config: EngineConfig, model: ModelConfig, itemsize: int, share_bytes: int | None = None
+) -> EngineLimits:
     """Limits of an engine on a GPU with `free_bytes` left by the weights; of a group, on the member's GPU that has the
     least. `model`: the part of a member, with the whole vocabulary. `itemsize`: bytes of a number in the pool.
+    `share_bytes`: see `host_share`.
     """
     copy_bytes = live_weight_bytes(model, itemsize) if keeps_merged_copy(config) else 0
 
@@ -195,7 +257,9 @@ def gpu_limits(free_bytes: int, config: EngineConfig, model: ModelConfig, itemsi
     if rows is None:
         fitting = pool_bytes(_MOST_ROWS, tokens) // (_CONTEXT_TOKENS * token_bytes)
         rows = min(max(fitting // _ROWS_STEP, 1) * _ROWS_STEP, _MOST_ROWS)
-    return EngineLimits(rows, tokens, pool_bytes(rows, tokens), token_bytes, config.page_tokens, RUN_PAGES["cuda"])
+    pool = pool_bytes(rows, tokens)
+    limits = EngineLimits(rows, tokens, pool, token_bytes, config.page_tokens, RUN_PAGES["cuda"])
+    return _host_tier(config, limits, _GPU_PROCESS_BYTES, share_bytes)
 
 
 def _token_bytes(config: EngineConfig, model: ModelConfig, itemsize: int) -> int:
@@ -233,5 +297,9 @@ def step_bytes(batch_rows: int, step_tokens: int, model: ModelConfig, itemsize: 
 
 
 def total_host_bytes() -> int:
-    """Memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Memory of this machine, or of the container that limits it."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in _CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # no such limit, or none set ("max")
+            limits.append(int(file.read_text()))
+    return min(limits)

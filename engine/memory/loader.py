@@ -31,6 +31,28 @@ class AdapterLoader:
         self.num_reads = 0
         #: Bytes of the adapters that are kept.
         self.kept_bytes = 0
+        # Adapters in the pool whose numbers stay on the host too, and their bytes.
+        self._held: dict[str, PackedAdapter] = {}
+        self._held_bytes = 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory for adapters that left the pool."""
+        return self._host_bytes
+
+    def hold(self, adapter_id: str, adapter: PackedAdapter) -> None:
+        """Let the numbers of an adapter that is in the pool stay on the host, while nothing that is kept needs the
+        room."""
+        if self.kept_bytes + self._held_bytes + adapter.num_bytes <= self._host_bytes:
+            self._held[adapter_id] = adapter
+            self._held_bytes += adapter.num_bytes
+
+    def keep_held(self, adapter_id: str, next_use: Callable[[str], float]) -> None:
+        """Keep an adapter that leaves the pool, if its numbers have stayed."""
+        adapter = self._held.pop(adapter_id, None)
+        if adapter is not None:
+            self._held_bytes -= adapter.num_bytes
+            self.keep(adapter_id, adapter.num_bytes, lambda: adapter, next_use)
 
     @property
     def room_ahead(self) -> int:
@@ -82,9 +104,11 @@ class AdapterLoader:
         """Assert that the sum of the kept adapters' sizes is what is counted and within the limit, and that no adapter
         is in two places.
         """
+        held = sum(adapter.num_bytes for adapter in self._held.values())
+        assert held == self._held_bytes, f"adapters of the pool hold {held} bytes, counted {self._held_bytes}"
         total = sum(adapter.num_bytes for adapter in self._kept.values())
         assert total == self.kept_bytes, f"adapters hold {total} bytes, counted {self.kept_bytes}"
-        assert total <= self._host_bytes, f"adapters hold {total} bytes of {self._host_bytes}"
+        assert total + held <= self._host_bytes, f"adapters hold {total + held} bytes of {self._host_bytes}"
         twice = [a for a in resident_ids if self.has_begun(a)]
         assert not twice, f"adapters in the pool and also before it: {twice}"
         twice = [a for a in self._coming if a in self._kept]
@@ -96,6 +120,9 @@ class AdapterLoader:
         """
         if num_bytes > self._host_bytes:
             return False
+        while self._held and self.kept_bytes + self._held_bytes + num_bytes > self._host_bytes:
+            # an adapter in the pool is needed from the host last
+            self._held_bytes -= self._held.pop(next(iter(self._held))).num_bytes
         while self.kept_bytes + num_bytes > self._host_bytes:
             # the first of equals: of adapters that no row waits for, the one that came longest ago
             last = max(self._kept, key=next_use)

@@ -148,12 +148,15 @@ class AdapterResidency:
         self._arriving.pop(adapter_id, None)
         parts, resident = self._parts(adapter_id), self._residents.pop(adapter_id)
         with self._stalling():
-            self.loader.keep(
-                adapter_id,
-                resident.num_bytes,
-                lambda: PackedAdapter(self._copies.to_host(self._memory, parts), resident.layout),
-                next_use,
-            )
+            if self._copies.keeps_sources:
+                self.loader.keep_held(adapter_id, next_use)
+            else:
+                self.loader.keep(
+                    adapter_id,
+                    resident.num_bytes,
+                    lambda: PackedAdapter(self._copies.to_host(self._memory, parts), resident.layout),
+                    next_use,
+                )
         self._pool.release(adapter_owner(adapter_id))
 
     def load(self, adapter_id: str) -> ResidentAdapter:
@@ -164,6 +167,8 @@ class AdapterResidency:
             runs = self._pool.allocate_anywhere(adapter_owner(adapter_id), max(1, layout.num_pages))
             parts = parts_in(runs, self._page_elements, layout.size)
             self._arriving[adapter_id] = self._copies.to_pool(adapter.numbers, self._memory, parts)
+            if self._copies.keeps_sources:
+                self.loader.hold(adapter_id, adapter)
         pages = np.concatenate([np.arange(run.start, run.end) for run in runs])
         self._residents[adapter_id] = ResidentAdapter(
             adapter_id, self.num_loads, self._memory, pages, layout, adapter.num_bytes

@@ -55,6 +55,7 @@ class CopiesToMembers(AdapterCopies):
     """
 
     are_aside = True
+    keeps_sources = True
 
     def __init__(self, own: AdapterCopies, slots: Tensor, members: GroupMembers) -> None:
         self._own = own
@@ -72,11 +73,8 @@ class CopiesToMembers(AdapterCopies):
         return arrival
 
     def to_host(self, memory: Tensor, parts: Parts) -> Tensor:
-        """An empty copy, of an adapter without numbers. The tier below these pools keeps no other, since members would
-        have to send their parts back.
-        """
-        assert not parts, "what leaves the pools of a group on devices is read from its files again"
-        return torch.empty(1 + self._slots.shape[1], 0, dtype=memory.dtype)
+        """Not called: members would have to send their parts back, so numbers from the host stay there."""
+        raise AssertionError("numbers of a group's adapters stay on the host")
 
     def close(self) -> None:
         """End the thread."""

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 class GpuGroupBackend(GroupBackend, GpuBackend):
     """The leader of a group whose members have devices of their own."""
 
-    #: Adapters that have left the pools are read from their files again: members would have to send their parts back.
-    host_tier_bytes = 0
     sums: DeviceSums
 
     def start_members(

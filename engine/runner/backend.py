@@ -39,9 +39,9 @@ from ..config import (
     pool_format,
 )
 from ..errors import EngineError
-from ..memory.allocation import host_tier_bytes, zeroed_memory
+from ..memory.allocation import zeroed_memory
 from ..memory.copies import AdapterCopies, CopyStream
-from ..memory.limits import RUN_PAGES, EngineLimits, cpu_limits, gpu_limits, total_host_bytes
+from ..memory.limits import RUN_PAGES, EngineLimits, cpu_limits, gpu_limits, host_share, this_host, total_host_bytes
 from ..memory.pool import page_layout
 from ..model_config.model import ModelConfig
 from ..model_config.partition import Partition
@@ -143,7 +143,8 @@ class Backend(ABC):
     def limits(self) -> EngineLimits:
         """Limits of the engine's steps and pool, here for a pool in host memory."""
         itemsize = self.pool_dtype.itemsize
-        return cpu_limits(total_host_bytes(), self.config, self.model, itemsize, self.run_pages)
+        share = host_share(self.config, "cpu", this_host())
+        return cpu_limits(total_host_bytes(), self.config, self.model, itemsize, self.run_pages, share)
 
     @abstractmethod
     def runner(
@@ -177,11 +178,6 @@ class Backend(ABC):
     def live_weights(self) -> LiveWeights:
         """The object that merges adapters into the decoder."""
         return LiveWeights(self.decoder) if self.sums is None else PartWeights(self.decoder, self.sums)
-
-    @property
-    def host_tier_bytes(self) -> int:
-        """Host memory for adapters that had to leave the pool."""
-        return host_tier_bytes(self.config)
 
     @property
     def hung_process(self) -> str | None:
@@ -312,7 +308,8 @@ class GpuBackend(Backend):
             return super().limits()
         # the logits of a part are joined
         model = replace(self.model, vocab_size=self.whole.vocab_size)
-        return gpu_limits(self.free_bytes(), self.config, model, self.pool_dtype.itemsize)
+        share = host_share(self.config, "cuda", this_host())
+        return gpu_limits(self.free_bytes(), self.config, model, self.pool_dtype.itemsize, share)
 
     def free_bytes(self) -> int:
         """Memory of the GPU that weights leave; 0 in Triton's interpreter."""

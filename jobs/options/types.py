@@ -244,6 +244,9 @@ class JobOptions(TypedDict, total=False):
     adapter_disk_bytes: int | None
     #: Memory of an engine's page pool; chosen by default.
     pool_bytes: int | None
+    #: Host memory of an engine for adapters that left its pool; by default half of what the engine's share of the host
+    #: leaves.
+    host_tier_bytes: int | None
 
 
 class Stage(TypedDict, total=False):

@@ -18,7 +18,7 @@ from typing import Any
 from distributed import Client
 
 from ...engine.config import FP8_CAPABILITY, DeviceKind
-from ...engine.memory.limits import total_host_bytes
+from ...engine.memory.limits import Host, this_host, total_host_bytes
 from ...kernels import cpu_instructions, lacks_compiled_kernels, lacks_triton
 from .worker_process import visible_gpus
 
@@ -64,6 +64,8 @@ class Device:
     shared_uuid: str = ""
     #: Whether a GPU's kernels cannot be compiled, since Triton is not installed.
     lacks_triton: bool = False
+    #: Machine of the device; None for an assumed one.
+    host: Host | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -103,14 +105,14 @@ def find_device(asked: str, num_gpus: int = 1) -> Device:
     if device_kind(asked) == "cpu":
         has_none, instructions = lacks_compiled_kernels(), cpu_instructions()
         products = () if has_none else tuple(name for name, sets in _PRODUCTS.items() if sets & set(instructions))
-        return Device("cpu", "CPU", total_host_bytes(), "", has_none, instructions, products)
+        return Device("cpu", "CPU", total_host_bytes(), "", has_none, instructions, products, host=this_host())
     _, _, number = asked.partition(":")
     first = int(number) if number.isdecimal() else 0
     found = [gpu for place in range(first, first + num_gpus) if (gpu := _gpu(place)) is not None]
     if not found:
         return _assumed_gpu("no NVIDIA driver answers here", is_missing=first >= len(visible_gpus(os.environ)))
     least = min(found, key=lambda gpu: gpu.memory_bytes)
-    return replace(least, uuids=tuple(uuid for gpu in found for uuid in gpu.uuids))
+    return replace(least, uuids=tuple(uuid for gpu in found for uuid in gpu.uuids), host=this_host())
 
 
 def find_device_of_workers(client: Client, asked: str, num_gpus: int = 1) -> Device:
@@ -148,7 +150,9 @@ def least_device(
     if device_kind(asked) == "cuda":
         return _assumed_gpu(reason)
     here = find_device(asked)
-    return Device("cpu", here.name, here.memory_bytes, f"{reason}: a CPU with this machine's memory is assumed")
+    return Device(
+        "cpu", here.name, here.memory_bytes, f"{reason}: a CPU with this machine's memory is assumed", host=here.host
+    )
 
 
 def _assumed_gpu(reason: str, *, is_missing: bool = False) -> Device:

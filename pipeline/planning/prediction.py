@@ -60,6 +60,7 @@ def replica_settings(settings: RunSettings) -> ReplicaSettings:
         token_bytes=0 if settings.engine.mode == "merged" else token_bytes,
         rows_grow=ROWS_GROW[settings.device.kind] and settings.length_share < 1,
         adapter_source="storage",
+        host_tier_bytes=limits.host_tier_bytes,
         loads_beside_steps=settings.device.kind != "cpu",
         look_ahead=_ALL_ROWS,
         leap_steps=_LEAP_STEPS,

@@ -27,6 +27,7 @@ from ...engine.memory.limits import (
     adapter_growth,
     engine_limits,
     has_room_to_merge,
+    host_share,
     weight_bytes,
 )
 from ...engine.memory.prefix_cache import shares_prefixes
@@ -134,6 +135,7 @@ class RunSettings:
             max_batch_rows=spec.batch_rows,
             max_step_tokens=spec.step_tokens,
             pool_bytes=spec.pool_bytes,
+            host_tier_bytes=spec.host_tier_bytes,
             num_threads=threads,
             tensor_parallel=spec.tensor_parallel,
             dtype=spec.dtype,
@@ -200,7 +202,9 @@ class RunSettings:
     @property
     def limits(self) -> EngineLimits:
         """Limits of an engine: as its options say, else by the device's memory."""
-        return engine_limits(self.engine, self.model, self.device.kind, self.device.memory_bytes)
+        host, kind = self.device.host, self.device.kind
+        share = None if host is None else host_share(self.engine, kind, host)
+        return engine_limits(self.engine, self.model, kind, self.device.memory_bytes, share)
 
     @property
     def products(self) -> str:

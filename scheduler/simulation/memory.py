@@ -65,8 +65,9 @@ class SimulatedMemory:
     """The adapters of a simulated replica.
 
     `source`: where adapters that were not fetched ahead are loaded from. `slots`: most adapters at once, the least
-    recently used leaves first (None: endless). `is_beside`: whether loads cost steps nothing. Adapters that had to
-    leave are loaded from host memory again.
+    recently used leaves first (None: endless). `is_beside`: whether loads cost steps nothing. `host_tier_bytes`: host
+    memory for adapters that had to leave (None: endless); those that left longest ago make room for others, and are
+    loaded from `source` again.
     """
 
     def __init__(
@@ -76,7 +77,9 @@ class SimulatedMemory:
         source: AdapterSource,
         slots: int | None,
         is_beside: bool = True,
+        host_tier_bytes: int | None = None,
     ) -> None:
+        self._host_tier_bytes = host_tier_bytes
         self._adapters, self._cost, self._source, self._slots = adapters, cost, source, slots
         self._is_beside = is_beside
         # Least recently used first.
@@ -88,7 +91,9 @@ class SimulatedMemory:
         # time.
         self._arriving: dict[int, float] = {}
         self._link_free_s = 0.0
-        self._left: set[int] = set()
+        # Adapters in host memory, those that left longest ago first, and their bytes.
+        self._left: dict[int, None] = {}
+        self._left_bytes = 0
         #: Adapters that became resident, again where they had been evicted.
         self.num_loads = 0
 
@@ -133,7 +138,8 @@ class SimulatedMemory:
 
     def clear(self) -> None:
         """Lose all adapters."""
-        self._resident, self._arriving, self._link_free_s, self._left = {}, {}, 0.0, set()
+        self._resident, self._arriving, self._link_free_s = {}, {}, 0.0
+        self._left, self._left_bytes = {}, 0
         self._is_there[:-1] = False
         self._resident_array = None
 
@@ -155,6 +161,7 @@ class SimulatedMemory:
                     seconds += wait_s if self._is_beside else max(wait_s, load_s)
                 else:
                     seconds += load_s
+                self._forget(adapter)
             self._resident[adapter] = None
         while self._slots is not None and len(self._resident) > max(self._slots, len(needed)):
             self._evict(next(iter(self._resident)))
@@ -174,7 +181,22 @@ class SimulatedMemory:
     def _evict(self, adapter: int) -> None:
         del self._resident[adapter]
         self._resident_array, self._is_there[adapter] = None, False
-        self._left.add(adapter)
+        self._keep(adapter)
+
+    def _keep(self, adapter: int) -> None:
+        """Keep an adapter in host memory, if that can hold it."""
+        size = self._adapters[adapter].weight_bytes
+        self._forget(adapter)
+        if self._host_tier_bytes is None or size <= self._host_tier_bytes:
+            self._left[adapter] = None
+            self._left_bytes += size
+        while self._host_tier_bytes is not None and self._left_bytes > self._host_tier_bytes:
+            self._forget(next(iter(self._left)))
+
+    def _forget(self, adapter: int) -> None:
+        if adapter in self._left:
+            del self._left[adapter]
+            self._left_bytes -= self._adapters[adapter].weight_bytes
 
     def _load_s(self, adapter: int, source: AdapterSource) -> float:
         source = "host" if adapter in self._left else source

@@ -69,6 +69,9 @@ class ReplicaSettings:
     adapter_slots: int | None = None
     #: Source of adapter loads; `host`: the replica's host memory holds every adapter.
     adapter_source: AdapterSource = "host"
+    #: Host memory for adapters that had to leave the pool; beyond it they are loaded from their source again (None:
+    #: endless).
+    host_tier_bytes: int | None = None
     #: Whether loads cost steps nothing; on CPU both take the same cores.
     loads_beside_steps: bool = True
     #: Waiting rows that the batcher sees.
@@ -118,7 +121,8 @@ class SimulatedReplica:
         self._merged: int | None = None
         self._has_merged = False
         self._memory = SimulatedMemory(
-            workload.adapters, cost, settings.adapter_source, settings.adapter_slots, settings.loads_beside_steps
+            *(workload.adapters, cost, settings.adapter_source, settings.adapter_slots, settings.loads_beside_steps),
+            host_tier_bytes=settings.host_tier_bytes,
         )
         self._pages = SimulatedPages(
             workload, settings.kv_tokens, settings.page_tokens, settings.run_pages, settings.token_bytes

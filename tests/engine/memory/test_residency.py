@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorabatch.engine.memory.adapter_layout import AdapterLayout
-from lorabatch.engine.memory.copies import AdapterCopies
+from lorabatch.engine.memory.copies import AdapterCopies, Parts
 from lorabatch.engine.memory.loader import AdapterLoader
 from lorabatch.engine.memory.packed import PackedAdapter
 from lorabatch.engine.memory.pool import PagePool
@@ -139,3 +139,32 @@ def test_an_adapter_loads_wherever_as_many_pages_are_free_and_keeps_its_numbers(
             resident = residency.get(resident_id)
             assert resident is not None
             assert numbers_of(resident).equal(contents(resident_id).numbers)
+
+
+class OneWay(AdapterCopies):
+    """Copies that cannot come back, as to the pools of members on devices of their own."""
+
+    keeps_sources = True
+
+    def to_host(self, memory: torch.Tensor, parts: Parts) -> torch.Tensor:
+        raise AssertionError("pages cannot be copied back")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from("abcdef"), max_size=30), st.integers(0, 8))
+def test_numbers_that_cannot_come_back_stay_on_the_host_as_far_as_it_has_room(uses: list[str], held: int) -> None:
+    contents, one = Contents(dict.fromkeys("abcdef", PAGE_ELEMENTS)), PAGE_ELEMENTS * 4
+    pool, memory = PagePool(2), torch.zeros(2 * PAGE_ELEMENTS)
+    residency = AdapterResidency(pool, memory, PAGE_ELEMENTS, AdapterLoader(contents, held * one), OneWay())
+    for number, adapter_id in enumerate(uses):
+        later = uses[number + 1 :]
+        next_use = {a: float(later.index(a)) if a in later else float("inf") for a in "abcdef"}
+        if residency.get(adapter_id) is None:
+            assert residency.make_room(lambda: pool.num_free > 0, next_use.__getitem__, lambda _: True)
+            resident = residency.load(adapter_id)
+            assert numbers_of(resident).equal(contents(adapter_id).numbers)
+        residency.check_integrity([])
+    if held >= 6:
+        assert residency.loader.num_reads == len(set(uses)), "each is read once"
+    if not held:
+        assert residency.loader.num_reads == residency.num_loads

@@ -377,3 +377,14 @@ def test_what_was_lost_is_loaded_again():
     memory.clear()
     assert memory.resident == []
     assert memory.wait_s([0], 0.0) == pytest.approx(STORED_S)
+
+
+@pytest.mark.parametrize(("kept", "expected"), [(None, "host"), (2, "host"), (1, "storage"), (0, "storage")])
+def test_an_adapter_comes_back_from_where_host_memory_has_left_it(kept, expected):
+    """One place in the pool: 0 leaves for 1, then 1 for 2, and 0 comes back."""
+    size = ADAPTERS[0].weight_bytes
+    limit = None if kept is None else kept * size
+    memory = SimulatedMemory(ADAPTERS, H200_LLAMA_3_8B, "storage", 1, host_tier_bytes=limit)
+    for adapter in (0, 1, 2):
+        assert memory.wait_s([adapter], 0.0) == pytest.approx(STORED_S)
+    assert memory.wait_s([0], 0.0) == pytest.approx(H200_LLAMA_3_8B.load_seconds(size, expected))
