@@ -19,7 +19,7 @@ from ..jobs.agreement import Agreement
 from ..jobs.errors import JobError, JobLimitError, naming_damage
 from ..jobs.outcome import canary_line, canary_lines, outcome_lines, plain_time
 from ..jobs.progress import clock, wall_clock
-from ..jobs.record import ANSWERING_PHASES, BEGINNING_PHASES, STILL_AFTER_S, JobState
+from ..jobs.record import ANSWERING_PHASES, BEGINNING_PHASES, STILL_AFTER_S, JobState, WorkerState
 from ..jobs.spec import JobSpec
 from ..jobs.status.job_status import JobStatus, Outcome, read_status
 from ..jobs.store import JobStore
@@ -267,11 +267,7 @@ def status_lines(status: JobStatus) -> list[str]:
         lines.append(", ".join(filter(None, [speed, still, status.time_left])))
         lines += [
             f"worker    {worker.name}: {worker.tokens_per_s:,.0f} tokens/s, {worker.open_rows} open rows, "
-            f"{worker.mode or 'idle'}, {worker.prefix_hit_rate:.0%} of prompt tokens reused"
-            + (
-                f", {worker.adapter_copies_bytes / 1e6:,.0f} MB of adapters on its disk"
-                * bool(worker.adapter_copies_bytes)
-            )
+            f"{worker.mode or 'idle'}, {worker.prefix_hit_rate:.0%} of prompt tokens reused{_memory(worker)}"
             for worker in state.workers
         ]
     if status.done_summary is not None:
@@ -293,3 +289,15 @@ def status_lines(status: JobStatus) -> list[str]:
     if status.next_step is not None:
         lines.append(f"next      {status.next_step}")
     return lines
+
+
+def _memory(worker: WorkerState) -> str:
+    """Clauses about the pool and the host tier of a worker's engine, and copies of adapters on its disk; "" before it
+    has reported them.
+    """
+    disk = f", {worker.adapter_copies_bytes / 1e6:,.0f} MB of adapters on its disk" if worker.adapter_copies_bytes else ""
+    if not worker.pages:
+        return disk
+    used, adapters = worker.used_pages / worker.pages, worker.adapter_pages / worker.pages
+    tier = f"{worker.host_tier_used_bytes / 1e9:.1f} of {worker.host_tier_bytes / 1e9:.1f} GB"
+    return f", pool {used:.0%} full ({adapters:.0%} adapters), {tier} of host memory for adapters{disk}"

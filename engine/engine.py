@@ -21,6 +21,7 @@ from ..scheduler.batchers.batching import Batcher, BatchView, ReplicaFacts, Step
 from ..scheduler.costs.fitting import StepSample
 from ..scheduler.estimates.lengths import LengthEstimator
 from ..scheduler.estimates.pace import StepBudget
+from ..scheduler.messages import AdapterUse
 from .batching.admission import Room
 from .batching.batch import RunningBatch
 from .batching.policy import choose_batcher
@@ -115,6 +116,7 @@ class Engine:
         self.observe_step: Callable[[StepSample, Items[StepEntry]], None] | None = None
         self._counts = StepCounts()
         self._filled_steps = 0.0
+        self._use_in_steps = AdapterUse()
         self._generated_tokens = 0
         self._budget = StepBudget(self.config.step_tokens)
         self._clock = clock
@@ -246,14 +248,24 @@ class Engine:
             num_steps=self._counts.totals.num_steps,
             filled_steps=self._filled_steps,
             running_tokens=self._batch.running_tokens,
-            adapter_loads=self._batch.residency.num_loads,
-            adapter_reads=self._batch.residency.loader.num_reads,
-            adapter_stall_s=self._batch.residency.stall_s,
+            adapters=self._adapter_use(),
+            adapter_pages=self._batch.residency.num_pages,
+            prefix_pages=self._batch.prefix_pages,
+            host_tier_bytes=self._batch.residency.loader.host_bytes,
+            host_tier_used_bytes=self._batch.residency.loader.kept_bytes,
             reused_prompt_tokens=0 if self._batch.prefixes is None else self._batch.prefixes.num_reused_tokens,
-            num_switches=self._live.num_switches,
-            switching_s=self._live.switching_s,
             steps=self._counts.totals,
         )
+
+    def _adapter_use(self) -> AdapterUse:
+        totals = self._counts.totals
+        weights = AdapterUse(
+            switches=self._live.num_switches,
+            switching_s=self._live.switching_s,
+            lora_steps=totals.num_lora_steps,
+            step_adapters=totals.num_adapters,
+        )
+        return self._use_in_steps + self._batch.adapter_use + weights
 
     @property
     def num_preempted(self) -> int:
@@ -409,6 +421,7 @@ class Engine:
         seconds, self._read_s = now_s - max(step.began_s, self._read_s), now_s
         self._counts += step.counts
         self._filled_steps += step.share_filled(self.config.batch_rows)
+        self._use_in_steps += self._batch.use_in(len(step.entries), seconds)
         self._budget.took(step.counts.num_tokens, step.max_tokens, seconds)
         if self.observe_step is not None:
             self.observe_step(StepSample(step.counts.load, seconds), step.entries)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..scheduler.messages import StepTotals
+from ..scheduler.messages import AdapterUse, StepTotals
 from .request import ServedMode
 
 
@@ -39,16 +39,16 @@ class EngineTelemetry:
     busy_s: float = 0.0
     #: Tokens that running sequences have generated so far.
     running_tokens: int = 0
-    #: Copies of adapters into the pool.
-    adapter_loads: int = 0
-    #: Reads of adapters from storage.
-    adapter_reads: int = 0
-    #: Seconds of the host spent on copying adapters into the pool and out of it, waiting for storage included.
-    adapter_stall_s: float = 0.0
-    #: Merges and restorations.
-    num_switches: int = 0
-    #: Seconds of the steps that merges and restorations took.
-    switching_s: float = 0.0
+    #: Costs of adapters so far.
+    adapters: AdapterUse = field(default_factory=AdapterUse)
+    #: Pages among `pages_used` that hold adapters.
+    adapter_pages: int = 0
+    #: Pages among `pages_used` that hold beginnings of prompts for other rows.
+    prefix_pages: int = 0
+    #: Host memory for adapters that left the pool.
+    host_tier_bytes: int = 0
+    #: Host memory that adapters take which left the pool.
+    host_tier_used_bytes: int = 0
     #: Sums over all steps of what they computed.
     steps: StepTotals = field(default_factory=StepTotals)
     #: Running sequences that do not decode yet.
@@ -59,7 +59,7 @@ class EngineTelemetry:
     @property
     def computing_s(self) -> float:
         """`busy_s` without merges and waits for adapters."""
-        return self.busy_s - self.switching_s - self.adapter_stall_s
+        return self.busy_s - self.adapters.switching_s - self.adapters.stall_s
 
     @property
     def prefix_hit_rate(self) -> float:

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ..engine.request import FIRST_OPTIONS, SAMPLING_OPTIONS, TASKS
 from ..engine.text.chat.conversation import RENDERING_OPTIONS
+from ..scheduler.messages import AdapterUse
 from ..system.untrusted import parse_json, shortened
 from .errors import DamagedRecordError, naming_damage
 from .options.problems import in_our_words
@@ -485,10 +486,20 @@ class WorkerState:
     incoming_rows: int = 0
     #: Share of prompt tokens that were copied instead of computed, 0 to 1.
     prefix_hit_rate: float = 0.0
-    #: Copies of adapters into its engine's memory since the engine started.
-    adapter_loads: int = 0
-    #: Seconds that its engine's steps waited for adapters.
-    adapter_stall_s: float = 0.0
+    #: Costs of adapters since its engine started.
+    adapters: AdapterUse = field(default_factory=AdapterUse)
+    #: Pages of its engine's pool.
+    pages: int = 0
+    #: Pages among `pages` that are not free.
+    used_pages: int = 0
+    #: Pages among `used_pages` that hold adapters.
+    adapter_pages: int = 0
+    #: Pages among `used_pages` that hold beginnings of prompts for other rows.
+    prefix_pages: int = 0
+    #: Host memory for adapters that left its engine's pool.
+    host_tier_bytes: int = 0
+    #: Host memory that such adapters take.
+    host_tier_used_bytes: int = 0
     #: Bytes of all local copies of adapters on its host; 0 before it has fetched any.
     adapter_copies_bytes: int = 0
     #: Its Dask address.
@@ -531,6 +542,8 @@ class JobState:
     batch_fill: float | None = None
     #: Share of the prompt tokens of the run's finished shards that were reused, 0 to 1; None before the first shard.
     prefix_hit_rate: float | None = None
+    #: Costs of adapters on all workers while the run had them.
+    adapter_use: AdapterUse = field(default_factory=AdapterUse)
     #: Every worker that reports, `w0` first.
     workers: tuple[WorkerState, ...] = ()
     #: Why the job stopped and what to do, in one sentence; "" while it runs.

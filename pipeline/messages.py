@@ -21,7 +21,7 @@ from ..jobs.errors import JobFailedError
 from ..jobs.progress import AdapterCount
 from ..jobs.record import JobState
 from ..jobs.storage.model_proof import ModelProof
-from ..scheduler.messages import FinishedRows, UnfinishedRows
+from ..scheduler.messages import AdapterUse, FinishedRows, UnfinishedRows
 from ..scheduler.planning.bound import JobWork
 from .dataset.answers import RowAnswer
 
@@ -162,6 +162,8 @@ class WorkerReport:
     #: Latest telemetry of the engine. If runs share the engine, its running rows and tokens are in proportion to this
     #: run's rows.
     telemetry: EngineTelemetry = field(default_factory=EngineTelemetry)
+    #: Counts of the adapters that the worker has fetched, beside those of the engine in `telemetry.adapters`.
+    fetches: AdapterUse = field(default_factory=AdapterUse)
     #: Tokens generated per second, over the last half second or more.
     tokens_per_s: float = 0.0
     #: Prompt tokens per second, over the last half second or more.

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..jobs.outcome import AdapterOutcome, KindOfError, outcome_lines
 from ..jobs.progress import RowTotals, counted
+from ..scheduler.messages import AdapterUse
 from ..system.html import facts_table
 from ..system.untrusted import shortened
 
@@ -58,6 +59,8 @@ class JobResult:
     batch_fill: float | None = None
     #: Share of this run's prompt tokens that were reused, from 0 to 1; None when not counted.
     prefix_hit_rate: float | None = None
+    #: Costs of adapters on all workers while the run had them.
+    adapter_use: AdapterUse = field(default_factory=AdapterUse)
     #: Beginning of the run that finished the job, ISO 8601, UTC; "" in summaries of earlier versions.
     started_at: str = ""
     #: End of that run, as `started_at`.
@@ -91,7 +94,8 @@ class JobResult:
         """The result that `to_json` wrote."""
         errors = tuple(KindOfError(**kind) for kind in raw["errors"])
         adapters = tuple(AdapterOutcome.from_json(count) for count in raw["adapters"])
-        return cls(**{**raw, "errors": errors, "adapters": adapters})
+        use = AdapterUse(**raw.get("adapter_use", {}))
+        return cls(**{**raw, "errors": errors, "adapters": adapters, "adapter_use": use})
 
     def __str__(self) -> str:
         return self.to_text()

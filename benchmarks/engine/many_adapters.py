@@ -116,12 +116,12 @@ def main(result_path: Path | None = None) -> dict[str, Any]:
         "most_resident": few["most_resident"],
         "most_resident_in_roomy": roomy["most_resident"],
         "rows_equal": sum(few["tokens"][row] == tokens for row, tokens in roomy["tokens"].items()),
-        "loads": said.adapter_loads,
-        "reads": said.adapter_reads,
+        "loads": said.adapters.loads,
+        "reads": said.adapters.disk_reads,
         "register_s": round(few["register_s"], 2),
         "serve_s": round(few["serve_s"], 2),
-        "stall_s": round(said.adapter_stall_s, 3),
-        "stall_share": round(said.adapter_stall_s / few["serve_s"], 4),
+        "stall_s": round(said.adapters.stall_s, 3),
+        "stall_share": round(said.adapters.stall_s / few["serve_s"], 4),
     }
     print(json.dumps(result, indent=1))
     if result_path is not None:

@@ -208,7 +208,7 @@ def slora_throughput(scale: Scale, ranks: Sequence[int] = (8,)) -> list[dict[str
                 rig.serve(rig.requests([None] * 4, 16, 2))
                 order = [ids[place % len(ids)] for place in range(scale.rows)]
                 seconds = rig.serve(rig.requests(order, 16, scale.output_tokens))[0]
-                loads = rig.engine.telemetry().adapter_loads
+                loads = rig.engine.telemetry().adapters.loads
             line: dict[str, Any] = {"adapters": number, "rows/s": round(scale.rows / seconds, 2), "loads": loads}
             if 0 < number <= scale.peft_adapters:
                 line |= _peft(folders[:number], scale)

@@ -178,7 +178,7 @@ def serve_job(
         "steps_without_graph": watch.num_without_graph,
         "mean_rows": watch.num_rows / max(watch.num_steps, 1),
         "host_waits_s": watch.waited_s,
-        "adapter_stall_s": after.adapter_stall_s - before.adapter_stall_s,
+        "adapter_stall_s": after.adapters.stall_s - before.adapters.stall_s,
     }
 
 

@@ -194,6 +194,10 @@ class Admission:
         self._clean = clean
         self._may_switch = may_switch
         self._rows_grow = rows_grow
+        #: Rows that entered while their adapter was in the pool.
+        self.num_pool_hits = 0
+        #: Rows that the latest plan would have let enter, and whose adapters are not there.
+        self.num_absent_rows = 0
 
     def admit(self, plan: StepPlan, expected: NDArray[np.float64] | None, *, is_mixture: bool) -> None:
         """Admit the plan's rows in its order until memory ends, or only read their adapters where it holds them back.
@@ -201,6 +205,7 @@ class Admission:
         `expected`: tokens of the answers of rows that wait (None: not known). `is_mixture`: a merged adapter is pinned
         too.
         """
+        self.num_absent_rows = 0
         if len(plan.admit) == 0:
             return
         rows, next_use = list(self._waiting), self.next_use()
@@ -209,6 +214,7 @@ class Admission:
             sequence.held_tokens = tokens
         ready = self._ready(wanted, plan)
         admitted = [] if plan.holds_back else ready
+        self.num_absent_rows = len(wanted) - len(admitted)
         absent = self._absent_adapters(admitted, plan)
         pages = sum(map(self._rounded_pages, admitted)) + sum(map(self._room.adapter_pages, absent))
         if pages <= (self._pool.num_free if self._rows_grow else self._pool.largest_free_run) // 2:
@@ -217,8 +223,13 @@ class Admission:
                 self._room.make_resident(adapter_id, next_use)
             admitted.sort(key=self._rounded_pages)
         for sequence in admitted:
+            held = self._adapter_to_hold(sequence, plan)
             if not self._admit_row(sequence, plan, next_use, is_mixture=is_mixture):
                 return
+            if held in absent:
+                absent.remove(held)  # loaded for this row, and there for the next
+            else:
+                self.num_pool_hits += held is not None
         self._room.begin_copies(self._absent_adapters(wanted, plan), next_use)
 
     def read_ahead(self, merged_id: str | None) -> None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ...scheduler.batchers.batching import BatchView, StepPlan, without_vain_merge
 from ...scheduler.estimates.lengths import LengthsByPrompt
+from ...scheduler.messages import AdapterUse
 from ..memory.pool import PageRange
 from ..memory.residency import ResidentAdapter
 from ..models.step_batch import StepEntry
@@ -66,6 +67,37 @@ class RunningBatch:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def adapter_use(self) -> AdapterUse:
+        """Counts of what adapters have cost so far, as far as pool and host memory go."""
+        residency, loader = self.residency, self.residency.loader
+        return AdapterUse(
+            pool_hits=self._admission.num_pool_hits,
+            loads=residency.num_loads,
+            host_loads=loader.num_host_loads,
+            disk_reads=loader.num_reads,
+            stall_s=residency.stall_s,
+        )
+
+    def use_in(self, num_rows: int, seconds: float) -> AdapterUse:
+        """Costs of adapters in a step of `num_rows` rows that took `seconds`, with memory as it is now."""
+        adapter_pages, prefix_pages = self.residency.num_pages, self.prefix_pages
+        row_pages = self.pool.num_pages - self.pool.num_free - adapter_pages - prefix_pages
+        return AdapterUse(
+            step_s=seconds,
+            present_row_s=num_rows * seconds,
+            absent_row_s=self._admission.num_absent_rows * seconds,
+            page_s=self.pool.num_pages * seconds,
+            adapter_page_s=adapter_pages * seconds,
+            row_page_s=row_pages * seconds,
+            prefix_page_s=prefix_pages * seconds,
+        )
+
+    @property
+    def prefix_pages(self) -> int:
+        """Pages of the prefix cache."""
+        return 0 if self.prefixes is None else len(self.prefixes.cache)
 
     @property
     def num_running(self) -> int:

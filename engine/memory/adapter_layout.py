@@ -31,7 +31,7 @@ Blocks = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class PairLayout:
+class _PairLayout:
     """Place of one linear layer's pair within the packed site that it adds to."""
 
     #: Name of the linear layer.
@@ -51,7 +51,7 @@ class PairLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class SiteLayout:
+class _SiteLayout:
     """One packed site of one layer: the stacked A [sum of ranks, in_features], and its pairs."""
 
     #: Blocks of the rows of the stacked A.
@@ -59,7 +59,7 @@ class SiteLayout:
     #: Inputs of the site.
     in_features: int
     #: The pairs, in the order of their rows of A.
-    pairs: tuple[PairLayout, ...]
+    pairs: tuple[_PairLayout, ...]
 
     @property
     def rank(self) -> int:
@@ -72,7 +72,7 @@ class AdapterLayout:
     """Places of an adapter's matrices in pages that come one after the other, counted in numbers from the first."""
 
     #: Places of the matrices of each layer, by packed site.
-    layers: tuple[dict[str, SiteLayout], ...] = ()
+    layers: tuple[dict[str, _SiteLayout], ...] = ()
     #: Whether matrices are stored as compiled CPU kernels read them, and not as rows of A and of B's transpose.
     in_panels: bool = False
     #: Numbers of all matrices.
@@ -112,7 +112,7 @@ class AdapterLayout:
     def negated(self) -> AdapterLayout:
         """The layout with negative scaling."""
 
-        def negated(site: SiteLayout) -> SiteLayout:
+        def negated(site: _SiteLayout) -> _SiteLayout:
             return replace(site, pairs=tuple(replace(pair, scaling=-pair.scaling) for pair in site.pairs))
 
         layers = ({name: negated(site) for name, site in layer.items()} for layer in self.layers)
@@ -126,7 +126,7 @@ class _Views:
         self._in_panels, self._page_elements = layout.in_panels, layout.page_elements
         self._memory, self._pages, self._first = memory, pages, int(memory.storage_offset())
 
-    def site(self, site: SiteLayout) -> LoraSiteWeights:
+    def site(self, site: _SiteLayout) -> LoraSiteWeights:
         members = []
         for pair in site.pairs:
             # a block is of rows of B's transpose, or in panels of rows of B
@@ -252,9 +252,9 @@ def _lay_out(shapes: frozenset[PairShape], model: ModelConfig, page_elements: in
         for size in ((rank, inputs) if in_panels else (inputs, outputs))
     ]
     pages = _Pages(page_elements, min(widths, default=1))
-    layers: list[dict[str, SiteLayout]] = []
+    layers: list[dict[str, _SiteLayout]] = []
     for layer in range(model.num_layers):
-        of_layer: dict[str, SiteLayout] = {}
+        of_layer: dict[str, _SiteLayout] = {}
         for name in PACKED_SITES:
             members = [m for m in packed_members(model, layer, name) if m.module in pairs]
             if members:
@@ -274,7 +274,7 @@ def _lay_out(shapes: frozenset[PairShape], model: ModelConfig, page_elements: in
 _PlacedPair = tuple[str, int, int, int, int, int, float]
 
 
-def _rows_of_site(pairs: list[_PlacedPair], pages: _Pages, page_elements: int) -> SiteLayout:
+def _rows_of_site(pairs: list[_PlacedPair], pages: _Pages, page_elements: int) -> _SiteLayout:
     a_blocks: list[tuple[int, int, int]] = []
     placed, rank_start = [], 0
     for module, start, end, rank, inputs, outputs, scaling in pairs:
@@ -282,20 +282,20 @@ def _rows_of_site(pairs: list[_PlacedPair], pages: _Pages, page_elements: int) -
         blocks = list(_rank_blocks(pages, rank, most, (inputs, outputs)))
         a_blocks += [(rank_start + first, rank_start + last, a) for first, last, a, _ in blocks]
         b_blocks = tuple((first, last, b) for first, last, _, b in blocks)
-        placed.append(PairLayout(module, rank_start, rank_start + rank, start, end, b_blocks, scaling))
+        placed.append(_PairLayout(module, rank_start, rank_start + rank, start, end, b_blocks, scaling))
         rank_start += rank
-    return SiteLayout(tuple(a_blocks), pairs[0][4], tuple(placed))
+    return _SiteLayout(tuple(a_blocks), pairs[0][4], tuple(placed))
 
 
-def _panels_of_site(pairs: list[_PlacedPair], pages: _Pages, page_elements: int) -> SiteLayout:
+def _panels_of_site(pairs: list[_PlacedPair], pages: _Pages, page_elements: int) -> _SiteLayout:
     inputs = pairs[0][4]
     a_blocks = _panel_blocks(pages, sum(rank for *_, rank, _, _, _ in pairs), inputs, page_elements)
     placed, rank_start = [], 0
     for module, start, end, rank, _, outputs, scaling in pairs:
         b_blocks = _panel_blocks(pages, outputs, rank, page_elements)
-        placed.append(PairLayout(module, rank_start, rank_start + rank, start, end, b_blocks, scaling))
+        placed.append(_PairLayout(module, rank_start, rank_start + rank, start, end, b_blocks, scaling))
         rank_start += rank
-    return SiteLayout(a_blocks, inputs, tuple(placed))
+    return _SiteLayout(a_blocks, inputs, tuple(placed))
 
 
 def _matrices(layout: AdapterLayout) -> Iterator[tuple[int, Blocks]]:

@@ -16,7 +16,8 @@ class AdapterLoader:
     """Reads adapters in `num_threads` threads, in the order of the calls, and keeps at most `host_bytes` of those that
     left the pool; the one needed furthest in the future makes room for others.
 
-    `num_reads`: adapters asked of storage so far. `read` raises `AdapterUnusableError`; `take` passes the error on.
+    `num_reads`: adapters asked of storage so far. `num_host_loads`: adapters taken from those that were kept. `read`
+    raises `AdapterUnusableError`; `take` passes the error on.
     """
 
     def __init__(self, read: Callable[[str], PackedAdapter], host_bytes: int, num_threads: int = 1) -> None:
@@ -28,7 +29,7 @@ class AdapterLoader:
         self._coming: dict[str, Future[PackedAdapter]] = {}
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-loader")
         self.max_ahead = max(MAX_AHEAD, num_threads)
-        self.num_reads = 0
+        self.num_reads = self.num_host_loads = 0
         #: Bytes of the adapters that are kept.
         self.kept_bytes = 0
         # Adapters in the pool whose numbers stay on the host too, and their bytes.
@@ -80,6 +81,7 @@ class AdapterLoader:
         Raises `AdapterUnusableError`; another `take` then reads again.
         """
         if adapter_id in self._kept:
+            self.num_host_loads += 1
             return self._drop(adapter_id)
         self.prefetch([adapter_id])
         return self._coming.pop(adapter_id).result()

@@ -80,6 +80,8 @@ class AdapterResidency:
         self._pins: dict[str, int] = {}
         self.num_loads = 0
         self.stall_s = 0.0
+        #: Pages that adapters hold.
+        self.num_pages = 0
 
     @property
     def resident_ids(self) -> tuple[str, ...]:
@@ -158,6 +160,7 @@ class AdapterResidency:
                     next_use,
                 )
         self._pool.release(adapter_owner(adapter_id))
+        self.num_pages -= len(resident.pages)
 
     def load(self, adapter_id: str) -> ResidentAdapter:
         """Begin to copy an adapter into the pool, which must have as many free pages. Raises `AdapterUnusableError`."""
@@ -174,6 +177,7 @@ class AdapterResidency:
             adapter_id, self.num_loads, self._memory, pages, layout, adapter.num_bytes
         )
         self.num_loads += 1
+        self.num_pages += len(pages)
         return self._residents[adapter_id]
 
     def packed(self, adapter_id: str, next_use: Callable[[str], float]) -> ResidentAdapter:
@@ -214,6 +218,8 @@ class AdapterResidency:
         for adapter_id, resident in self._residents.items():
             held = [page for run in self._pool.runs_of(adapter_owner(adapter_id)) for page in range(run.start, run.end)]
             assert held == resident.pages.tolist(), f"{adapter_id} holds pages {held}, is read from {resident.pages}"
+        num_pages = sum(len(resident.pages) for resident in self._residents.values())
+        assert num_pages == self.num_pages, f"adapters hold {num_pages} pages, counted {self.num_pages}"
         self.loader.check_integrity(self._residents)
         assert self._arriving.keys() <= self._residents.keys(), f"arriving and not resident: {self._arriving.keys()}"
         missing = self._pins.keys() - self._residents.keys()

@@ -24,6 +24,7 @@ from bokeh.models import (
 )
 from bokeh.plotting import figure
 
+from ...scheduler.messages import AdapterUse
 from .timeline import IDLE, MODES, Move, RunTimeline, ShardSpan, WorkerTrack
 
 # Kind of bar -> colour, hatch pattern. Kinds that may be side by side differ in pattern.
@@ -79,6 +80,89 @@ def run_figures(run: RunTimeline, adapters: Mapping[int, Mapping[str, str]]) -> 
     """
     seconds = Range1d(0.0, run.end_s or 1.0, bounds=(0.0, run.end_s or 1.0))
     return column(_throughput(run, seconds), _timeline(run, seconds, adapters), sizing_mode="stretch_width")
+
+
+#: Bars of the picture of adapters: what is shared out, and its parts (name, colour, hatch pattern, value).
+_AdapterBars = list[tuple[str, list[tuple[str, str, str, float]]]]
+
+
+def adapter_figure(use: AdapterUse) -> Column | None:
+    """Bars that share out seconds, memory, rows and ways to an adapter by kind; None without any step."""
+    if not use.step_s:
+        return None
+    computing_s = max(0.0, use.step_s - use.stall_s - use.switching_s)
+    free_page_s = max(0.0, use.page_s - use.adapter_page_s - use.row_page_s - use.prefix_page_s)
+    blue, orange, red, grey = "#6f9ff0", "#e9a05c", "#d64545", "#cfd4dc"
+    bars: _AdapterBars = [
+        (
+            "seconds of steps",
+            [
+                ("computing", blue, " ", computing_s),
+                ("waiting for adapters", red, "diagonal_cross", use.stall_s),
+                ("switching weights", orange, "right_diagonal_line", use.switching_s),
+            ],
+        ),
+        (
+            "row-seconds",
+            [
+                ("adapter there", blue, " ", use.present_row_s),
+                ("adapter not there", red, "diagonal_cross", use.absent_row_s),
+            ],
+        ),
+        (
+            "ways to an adapter",
+            [
+                ("in the pool", blue, " ", use.pool_hits),
+                ("from host memory", orange, "right_diagonal_line", use.host_loads),
+                ("from files", red, "diagonal_cross", use.loads - use.host_loads),
+            ],
+        ),
+        (
+            "page-seconds of the pool",
+            [
+                ("keys and values", blue, " ", use.row_page_s),
+                ("adapters", orange, "right_diagonal_line", use.adapter_page_s),
+                ("prefix cache", "#9cc5a1", "dot", use.prefix_page_s),
+                ("free", grey, "horizontal_line", free_page_s),
+            ],
+        ),
+    ]
+    return column(_shared_out(bars), sizing_mode="stretch_width", css_classes=["adapter-use"])
+
+
+def _shared_out(bars: _AdapterBars) -> figure:
+    """One bar for each of `bars`, as long as the others, with its parts and their shares."""
+    names = [name for name, _ in reversed(bars)]
+    plot = figure(
+        y_range=names,
+        x_range=(0.0, 1.0),
+        height=60 + 44 * len(bars),
+        sizing_mode="stretch_width",
+        toolbar_location=None,
+    )
+    data: defaultdict[str, list[Any]] = defaultdict(list)
+    for name, parts in bars:
+        total, left = sum(value for *_, value in parts), 0.0
+        for title, colour, pattern, value in parts:
+            if total and value:
+                share = value / total
+                for key, cell in (
+                    *(("bar", name), ("left", left), ("right", left + share), ("colour", colour)),
+                    *(("pattern", pattern), ("part", title), ("value", f"{value:,.1f}"), ("share", f"{share:.1%}")),
+                    ("text", f"{title} {share:.0%}" if share > 0.12 else ""),
+                ):
+                    data[key].append(cell)
+                left += share
+    source = ColumnDataSource(dict(data))
+    plot.hbar(
+        y="bar", left="left", right="right", height=0.7, source=source, fill_color="colour", line_color="white",
+        hatch_pattern="pattern", hatch_color="#8892a3", hatch_alpha=0.4,
+    )  # fmt: skip
+    plot.text(x="left", y="bar", text="text", source=source, x_offset=6, text_baseline="middle", text_font_size="11px")
+    plot.add_tools(HoverTool(tooltips=[("part", "@part"), ("share", "@share"), ("value", "@value")]))
+    plot.xaxis.formatter = NumeralTickFormatter(format="0%")
+    plot.grid.visible = False
+    return plot
 
 
 def _figure(seconds: Range1d, height: int, **options: Any) -> figure:

@@ -18,6 +18,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from ...engine.request import FIRST_OPTIONS, SAMPLING_OPTIONS
+from ...scheduler.messages import AdapterUse
 from ..agreement import Agreement
 from ..contents import part_name
 from ..errors import JobRequestError, naming_damage
@@ -41,7 +42,7 @@ from ..record import NOT_RECORDED, JobRecord
 from ..spec import JobSpec
 from ..status.job_status import JobStatus, read_status
 from ..store import JobStore
-from .figures import run_figures, worker_names
+from .figures import adapter_figure, run_figures, worker_names
 from .tables import TableField, as_csv, search_table
 from .timeline import IDLE, RunTimeline, read_timelines
 
@@ -100,6 +101,9 @@ def write_report(store: JobStore, gpu_hour_price: str | float | None = None) -> 
     for i, run in enumerate(runs):
         drawn[f"run {i}"] = run_figures(run, adapters_of_shards)
         drawn[f"workers {i}"] = search_table(*_workers(run), "workers")
+    use = AdapterUse(**summary.get("adapter_use", {})) if summary else AdapterUse()
+    if (picture := adapter_figure(use)) is not None:
+        drawn["adapter use"] = picture
     if adapters[1]:
         drawn["adapters"] = search_table(*_narrow(*adapters), "adapters")
     script, places = components(drawn) if drawn else ("", {})
@@ -114,7 +118,12 @@ def write_report(store: JobStore, gpu_hour_price: str | float | None = None) -> 
         message=status.state.message if status.state else "",
         first_facts=list(islice(_first_facts(status, summary, cost, counts, runs), _FIRST_FACTS)),
         lines=[*_lines(status, summary, counts), *_canary(status)],
-        facts=[*_counts(summary, status, store.read_agreement()), *_times(runs, plan, summary), *_costs(cost, summary)],
+        facts=[
+            *_counts(summary, status, store.read_agreement()),
+            *_times(runs, plan, summary),
+            *_adapter_facts(use),
+            *_costs(cost, summary),
+        ],
         runs=[_phases(run, summary if len(runs) == 1 else {}) for run in runs],
         library=Markup(_library() if drawn else ""),
         script=Markup(script),
@@ -224,6 +233,23 @@ def _counts(summary: Mapping[str, Any], status: JobStatus, agreement: Agreement 
         )
     if status.state and status.state.prefix_hit_rate is not None:
         yield "of prompt tokens reused", f"{status.state.prefix_hit_rate:.1%}"
+
+
+def _adapter_facts(use: AdapterUse) -> Iterator[Fact]:
+    """Costs of adapters, in numbers."""
+    if use.lora_steps:
+        yield "adapters in a step with some", f"{use.step_adapters / use.lora_steps:.1f}"
+    if use.loads:
+        yield "adapters copied into pools", f"{use.loads:,}, {use.host_loads:,} of them from host memory"
+    if use.disk_reads:
+        yield "adapters read from disks", f"{use.disk_reads:,}"
+    if use.peer_fetches or use.storage_fetches:
+        found = f"{use.peer_fetches:,} from other workers, {use.storage_fetches:,} from storage"
+        yield "adapters fetched", f"{found}, in {use.fetch_s:,.1f} s"
+    if use.stall_s:
+        yield "seconds of steps that waited for adapters", f"{use.stall_s:,.1f}"
+    if use.switches:
+        yield "switches of weights", f"{use.switches:,}, in {use.switching_s:,.1f} s"
 
 
 def _times(runs: Sequence[RunTimeline], plan: Mapping[str, Any], summary: Mapping[str, Any]) -> Iterator[Fact]:

@@ -6,7 +6,7 @@ import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
@@ -17,6 +17,7 @@ from ...jobs.history import add_to_history
 from ...jobs.updates import put_in_place
 from ...scheduler.costs.cost import CostModel
 from ...scheduler.estimates.lengths import OTHER_TASKS, AnswerKey, AnswerLengths, frequent_tasks
+from ...scheduler.messages import AdapterUse
 from ..dataset.wide_files import WideRange, wide_ranges, write_wide_files
 from ..dataset.writer import empty_part
 from ..planning.plan import JobPlan
@@ -50,6 +51,8 @@ class Coordinated:
     batch_fill: float | None
     #: Share of prompt tokens that engines did not compute; None when it is not known.
     prefix_hit_rate: float | None
+    #: Costs of adapters on all workers.
+    adapter_use: AdapterUse = field(default_factory=AdapterUse)
 
 
 def finish(run: JobRun, plan: JobPlan, account: Account, done: Coordinated) -> JobResult:
@@ -79,6 +82,7 @@ def finish(run: JobRun, plan: JobPlan, account: Account, done: Coordinated) -> J
         corrected_s=done.corrected_s,
         batch_fill=done.batch_fill,
         prefix_hit_rate=done.prefix_hit_rate,
+        adapter_use=done.adapter_use,
         started_at=_time_text(began_s),
         ended_at=_time_text(ended_s),
         phases_s=phases_s,

@@ -338,6 +338,7 @@ def coordinate(run: JobRun, plan: JobPlan, indexed: IndexTotals, turn: int = 0) 
         measured,
         monitor.batch_fill,
         monitor.prefix_hit_rate,
+        monitor.adapter_use,
     )
 
 

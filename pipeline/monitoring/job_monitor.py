@@ -11,6 +11,7 @@ from ...jobs.progress import AdapterCount
 from ...jobs.record import JobState, WorkerState
 from ...jobs.status.worker_names import WorkerNames
 from ...scheduler.estimates.time_left import TimeLeft
+from ...scheduler.messages import AdapterUse
 from ...scheduler.planning.bound import JobWork
 from ...scheduler.planning.waves import Shard
 from ..messages import PromptReuse, ShardOutcome, WorkerReport
@@ -52,6 +53,7 @@ class JobMonitor:
         self._outcomes: dict[int, ShardOutcome] = {}
         self._reports: dict[str, WorkerReport] = {}
         self._fill = BatchFill()
+        self._use = self._before.adapter_use
         self._adapters = _AdapterCounts(adapter_rows or {})
         self._adapters.written(done)
         # Rows that were done at the last sign of progress, and its time in seconds since the epoch.
@@ -94,7 +96,17 @@ class JobMonitor:
         for rows in report.finished:
             name = "" if rows.adapter_id is None else self._names.get(rows.adapter_id)
             self._adapters.finished(name, rows.num_rows)
+        before = self._reports.get(report.worker)
+        if before is not None:
+            # Counts before the first report may be of other runs.
+            engine, fetches = report.telemetry.adapters, report.fetches
+            self._use += engine.since(before.telemetry.adapters) + fetches.since(before.fetches)
         self._reports[report.worker] = report
+
+    @property
+    def adapter_use(self) -> AdapterUse:
+        """Costs of adapters on all workers while the run had them; where runs share an engine, all of the engine."""
+        return self._use
 
     def saw(self, workers: Iterable[str]) -> None:
         """Note that these workers are in the cluster."""
@@ -128,6 +140,7 @@ class JobMonitor:
             prefix_hit_rate=self.prefix_hit_rate,
             eta_s=None if left is None else left.seconds,
             eta_range_s=None if left is None else (left.least_s, left.most_s),
+            adapter_use=self._use,
             workers=tuple(self._worker_state(self._reports[worker]) for worker in self._present()),
             worker_addresses=self._worker_names.addresses,
             still_s=self._still_s(done, now_s),
@@ -160,8 +173,13 @@ class JobMonitor:
             lent_rows=report.lent_rows,
             incoming_rows=report.incoming_rows,
             prefix_hit_rate=telemetry.prefix_hit_rate,
-            adapter_loads=telemetry.adapter_loads,
-            adapter_stall_s=telemetry.adapter_stall_s,
+            adapters=telemetry.adapters + report.fetches,
+            pages=telemetry.pages_total,
+            used_pages=telemetry.pages_used,
+            adapter_pages=telemetry.adapter_pages,
+            prefix_pages=telemetry.prefix_pages,
+            host_tier_bytes=telemetry.host_tier_bytes,
+            host_tier_used_bytes=telemetry.host_tier_used_bytes,
             adapter_copies_bytes=report.adapter_copies_bytes,
         )
 

@@ -230,6 +230,7 @@ class JobReporter:
             eta_range_s=None,
             batch_fill=result.batch_fill,
             prefix_hit_rate=result.prefix_hit_rate,
+            adapter_use=result.adapter_use,
             workers=(),
             adapters=tuple(done.count for done in result.adapters if done.adapter in self.latest.adapter_rows),
         )

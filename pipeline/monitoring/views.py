@@ -150,8 +150,36 @@ _ENGINE_METRICS: dict[str, tuple[str, Callable[[WorkerReport], float]]] = {
         lambda report: report.adapter_copies_bytes,
     ),
     "used_pages": ("Pages of the pool in use.", lambda report: report.telemetry.pages_used),
+    "adapter_pages": ("Pages that hold adapters.", lambda report: report.telemetry.adapter_pages),
+    "prefix_pages": ("Pages of the prefix cache.", lambda report: report.telemetry.prefix_pages),
     "pages": ("Pages of the pool.", lambda report: report.telemetry.pages_total),
+    "host_tier_used_bytes": (
+        "Host memory of adapters that left the pool.", lambda report: report.telemetry.host_tier_used_bytes
+    ),
+    "host_tier_bytes": ("Host memory for such adapters.", lambda report: report.telemetry.host_tier_bytes),
     "lost_processes_total": ("Engine processes lost.", lambda report: report.num_crashes),
+}  # fmt: skip
+# Field of `AdapterUse` -> help of its metric, a counter. Seconds are named in full.
+ADAPTER_USE_METRICS = {
+    "pool_hits": "Rows that entered while their adapter was in the pool.",
+    "loads": "Copies of adapters into the pool.",
+    "host_loads": "Copies of adapters that host memory had kept.",
+    "disk_reads": "Reads of adapters from the worker's disk.",
+    "peer_fetches": "Adapters fetched from other workers.",
+    "storage_fetches": "Adapters fetched from storage.",
+    "fetch_s": "Seconds of the worker's fetches.",
+    "stall_s": "Seconds of steps that waited for adapters.",
+    "switches": "Merges of adapters and restorations.",
+    "switching_s": "Seconds of steps that merges and restorations took.",
+    "step_s": "Seconds of steps.",
+    "lora_steps": "Steps with unmerged rows.",
+    "step_adapters": "Distinct unmerged adapters of a step, summed over the steps.",
+    "present_row_s": "Rows in steps, times seconds.",
+    "absent_row_s": "Rows with a place and without their adapter, times seconds.",
+    "page_s": "Pages of the pool, times seconds of steps.",
+    "adapter_page_s": "Pages with adapters, times seconds of steps.",
+    "row_page_s": "Pages with keys and values of rows, times seconds of steps.",
+    "prefix_page_s": "Pages of the prefix cache, times seconds of steps.",
 }
 _Samples = list[tuple[Mapping[str, str], float]]
 
@@ -259,6 +287,14 @@ class JobsView:
                 for report in run.reports.values()
             ]
             yield f"engine_{name}", text, samples
+        for name, text in ADAPTER_USE_METRICS.items():
+            used: _Samples = [
+                ({**run.labels, "worker": report.worker}, getattr(report.telemetry.adapters + report.fetches, name))
+                for run in self.runs
+                for report in run.reports.values()
+            ]
+            plain = name.removesuffix("_s") + "_seconds" if name.endswith("_s") else name
+            yield f"engine_adapter_{plain}_total", text, used
 
     @property
     def shown(self) -> list[RunView]:

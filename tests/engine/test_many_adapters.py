@@ -15,6 +15,7 @@ from lorabatch.engine.model_config.model import ModelConfig
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.peft.random import write_random_adapter
 from lorabatch.engine.request import Request, Result, SamplingParams
+from lorabatch.scheduler.messages import AdapterUse
 
 NUM_ADAPTERS = 60
 SAMPLING = SamplingParams(max_tokens=4, ignore_eos=True, logprobs=True)
@@ -87,8 +88,8 @@ def test_a_pool_that_holds_few_loads_each_adapter_once(
     assert_right(serve(engine, requests), expected)
     telemetry = engine.telemetry()
     assert len(telemetry.resident_adapter_ids) < 16
-    assert telemetry.adapter_loads == telemetry.adapter_reads == NUM_ADAPTERS
-    assert telemetry.adapter_stall_s > 0
+    assert telemetry.adapters.loads == telemetry.adapters.disk_reads == NUM_ADAPTERS
+    assert telemetry.adapters.stall_s > 0
     assert len({result.token_ids for result in expected.values()}) > NUM_ADAPTERS, "adapters change the answers"
 
 
@@ -109,9 +110,9 @@ def test_an_adapter_that_left_the_pool_comes_back_from_host_memory(
     serve(engine, first)
     results = serve(engine, second)
     assert_right(results, {r.request_id: expected[requests[i].request_id] for i, r in enumerate(second)})
-    reads = engine.telemetry().adapter_reads
+    reads = engine.telemetry().adapters.disk_reads
     assert reads == 24 if has_host_tier else reads > 40
-    assert engine.telemetry().adapter_loads > 40
+    assert engine.telemetry().adapters.loads > 40
 
 
 def test_an_adapter_that_cannot_be_read_ahead_costs_its_rows_when_their_turn_comes(
@@ -175,6 +176,39 @@ def test_500_adapters_enter_a_fragmented_pool_without_waiting_while_pages_are_fr
         engine.check_integrity()
         said = engine.telemetry()
         assert said.num_steps == num_calls, "no step is left without rows"
-        assert said.adapter_loads == said.adapter_reads == len(said.resident_adapter_ids) == 500
+        assert said.adapters.loads == said.adapters.disk_reads == len(said.resident_adapter_ids) == 500
         found.append(tokens)
     assert found[0] == found[1]
+
+
+def test_what_adapters_cost_adds_up(
+    tiny_llama: Path, folders: list[Path], requests: list[Request], expected: dict[str, Result]
+) -> None:
+    """A pool for a few adapters; a clock that ticks a second each time it is asked."""
+    seconds = iter(range(1 << 30))
+    config = EngineConfig(
+        num_threads=1, mode="unmerged", max_batch_rows=8, pool_bytes=40 * 8192, host_tier_bytes=1 << 20
+    )
+    engine = Engine(tiny_llama, config, clock=lambda: float(next(seconds)))
+    for folder, request in zip(folders, requests, strict=False):
+        assert request.adapter_id is not None
+        engine.register_adapter(request.adapter_id, folder, folder.name)
+    engine.add(requests[: 2 * NUM_ADAPTERS])
+    while engine.num_unfinished:
+        engine.step()
+        said = engine.telemetry()
+        held = sum(engine._registry.num_pages[adapter_id] for adapter_id in said.resident_adapter_ids)
+        assert said.adapter_pages == held <= said.pages_used
+    use = said.adapters
+    assert use.step_s >= said.num_steps
+    assert use.loads == use.disk_reads + use.host_loads
+    assert use.loads + use.pool_hits == 2 * NUM_ADAPTERS, "each row found its adapter, or it was loaded for it"
+    assert (use.lora_steps, use.step_adapters) == (said.steps.num_lora_steps, said.steps.num_adapters)
+    assert use.present_row_s >= said.steps.decode_rows > 0
+    assert use.page_s == said.pages_total * use.step_s
+    assert 0 < use.adapter_page_s < use.page_s
+    assert use.adapter_page_s + use.row_page_s + use.prefix_page_s <= use.page_s
+    assert said.host_tier_used_bytes <= said.host_tier_bytes == 1 << 20
+    assert use.since(use) == AdapterUse()
+    assert AdapterUse().since(use) == AdapterUse(), "an engine that starts again counts from zero"
+    assert use + AdapterUse(peer_fetches=2) == replace(use, peer_fetches=2)

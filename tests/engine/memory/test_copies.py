@@ -128,7 +128,7 @@ def test_rows_are_answered_as_if_copies_took_no_time(
     requests = rows(ids, 25)
     random.Random(3).shuffle(requests)
     assert serve(engine, requests) == serve(plain, requests)
-    assert engine.telemetry().adapter_loads >= 4
+    assert engine.telemetry().adapters.loads >= 4
 
 
 def test_rows_wait_for_their_adapter_and_others_do_not(tiny_llama: Path, tiny_adapters: dict[str, Path]) -> None:
@@ -278,6 +278,6 @@ def test_adapters_that_many_rows_wait_for_are_not_all_read_at_once(tiny_llama: P
     while engine.num_unfinished:
         answered += sum(result.error is None for result in engine.step())
         telemetry = engine.telemetry()
-        most = max(most, telemetry.adapter_reads - telemetry.adapter_loads)
+        most = max(most, telemetry.adapters.disk_reads - telemetry.adapters.loads)
     assert answered == 50
     assert 0 < most <= MAX_AWAITED + MAX_AHEAD

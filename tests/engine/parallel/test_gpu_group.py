@@ -166,7 +166,7 @@ def test_members_on_devices_compute_together_what_one_process_does(
         assert group.telemetry().reused_prompt_tokens > 0
         assert group_backend(group).collectives.least_copied() > 4 * len(adapters)
         assert_equal(group, base, adapters, ({},) * 6)
-        assert group.telemetry().adapter_loads > len(adapters)
+        assert group.telemetry().adapters.loads > len(adapters)
 
 
 @pytest.mark.long

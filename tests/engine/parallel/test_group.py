@@ -314,7 +314,7 @@ def test_adapters_that_leave_the_pool_come_back_to_every_member(
         for _ in range(2):
             assert_equal(plain, group, tiny_adapters, count=20)
         telemetry = group.telemetry()
-        assert telemetry.adapter_loads > telemetry.adapter_reads
+        assert telemetry.adapters.loads > telemetry.adapters.disk_reads
 
 
 @pytest.mark.parametrize("num_members", [2, pytest.param(4, marks=pytest.mark.long)])

@@ -56,7 +56,7 @@ def test_weights_merged_from_the_pool_the_host_and_the_files_have_the_same_bits(
     for adapter_id in [*ids.values(), *ids.values()]:  # read for it, then from host memory
         engine.switch_weights(adapter_id)
         assert weights_sha256(engine) == from_files[adapter_id]
-    assert engine.telemetry().adapter_reads == 2
+    assert engine.telemetry().adapters.disk_reads == 2
     engine.switch_weights(None)
     assert weights_sha256(engine) == pristine
     list(engine.run(rows_of(list(ids.values()), 1)))  # unmerged, from the pool
@@ -64,7 +64,7 @@ def test_weights_merged_from_the_pool_the_host_and_the_files_have_the_same_bits(
     for adapter_id in ids.values():
         engine.switch_weights(adapter_id)
         assert weights_sha256(engine) == from_files[adapter_id]
-    assert engine.telemetry().adapter_reads == 2
+    assert engine.telemetry().adapters.disk_reads == 2
     engine.check_integrity()
 
 
@@ -80,7 +80,7 @@ def test_the_adapter_that_is_merged_next_is_read_ahead(tiny_llama: Path, tiny_ad
         found += engine.step()
         begun.append([loader.has_begun(adapter_id) for adapter_id in ids.values()])
     assert [True, True] in begun, "the second adapter is read while rows of the first run"
-    assert engine.telemetry().adapter_reads == 2, "each was read once"
+    assert engine.telemetry().adapters.disk_reads == 2, "each was read once"
     plain = make_engine(tiny_llama)
     register_all(plain, {name: tiny_adapters[name] for name in ("rank8", "rank20")})
     assert tokens_of(found) == tokens_of(list(plain.run(requests)))

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from bokeh.models import GlyphRenderer, Model, Range1d
 
-from lorabatch.jobs.report.figures import run_figures, worker_names
+from lorabatch.jobs.report.figures import adapter_figure, run_figures, worker_names
 from lorabatch.jobs.report.timeline import Activity, Move, RunTimeline, ShardSpan, WorkerTrack, read_timelines
 from lorabatch.jobs.status.worker_names import WorkerNames
+from lorabatch.scheduler.messages import AdapterUse
 
 from .journals import busy_run, lines
 
@@ -99,3 +100,28 @@ def test_workers_have_short_names_that_differ() -> None:
     addresses = ["tcp://127.0.0.1:4000", "tls://worker-0.namespace.svc.cluster.local:12345", "w"]
     names = worker_names(RunTimeline([track(address) for address in addresses], names=WorkerNames(addresses)))
     assert list(names.values()) == ["w0 127.0.0.1", "w1 worker-0", "w2 w"]
+
+
+def test_bars_share_out_seconds_rows_pages_and_ways_to_adapters() -> None:
+    assert adapter_figure(AdapterUse()) is None, "no step was seen"
+    use = AdapterUse(
+        pool_hits=6, loads=4, host_loads=3, step_s=10.0, stall_s=2.0, present_row_s=9.0, absent_row_s=1.0,
+        page_s=100.0, adapter_page_s=30.0, row_page_s=50.0, prefix_page_s=5.0,
+    )  # fmt: skip
+    drawn = adapter_figure(use)
+    assert drawn is not None
+    (source,) = {renderer.data_source for renderer in drawn.select({"type": GlyphRenderer})}
+    shares = dict(zip(zip(source.data["bar"], source.data["part"], strict=True), source.data["share"], strict=True))
+    assert shares == {
+        ("seconds of steps", "computing"): "80.0%",
+        ("seconds of steps", "waiting for adapters"): "20.0%",
+        ("row-seconds", "adapter there"): "90.0%",
+        ("row-seconds", "adapter not there"): "10.0%",
+        ("ways to an adapter", "in the pool"): "60.0%",
+        ("ways to an adapter", "from host memory"): "30.0%",
+        ("ways to an adapter", "from files"): "10.0%",
+        ("page-seconds of the pool", "keys and values"): "50.0%",
+        ("page-seconds of the pool", "adapters"): "30.0%",
+        ("page-seconds of the pool", "prefix cache"): "5.0%",
+        ("page-seconds of the pool", "free"): "15.0%",
+    }

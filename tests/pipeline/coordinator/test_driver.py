@@ -11,7 +11,7 @@ from lorabatch.jobs.errors import StorageError
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.coordinator.driver import EventLog, event_of, latest_reports
 from lorabatch.pipeline.messages import WorkerReport
-from lorabatch.scheduler.messages import Event, FinishedRows, FinishJob, StepTotals, Tick, UnfinishedRows
+from lorabatch.scheduler.messages import AdapterUse, Event, FinishedRows, FinishJob, StepTotals, Tick, UnfinishedRows
 
 
 def report(worker: str, running_rows: int = 0) -> WorkerReport:
@@ -52,8 +52,7 @@ def test_merges_and_waits_for_adapters_are_no_seconds_of_steps() -> None:
         num_prefilling=2,
         prefill_tokens_left=70,
         busy_s=9.0,
-        switching_s=3.0,
-        adapter_stall_s=1.0,
+        adapters=AdapterUse(switching_s=3.0, stall_s=1.0),
         steps=steps,
     )
     event = event_of(WorkerReport("a", "ready", 8, telemetry=telemetry), 7.0)

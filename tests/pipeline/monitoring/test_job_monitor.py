@@ -15,7 +15,7 @@ from lorabatch.jobs.record import JobState
 from lorabatch.pipeline.messages import PromptReuse, ShardOutcome, WorkerReport
 from lorabatch.pipeline.monitoring.job_monitor import BatchFill, JobMonitor
 from lorabatch.scheduler.estimates.time_left import TimeLeft
-from lorabatch.scheduler.messages import FinishedRows
+from lorabatch.scheduler.messages import AdapterUse, FinishedRows
 from lorabatch.scheduler.planning.waves import Shard
 from lorabatch.tests.scheduler.unfinished import unfinished
 
@@ -205,3 +205,24 @@ def test_a_state_has_the_adapters_with_the_most_rows() -> None:
     state = JobMonitor([make_shard(0, 10)], (), {}, adapter_rows=rows).state(1.0, 0)
     assert list(state.adapter_rows) == [f"a{i:04}" for i in range(9950, 10_000)]
     assert len(state.to_json()) < 10_000
+
+
+def test_what_adapters_cost_is_added_up_over_workers_and_engines(monitor: JobMonitor) -> None:
+    """Counts before an engine's first report are of other runs; an engine that starts again counts from zero."""
+
+    def reported(worker: str, loads: int, stall_s: float, fetches: int = 0) -> None:
+        telemetry = EngineTelemetry(adapters=AdapterUse(loads=loads, stall_s=stall_s))
+        monitor.reported(make_report(worker, (), telemetry=telemetry, fetches=AdapterUse(peer_fetches=fetches)))
+
+    reported("w1", 100, 9.0)
+    reported("w2", 0, 0.0, fetches=1)
+    reported("w1", 103, 9.5)
+    reported("w2", 4, 1.0, fetches=3)
+    assert monitor.state(1.0, 30).adapter_use == AdapterUse(loads=7, stall_s=1.5, peer_fetches=2)
+    reported("w2", 0, 0.0, fetches=3)  # another process
+    reported("w2", 2, 0.25, fetches=4)
+    assert monitor.state(1.0, 30).adapter_use == AdapterUse(loads=9, stall_s=1.75, peer_fetches=3)
+    of_worker = {worker.address: worker.adapters for worker in monitor.state(1.0, 30).workers}
+    assert of_worker["w2"] == AdapterUse(loads=2, stall_s=0.25, peer_fetches=4)
+    again = JobMonitor([make_shard(0, 10)], set(), {}, monitor.state(1.0, 30))
+    assert again.adapter_use == monitor.adapter_use, "a coordinator that takes over goes on counting"

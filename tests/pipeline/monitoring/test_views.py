@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from lorabatch.engine.telemetry import EngineTelemetry
 from lorabatch.jobs.progress import AdapterCount
 from lorabatch.jobs.record import JobState, WorkerState
 from lorabatch.pipeline.messages import PublishedState, WorkerReport
-from lorabatch.pipeline.monitoring.views import History, JobsView
+from lorabatch.pipeline.monitoring.views import ADAPTER_USE_METRICS, History, JobsView
+from lorabatch.scheduler.messages import AdapterUse
 from lorabatch.tests.scheduler.unfinished import unfinished
 
 REPORT = WorkerReport(
@@ -214,3 +215,16 @@ def test_of_ended_runs_a_few_are_kept_and_running_ones_always() -> None:
         view.state_published(f"day-{number}", PublishedState("out", JobState("done", 2.0)))
     assert len(view.runs) == 20
     assert view.runs[-1].run_id == RUN
+
+
+def test_every_count_of_adapters_is_a_metric() -> None:
+    view = JobsView()
+    names = [each.name for each in fields(AdapterUse)]
+    assert list(ADAPTER_USE_METRICS) == names
+    use = AdapterUse(*range(1, len(names) + 1))
+    view.state_published(RUN, PublishedState("out", running()))
+    view.reported(RUN, replace(REPORT, telemetry=EngineTelemetry(adapters=use), fetches=AdapterUse(peer_fetches=100)))
+    text = view.to_prometheus()
+    assert re.search(r"^lorabatch_engine_adapter_pool_hits_total\{.*\} 1$", text, re.M)
+    assert re.search(r"^lorabatch_engine_adapter_peer_fetches_total\{.*\} 105$", text, re.M)
+    assert re.search(r"^lorabatch_engine_adapter_stall_seconds_total\{.*\} 8$", text, re.M)

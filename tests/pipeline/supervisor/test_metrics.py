@@ -13,7 +13,7 @@ from lorabatch.engine.telemetry import EngineTelemetry
 from lorabatch.pipeline.messages import WorkerReport
 from lorabatch.pipeline.supervisor.metrics import EngineMeter
 from lorabatch.pipeline.supervisor.open_shard import OpenShard
-from lorabatch.scheduler.messages import FinishedRows
+from lorabatch.scheduler.messages import AdapterUse, FinishedRows
 from lorabatch.system.codec import from_plain, to_plain
 
 SNAPSHOT = EngineTelemetry(
@@ -26,8 +26,7 @@ SNAPSHOT = EngineTelemetry(
     generated_tokens=50,
     num_steps=5,
     reused_prompt_tokens=300,
-    adapter_loads=2,
-    adapter_stall_s=0.5,
+    adapters=AdapterUse(loads=2, stall_s=0.5),
 )
 
 
@@ -47,7 +46,7 @@ def test_rates_count_from_the_start_of_the_process_that_runs_now() -> None:
     meter.progressed(SNAPSHOT, 12.0)
     assert meter.latest.tokens_per_s == 25.0
     latest = meter.latest.telemetry
-    assert (latest.prefix_hit_rate, latest.adapter_loads, latest.adapter_stall_s) == (0.75, 2, 0.5)
+    assert (latest.prefix_hit_rate, latest.adapters.loads, latest.adapters.stall_s) == (0.75, 2, 0.5)
     meter.process_died("it was killed by signal 9")
     assert (meter.latest.state, meter.latest.tokens_per_s, meter.latest.num_crashes) == ("restarting", 0.0, 1)
     assert meter.latest.telemetry.resident_adapter_ids == ()
