@@ -9,12 +9,7 @@ static void team_silu_gate(float *out, const float *packed, int64_t num_tokens, 
         const float *gate = packed + t * 2 * inner, *up = gate + inner;
         for (int64_t i = 0; i < inner; i += WIDTH) {
             int count = inner - i < WIDTH ? (int)(inner - i) : WIDTH;
-            vec g = load_first(gate + i, count);
-            vec_of_int is_negative = g < 0;
-            /* e^-|g| cannot overflow: sigmoid is 1 / (1 + e^-|g|) above zero and e^-|g| times that below */
-            vec power = exponential((vec)((vec_of_int)g | INT32_MIN)), sigmoid = 1.0f / (1.0f + power);
-            vec factor = (vec)((is_negative & (vec_of_int)(power * sigmoid)) | (~is_negative & (vec_of_int)sigmoid));
-            store_first(out + t * inner + i, g * factor * load_first(up + i, count), count);
+            store_first(out + t * inner + i, silu(load_first(gate + i, count)) * load_first(up + i, count), count);
         }
     }
 }

@@ -26,6 +26,8 @@ from triton.runtime.jit import JITFunction
 from lorabatch.engine.runner.compile_process import compile_for
 from lorabatch.engine.runner.gpu_plan import DECODE_TILE_ROWS, PREFILL_TILE_ROWS, rounded
 from lorabatch.kernels import launch as kernel_launch
+from lorabatch.kernels.gated_delta import DeltaParameters, DeltaRows, DeltaSizes
+from lorabatch.kernels.gated_delta import triton as gated_delta
 from lorabatch.kernels.invariant_linear import triton as invariant_linear
 from lorabatch.kernels.layouts.lora_table import DOWN, NUM_SITES, O_PROJ, LoraTable
 from lorabatch.kernels.layouts.pages import PageLayout
@@ -101,6 +103,7 @@ def main() -> None:
         kind = ""
         for num_rows in (2, 3, 40, 16, 1, 17):
             _reach_other_kernels(num_rows)
+            _reach_gated_delta(num_rows)
         kind = " of wide rows"
         for num_rows in (1, 3, 64):
             fp8.quantize(bf16(num_rows, INTERMEDIATE))
@@ -209,6 +212,16 @@ def _reach_other_kernels(num_rows: int) -> None:
     ones = torch.ones(num_rows)
     rows = SamplingRows(ones, ints.int(), ones.double(), ints, ints, ints)
     sampling.sample(ints, bf16(num_rows, 4096), rows)
+
+
+def _reach_gated_delta(num_rows: int) -> None:
+    """Of the sizes of Qwen3.5's layers."""
+    sizes = DeltaSizes(key_heads=16, value_heads=32, key_size=128, value_size=128, taps=4)
+    conv, heads = zeros(torch.float32, sizes.taps, sizes.channels), torch.zeros(sizes.value_heads)
+    parameters = DeltaParameters(conv, heads, heads, torch.zeros(sizes.value_size), 1e-6)
+    places = torch.zeros(num_rows, dtype=torch.int64)
+    rows = DeltaRows(torch.arange(num_rows + 1), places, torch.ones(num_rows, dtype=torch.bool))
+    gated_delta.walk_by_triton(bf16(num_rows, sizes.projected), sizes, parameters, torch.zeros(16), rows)
 
 
 def _reach_merge(num_layers: int, dtype: torch.dtype, *, is_packed: bool = False) -> None:
