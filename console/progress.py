@@ -295,7 +295,8 @@ def _memory(worker: WorkerState) -> str:
     """Clauses about the pool and the host tier of a worker's engine, and copies of adapters on its disk; "" before it
     has reported them.
     """
-    disk = f", {worker.adapter_copies_bytes / 1e6:,.0f} MB of adapters on its disk" if worker.adapter_copies_bytes else ""
+    copies = worker.adapter_copies_bytes
+    disk = f", {copies / 1e6:,.0f} MB of adapters on its disk" if copies else ""
     if not worker.pages:
         return disk
     used, adapters = worker.used_pages / worker.pages, worker.adapter_pages / worker.pages

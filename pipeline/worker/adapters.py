@@ -33,7 +33,7 @@ from ...jobs.storage.adapter_copy import adapter_folder
 from ...jobs.storage.adapter_files import fetched_adapter, from_store, is_whole
 from ...jobs.storage.local_copy import is_remote
 from ...jobs.store import AdapterContent, JobStore
-from ...scheduler.messages import AdapterFetch
+from ...scheduler.messages import AdapterFetch, AdapterUse
 from ...system.codec import MessageError
 from ...system.confinement import ConfinedError
 from ..migration.peers import AdapterFiles, FetchAdapter, PeerLostError, Peers
@@ -94,6 +94,7 @@ class AdapterCache:
         self._num_ahead = 0
         # Bytes per second of the last fetches from workers and from storage; 0 without any.
         self._pace = {"peer": 0.0, "store": 0.0}
+        self._use = AdapterUse()
 
     async def get(self, adapter_ids: Iterable[str], peers: Mapping[str, str]) -> dict[str, RegisterAdapter | str]:
         """The adapters in local folders, by identity; a clause in place of one that cannot be used says why. `peers`:
@@ -147,6 +148,11 @@ class AdapterCache:
         if request.name:
             return await asyncio.to_thread(_piece, folder / _plain(request.name), request.offset)
         return AdapterFiles({path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()})
+
+    @property
+    def use(self) -> AdapterUse:
+        """Fetches so far of adapters whose files have versions. Any thread may ask."""
+        return self._use
 
     @property
     def copies_bytes(self) -> int:
@@ -282,7 +288,12 @@ class AdapterCache:
 
     def _note(self, source: str, folder: Path, began_s: float) -> None:
         num_bytes = sum(path.stat().st_size for path in folder.iterdir())
-        self._pace[source] = num_bytes / max(time.monotonic() - began_s, 1e-3)
+        seconds = time.monotonic() - began_s
+        is_peer = source == "peer"
+        use = AdapterUse(peer_fetches=int(is_peer), storage_fetches=int(not is_peer), fetch_s=seconds)
+        with self._lock:
+            self._pace[source] = num_bytes / max(seconds, 1e-3)
+            self._use += use
 
     def _learn(self, adapter: AdapterRecord, folder: Path) -> AdapterContent:
         """Content hash of an adapter of which the job knows the header, and reasons against its values. Who reads them

@@ -314,8 +314,9 @@ class RunPlugin(WorkerPlugin):
         with self._lock:
             claims = tuple(self._claims)
         adapters = getattr(self, "_adapters", None)  # the first report may come while it is made
-        copies_bytes = adapters.copies_bytes if adapters is not None else 0
-        report = replace(report, begun_shards=claims, adapter_copies_bytes=copies_bytes)
+        report = replace(report, begun_shards=claims)
+        if adapters is not None:
+            report = replace(report, adapter_copies_bytes=adapters.copies_bytes, fetches=adapters.use)
         # A worker that ends may have closed its loop already.
         with contextlib.suppress(RuntimeError):
             self._worker.loop.add_callback(REPORTS.publish, self._worker, self._run_id, report)

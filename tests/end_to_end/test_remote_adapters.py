@@ -79,8 +79,11 @@ def test_adapters_in_a_store_are_opened_by_their_headers(echo_job: EchoJob, logg
         lambda state: (echo_job.output / "_lorabatch" / "job.json").exists(),
         lambda: frozen_s.append((echo_job.output / "_lorabatch" / "job.json").stat().st_mtime),
     )
-    run_on_s3(echo_job, logged.bucket, progress=is_frozen)
+    result = run_on_s3(echo_job, logged.bucket, progress=is_frozen)
     echo_job.assert_answered(rows)
+    # of the last report before the end: a fetch may come later
+    assert 0 < result.adapter_use.storage_fetches <= len(NAMES) + 9
+    assert result.adapter_use.fetch_s > 0
     served = echo_job.record.adapters
     assert all(is_version_id(adapter.sha256) and adapter.files for adapter in served)
     by_client = logged.requests(frozen_s[0])

@@ -18,6 +18,7 @@ TESTS = Path(__file__).parents[1]
 FILES = (
     "kernels/test_blocks.py",
     "kernels/test_gated.py",
+    "kernels/test_gated_delta.py",
     "kernels/test_native.py",
     "kernels/test_packed_weight.py",
     "kernels/test_paged_attention_cpu.py",
