@@ -60,6 +60,7 @@ class LateCopies:
     """Copies in order, as late as the contract allows."""
 
     are_aside = True
+    keeps_sources = False
 
     def __init__(self) -> None:
         self.waiting: list[LateArrival] = []
