@@ -142,7 +142,7 @@ def test_choices_are_written_with_their_scores_and_read_back(prepare_job: Prepar
         assert pq.read_schema(io.BytesIO(part)).equals(output_schema(job.record))
         assert answers_in_part(io.BytesIO(part), rows, job.record) == answers
         written.append(pq.read_table(io.BytesIO(part)))
-    query = "select id, choice, list_transform(choice_logprobs, lambda s: (s.choice, s.logprob)) from found order by id"
+    query = "select id, choice, [(s.choice, s.logprob) for s in choice_logprobs] from found order by id"
     found = pa.concat_tables(written)
     assert duckdb.sql(query).fetchall() == [
         (1, "y", [("x", -1.5), ("y", -0.25)]),
