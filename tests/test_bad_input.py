@@ -180,8 +180,8 @@ TABLE: list[tuple[str, int, list[str]]] = [
         2,
         ["workers='two': expected a valid integer. See `lorabatch run --help`."],
     ),
-    ("simulate --rows many", 2, ["--rows='many': ", "valid integer. See `lorabatch simulate --help`."]),
-    ("simulate --rows 0", 2, ["--rows='0': ", " 1. See `lorabatch simulate --help`."]),
+    ("simulate --rows many", 2, ["--rows='many': ", "valid integer", ". See `lorabatch simulate --help`."]),
+    ("simulate --rows 0", 2, ["--rows='0': ", "1. See `lorabatch simulate --help`."]),
     ("wait {folder}/taken --timeout soon", 2, ["--timeout='soon': ", "See `lorabatch wait --help`."]),
     (
         "plan --gpu-hour-price dear",
