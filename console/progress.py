@@ -32,7 +32,7 @@ _ADAPTERS_SHOWN = 4
 _SILENT_AFTER_S = 10.0
 
 
-class NotebookDisplay:
+class _NotebookDisplay:
     """A live display in a notebook, with the methods of `rich.live.Live` that `ConsoleProgress` calls: one output of a
     cell, replaced in place. Needs no widgets.
     """
@@ -61,7 +61,7 @@ class ConsoleProgress:
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or plain_console(stderr=True)
-        self._live: Live | NotebookDisplay | None = None
+        self._live: Live | _NotebookDisplay | None = None
         self._told_at_s = 0.0
         self._told_phase = ""
         self._shown_notes: set[str] = set()
@@ -75,7 +75,7 @@ class ConsoleProgress:
 
     def __enter__(self) -> Self:
         if self._console.is_jupyter:
-            self._live = NotebookDisplay()
+            self._live = _NotebookDisplay()
         elif self._console.is_terminal:
             self._live = Live(Text("starting"), console=self._console, refresh_per_second=4, transient=False)
         if self._live is not None:

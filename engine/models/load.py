@@ -75,9 +75,9 @@ def stored_weights(folder: Path, model: ModelConfig, partition: Partition | None
             problems.append(f"{name}: not part of a {model.family} model with this config.json")
         elif tuple(tensor.shape) != (shape := expected[name][::-1] if name in transposed else expected[name]):
             problems.append(f"{name}: shape {tuple(tensor.shape)}, config.json implies {shape}")
-        elif isinstance(tensor, Tensor | StoredSlice) and tensor.dtype not in _DTYPES:
+        elif isinstance(tensor, Tensor | _StoredSlice) and tensor.dtype not in _DTYPES:
             problems.append(f"{name}: stored as {tensor.dtype}, expected one of {', '.join(map(str, _DTYPES))}")
-        elif isinstance(tensor, StoredSlice):
+        elif isinstance(tensor, _StoredSlice):
             part = tensor.part()
             if part is None:
                 passed_over.add(name)
@@ -121,7 +121,7 @@ def _named(name: str, problems: list[str]) -> bool:
     return any(problem.startswith(f"{name}:") for problem in problems)
 
 
-class StoredSlice:
+class _StoredSlice:
     """A tensor of an open file, of which a member's part can be read."""
 
     def __init__(self, name: str, stored: Any, partition: Partition) -> None:
@@ -149,7 +149,7 @@ class StoredSlice:
 
 def _stored_tensors(
     folder: Path, model: ModelConfig, partition: Partition | None
-) -> Iterator[tuple[str, Weight | StoredSlice]]:
+) -> Iterator[tuple[str, Weight | _StoredSlice]]:
     """Tensors by the engine's names. The one tensor of a tied model may be stored as the embedding or as the head.
     Tensors that text does not reach are left out.
     """
@@ -169,7 +169,7 @@ def _stored_tensors(
                             continue  # equal to the embedding: see `has_own_head`
                         name = embedding
                     if partition is not None:
-                        yield name, StoredSlice(name, file.get_slice(stored_name), partition)
+                        yield name, _StoredSlice(name, file.get_slice(stored_name), partition)
                         continue
                     tensor = file.get_tensor(stored_name)
                     yield name, GgufWeight.of_file(tensor, kinds[stored_name]) if stored_name in kinds else tensor

@@ -75,7 +75,7 @@ class GroupBackend(Backend):
 
     def live_weights(self) -> LiveWeights:
         """The object that merges adapters on all members."""
-        return GroupWeights(self.decoder, self.sums, self.members)
+        return _GroupWeights(self.decoder, self.sums, self.members)
 
     @property
     def hung_process(self) -> str | None:
@@ -88,7 +88,7 @@ class GroupBackend(Backend):
         self.members.close()
 
 
-class GroupWeights(PartWeights):
+class _GroupWeights(PartWeights):
     """Merges adapters into the decoders of all members: on every one, or on none."""
 
     def __init__(self, decoder: Decoder, sums: GroupSums, members: GroupMembers) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..text.answers.token_rules import TokenRules
 
 
-class CpuGroupBackend(GroupBackend, CpuBackend):
+class _CpuGroupBackend(GroupBackend, CpuBackend):
     """The leader of a group on CPUs."""
 
     def __init__(
@@ -42,7 +42,7 @@ class CpuGroupBackend(GroupBackend, CpuBackend):
 
     def copies(self) -> AdapterCopies:
         """Copies to and from the pools of all members."""
-        return CopiesToAll(self._pools)
+        return _CopiesToAll(self._pools)
 
     def runner(
         self, live: LiveWeights, memory: Tensor, layout: PageLayout, config: EngineConfig, rules: TokenRules
@@ -57,10 +57,10 @@ def choose_group_backend(
     """The backend of a group's leader on the configured device, with its kernels."""
     if uses_device_sums(config):
         return GpuGroupBackend(model_folder, config, model, start)
-    return CpuGroupBackend(model_folder, config, model, start)
+    return _CpuGroupBackend(model_folder, config, model, start)
 
 
-class CopiesToAll(AdapterCopies):
+class _CopiesToAll(AdapterCopies):
     """Copies adapters, [num_members, numbers of each], to the same pages of all `pools`."""
 
     def __init__(self, pools: Tensor) -> None:

@@ -16,7 +16,7 @@ from .collectives import Collectives
 from .device_sums import DeviceSums
 
 
-class SumsInMemory(GroupSums):
+class _SumsInMemory(GroupSums):
     """Adds up and joins tensors in memory that the members share, for parts on a CPU."""
 
     def __init__(self, collectives: Collectives, partition: Partition) -> None:
@@ -37,7 +37,7 @@ def sums_of(config: EngineConfig, collectives: Collectives, partition: Partition
     """The object that adds up a member's part with the others."""
     if uses_device_sums(config):
         return DeviceSums(partition, choose_device(config))
-    return SumsInMemory(collectives, partition)
+    return _SumsInMemory(collectives, partition)
 
 
 def uses_device_sums(config: EngineConfig) -> bool:

@@ -30,7 +30,7 @@ NO_PLACES: Mapping[int, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class MirroredRow:
+class _MirroredRow:
     """A row as a member plans it: the part of `Sequence` that planning reads, under the same names. Only the leader
     knows how tokens are chosen.
     """
@@ -141,7 +141,7 @@ def decode_step(step: Step, residents: Mapping[int, ResidentAdapter]) -> tuple[l
         np.frombuffer(step.rows, np.int64).reshape(-1, COLUMNS).tolist()
     ):
         new_tokens = list(islice(token_ids, num_tokens))
-        row = MirroredRow(num_stored, prompt, generated, int(place != _NONE), new_tokens, *_ranges(asked))
+        row = _MirroredRow(num_stored, prompt, generated, int(place != _NONE), new_tokens, *_ranges(asked))
         if place != _NONE:
             places[id(row)] = place
         entries.append(

@@ -98,7 +98,7 @@ class RunsRequests(Protocol):
 Inbox = queue.SimpleQueue[ToEngine | MessageError]
 
 
-class EngineServer:
+class _EngineServer:
     """Feeds one engine from a queue of messages and writes its replies.
 
     `imported`: a module that is likely to be needed, imported before the first message; "" for none.
@@ -285,7 +285,7 @@ def main() -> int:
     inbox: Inbox = queue.SimpleQueue()
     threading.Thread(target=receive_messages, args=(sys.stdin.buffer, inbox), daemon=True).start()
     try:
-        return EngineServer(inbox, outlet, *sys.argv[1:]).run()
+        return _EngineServer(inbox, outlet, *sys.argv[1:]).run()
     except BrokenPipeError:
         return 0
 

@@ -1,6 +1,6 @@
 """Reads a job's log, in order of time: its events in words, and the lines of client, workers and engines.
 
-The log comes from the output alone, so that it does not depend on the cluster. `EventStory` puts `events.jsonl` into
+The log comes from the output alone, so that it does not depend on the cluster. `_EventStory` puts `events.jsonl` into
 words; workers have the names that the coordinator gives them.
 """
 
@@ -65,7 +65,7 @@ class _LogReader:
     #: The job's output.
     store: JobStore
     #: The events read so far, from which their words follow.
-    _story: EventStory = field(init=False)
+    _story: _EventStory = field(init=False)
     #: Bytes of `events.jsonl` read so far.
     _num_event_bytes: int = 0
     #: Log -> characters read so far.
@@ -80,7 +80,7 @@ class _LogReader:
     _has_begun: bool = False
 
     def __post_init__(self) -> None:
-        self._story = EventStory()
+        self._story = _EventStory()
 
     def new_lines(self, status: JobStatus, *, is_last: bool) -> list[_Line]:
         """The new lines, in order of time. `is_last`: lines about the job's status follow at the end."""
@@ -144,7 +144,7 @@ def _standing(status: JobStatus) -> Iterator[_Line]:
         yield _line(state.updated_at_s, "job", f"next: {status.next_step}")
 
 
-class EventStory:
+class _EventStory:
     """Puts events and commands into words. A journal may hold several runs, and a run may have several coordinators.
 
     `plan`: content of `plan.json`; None before it is written.

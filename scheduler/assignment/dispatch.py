@@ -136,7 +136,7 @@ class DispatchRule(Protocol):
         """Raise AssertionError when the state contradicts itself."""
 
 
-class ReplicaNumbers:
+class _ReplicaNumbers:
     """The numbers that replicas have in the plan: given out as they come, and free again when they leave."""
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ class ShardQueue:
         self._home = np.array([home for _, home in waves], np.int64)
         canary = {_placed_wave(shard) for shard in shards if shard.is_canary}
         self._is_canary = np.array([wave in canary for wave in waves], bool)
-        self._replicas = ReplicaNumbers()
+        self._replicas = _ReplicaNumbers()
         # By wave number; each list is in reverse order of the plan, so that the next shard is cheap to remove.
         self._pending: list[list[int]] = [[] for _ in waves]
         self._pending_work = np.zeros(len(waves))
@@ -320,7 +320,7 @@ class DealtShards:
         self._shards = {shard.shard_id: shard for shard in shards}
         self._own: defaultdict[int, deque[int]] = defaultdict(deque)
         self._returned: deque[int] = deque()
-        self._replicas = ReplicaNumbers()
+        self._replicas = _ReplicaNumbers()
         self._num_open: Counter[str] = Counter()
         self._pending: set[int] = set()
         for shard in shards:

@@ -38,7 +38,7 @@ StepsToCome = Callable[[int | None, int, int], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class _Candidate:
     """One way to run the next steps."""
 
     #: How the rows are served.
@@ -89,25 +89,25 @@ class AdaptiveBatcher:
         assert best is not None, f"no candidate for {len(types)} rows"
         return as_step_plan(view, best.batch, best.merged_adapter, mode=best.mode)
 
-    def _candidates(self, view: BatchView, types: NDArray[np.int32]) -> list[Candidate]:
+    def _candidates(self, view: BatchView, types: NDArray[np.int32]) -> list[_Candidate]:
         """Ways to run the next steps. Those that keep the present state come first, so that ties keep it."""
         in_turn = np.arange(min(len(types), view.max_batch_rows))
         taking_part = view.taking_part(in_turn)
-        unmerged = Candidate("unmerged", None, in_turn, taking_part)
+        unmerged = _Candidate("unmerged", None, in_turn, taking_part)
         if len(types) == 0:
             return [unmerged]
         wanted = _most_wanted(types[taking_part])
         if _is_awaited(view, wanted):
             wanted = None
         merged = [a for a in (view.merged_adapter, wanted) if a is not None]
-        found: list[Candidate] = []
+        found: list[_Candidate] = []
         for adapter in dict.fromkeys(merged):
             is_own = types[taking_part] == adapter
             if self.may_mix and is_own.any() and not is_own.all():
-                found.append(Candidate("mixture", adapter, in_turn, taking_part))
+                found.append(_Candidate("mixture", adapter, in_turn, taking_part))
             alone = np.flatnonzero(types == adapter)[: view.max_batch_rows]
             if is_own.mean() >= self.least_own_share and self._patience_left(view, alone) > 0:
-                found.append(Candidate("merged", adapter, alone, view.taking_part(alone)))
+                found.append(_Candidate("merged", adapter, alone, view.taking_part(alone)))
         return [unmerged, *found] if view.merged_adapter is None else [*found, unmerged]
 
     def _patience_left(self, view: BatchView, batch: NDArray[np.int64]) -> float:
@@ -118,7 +118,7 @@ class AdaptiveBatcher:
             return np.inf
         return self.patience - (0 if view.paused_steps is None else int(view.paused_steps[is_outside].max()))
 
-    def _rows_per_s(self, candidate: Candidate, types: NDArray[np.int32], view: BatchView) -> float:
+    def _rows_per_s(self, candidate: _Candidate, types: NDArray[np.int32], view: BatchView) -> float:
         """Rows per second over the steps to come, the switch included."""
         rows = types[candidate.taking_part]
         load = lora_load(

@@ -81,7 +81,7 @@ def place_shards(
         greedy = min(greedy, other, key=lambda found: found.makespan_s)
     if greedy.gap <= good_gap or problem.num_shards * problem.num_replicas > max_variables:
         return greedy
-    model = MakespanModel(problem)
+    model = _MakespanModel(problem)
     outcome = solve(model.problem, max_nodes=max_nodes)
     if outcome not in ("optimal", "feasible"):
         return _described(problem, greedy.replica_of, bound_s, "greedy (solver found nothing)")
@@ -218,7 +218,7 @@ def _arriving_load_s(
     return np.array([sum(float(problem.load_s[a]) for a in problem.adapters_of[s] if a not in there) for s in shards])
 
 
-class MakespanModel:
+class _MakespanModel:
     """The exact model: variables, constraints (one method each), objective, decode."""
 
     def __init__(self, problem: PlacementProblem) -> None:
