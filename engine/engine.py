@@ -21,7 +21,7 @@ from ..scheduler.batchers.batching import Batcher, BatchView, ReplicaFacts, Step
 from ..scheduler.costs.fitting import StepSample
 from ..scheduler.estimates.lengths import LengthEstimator
 from ..scheduler.estimates.pace import StepBudget
-from ..scheduler.messages import AdapterUse
+from .adapter_use import AdapterUse
 from .batching.admission import Room
 from .batching.batch import RunningBatch
 from .batching.policy import choose_batcher

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..scheduler.messages import AdapterUse, StepTotals
+from ..scheduler.messages import StepTotals
+from .adapter_use import AdapterUse
 from .request import ServedMode
 
 

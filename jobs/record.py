@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from ..engine.adapter_use import AdapterUse
 from ..engine.request import FIRST_OPTIONS, SAMPLING_OPTIONS, TASKS
 from ..engine.text.chat.conversation import RENDERING_OPTIONS
-from ..scheduler.messages import AdapterUse
 from ..system.untrusted import parse_json, shortened
 from .errors import DamagedRecordError, naming_damage
 from .options.problems import in_our_words

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from ..engine.adapter_use import AdapterUse
 from ..engine.config import EngineConfig
 from ..engine.telemetry import EngineTelemetry
 from ..jobs.errors import JobFailedError
 from ..jobs.progress import AdapterCount
 from ..jobs.record import JobState
 from ..jobs.storage.model_proof import ModelProof
-from ..scheduler.messages import AdapterUse, FinishedRows, UnfinishedRows
+from ..scheduler.messages import FinishedRows, UnfinishedRows
 from ..scheduler.planning.bound import JobWork
 from .dataset.answers import RowAnswer
 

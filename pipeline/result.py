@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
 
+from ..engine.adapter_use import AdapterUse
 from ..jobs.outcome import AdapterOutcome, KindOfError, outcome_lines
 from ..jobs.progress import RowTotals, counted
-from ..scheduler.messages import AdapterUse
 from ..system.html import facts_table
 from ..system.untrusted import shortened
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ...scheduler.batchers.batching import BatchView, StepPlan, without_vain_merge
 from ...scheduler.estimates.lengths import LengthsByPrompt
-from ...scheduler.messages import AdapterUse
+from ..adapter_use import AdapterUse
 from ..memory.pool import PageRange
 from ..memory.residency import ResidentAdapter
 from ..models.step_batch import StepEntry

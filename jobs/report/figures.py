@@ -24,7 +24,7 @@ from bokeh.models import (
 )
 from bokeh.plotting import figure
 
-from ...scheduler.messages import AdapterUse
+from ...engine.adapter_use import AdapterUse
 from .timeline import IDLE, MODES, Move, RunTimeline, ShardSpan, WorkerTrack
 
 # Kind of bar -> colour, hatch pattern. Kinds that may be side by side differ in pattern.

@@ -17,8 +17,8 @@ from bokeh.resources import Resources
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from ...engine.adapter_use import AdapterUse
 from ...engine.request import FIRST_OPTIONS, SAMPLING_OPTIONS
-from ...scheduler.messages import AdapterUse
 from ..agreement import Agreement
 from ..contents import part_name
 from ..errors import JobRequestError, naming_damage

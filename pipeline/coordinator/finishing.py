@@ -11,13 +11,13 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 
+from ...engine.adapter_use import AdapterUse
 from ...jobs.contents import part_name
 from ...jobs.errors import JobFailedError
 from ...jobs.history import add_to_history
 from ...jobs.updates import put_in_place
 from ...scheduler.costs.cost import CostModel
 from ...scheduler.estimates.lengths import OTHER_TASKS, AnswerKey, AnswerLengths, frequent_tasks
-from ...scheduler.messages import AdapterUse
 from ..dataset.wide_files import WideRange, wide_ranges, write_wide_files
 from ..dataset.writer import empty_part
 from ..planning.plan import JobPlan

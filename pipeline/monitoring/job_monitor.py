@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from heapq import nsmallest
 
+from ...engine.adapter_use import AdapterUse
 from ...jobs.progress import AdapterCount
 from ...jobs.record import JobState, WorkerState
 from ...jobs.status.worker_names import WorkerNames
 from ...scheduler.estimates.time_left import TimeLeft
-from ...scheduler.messages import AdapterUse
 from ...scheduler.planning.bound import JobWork
 from ...scheduler.planning.waves import Shard
 from ..messages import PromptReuse, ShardOutcome, WorkerReport

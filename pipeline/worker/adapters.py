@@ -23,6 +23,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ...engine.adapter_use import AdapterUse
 from ...engine.errors import AdapterRefusedError, curable
 from ...engine.peft.audit import AdapterAudit
 from ...engine.server.frames import RegisterAdapter
@@ -33,7 +34,7 @@ from ...jobs.storage.adapter_copy import adapter_folder
 from ...jobs.storage.adapter_files import fetched_adapter, from_store, is_whole
 from ...jobs.storage.local_copy import is_remote
 from ...jobs.store import AdapterContent, JobStore
-from ...scheduler.messages import AdapterFetch, AdapterUse
+from ...scheduler.messages import AdapterFetch
 from ...system.codec import MessageError
 from ...system.confinement import ConfinedError
 from ..migration.peers import AdapterFiles, FetchAdapter, PeerLostError, Peers

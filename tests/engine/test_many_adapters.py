@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lorabatch.engine.adapter_use import AdapterUse
 from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.memory.pool import page_layout
@@ -15,7 +16,6 @@ from lorabatch.engine.model_config.model import ModelConfig
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.peft.random import write_random_adapter
 from lorabatch.engine.request import Request, Result, SamplingParams
-from lorabatch.scheduler.messages import AdapterUse
 
 NUM_ADAPTERS = 60
 SAMPLING = SamplingParams(max_tokens=4, ignore_eos=True, logprobs=True)

@@ -145,6 +145,7 @@ def test_every_option_is_judged_to_be_part_of_the_job_or_not() -> None:
         "device",
         "step_tokens",
         "pool_bytes",
+        "host_tier_bytes",
         "cost_model",
         "cluster_options",
     }

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from bokeh.models import GlyphRenderer, Model, Range1d
 
+from lorabatch.engine.adapter_use import AdapterUse
 from lorabatch.jobs.report.figures import adapter_figure, run_figures, worker_names
 from lorabatch.jobs.report.timeline import Activity, Move, RunTimeline, ShardSpan, WorkerTrack, read_timelines
 from lorabatch.jobs.status.worker_names import WorkerNames
-from lorabatch.scheduler.messages import AdapterUse
 
 from .journals import busy_run, lines
 

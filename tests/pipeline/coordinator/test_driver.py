@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from lorabatch.engine.adapter_use import AdapterUse
 from lorabatch.engine.telemetry import EngineTelemetry
 from lorabatch.jobs.errors import StorageError
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.coordinator.driver import EventLog, event_of, latest_reports
 from lorabatch.pipeline.messages import WorkerReport
-from lorabatch.scheduler.messages import AdapterUse, Event, FinishedRows, FinishJob, StepTotals, Tick, UnfinishedRows
+from lorabatch.scheduler.messages import Event, FinishedRows, FinishJob, StepTotals, Tick, UnfinishedRows
 
 
 def report(worker: str, running_rows: int = 0) -> WorkerReport:

@@ -9,13 +9,14 @@ from dataclasses import replace
 
 import pytest
 
+from lorabatch.engine.adapter_use import AdapterUse
 from lorabatch.engine.telemetry import EngineTelemetry
 from lorabatch.jobs.progress import AdapterCount
 from lorabatch.jobs.record import JobState
 from lorabatch.pipeline.messages import PromptReuse, ShardOutcome, WorkerReport
 from lorabatch.pipeline.monitoring.job_monitor import BatchFill, JobMonitor
 from lorabatch.scheduler.estimates.time_left import TimeLeft
-from lorabatch.scheduler.messages import AdapterUse, FinishedRows
+from lorabatch.scheduler.messages import FinishedRows
 from lorabatch.scheduler.planning.waves import Shard
 from lorabatch.tests.scheduler.unfinished import unfinished
 

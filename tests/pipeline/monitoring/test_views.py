@@ -13,12 +13,12 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 import lorabatch
+from lorabatch.engine.adapter_use import AdapterUse
 from lorabatch.engine.telemetry import EngineTelemetry
 from lorabatch.jobs.progress import AdapterCount
 from lorabatch.jobs.record import JobState, WorkerState
 from lorabatch.pipeline.messages import PublishedState, WorkerReport
 from lorabatch.pipeline.monitoring.views import ADAPTER_USE_METRICS, History, JobsView
-from lorabatch.scheduler.messages import AdapterUse
 from lorabatch.tests.scheduler.unfinished import unfinished
 
 REPORT = WorkerReport(

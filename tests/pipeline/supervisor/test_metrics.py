@@ -8,12 +8,13 @@ from dataclasses import replace
 import msgpack
 import pytest
 
+from lorabatch.engine.adapter_use import AdapterUse
 from lorabatch.engine.request import ExportedRow, Request, SamplingParams
 from lorabatch.engine.telemetry import EngineTelemetry
 from lorabatch.pipeline.messages import WorkerReport
 from lorabatch.pipeline.supervisor.metrics import EngineMeter
 from lorabatch.pipeline.supervisor.open_shard import OpenShard
-from lorabatch.scheduler.messages import AdapterUse, FinishedRows
+from lorabatch.scheduler.messages import FinishedRows
 from lorabatch.system.codec import from_plain, to_plain
 
 SNAPSHOT = EngineTelemetry(
