@@ -44,7 +44,7 @@ class Watcher:
     def update(self, state: JobState) -> None:
         """Keep the time left. A job begins when its rows begin, and ends with its last part."""
         now_s = time.monotonic()
-        if state.phase != "running":
+        if state.phase not in ("running", "canary"):
             self._ended_s = self._ended_s if state.phase == "done" else now_s
             return
         self._began_s = self._began_s or now_s
