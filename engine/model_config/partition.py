@@ -2,8 +2,9 @@
 
 Layers that widen (queries, keys, values; gate, up) are split by outputs, layers that narrow again (o, down) by inputs,
 so that a member needs no other's numbers between the two, and the sum of what the members get is the layer's output.
-Adapters follow (S-LoRA, section 5): of a layer split by outputs every member has the whole A and its rows of B, of one
-split by inputs its columns of A and the whole B. What the members add up then has the LoRA in it already.
+Adapters follow: of a layer split by outputs every member has the whole A and its rows of B, of one split by inputs its
+columns of A and the whole B. What the members add up then has the LoRA in it already. (S-LoRA, section 5, shards what
+is whole here, too.)
 
 Embedding and head are split by tokens. Heads and features that a number of members does not divide are filled up with
 zeros, which add nothing: every member has layers of the same shapes. Where there are fewer key/value heads than
