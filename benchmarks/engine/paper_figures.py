@@ -70,6 +70,7 @@ class Rig:
         rows = batch_rows or scale.batch_rows
         config = EngineConfig(mode=mode, batcher=batcher, max_batch_rows=rows, **(options | more))
         self.engine, self._clock = Engine(scale.model, config, clock=scale.clock), scale.clock
+        self._turns = scale.turns
         self._count = 0
 
     def adapter(self, rank: int, number: int = 0) -> str:
@@ -101,6 +102,20 @@ class Rig:
                 assert result.error is None, result.error
                 done[result.request_id] = now_s - start_s
         return self._clock() - start_s, done, decoding
+
+    def seconds_of(
+        self, kinds: Mapping[str, Sequence[str | None]], prompt_tokens: int, output_tokens: int
+    ) -> dict[str, float]:
+        """Median seconds of batches, which take turns after a first one: of a step in which all rows decode, or of the
+        whole batch where rows have one token.
+        """
+        seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for turn in range(1 + self._turns):
+            for kind, adapters in kinds.items():
+                whole_s, _, decoding = self.serve(self.requests(adapters, prompt_tokens, output_tokens))
+                if turn:
+                    seconds[kind].append(whole_s if output_tokens == 1 else median(decoding))
+        return {kind: median(each) for kind, each in seconds.items()}
 
     def close(self) -> None:
         """End the engine's processes, if it has any."""
@@ -140,15 +155,10 @@ def dlora_5(scale: Scale) -> list[dict[str, Any]]:
             "an adapter a row": [*many],
         }
         for phase, prompt, output in (("decode", 16, 24), ("prefill", 128, 1)):
-            seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
-            for turn in range(1 + scale.turns):
-                for kind, adapters in kinds.items():
-                    whole_s, _, decoding = rig.serve(rig.requests(adapters, prompt, output))
-                    if turn:
-                        seconds[kind].append(median(decoding) if phase == "decode" else whole_s)
-            base_s = median(seconds["base"])
+            seconds = rig.seconds_of(kinds, prompt, output)
+            base_s = seconds["base"]
             found += [
-                {"phase": phase, "rows": kind, "of the base": f"{median(seconds[kind]) / base_s - 1:+.1%}"}
+                {"phase": phase, "rows": kind, "of the base": f"{seconds[kind] / base_s - 1:+.1%}"}
                 for kind in ("one adapter", "an adapter a row")
             ]
     return found
@@ -260,13 +270,8 @@ def loraserve_1(scale: Scale) -> list[dict[str, Any]]:
             "half each": [(small, large)[place % 2][place // 2 % 4] for place in range(rows)],
         }
         for phase, prompt, output in (("decode", 16, 24), ("prefill", 128, 1)):
-            seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
-            for turn in range(1 + scale.turns):
-                for kind, adapters in kinds.items():
-                    whole_s, _, decoding = rig.serve(rig.requests(adapters, prompt, output))
-                    if turn:
-                        seconds[kind].append(median(decoding) if phase == "decode" else whole_s)
-            small_s, large_s, mixed_s = (median(seconds[kind]) for kind in kinds)
+            seconds = rig.seconds_of(kinds, prompt, output)
+            small_s, large_s, mixed_s = (seconds[kind] for kind in kinds)
             mean_s = (small_s + large_s) / 2
             found.append(
                 {

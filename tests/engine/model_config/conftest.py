@@ -126,6 +126,30 @@ class Comparison:
         engine.check_integrity()
         return results
 
+    def equal_in_one_batch(self, engine: Engine, model: Any) -> None:
+        """Tokens of rows of several lengths that share a batch equal those of each row alone."""
+        prompts = {f"row-{n}": self.prompt(n, engine) for n in (3, 14, 30, 44, 60)}
+        results = self.serve(engine, prompts)
+        for key, prompt in prompts.items():
+            assert results[key].token_ids == self.generate(model, prompt).tokens, key
+
+    def equal_with_and_without(self, folder: Path, adapter: Path, model: Any, adapted: Any) -> None:
+        """The base within every window and beyond, then with the adapter, unmerged and merged. `model`, `adapted`:
+        oracles of both.
+        """
+        engine = self.engine(folder)
+        for num_tokens in (5, 70):
+            prompt = self.prompt(num_tokens, engine)
+            self.equal_everywhere(engine, prompt, self.generate(model, prompt))
+        prompt = self.prompt(40, engine)
+        expected = self.generate(adapted, prompt)
+        assert (expected.logits - self.generate(model, prompt).logits).abs().max() > 0.1
+        modes: tuple[Mode, ...] = ("unmerged", "merged")
+        for mode in modes:
+            engine = self.engine(folder, mode)
+            self.equal_everywhere(engine, prompt, expected, self.register(engine, adapter))
+            assert engine.telemetry().mode == mode
+
     def record(
         self, engine: Engine, prompt: tuple[int, ...], adapter_id: str | None = None
     ) -> tuple[Result, torch.Tensor]:

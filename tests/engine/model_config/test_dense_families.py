@@ -109,20 +109,9 @@ def test_logits_and_adapters_equal_transformers_and_peft(
     """Chunked prefill and decoding, within every window and beyond; a pair on each layer, unmerged and merged."""
     family, settings = CASES[case]
     folder = make_model(tmp_path / "base", family, **settings)
-    engine, model = compare.engine(folder), compare.model(folder)
-    for num_tokens in (5, 70):
-        prompt = compare.prompt(num_tokens, engine)
-        compare.equal_everywhere(engine, prompt, compare.generate(model, prompt))
     transposed = {"fan_in_fan_out": True} if family == "gpt2" else {}
     adapter = make_adapter(tmp_path / "adapter", folder, r=4, **transposed)
-    prompt = compare.prompt(40, engine)
-    of_base = compare.generate(model, prompt)
-    expected = compare.generate(compare.model(folder, adapter), prompt)
-    assert (expected.logits - of_base.logits).abs().max() > 0.1
-    for mode in ("unmerged", "merged"):
-        engine = compare.engine(folder, mode)
-        compare.equal_everywhere(engine, prompt, expected, compare.register(engine, adapter))
-        assert engine.telemetry().mode == mode
+    compare.equal_with_and_without(folder, adapter, compare.model(folder), compare.model(folder, adapter))
 
 
 @pytest.mark.long
@@ -132,11 +121,7 @@ def test_rows_of_other_lengths_in_the_same_batch_change_nothing(
 ) -> None:
     family, settings = CASES[case]
     folder = make_model(tmp_path, family, **settings)
-    engine, model = compare.engine(folder), compare.model(folder)
-    prompts = {f"row-{n}": compare.prompt(n, engine) for n in (3, 14, 30, 44, 60)}
-    results = compare.serve(engine, prompts)
-    for key, prompt in prompts.items():
-        assert results[key].token_ids == compare.generate(model, prompt).tokens, key
+    compare.equal_in_one_batch(compare.engine(folder), compare.model(folder))
 
 
 # What a model is made to forget, and the cases in which that must show.

@@ -170,20 +170,9 @@ def test_logits_and_adapters_of_text_equal_the_whole_model(
 ) -> None:
     """Positions on three axes are those on one axis, for text."""
     base = wrapper(case)
-    engine, model = compare.engine(base), oracle(base)
-    assert engine.model.wrapper == CASES[case][0]
-    for num_tokens in (5, 70):
-        prompt = compare.prompt(num_tokens, engine)
-        compare.equal_everywhere(engine, prompt, compare.generate(model, prompt))
+    assert read_model_config(base).wrapper == CASES[case][0]
     adapter = train(tmp_path / "adapter", oracle(base))
-    prompt = compare.prompt(40, engine)
-    of_base = compare.generate(model, prompt)
-    expected = compare.generate(oracle(base, adapter), prompt)
-    assert (expected.logits - of_base.logits).abs().max() > 0.1
-    for mode in ("unmerged", "merged"):
-        engine = compare.engine(base, mode)
-        compare.equal_everywhere(engine, prompt, expected, compare.register(engine, adapter))
-        assert engine.telemetry().mode == mode
+    compare.equal_with_and_without(base, adapter, oracle(base), oracle(base, adapter))
 
 
 @pytest.mark.long
@@ -192,11 +181,7 @@ def test_rows_of_other_lengths_in_the_same_batch_change_nothing(
     case: str, wrapper: Callable[[str], Path], compare: Any
 ) -> None:
     base = wrapper(case)
-    engine, model = compare.engine(base), oracle(base)
-    prompts = {f"row-{n}": compare.prompt(n, engine) for n in (3, 14, 30, 44, 60)}
-    results = compare.serve(engine, prompts)
-    for key, prompt in prompts.items():
-        assert results[key].token_ids == compare.generate(model, prompt).tokens, key
+    compare.equal_in_one_batch(compare.engine(base), oracle(base))
 
 
 # Names of the text model's tensors in checkpoints: of transformers 4, 4.52 and later, 5, and of a model without a head.
