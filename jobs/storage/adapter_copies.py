@@ -77,7 +77,7 @@ class AdapterCopies:
         return missing
 
     def release(self, folders: Iterable[Path]) -> None:
-        """Let copies go that were held."""
+        """Let copies go that were held, and remove copies until all are within the limit."""
         with self._lock:
             for folder in folders:
                 if folder.parent != self.root:
@@ -87,6 +87,7 @@ class AdapterCopies:
                     os.utime(folder)
             self._held = +self._held
             self._write_held()
+        self._make_room(self.limit_bytes)
 
     def with_room(self, num_bytes: int, copy: Callable[[], T]) -> T:
         """Make room for a copy of `num_bytes`, and call `copy`; once more with the room of all copies that no process
@@ -101,10 +102,12 @@ class AdapterCopies:
         return copy()
 
     def close(self) -> None:
-        """Let all copies go."""
+        """Let all copies go, and remove copies until all are within the limit."""
         with suppress(OSError):
             os.unlink(self._path)
             os.close(self._descriptor)
+            self._held.clear()
+            self._make_room(self.limit_bytes)
 
     def _make_room(self, limit_bytes: int) -> int:
         """Remove copies that no process holds, until the others have at most `limit_bytes`. Returns how many."""

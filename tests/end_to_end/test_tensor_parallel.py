@@ -83,7 +83,7 @@ def test_the_command_answers_with_groups_as_with_engines_of_one_process(
 def test_a_member_that_is_lost_in_mid_job_costs_no_row(
     tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path, number: signal.Signals
 ) -> None:
-    rows = write_rows(tmp_path, 96)
+    rows = write_rows(tmp_path, 480)
     before: list[int] = []
 
     def strike() -> None:
