@@ -106,7 +106,7 @@ class Engine:
         #: Decides which tokens each row may generate next, and with which logits.
         self.rules = TokenRules(tokenizers)
         self._completion = Completion(tokenizers, self.rules)
-        self._choices = ChoiceScores(tokenizers)
+        self._choices = ChoiceScores(tokenizers, has_states=self.model.has_recurrent_layers)
         self._heads = Heads(self._registry, lambda: backend.decoder.tensors.get(f"{SCORE}.weight"))
         self._runner = backend.runner(self._live, pools[0], layout, config, self.rules)
         self._in_flight = StepsInFlight()

@@ -189,14 +189,17 @@ class Sequence:
         again.mode, again.num_paused = self.mode, self.num_paused
         return again
 
-    def go_to(self, token_ids: Items[int]) -> None:
-        """Continue behind other tokens than those generated, with what is stored of those that are the same."""
+    def go_to(self, token_ids: Items[int], *, from_start: bool = False) -> None:
+        """Continue behind other tokens than those generated, with what is stored of those that are the same.
+        `from_start`: of none, since what is stored is a state behind all of them.
+        """
         same = next(
             (i for i, (new, old) in enumerate(zip(token_ids, self.token_ids, strict=False)) if new != old),
             min(len(token_ids), len(self.token_ids)),
         )
         self.token_ids, self.is_scoring = list(token_ids), True
-        self.num_stored = min(self.num_stored, self.prompt_tokens + same, self.total_tokens - 1)
+        is_same = 0 if from_start else self.prompt_tokens + same
+        self.num_stored = min(self.num_stored, is_same, self.total_tokens - 1)
 
     def exported(self) -> ExportedRow:
         """The request and its tokens, from which another engine can go on. A given completion goes on behind the places

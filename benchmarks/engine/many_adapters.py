@@ -99,7 +99,7 @@ def main(result_path: Path | None = None) -> dict[str, Any]:
         prompts = [tuple(rng.randrange(100, 40000) for _ in range(PROMPT_TOKENS)) for _ in range(ROWS_EACH)]
         sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True)
         requests = [Request(f"{turn}-{a}", p, a, sampling) for turn, p in enumerate(prompts) for a in adapters]
-        layout = page_layout(model, 16)
+        layout = page_layout(model, 16, 4)
         numbers = sum(sum(shape) * RANK for name, shape in model.linear_shapes().items() if name != "lm_head")
         adapter_pages = layout.pages_for_elements(numbers)
         row_pages = 4 * BATCH_ROWS

@@ -32,7 +32,8 @@ def sharded_share(model: ModelConfig, num_members: int) -> float:
     """Numbers of an adapter that a member has where all are sharded, over those that it has today."""
     hidden, inner, members = model.hidden_size, model.intermediate_size, num_members
     whole = 3 * hidden + hidden + 2 * hidden + hidden  # A of q, k, v, B of o, A of gate and up, B of down
-    split = model.q_size + 2 * model.kv_size + model.q_size + 3 * inner
+    heads = model.attention
+    split = heads.q_size + 2 * heads.kv_size + heads.q_size + 3 * inner
     return (whole + split) / members / (whole + split / members)
 
 

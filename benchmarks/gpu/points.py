@@ -14,7 +14,7 @@ from lorabatch.benchmarks.gpu.measure import ranks_for
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.memory.limits import engine_limits
 from lorabatch.engine.memory.pool import page_layout
-from lorabatch.engine.model_config.model import PACKED_SITES, ModelConfig
+from lorabatch.engine.model_config.model import ModelConfig
 from lorabatch.scheduler.batchers.batching import ReplicaMode
 
 RANK = 16  # of the adapters of `Decoding`
@@ -147,9 +147,8 @@ class PagesNeeded:
 
     def __init__(self, matrix: EngineMatrix, model: ModelConfig, page_tokens: int) -> None:
         self._matrix = matrix
-        self._layout = page_layout(model, page_tokens)
-        shapes = (shape for site in PACKED_SITES for shape in model.members_of_site(site).values())
-        self._elements_per_rank = model.num_layers * sum(map(sum, shapes))
+        self._layout = page_layout(model, page_tokens, 2)
+        self._elements_per_rank = model.num_layers * sum(map(sum, model.layer_shapes(0).values()))
 
     def of_point(self, point: Point) -> int:
         """Pages of the point's rows with all of their answers, and of its adapters."""

@@ -70,7 +70,7 @@ def measure_reading(
     if deadline.has_passed:
         return {}
     model = read_model_config(folder)
-    registry = AdapterRegistry(model, _POOL, device, page_layout(model, _PAGE_TOKENS).page_elements)
+    registry = AdapterRegistry(model, _POOL, device, page_layout(model, _PAGE_TOKENS, 2).page_elements)
     paths = [
         write_random_adapter(folder.parent / f"read{i}", model, reading.rank, seed=i, dtype=reading.stored)
         for i in range(reading.num_adapters)
@@ -104,7 +104,7 @@ def _keep_shortest(found: dict[str, float], measured: dict[str, float]) -> None:
 def _parts(audit: AdapterAudit, model: ModelConfig, device: torch.device) -> dict[str, float]:
     """Milliseconds of what a loader thread does with one adapter, and of the step thread's part."""
     took: dict[str, float] = {}
-    pool = _POOL, page_layout(model, _PAGE_TOKENS).page_elements
+    pool = _POOL, page_layout(model, _PAGE_TOKENS, 2).page_elements
 
     @contextmanager
     def timed(name: str) -> Iterator[None]:

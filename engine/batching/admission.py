@@ -256,7 +256,7 @@ class Admission:
                 pages[code] = self._room.adapter_pages(adapter_id)
             if not self._room.is_available(adapter_id):
                 awaited.append(code)
-        row_pages = -(-self.tokens_to_hold(expected) // self._layout.page_tokens)
+        row_pages = -(-self.tokens_to_hold(expected) // self._layout.page_tokens) + self._layout.row_pages
         most = self._most_given_up
         gaps = [self._room.num_available(_any_adapter, most)] if self._rows_grow else self._room.gaps(most)
         return FreeMemory(tuple(gaps), row_pages, pages, self._run_pages, frozenset(awaited))
@@ -305,13 +305,13 @@ class Admission:
         loader.prefetch(unread[: max(MAX_AWAITED - num_begun, 0)])
 
     def _rounded_pages(self, sequence: Sequence) -> int:
-        exact = self._layout.pages_for_tokens(sequence.held_tokens)
+        exact = self._layout.pages_for_row(sequence.held_tokens)
         return -(-exact // self._run_pages) * self._run_pages
 
     def _admit_row(self, sequence: Sequence, plan: StepPlan, next_use: NextUse, *, is_mixture: bool) -> bool:
         """Give a waiting row its pages and its adapter; False when memory does not allow it now."""
         adapter_id = self._adapter_to_hold(sequence, plan)
-        exact = self._layout.pages_for_tokens(sequence.held_tokens)
+        exact = self._layout.pages_for_row(sequence.held_tokens)
         if not self._take_memory(sequence, (self._rounded_pages(sequence), exact), adapter_id, next_use):
             if self._running or is_mixture:
                 return False
@@ -320,7 +320,7 @@ class Admission:
             has_memory = self._take_memory(sequence, (exact,), adapter_id, next_use)
             assert has_memory, f"row {sequence.request.request_id} does not fit into an empty pool"
         owner = row_owner(sequence)
-        sequence.held_tokens = self._pool.num_pages_of(owner) * self._layout.page_tokens
+        sequence.held_tokens = self._layout.tokens_in(self._pool.num_pages_of(owner))
         if self._clean is not None:
             self._clean(self._pool.range_of(owner))
         if adapter_id is not None:

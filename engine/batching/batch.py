@@ -231,7 +231,7 @@ class RunningBatch:
 
     def pages_of_row(self, sequence: Sequence) -> int:
         """Pages of the whole pool that one row occupies by itself, its adapter included unless it is always merged."""
-        pages = self._layout.pages_for_tokens(sequence.capacity_tokens)
+        pages = self._layout.pages_for_row(sequence.capacity_tokens)
         adapter_id = sequence.request.adapter_id
         if adapter_id is None or self._merges_all or self._registry.must_merge_id(adapter_id):
             return pages
@@ -361,7 +361,7 @@ class RunningBatch:
             self.prefixes.check_integrity(unfinished)
         for sequence in self._running.values():
             pages = self.pool.num_pages_of(row_owner(sequence)) + len(self._shared_pages(sequence))
-            held = pages * self._layout.page_tokens
+            held = self._layout.tokens_in(pages)
             noted = sequence.held_tokens
             assert held == noted, f"row {sequence.request.request_id} holds {held} token places, {noted} are noted"
             needed = sequence.num_stored if self._rows_grow else sequence.capacity_tokens

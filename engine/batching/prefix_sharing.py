@@ -178,17 +178,17 @@ class CopiedPrefixes(PrefixSharing):
         super().__init__(pool, layout, model)
         self._pools = pools
         self._page_elements = layout.page_elements
-        self._model = model
+        self._layout = layout
 
     def _have(self, reader: _PrefixReader, number: int, page: PageRange, owner: Hashable) -> bool:
-        self._slot(self._pool.range_of(owner), number).copy_(self._slot(page, 0))
+        self._copy(page, 0, self._pool.range_of(owner), number)
         return True
 
     def _keep(self, reader: _PrefixReader, number: int, owner: Hashable) -> bool:
         return self.cache.keep(reader.path, number) is not None
 
     def _fill(self, page: PageRange, run: PageRange, number: int) -> None:
-        self._slot(page, 0).copy_(self._slot(run, number))
+        self._copy(run, number, page, 0)
 
     def _retain(self, path: tuple[bytes, ...], num_named: int, owner: Hashable, free: Callable[[], None]) -> None:
         run, first = self._pool.range_of(owner), 0
@@ -202,21 +202,31 @@ class CopiedPrefixes(PrefixSharing):
         # The rest go to places that the row gives back.
         page_bytes = self._page_elements * self._pools.itemsize * len(self._pools)
         end = min(len(path), first + _MOST_LIFTED_BYTES // page_bytes)
-        lifted = [self._slot(run, number).clone() for number in range(first, end)]
+        lifted = [[part.clone() for part in self._slots(run, number)] for number in range(first, end)]
         free()
         for number, content in enumerate(lifted, first):
             page = self.cache.keep_finished(path, number)
             if page is None:
                 break
-            self._slot(page, 0).copy_(content)
+            for part, kept in zip(self._slots(page, 0), content, strict=True):
+                part.copy_(kept)
 
-    def _slot(self, run: PageRange, number: int) -> Tensor:
-        """Keys and values of a run's page `number` in all pools, [num_members, num_layers * 2 * num_kv_heads,
-        page_tokens, head_dim]."""
-        model, size, page_tokens = self._model, self._page_elements, self._page_tokens
-        shape = (-1, model.num_layers * 2 * model.num_kv_heads, run.num_pages * page_tokens, model.head_dim)
-        whole = self._pools[:, run.start * size : run.end * size].view(shape)
-        return whole[:, :, number * page_tokens : (number + 1) * page_tokens]
+    def _copy(self, source: PageRange, number: int, target: PageRange, place: int) -> None:
+        """Copy page `number` of one run to page `place` of another."""
+        for part, content in zip(self._slots(target, place), self._slots(source, number), strict=True):
+            part.copy_(content)
+
+    def _slots(self, run: PageRange, number: int) -> list[Tensor]:
+        """Keys and values of a run's page `number` in all pools, by groups of layers, each [num_members, num_layers * 2
+        * num_kv_heads, page_tokens, head_dim]."""
+        capacity, tokens = run.num_pages * self._page_tokens, slice(number * self._page_tokens, None)
+        first, slots = run.start * self._page_elements, []
+        for (shape, num_layers), start in zip(self._layout.groups, self._layout.group_starts, strict=False):
+            begin = first + capacity * start
+            heads = num_layers * 2 * shape.num_kv_heads
+            whole = self._pools[:, begin : begin + heads * capacity * shape.head_dim]
+            slots.append(whole.view(-1, heads, capacity, shape.head_dim)[:, :, tokens][:, :, : self._page_tokens])
+        return slots
 
 
 class NamedPrefixes(PrefixSharing):
@@ -256,7 +266,6 @@ class NamedPrefixes(PrefixSharing):
 def page_flops(model: ModelConfig, page_tokens: int, number: int) -> float:
     """Floating point operations of computing page `number` of a prompt: linear layers, and attention to all tokens
     before."""
-    members = (shape for site in model.names.sites for shape in model.members_of_site(site).values())
-    linear = model.num_layers * sum(out_features * in_features for out_features, in_features in members)
+    queries = sum(layer.attention.q_size for layer in model.layers if layer.attention is not None)
     mean_context = (number + 0.5) * page_tokens
-    return 2.0 * page_tokens * (linear + 2 * model.num_layers * model.q_size * mean_context)
+    return 2.0 * page_tokens * (model.layer_elements + 2 * queries * mean_context)

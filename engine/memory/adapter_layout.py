@@ -21,7 +21,7 @@ from ...kernels.layouts.lora_table import CHUNK_RANK
 from ...kernels.native import native_number
 from ...kernels.segment_lora import AdapterSites, LoraMember, LoraSiteWeights
 from ..errors import AdapterRefusedError
-from ..model_config.model import PACKED_SITES, ModelConfig, packed_members
+from ..model_config.model import ModelConfig, PackedSite, packed_members
 
 # Layouts that are remembered: the adapters of a job have few shapes.
 _MAX_LAYOUTS = 32
@@ -73,6 +73,8 @@ class AdapterLayout:
 
     #: Places of the matrices of each layer, by packed site.
     layers: tuple[dict[str, _SiteLayout], ...] = ()
+    #: Packed sites of a layer, in order.
+    site_names: tuple[PackedSite, ...] = ()
     #: Whether matrices are stored as compiled CPU kernels read them, and not as rows of A and of B's transpose.
     in_panels: bool = False
     #: Numbers of all matrices.
@@ -97,11 +99,11 @@ class AdapterLayout:
         return tuple({name: views.site(site) for name, site in layer.items()} for layer in self.layers)
 
     def all_sites(self, memory: Tensor, pages: NDArray[np.int64]) -> AdapterSites:
-        """`sites` in one row, layer after layer, in the order of `PACKED_SITES`; compiled kernels read `memory` by
+        """`sites` in one row, layer after layer, in the order of `site_names`; compiled kernels read `memory` by
         address."""
 
         def in_order() -> list[LoraSiteWeights | None]:
-            return [of_layer.get(site) for of_layer in self.sites(memory, pages) for site in PACKED_SITES]
+            return [of_layer.get(site) for of_layer in self.sites(memory, pages) for site in self.site_names]
 
         if not self.in_panels:
             return AdapterSites(in_order)
@@ -159,7 +161,7 @@ def _unplaced(layout: AdapterLayout, dtype: torch.dtype) -> tuple[AdapterSites, 
     # a page of nothing between pages: runs end with theirs
     unread = torch.empty(2 * layout.num_pages * layout.page_elements, dtype=dtype)
     pages = 2 * np.arange(layout.num_pages)
-    adapter = AdapterSites.of([of.get(site) for of in layout.sites(unread, pages) for site in PACKED_SITES])
+    adapter = AdapterSites.of([of.get(site) for of in layout.sites(unread, pages) for site in layout.site_names])
 
     def within(addresses: NDArray[np.int64]) -> _Places:
         page, place = np.divmod((addresses - unread.data_ptr()) // unread.element_size(), layout.page_elements)
@@ -255,7 +257,7 @@ def _lay_out(shapes: frozenset[PairShape], model: ModelConfig, page_elements: in
     layers: list[dict[str, _SiteLayout]] = []
     for layer in range(model.num_layers):
         of_layer: dict[str, _SiteLayout] = {}
-        for name in PACKED_SITES:
+        for name in model.sites:
             members = [m for m in packed_members(model, layer, name) if m.module in pairs]
             if members:
                 of_pairs = [(m.module, m.start, m.end, *pairs[m.module]) for m in members]
@@ -263,7 +265,7 @@ def _lay_out(shapes: frozenset[PairShape], model: ModelConfig, page_elements: in
                 of_layer[name] = site(of_pairs, pages, page_elements)
         layers.append(of_layer)
     size = sum(rank * (inputs + outputs) for _, rank, inputs, outputs, _ in shapes)
-    laid = AdapterLayout(tuple(layers), in_panels, size, page_elements)
+    laid = AdapterLayout(tuple(layers), model.sites, in_panels, size, page_elements)
     found = sum((end - first) * width for width, blocks in _matrices(laid) for first, end, _ in blocks)
     assert size == found, f"laid out {found} of {size} numbers"
     ends = (start + (end - first) * width for width, blocks in _matrices(laid) for first, end, start in blocks)

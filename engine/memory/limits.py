@@ -19,9 +19,11 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ...kernels.layouts.pages import PageLayout
 from ..config import DeviceKind, EngineConfig, dtype_on, pool_format
-from ..model_config.model import PACKED_SITES, ModelConfig
+from ..model_config.model import ModelConfig
 from ..model_config.partition import Partition
+from .pool import page_layout
 
 _GIB = 1 << 30
 _DEFAULT_CPU_POOL_BYTES = 2 * _GIB
@@ -77,6 +79,8 @@ class EngineLimits:
     page_tokens: int
     #: Pages to a multiple of which rows' runs are rounded up where memory allows.
     run_pages: int
+    #: Pages that a row takes whatever its length, for its recurrent state.
+    row_pages: int = 0
     #: Host memory for adapters that left the pool, all members together; None where the host is not known.
     host_tier_bytes: int | None = None
 
@@ -95,7 +99,7 @@ def engine_limits(
     An engine on a GPU measures what its weights leave; here it is estimated.
     """
     pool = pool_format(kind, config.dtype, config.base_quantization)
-    if kind == "cpu" and model.head_dim % _COMPILED_HEADS:
+    if kind == "cpu" and any(shape.head_dim % _COMPILED_HEADS for shape, _ in _layout(config, model, 4).groups):
         pool = "float32"  # torch attends
     itemsize, part = ITEM_BYTES[pool], Partition(model, config.tensor_parallel, 0).shard
     if kind == "cpu":
@@ -188,7 +192,7 @@ def adapter_growth(model: ModelConfig, num_members: int) -> float:
     """
 
     def elements(part: ModelConfig) -> int:
-        return sum(sum(shape) for site in PACKED_SITES for shape in part.members_of_site(site).values())
+        return sum(sum(shape) for layer in range(part.num_layers) for shape in part.layer_shapes(layer).values())
 
     return num_members * elements(Partition(model, num_members, 0).shard) / elements(model)
 
@@ -221,9 +225,9 @@ def cpu_limits(
     of a member. `itemsize`: bytes of a number in the pool. `share_bytes`: see `host_share`.
     """
     pool_bytes = config.pool_bytes or min(_DEFAULT_CPU_POOL_BYTES, host_bytes // 8)
-    token_bytes = _token_bytes(config, model, itemsize)
+    token_bytes, row_pages = _row_memory(config, model, itemsize)
     rows, tokens = config.batch_rows, config.step_tokens
-    limits = EngineLimits(rows, tokens, pool_bytes, token_bytes, config.page_tokens, run_pages)
+    limits = EngineLimits(rows, tokens, pool_bytes, token_bytes, config.page_tokens, run_pages, row_pages)
     weights = weight_bytes(model, itemsize, 1 if config.base_quantization != "none" else None)
     merged = 2 * live_weight_bytes(model, _FP32_BYTES) if keeps_merged_copy(config) else 0
     own = _CPU_PROCESS_BYTES + weights + merged + step_bytes(rows, tokens, model, _FP32_BYTES)
@@ -248,23 +252,30 @@ def gpu_limits(
     def is_small(step_tokens: int) -> bool:
         return step_bytes(rows or _ROWS_STEP, step_tokens, model, itemsize) <= free_bytes * _STEP_SHARE
 
-    token_bytes = _token_bytes(config, model, itemsize)
+    token_bytes, row_pages = _row_memory(config, model, itemsize)
     rows, tokens = config.max_batch_rows, config.max_step_tokens
     if tokens is None:
         tokens = _MOST_TOKENS
         while tokens > _FEWEST_TOKENS and not is_small(tokens):
             tokens //= 2
     if rows is None:
-        fitting = pool_bytes(_MOST_ROWS, tokens) // (_CONTEXT_TOKENS * token_bytes)
+        fitting = pool_bytes(_MOST_ROWS, tokens) // ((_CONTEXT_TOKENS + row_pages * config.page_tokens) * token_bytes)
         rows = min(max(fitting // _ROWS_STEP, 1) * _ROWS_STEP, _MOST_ROWS)
     pool = pool_bytes(rows, tokens)
-    limits = EngineLimits(rows, tokens, pool, token_bytes, config.page_tokens, RUN_PAGES["cuda"])
+    limits = EngineLimits(rows, tokens, pool, token_bytes, config.page_tokens, RUN_PAGES["cuda"], row_pages)
     return _host_tier(config, limits, _GPU_PROCESS_BYTES, share_bytes)
 
 
-def _token_bytes(config: EngineConfig, model: ModelConfig, itemsize: int) -> int:
-    """Bytes of the keys and values of one token on all members, of which each has a part like `model`."""
-    return 2 * model.num_layers * model.kv_size * itemsize * config.tensor_parallel
+def _layout(config: EngineConfig, model: ModelConfig, itemsize: int) -> PageLayout:
+    return page_layout(model, config.page_tokens, itemsize)
+
+
+def _row_memory(config: EngineConfig, model: ModelConfig, itemsize: int) -> tuple[int, int]:
+    """Bytes of the keys and values of one token on all members, of which each has a part like `model`; and pages that a
+    row takes whatever its length.
+    """
+    layout = _layout(config, model, itemsize)
+    return layout.group_starts[-1] * itemsize * config.tensor_parallel, layout.row_pages
 
 
 def gpu_pool_bytes(free_bytes: int, copy_bytes: int, largest_step_bytes: int) -> int:
@@ -278,20 +289,20 @@ def live_weight_bytes(model: ModelConfig, itemsize: int) -> int:
     """Bytes of the copies of the decoder layers' linear weights that adapters are merged into, kept once an adapter was
     merged.
     """
-    sizes = (out * size for site in PACKED_SITES for out, size in model.members_of_site(site).values())
-    return model.num_layers * sum(sizes) * itemsize
+    return model.layer_elements * itemsize
 
 
 def step_bytes(batch_rows: int, step_tokens: int, model: ModelConfig, itemsize: int) -> int:
     """Bytes of the numbers of the largest step that live at once: a layer's, and the logits of every running row.
 
-    Per token: residual stream, normed input and the product that joins it (3 hidden), and the wider of attention
-    (qkv, queries' answers) and the MLP (its packed product and the activation). Per row: logits, their copies
-    for log-probabilities and behind a graph that ends with them, and one in fp32 for the sum of their exponentials.
+    Per token: residual stream, normed input and the product that joins it (3 hidden), and the wider of the widest mixer
+    (its packed product and its answers) and the MLP (its packed product and the activation). Per row: logits, their
+    copies for log-probabilities and behind a graph that ends with them, and one in fp32 for the sum of their
+    exponentials.
     """
-    attention = 2 * model.q_size + 2 * model.kv_size
+    mixer = max(sum(layer.mixer.parts) + layer.mixed_size for layer in model.layers)
     mlp = (3 if model.has_gate else 2) * model.intermediate_size
-    per_token = (3 * model.hidden_size + max(attention, mlp)) * itemsize
+    per_token = (3 * model.hidden_size + max(mixer, mlp)) * itemsize
     per_row = model.vocab_size * (3 * itemsize + _FP32_BYTES)
     return step_tokens * per_token + batch_rows * per_row
 

@@ -1,6 +1,7 @@
 """Allocates the pages of one pool for keys, values and adapters (unified paging, S-LoRA section 4.2, with exact sizes).
 
-A page holds the keys and values of `page_tokens` tokens in all layers. An owner takes pages wherever they are free:
+A page holds the keys and values of `page_tokens` tokens in all layers, or a part of the recurrent state that a row has
+in layers of the gated delta rule, which is behind its tokens. An owner takes pages wherever they are free:
 adapters always (`adapter_layout`), rows where block tables name pages one by one. On CPUs a row takes one run of pages,
 whose keys and values attention reads as views.
 Nothing is reserved for adapters or for keys and values: one free list serves both.
@@ -10,15 +11,21 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...kernels.layouts.pages import PageLayout
 from ..model_config.model import ModelConfig
 
+# Bytes of a number of a recurrent state, whatever the pool's own format.
+_STATE_BYTES = 4
 
-def page_layout(model: ModelConfig, page_tokens: int) -> PageLayout:
-    """How the pool of a model, or of a member's part of it, is cut into pages."""
-    return PageLayout(model.num_heads, model.num_kv_heads, model.head_dim, model.num_layers, page_tokens)
+
+def page_layout(model: ModelConfig, page_tokens: int, itemsize: int) -> PageLayout:
+    """How the pool of a model, or of a member's part of it, is cut into pages. `itemsize`: bytes of a number in it."""
+    (first, num_layers), *others = model.key_shapes
+    layout = PageLayout(model.num_heads, first.num_kv_heads, first.head_dim, num_layers, page_tokens, tuple(others))
+    state_bytes = _STATE_BYTES * model.state_elements
+    return replace(layout, row_pages=-(-state_bytes // (layout.page_elements * itemsize)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -338,10 +338,12 @@ class PrefixCache:
 def shares_prefixes(config: EngineConfig, model: ModelConfig, *, is_arithmetic_fixed: bool) -> bool:
     """Whether rows of an engine share prompt beginnings.
 
-    Not where keys depend on a row's length; in mode `exact` only where bits do not depend on how a prompt is cut.
+    Not where keys depend on a row's length, or where a row keeps a recurrent state, which pages do not hold; in mode
+    `exact` only where bits do not depend on how a prompt is cut.
     """
     may_share = config.mode != "exact" or is_arithmetic_fixed
-    return config.uses_prefix_cache and may_share and not model.has_length_dependent_rope
+    has_own_keys = model.has_length_dependent_rope or model.has_recurrent_layers
+    return config.uses_prefix_cache and may_share and not has_own_keys
 
 
 def _owner(key: bytes) -> tuple[str, bytes]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import AdapterRefusedError, AdapterUnusableError, curable
 from ..model_config.classifier import problem_type_of
-from ..model_config.model import PACKED_SITES, ModelConfig
+from ..model_config.model import ModelConfig
 from ..model_config.partition import Partition
 from ..peft import AdapterAudit, audit_adapter
 from ..peft.random import dummy_adapter_weights, dummy_audit
@@ -58,9 +58,9 @@ class AdapterRegistry:
         #: Pages that each adapter takes in a pool, of those that may be in one.
         self.num_pages: dict[str, int] = {}
         self._ranks: NDArray[np.float64] = np.zeros(0)
-        members = [shape for site in PACKED_SITES for shape in part.members_of_site(site).values()]
+        of_layers = map(part.layer_shapes, range(part.num_layers))
         #: Numbers of an adapter of rank 1 on all linear layers.
-        self.elements_per_rank = part.num_layers * sum(outputs + inputs for outputs, inputs in members)
+        self.elements_per_rank = sum(sum(shape) for shapes in of_layers for shape in shapes.values())
         self._dummy_ids: set[str] = set()
         self._heads: dict[str, Tensor] = {}
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from .family import ACTIVATIONS, LLAMA_NAMES, PLAIN, Family
-from .model import LayerNorms, ModuleNames
+from .model import LayerNorms, ModuleNames, PackedSite
 from .other_families import OTHER_FAMILIES
 
 QUERY_KEY_NORMS = LayerNorms(query="self_attn.q_norm", key="self_attn.k_norm")
@@ -61,6 +61,11 @@ _QWEN2 = Family(
     qkv_bias=True,
     window_rule="last_layers",
 )
+# Linear layers of the gated delta rule: what it convolves, gates, how much is written, how much is forgotten.
+_DELTA_SITES: Mapping[PackedSite, tuple[str, ...]] = {
+    "qkv": tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")),
+    "o": ("linear_attn.out_proj",),
+}
 _QWEN3 = Family(
     "qwen3",
     {**_QWEN, "head_dim": 128},
@@ -177,6 +182,46 @@ _QWEN3_VL = replace(
         ("rope_parameters.mrope_section", "rope_parameters.mrope_interleaved"),
         "axes of positions, which are equal for text",
     ),
+)
+_QWEN3_5 = replace(
+    _QWEN3,
+    name="qwen3_5_text",
+    models="Qwen 3.5, dense",
+    differs_by="the gated delta rule in three of four layers; a gate of attention's output; norms on queries and keys; "
+    "a quarter of each head is rotated; norm weights stored as the difference from 1",
+    defaults={
+        **PLAIN,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 32_768,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    },
+    names=replace(LLAMA_NAMES, norms=QUERY_KEY_NORMS, delta="linear_attn", delta_sites=_DELTA_SITES),
+    norm_kind="rms_from_zero",
+    window_rule="none",
+    has_delta_layers=True,
+    has_output_gate=True,
+    can_rotate_partially=True,
+    rope_aliases={"mrope": "default"},
+    has_position_axes=True,
+    own_keys={
+        **dict.fromkeys(
+            ("rope_parameters.mrope_section", "rope_parameters.mrope_interleaved"),
+            "axes of positions, which are equal for text",
+        ),
+        **dict.fromkeys(
+            ("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
+            "heads of the gated delta rule",
+        ),
+        "linear_conv_kernel_dim": "tokens of its convolution",
+        "full_attention_interval": "layers without it, where layer_types does not list them",
+    },
 )
 _MINISTRAL3 = replace(
     _MISTRAL,
@@ -363,7 +408,7 @@ FAMILIES: Mapping[str, Family] = {
     family.name: family
     for family in (
         _LLAMA, _MISTRAL, _MINISTRAL, _MINISTRAL3, _QWEN2, _QWEN3, _GEMMA1, _GEMMA2, _GEMMA3, _VAULTGEMMA, _PHI3,
-        _SMOLLM3, _GRANITE, _GRANITE_DENSE, _SEED_OSS, _HELIUM, _ERNIE, *OTHER_FAMILIES,
+        _QWEN3_5, _SMOLLM3, _GRANITE, _GRANITE_DENSE, _SEED_OSS, _HELIUM, _ERNIE, *OTHER_FAMILIES,
     )
 }  # fmt: skip
 #: Families that are the text of a model with images, and no model of their own.

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .model import Activation, HeadNorm, ModuleNames, NormKind, RopeKind
+from .layer import RopeKind
+from .model import Activation, HeadNorm, ModuleNames, NormKind
 
 # Layers that attend to a window of the latest tokens only. none; every_layer; every_layer_unless_listed: every layer,
 # or those in layer_types; last_layers: those after max_window_layers where use_sliding_window allows;
@@ -104,6 +105,11 @@ class Family:
     window_period_key: str | None = None
     #: Whether `layer_types` must name attention in every layer: the family has layers of other kinds, too.
     lists_attention: bool = False
+    #: Whether layers are of the gated delta rule where `layer_types` says `linear_attention`, or, where the file does
+    #: not say it, all but every nth (`full_attention_interval`).
+    has_delta_layers: bool = False
+    #: Whether attention's output is multiplied by the sigmoid of a gate, see `Attention`.
+    has_output_gate: bool = False
     #: Layers that rotate queries and keys.
     rope_rule: RopeRule = "every_layer"
     #: Whether neighbouring features are rotated together.

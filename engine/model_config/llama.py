@@ -6,10 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ...kernels.layouts.delta_sizes import DeltaSizes
 from .family import Family
-from .model import ModelConfig, ModuleNames, PackedSite, RopeConfig
+from .layer import Attention, LayerConfig, RopeConfig
+from .model import ModelConfig, ModuleNames, PackedSite
 from .raw import RawConfig, first_token_id, stop_token_ids
 from .rope import FULL, WINDOWED, context_tokens, read_query_growth, read_ropes
+
+_DELTA = "linear_attention"
 
 
 def read_llama_shaped(family: Family, raw: RawConfig, generation: Mapping[str, Any]) -> ModelConfig:
@@ -33,11 +37,7 @@ def read_llama_shaped(family: Family, raw: RawConfig, generation: Mapping[str, A
         names=names,
         hidden_size=hidden_size,
         embedding_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        intermediate_size=_intermediate_size(raw, family, hidden_size),
+        layers=_layers(raw, family, Attention(num_heads, num_kv_heads, head_dim), layer_types, ropes),
         vocab_size=raw.integer("vocab_size"),
         max_context_tokens=context_tokens(raw.integer("max_position_embeddings"), ropes),
         norm_kind=family.norm_kind,
@@ -47,8 +47,6 @@ def read_llama_shaped(family: Family, raw: RawConfig, generation: Mapping[str, A
         has_gate=family.has_gate,
         is_tied=raw.flag("tie_word_embeddings"),
         biased_sites=_biased_sites(raw, family),
-        layer_ropes=_layer_ropes(raw, family, layer_types, ropes),
-        sliding_windows=read_windows(raw, family, layer_types),
         embedding_scale=hidden_size**0.5 if family.scales_embeddings else factors.get("embedding_scale", 1.0),
         position_offset=0,
         attention_scale=factors.get("attention_scale", default_scale),
@@ -64,6 +62,43 @@ def read_llama_shaped(family: Family, raw: RawConfig, generation: Mapping[str, A
     )
     raw.raise_problems()
     return model
+
+
+def _layers(
+    raw: RawConfig,
+    family: Family,
+    heads: Attention,
+    layer_types: tuple[str, ...],
+    ropes: Mapping[str, RopeConfig],
+) -> tuple[LayerConfig, ...]:
+    """All layers. `heads`: attention with the heads that it has in each."""
+    delta = _delta_sizes(raw) if _DELTA in layer_types else None
+    heads = replace(heads, has_output_gate=family.has_output_gate)
+    inner = _intermediate_size(raw, family, raw.integer("hidden_size"))
+    mixers = (
+        delta if delta is not None and kind == _DELTA else replace(heads, rope=rope, window=window)
+        for kind, rope, window in zip(
+            layer_types,
+            _layer_ropes(raw, family, layer_types, ropes),
+            read_windows(raw, family, layer_types),
+            strict=True,
+        )
+    )
+    return tuple(LayerConfig(mixer, inner) for mixer in mixers)
+
+
+def _delta_sizes(raw: RawConfig) -> DeltaSizes:
+    """Sizes of layers of the gated delta rule."""
+    sizes = DeltaSizes(
+        raw.integer("linear_num_key_heads"),
+        raw.integer("linear_num_value_heads"),
+        raw.integer("linear_key_head_dim"),
+        raw.integer("linear_value_head_dim"),
+        raw.integer("linear_conv_kernel_dim"),
+    )
+    if sizes.value_heads % sizes.key_heads:
+        raw.damage("linear_num_value_heads", f"expected a multiple of linear_num_key_heads={sizes.key_heads}")
+    return sizes
 
 
 def _head_dim(raw: RawConfig, family: Family, hidden_size: int, num_heads: int) -> int:
@@ -105,7 +140,7 @@ def _layer_ropes(
 ) -> tuple[RopeConfig | None, ...]:
     """The rope of each layer."""
     rule = family.rope_rule
-    everywhere = tuple(ropes[kind] for kind in layer_types) if ropes else (None,) * len(layer_types)
+    everywhere = tuple(ropes.get(kind) for kind in layer_types)
     if rule == "listed_layers":
         return tuple(
             rope if is_on else None
@@ -146,8 +181,10 @@ def _biased_sites(raw: RawConfig, family: Family) -> frozenset[PackedSite]:
 
 
 def read_layer_types(raw: RawConfig, family: Family, num_layers: int) -> tuple[str, ...]:
-    """`sliding_attention` or `full_attention` for each layer."""
+    """`sliding_attention`, `full_attention` or, of the gated delta rule, `linear_attention` for each layer."""
     listed = raw.get("layer_types")
+    if family.has_delta_layers:
+        return _hybrid_types(raw, num_layers, listed)
     if family.lists_attention and listed != ["attention"] * num_layers and listed != [FULL] * num_layers:
         raw.refuse("layer_types", f"expected attention in each of {num_layers} layers")
     if family.window_rule == "none":
@@ -180,6 +217,19 @@ def read_layer_types(raw: RawConfig, family: Family, num_layers: int) -> tuple[s
     return tuple(WINDOWED if (layer + 1) % period else FULL for layer in range(num_layers))
 
 
+def _hybrid_types(raw: RawConfig, num_layers: int, listed: object) -> tuple[str, ...]:
+    """Kinds of layers where some are of the gated delta rule: as listed, or all but every nth."""
+    if listed is None:
+        period = raw.integer("full_attention_interval")
+        types = tuple(_DELTA if (layer + 1) % period else FULL for layer in range(num_layers))
+    else:
+        types = _listed(raw, listed, num_layers, (FULL, _DELTA))
+    if FULL not in types:
+        raw.refuse("layer_types", f"expected {FULL} in some layer", sorted(set(types)))
+        return (FULL,) * num_layers
+    return types
+
+
 def read_windows(raw: RawConfig, family: Family, layer_types: tuple[str, ...]) -> tuple[int | None, ...]:
     """Window of each layer in tokens; None attends to all."""
     if WINDOWED not in layer_types:
@@ -190,8 +240,10 @@ def read_windows(raw: RawConfig, family: Family, layer_types: tuple[str, ...]) -
     return tuple(window if kind == WINDOWED else None for kind in layer_types)
 
 
-def _listed(raw: RawConfig, listed: object, num_layers: int) -> tuple[str, ...]:
+def _listed(
+    raw: RawConfig, listed: object, num_layers: int, kinds: tuple[str, ...] = (FULL, WINDOWED)
+) -> tuple[str, ...]:
     if not isinstance(listed, list) or len(listed) != num_layers:
         raw.damage("layer_types", f"expected a list of {num_layers} names")
         return (FULL,) * num_layers
-    return tuple(raw.choice("layer_types", (FULL, WINDOWED), str(kind)) for kind in listed)
+    return tuple(raw.choice("layer_types", kinds, str(kind)) for kind in listed)

@@ -1,9 +1,10 @@
 """Describes a decoder-only transformer in the terms the engine needs. No torch here: audit and planner read it too.
 
-A family is data: the names of its parts (`ModuleNames`) and the settings of `ModelConfig`. One decoder serves all.
+A family is data: the names of its parts (`ModuleNames`) and the settings of `ModelConfig`, among them those of each
+layer (`LayerConfig`). One decoder serves all. With attention or another mixer of tokens, a layer computes:
 
     h = norm(x, before_attention)                          LayerNorms says which of the six norms a family has;
-    x = x + norm(attention(h), attention_output)           a missing one leaves its input as it is
+    x = x + norm(mixer(h), attention_output)               a missing one leaves its input as it is
     x = norm(x, after_attention)
     h = norm(x, before_mlp)
     x = x + norm(mlp(h), mlp_output)
@@ -17,11 +18,17 @@ Shapes: a linear layer's weight is `[out_features, in_features]`, as in the chec
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal
 
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+from ...kernels.layouts.delta_sizes import DeltaSizes
+from ...kernels.layouts.pages import HeadShape
+from .layer import Attention, LayerConfig, RopeConfig
+
 # rms: x / rms(x) * w; rms_from_zero: x / rms(x) * (1 + w); layer: (x - mean) / deviation * w + b; layer_no_bias: no b
 NormKind = Literal["rms", "rms_from_zero", "layer", "layer_no_bias"]
 # Norms of queries and keys: head: of each head, before it is rotated, with the same weights; own_head: with weights for
@@ -34,24 +41,6 @@ PACKED_SITES: tuple[PackedSite, ...] = ("qkv", "o", "gate_up", "down")
 HEAD = "lm_head"
 #: Linear layer of a classifier, without a bias: a row for each label, applied to a prompt's last hidden state.
 SCORE = "score"
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary position embedding of one kind of layer."""
-
-    #: Features of each head that are rotated, from the first on.
-    rotary_size: int
-    #: Base of the frequencies.
-    theta: float = 10_000.0
-    #: How frequencies are scaled for long contexts.
-    kind: RopeKind = "default"
-    #: Factor of cosine and sine.
-    attention_factor: float = 1.0
-    #: Numbers of the kinds other than `default`, by their keys in `config.json`; all of them are filled in.
-    scaling: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    #: Whether features 2i and 2i + 1 are rotated together; else i and i + rotary_size / 2.
-    is_interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +71,10 @@ class ModuleNames:
 
     #: Packed site -> its linear layers below `<layers>.N.`, in the order of their outputs.
     sites: Mapping[PackedSite, tuple[str, ...]] = field(hash=False)
+    #: Sites of layers of the gated delta rule, where they differ; empty where there are no such layers.
+    delta_sites: Mapping[PackedSite, tuple[str, ...]] = field(default_factory=dict, hash=False)
+    #: Module of the gated delta rule below the layer, whose other parameters are named as in `delta_shapes`.
+    delta: str = ""
     #: Norms of a decoder layer.
     norms: LayerNorms = LayerNorms()
     #: Embedding of tokens.
@@ -118,7 +111,7 @@ class ModuleNames:
         return tuple(dict.fromkeys([name, *(stored + name[len(own) :] for stored, own in prefixes)]))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelConfig:
     """One base model. Per-layer tuples have `num_layers` entries."""
 
@@ -131,15 +124,7 @@ class ModelConfig:
     #: Features of an embedding; differs from `hidden_size` only with projections between them.
     embedding_size: int
     #: Decoder layers.
-    num_layers: int
-    #: Query heads.
-    num_heads: int
-    #: Key (and value) heads.
-    num_kv_heads: int
-    #: Features of a head.
-    head_dim: int
-    #: Features inside the MLP.
-    intermediate_size: int
+    layers: tuple[LayerConfig, ...]
     #: Tokens, as rows of the embedding.
     vocab_size: int
     #: Longest row, prompt and completion together.
@@ -156,12 +141,8 @@ class ModelConfig:
     has_gate: bool
     #: Whether the head is the embedding.
     is_tied: bool
-    #: Packed sites whose linear layers have a bias.
+    #: Packed sites whose linear layers have a bias, but in layers of the gated delta rule.
     biased_sites: frozenset[PackedSite]
-    #: Rotary embedding of each layer; None where queries and keys are not rotated.
-    layer_ropes: tuple[RopeConfig | None, ...]
-    #: Latest tokens that each layer attends to; None: all.
-    sliding_windows: tuple[int | None, ...]
     #: Factor of the embeddings.
     embedding_scale: float
     #: Row of the position table for position 0.
@@ -202,14 +183,111 @@ class ModelConfig:
     query_growth: tuple[float, int] | None = None
 
     @property
-    def q_size(self) -> int:
-        """Features of all query heads together."""
-        return self.num_heads * self.head_dim
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.layers)
+
+    @cached_property
+    def is_uniform(self) -> bool:
+        """Whether all layers have plain attention with the same heads, and MLPs of the same size."""
+        first = self.layers[0]
+        return all(
+            (attention := layer.attention) is not None
+            and attention.is_plain
+            and replace(attention, rope=None, window=None) == replace(self.attention, rope=None, window=None)
+            and layer.intermediate_size == first.intermediate_size
+            for layer in self.layers
+        )
+
+    @cached_property
+    def attention(self) -> Attention:
+        """Attention of the first layer that has it: that of all layers where they are uniform."""
+        return next(layer.attention for layer in self.layers if layer.attention is not None)
 
     @property
-    def kv_size(self) -> int:
-        """Features of all key (or value) heads together."""
-        return self.num_kv_heads * self.head_dim
+    def num_heads(self) -> int:
+        """Query heads of `attention`."""
+        return self.attention.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key (and value) heads of `attention`."""
+        return self.attention.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head of `attention`."""
+        return self.attention.head_dim
+
+    @property
+    def intermediate_size(self) -> int:
+        """Features inside the widest MLP."""
+        return max(layer.intermediate_size for layer in self.layers)
+
+    @cached_property
+    def key_shapes(self) -> tuple[tuple[HeadShape, int], ...]:
+        """Shapes of heads whose keys and values are stored, each with its number of layers: groups of layers."""
+        return tuple(Counter(attention.stored for attention in self._storing_layers).items())
+
+    @cached_property
+    def key_places(self) -> tuple[tuple[int, int] | None, ...]:
+        """Place of the keys and values that each layer reads: number of its group in `key_shapes`, and its number
+        within the group. None for a layer that does not attend.
+        """
+        shapes, counts = [shape for shape, _ in self.key_shapes], Counter[HeadShape]()
+        places: list[tuple[int, int] | None] = []
+        for layer in self.layers:
+            if layer.attention is None:
+                places.append(None)
+            elif layer.attention.source is not None:
+                places.append(places[layer.attention.source])
+            else:
+                shape = layer.attention.stored
+                places.append((shapes.index(shape), counts[shape]))
+                counts[shape] += 1
+        return tuple(places)
+
+    @cached_property
+    def attention_kinds(self) -> tuple[tuple[int, int | None], ...]:
+        """Groups and windows of the layers that attend."""
+        kinds = (
+            (place[0], layer.attention.window)
+            for place, layer in zip(self.key_places, self.layers, strict=True)
+            if place is not None and layer.attention is not None
+        )
+        return tuple(dict.fromkeys(kinds))
+
+    @property
+    def _storing_layers(self) -> Iterator[Attention]:
+        """Attention of the layers that store keys and values."""
+        attentions = (layer.attention for layer in self.layers)
+        return (attention for attention in attentions if attention is not None and attention.source is None)
+
+    @cached_property
+    def state_starts(self) -> tuple[int, ...]:
+        """Place of what a row keeps in each layer, from the beginning of its state, in numbers; and at the end all."""
+        sizes = (0 if layer.delta is None else layer.delta.state_elements for layer in self.layers)
+        return tuple(accumulate(sizes, initial=0))
+
+    @property
+    def state_elements(self) -> int:
+        """Numbers that a row keeps whatever its length: its recurrent state."""
+        return self.state_starts[-1]
+
+    @property
+    def layer_ropes(self) -> tuple[RopeConfig | None, ...]:
+        """Rotary embedding of each layer; None where nothing is rotated."""
+        return tuple(None if layer.attention is None else layer.attention.rope for layer in self.layers)
+
+    @property
+    def sliding_windows(self) -> tuple[int | None, ...]:
+        """Latest tokens that each layer that attends attends to; None: all."""
+        return tuple(layer.attention.window for layer in self.layers if layer.attention is not None)
+
+    @property
+    def has_recurrent_layers(self) -> bool:
+        """Whether some layer keeps a state of each row, which depends on all of its tokens."""
+        return self.state_elements > 0
 
     @property
     def has_interleaved_rope(self) -> bool:
@@ -221,42 +299,82 @@ class ModelConfig:
         """Whether some layer's angles depend on how long a row is."""
         return any(rope is not None and rope.kind in ("dynamic", "longrope") for rope in self.layer_ropes)
 
-    def parts_of_site(self, site: PackedSite) -> tuple[int, ...]:
-        """Columns of a packed site as a layer splits them: queries, keys and values; gate and up; else one part."""
-        hidden, inner = self.hidden_size, self.intermediate_size
+    @cached_property
+    def sites(self) -> tuple[PackedSite, ...]:
+        """Packed sites of a layer, in order."""
+        return tuple(site for site in PACKED_SITES if site in self.names.sites)
+
+    def with_attention(self, **changes: Any) -> ModelConfig:
+        """The model with other settings of attention in every layer that has it."""
+        layers = (
+            layer if layer.attention is None else replace(layer, mixer=replace(layer.attention, **changes))
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
+
+    def names_of_site(self, layer: int, site: PackedSite) -> tuple[str, ...]:
+        """Linear layers of a packed site below the decoder layer, in the order of their outputs."""
+        config = self.layers[layer]
+        if config.delta is not None and site in self.names.delta_sites:
+            return self.names.delta_sites[site]
+        names = self.names.sites[site]
+        # layers without keys or values of their own have the first members only
+        return names[: len(config.mixer.parts)] if site == "qkv" and len(names) > 1 else names
+
+    def parts_of_site(self, layer: int, site: PackedSite) -> tuple[int, ...]:
+        """Columns of a packed site as a layer splits them: what the mixer reads; gate and up; else one part."""
+        config, hidden = self.layers[layer], self.hidden_size
+        inner = config.intermediate_size
         return {
-            "qkv": (self.q_size, self.kv_size, self.kv_size),
+            "qkv": config.mixer.parts,
             "o": (hidden,),
             "gate_up": (inner, inner) if self.has_gate else (inner,),
             "down": (hidden,),
         }[site]
 
-    def members_of_site(self, site: PackedSite) -> dict[str, tuple[int, int]]:
+    def members_of_site(self, layer: int, site: PackedSite) -> dict[str, tuple[int, int]]:
         """`(out_features, in_features)` of a packed site's linear layers, by name below the decoder layer."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        in_features = {"qkv": hidden, "o": self.q_size, "gate_up": hidden, "down": inner}[site]
-        members, parts = self.names.sites[site], self.parts_of_site(site)
+        config, hidden = self.layers[layer], self.hidden_size
+        in_features = {
+            "qkv": hidden,
+            "o": config.mixed_size,
+            "gate_up": hidden,
+            "down": config.intermediate_size,
+        }[site]
+        members, parts = self.names_of_site(layer, site), self.parts_of_site(layer, site)
         if len(members) == 1:
             parts = (sum(parts),)
         assert len(members) == len(parts), f"{site}: {members} for {len(parts)} outputs"
         return {name: (part, in_features) for name, part in zip(members, parts, strict=True)}
+
+    def layer_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
+        """`(out_features, in_features)` of a layer's linear layers, by name below the decoder layer."""
+        sites = (self.members_of_site(layer, site) for site in self.sites)
+        return {name: shape for members in sites for name, shape in members.items()}
+
+    @property
+    def layer_elements(self) -> int:
+        """Numbers in the weights of all layers' linear layers."""
+        return sum(
+            out_features * in_features
+            for layer in range(self.num_layers)
+            for out_features, in_features in self.layer_shapes(layer).values()
+        )
 
     def batched_modules(self) -> tuple[str, ...]:
         """Linear layers that can serve many adapters in one batch: those of the decoder layers."""
         return tuple(
             f"{self.names.layers}.{layer}.{member}"
             for layer in range(self.num_layers)
-            for site in PACKED_SITES
-            for member in self.names.sites[site]
+            for member in self.layer_shapes(layer)
         )
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """`(out_features, in_features)` of every linear layer, by its name in the checkpoint (no `.weight`)."""
-        of_layer = {name: shape for site in PACKED_SITES for name, shape in self.members_of_site(site).items()}
         shapes = {
             f"{self.names.layers}.{layer}.{member}": shape
             for layer in range(self.num_layers)
-            for member, shape in of_layer.items()
+            for member, shape in self.layer_shapes(layer).items()
         }
         if self.names.project_in is not None:
             shapes[self.names.project_in] = (self.hidden_size, self.embedding_size)
@@ -276,6 +394,10 @@ class ModelConfig:
             shapes[f"{module}.weight"] = shape
             if module.removeprefix(f"{names.layers}.").partition(".")[2] in biased:
                 shapes[f"{module}.bias"] = shape[:1]
+        for layer, config in enumerate(self.layers):
+            if config.delta is not None:
+                below = f"{names.layers}.{layer}.{names.delta}"
+                shapes |= {f"{below}.{name}": shape for name, shape in delta_shapes(config.delta).items()}
         for module, shape_of_norm in self._norm_shapes().items():
             if self.has_norm_weights:
                 shapes[f"{module}.weight"] = shape_of_norm
@@ -287,31 +409,30 @@ class ModelConfig:
 
     def _norm_shapes(self) -> dict[str, tuple[int, ...]]:
         norms, of_hidden = self.names.norms, (self.hidden_size,)
-        of_query, of_key = {
-            "head": ((self.head_dim,), (self.head_dim,)),
-            "rotated_head": ((self.head_dim,), (self.head_dim,)),
-            "own_head": ((self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)),
-            "whole": ((self.q_size,), (self.kv_size,)),
-        }[self.head_norm]
-        places: tuple[tuple[str | None, tuple[int, ...]], ...] = (
-            (norms.before_attention, of_hidden),
-            (norms.query, of_query),
-            (norms.key, of_key),
-            (norms.attention_output, of_hidden),
-            (norms.after_attention, of_hidden),
-            (norms.before_mlp, of_hidden),
-            (norms.mlp_output, of_hidden),
-            (norms.after_mlp, of_hidden),
-        )
-        shapes = {
-            f"{self.names.layers}.{layer}.{name}": shape
-            for layer in range(self.num_layers)
-            for name, shape in places
-            if name is not None
-        }
+        of_layer = (
+            norms.before_attention, norms.attention_output, norms.after_attention, norms.before_mlp, norms.mlp_output,
+            norms.after_mlp,
+        )  # fmt: skip
+        shapes: dict[str, tuple[int, ...]] = {}
+        for layer, config in enumerate(self.layers):
+            places: dict[str | None, tuple[int, ...]] = dict.fromkeys(of_layer, of_hidden)
+            if config.attention is not None:
+                places |= self._head_norm_shapes(config.attention)
+            shapes |= {f"{self.names.layers}.{layer}.{name}": shape for name, shape in places.items() if name}
         if self.names.final_norm is not None:
             shapes[self.names.final_norm] = of_hidden
         return shapes
+
+    def _head_norm_shapes(self, attention: Attention) -> dict[str | None, tuple[int, ...]]:
+        heads, kv_heads, size = attention.num_heads, attention.num_kv_heads, attention.head_dim
+        of_query, of_key = {
+            "head": ((size,), (size,)),
+            "rotated_head": ((size,), (size,)),
+            "own_head": ((heads, size), (kv_heads, size)),
+            "whole": ((attention.q_size,), (attention.kv_size,)),
+        }[self.head_norm]
+        norms = self.names.norms
+        return {norms.query: of_query} | ({} if attention.source is not None else {norms.key: of_key})
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +447,17 @@ class PackedMember:
 def packed_members(model: ModelConfig, layer: int, site: PackedSite) -> tuple[PackedMember, ...]:
     """Members of one packed site of one layer, in output order."""
     members, start = [], 0
-    for name, (out_features, _) in model.members_of_site(site).items():
+    for name, (out_features, _) in model.members_of_site(layer, site).items():
         members.append(PackedMember(f"{model.names.layers}.{layer}.{name}", start, start + out_features))
         start += out_features
     return tuple(members)
+
+
+def delta_shapes(sizes: DeltaSizes) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters of the gated delta rule that are no linear layers, by name below its module."""
+    return {
+        "conv1d.weight": (sizes.channels, 1, sizes.taps),
+        "A_log": (sizes.value_heads,),
+        "dt_bias": (sizes.value_heads,),
+        "norm.weight": (sizes.value_size,),
+    }

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .family import ACTIVATIONS
+from .layer import Attention, LayerConfig
 from .model import PACKED_SITES, LayerNorms, ModelConfig, ModuleNames
 from .raw import RawConfig, first_token_id, stop_token_ids
 
@@ -41,11 +42,7 @@ def read_opt(raw: RawConfig, generation: Mapping[str, Any]) -> ModelConfig:
         names=_names(raw, has_projections=embedding_size != hidden_size),
         hidden_size=hidden_size,
         embedding_size=embedding_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=head_dim,
-        intermediate_size=raw.integer("ffn_dim"),
+        layers=(LayerConfig(Attention(num_heads, num_heads, head_dim), raw.integer("ffn_dim")),) * num_layers,
         vocab_size=raw.integer("vocab_size"),
         max_context_tokens=raw.integer("max_position_embeddings"),
         norm_kind="layer",
@@ -55,8 +52,6 @@ def read_opt(raw: RawConfig, generation: Mapping[str, Any]) -> ModelConfig:
         has_gate=False,
         is_tied=raw.flag("tie_word_embeddings"),
         biased_sites=frozenset(PACKED_SITES if raw.flag("enable_bias") else ()),
-        layer_ropes=(None,) * num_layers,
-        sliding_windows=(None,) * num_layers,
         embedding_scale=1.0,
         position_offset=_POSITION_OFFSET,
         attention_scale=head_dim**-0.5,

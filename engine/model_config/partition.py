@@ -47,13 +47,12 @@ class Partition:
     def shard(self) -> ModelConfig:
         """The member's part as a model with fewer heads, features and tokens."""
         start, end = self.tokens(self.whole.vocab_size)
-        return replace(
-            self.whole,
-            num_heads=self._kv_heads_each * self._group_each,
-            num_kv_heads=self._kv_heads_each,
-            intermediate_size=self._features_each,
-            vocab_size=end - start,
-        )
+        if self.num_members == 1:
+            return self.whole
+        heads = {"num_heads": self._kv_heads_each * self._group_each, "num_kv_heads": self._kv_heads_each}
+        model = self.whole.with_attention(**heads)
+        layers = tuple(replace(layer, intermediate_size=self._features_each) for layer in model.layers)
+        return replace(model, layers=layers, vocab_size=end - start)
 
     def tokens(self, vocab_size: int) -> tuple[int, int]:
         """First token of the member, and the one after its last. If an adapter has a vocabulary of another size, the
@@ -108,13 +107,13 @@ class Partition:
         features = self._feature_pieces()
         parts: dict[PackedSite, list[Pieces]] = {
             "qkv": [queries, keys, keys],
-            "gate_up": [features] * len(self.whole.parts_of_site("gate_up")),
+            "gate_up": [features] * len(self.whole.parts_of_site(0, "gate_up")),
         }
         cuts: dict[str, tuple[Pieces | None, Pieces | None]] = {}
         for site, outputs in parts.items():
             names = self.whole.names.sites[site]
             if len(names) == 1:
-                outputs = [_joined(outputs, self.whole.parts_of_site(site))]
+                outputs = [_joined(outputs, self.whole.parts_of_site(0, site))]
             cuts |= {name: (pieces, None) for name, pieces in zip(names, outputs, strict=True)}
         for site, inputs in (("o", queries), ("down", features)):
             for name in self.whole.names.sites[site]:
@@ -166,6 +165,8 @@ def partition_problem(model: ModelConfig, num_members: int, *, has_blocks: bool)
             f"{asked}: the model has {model.num_heads} query heads, expected at most one process for each, and at most "
             f"{_MOST_MEMBERS}. Lower it."
         )
+    if not model.is_uniform:
+        return f"{asked}: {model.family} has layers of several kinds, which are not split. Use tensor_parallel 1."
     if model.names.is_transposed or model.head_norm in ("own_head", "whole"):
         what = "weights that are stored transposed" if model.names.is_transposed else "norms over all heads"
         return f"{asked}: {model.family} has {what}, which are not split. Use tensor_parallel 1."

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from .family import Family
-from .model import RopeConfig, RopeKind
+from .layer import RopeConfig, RopeKind
 from .raw import RawConfig
 
 WINDOWED, FULL = "sliding_attention", "full_attention"

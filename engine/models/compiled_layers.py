@@ -33,7 +33,8 @@ class CompiledLayers:
         """
         norms = model.names.norms
         is_known = (
-            model.norm_kind == "rms"
+            model.is_uniform
+            and model.norm_kind == "rms"
             and model.activation == "silu"
             and model.has_gate
             and norms.before_attention is not None
@@ -58,14 +59,14 @@ class CompiledLayers:
         """Take `x` [T, hidden] through the first layers, in place; returns how many: all, or all but the last where it
         goes on with fewer rows. `add_up`: the sum of what members of a group give.
         """
-        spans, tables = batch.attention[self._model.sliding_windows[0]].spans, lora.tables
+        spans, tables = batch.attention[0, self._model.sliding_windows[0]].spans, lora.tables
         if spans is None or tables is None:
             return 0
         compiled = self._with_live_weights()
         if compiled is None:
             return 0
         num_layers = len(self._layers) - (batch.asked is not None)
-        compiled.forward_(x, num_layers, rotaries, pool, batch.key_places, spans, tables, add_up)
+        compiled.forward_(x, num_layers, rotaries, pool, batch.key_places[0], spans, tables, add_up)
         return num_layers
 
     def _with_live_weights(self) -> DecoderLayers | None:

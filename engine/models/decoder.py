@@ -13,14 +13,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ...kernels.gated import sigmoid_gate_
 from ...kernels.packed_weight import PackedWeight, Products
 from ...kernels.paged_attention.cpu import paged_attention
 from ...kernels.paged_attention.types import AttentionPlan
+from ...kernels.rms_norm import rms_norm
 from ...kernels.rotary import rotate_and_store_
 from ...kernels.segment_lora import LoraSpan, PreparedLora
-from ..model_config.model import HEAD, PACKED_SITES, LayerNorms, ModelConfig, PackedSite, RopeConfig, packed_members
+from ..model_config.layer import Attention, RopeConfig
+from ..model_config.model import HEAD, LayerNorms, ModelConfig, PackedSite, packed_members
 from ..model_config.partition import Partition
 from .compiled_layers import CompiledLayers
+from .delta import DeltaLayers
 from .gguf.blocks import Weight, joined, looked_up, pack_joined, plain
 from .layers import DecoderLayer, Linear, activation_of, norm_of
 from .rope import Rope
@@ -87,9 +91,11 @@ class Decoder:
         self.layers = [
             DecoderLayer(
                 index,
-                {site: source.linear(modules_of_site(model, index, site)) for site in PACKED_SITES},
+                model.layers[index],
+                {site: source.linear(modules_of_site(model, index, site)) for site in model.sites},
                 _full_names(model, index),
                 _number_of(rope, ropes),
+                model.key_places[index],
             )
             for index, rope in enumerate(model.layer_ropes)
         ]
@@ -105,6 +111,7 @@ class Decoder:
         tables = {f"{name}.weight" for name in (model.names.embedding, model.names.positions)}
         self.tensors = {name: plain(w, None if name in tables else dtype) for name, w in weights.items()}
         self._norm_of_kind = norm_of(model, self.tensors)
+        self._delta_layers = DeltaLayers(model, self.tensors)
         self._activation = activation_of(model)
         self._is_interleaved = model.has_interleaved_rope
         # a table, so that a position's factor has the same bits wherever it stands in a step
@@ -143,17 +150,19 @@ class Decoder:
             add_up = None if self._sums is None else self._sums.add_up
             num_done = self.compiled_layers.forward_(x, batch, pool, rotaries, self._lora_of(spans), add_up)
         for layer in self.layers[num_done:]:
-            norms, plan = layer.norms, batch.attention[self.model.sliding_windows[layer.index]]
+            norms = layer.norms
             h = self._norm(x, norms.before_attention)
-            rotary = None if layer.rope is None else rotaries[layer.rope]
-            q = self._queries(h, layer, batch, pool, rotary)
+            mixed = self._mix(h, layer, batch, pool, rotaries)
             if batch.asked is not None and layer is self.layers[-1]:
                 rows, spans, plan = batch.asked
-                x, q = x.index_select(0, rows), q.index_select(0, rows)
+                x = x.index_select(0, rows)
                 if not len(x):
                     break
+                mixed = mixed.at(rows, plan)
                 h = h.index_select(0, rows) if self.model.is_parallel else h
-            x = self._added(x, self._norm(self._attend(q, layer, pool, plan, spans), norms.attention_output))
+            mixed_tokens = self._mixed(mixed, layer, pool)
+            output = self._added_up(self._with_lora(layer, "o", mixed_tokens, spans))
+            x = self._added(x, self._norm(output, norms.attention_output))
             if not self.model.is_parallel:
                 x = self._norm(x, norms.after_attention)
                 h = self._norm(x, norms.before_mlp)
@@ -212,33 +221,93 @@ class Decoder:
     def _norm(self, x: Tensor, module: str | None) -> Tensor:
         return x if module is None else self._norm_of_kind(x, module)
 
-    def _queries(self, h: Tensor, layer: DecoderLayer, batch: StepBatch, pool: Tensor, rotary: Rotary | None) -> Tensor:
-        """Queries of all rows, [T, H, D]; stores their keys and values."""
-        model, num_heads, num_kv_heads = self.model, self.model.num_heads, self.model.num_kv_heads
-        qkv = self._with_lora(layer, "qkv", h, batch.spans).view(len(h), num_heads + 2 * num_kv_heads, model.head_dim)
+    def _mix(
+        self, h: Tensor, layer: DecoderLayer, batch: StepBatch, pool: Tensor, rotaries: Sequence[Rotary]
+    ) -> _Mixing:
+        """The part of a layer's mixer that all rows take, which stores what later tokens read of them."""
+        projected = self._with_lora(layer, "qkv", h, batch.spans)
+        if layer.config.attention is None:
+            assert batch.states is not None, "the step has no rows with states"
+            return _Mixing(self._delta_layers.walk(projected, layer.index, pool, batch.states))
+        q, gate = self._queries(projected, layer.config.attention, layer, batch, pool, rotaries)
+        assert layer.keys is not None, f"layer {layer.index} attends to nothing"
+        return _Mixing(q, gate, batch.attention[layer.keys[0], layer.config.attention.window])
+
+    def _mixed(self, mixing: _Mixing, layer: DecoderLayer, pool: Tensor) -> Tensor:
+        """Mixed tokens, [num_rows, mixed_size], as they are projected to the residual stream."""
+        attention, keys = layer.config.attention, layer.keys
+        if attention is None or keys is None or mixing.plan is None:
+            return mixing.heads
+        model = self.model
+        attended = paged_attention(
+            mixing.heads, pool, mixing.plan, keys[1], attention.num_kv_heads, model.attention_scale,
+            model.attention_softcap,
+        )  # fmt: skip
+        if mixing.gate is not None:
+            sigmoid_gate_(attended.view(mixing.gate.shape), mixing.gate)
+        return attended
+
+    def _queries(
+        self,
+        projected: Tensor,
+        attention: Attention,
+        layer: DecoderLayer,
+        batch: StepBatch,
+        pool: Tensor,
+        rotaries: Sequence[Rotary],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Queries of all rows, [T, H, D], and the gates of what they find; stores their keys and values."""
+        model, num_heads = self.model, attention.num_heads
+        heads, gate = self._heads(projected, attention)
+        rotary = None if layer.rope is None else rotaries[layer.rope]
         if layer.norms.query is not None and model.head_norm != "rotated_head":
-            self._norm_heads_(qkv, layer)
+            self._norm_heads_(heads, attention, layer)
         if model.query_growth is not None:
             # a factor, so that it may stand before the rotation
-            qkv[:, :num_heads] *= self._query_factors(batch.positions)
+            heads[:, :num_heads] *= self._query_factors(batch.positions)
+        num_rotated = num_heads + (0 if attention.source is not None else attention.num_kv_heads)
         if rotary is not None and self._is_interleaved:
-            _pair_halves_(qkv[:, :-num_kv_heads, : 2 * rotary[0].shape[-1]])
-        rotate_and_store_(qkv, rotary, pool, batch.key_places, layer.index, num_heads)
+            _pair_halves_(heads[:, :num_rotated, : 2 * rotary[0].shape[-1]])
+        assert layer.keys is not None, f"layer {layer.index} attends to nothing"
+        group, number = layer.keys
+        first, strides = batch.key_places[group]
+        places = (first if attention.source is None else first[:, :0], strides)
+        rotate_and_store_(heads, rotary, pool, places, number, num_heads)
         if layer.norms.query is not None and model.head_norm == "rotated_head":
-            self._norm_heads_(qkv, layer)
-            rotate_and_store_(qkv, None, pool, batch.key_places, layer.index, num_heads)
-        return qkv[:, :num_heads]
+            self._norm_heads_(heads, attention, layer)
+            rotate_and_store_(heads, None, pool, places, number, num_heads)
+        return heads[:, :num_heads], gate
 
-    def _norm_heads_(self, qkv: Tensor, layer: DecoderLayer) -> None:
-        """Norm the query and key heads of `qkv` [T, H + 2 K, D] in place."""
-        model = self.model
-        if model.head_norm == "whole":
-            rows = qkv.view(len(qkv), -1)
-            q, k = rows[:, : model.q_size], rows[:, model.q_size : model.q_size + model.kv_size]
+    def _heads(self, projected: Tensor, attention: Attention) -> tuple[Tensor, Tensor | None]:
+        """Heads of queries, keys and values, [T, H + 2 K, D], of queries alone where the layer stores no keys; and the
+        gates, [T, H, D], where there are some.
+        """
+        size = attention.head_dim
+        if attention.is_plain:
+            return projected.view(len(projected), -1, size), None
+        parts = [part.view(len(part), -1, size) for part in torch.split(projected, list(attention.parts), 1)]
+        gate = None
+        if attention.has_output_gate:
+            queries = parts[0].view(len(projected), -1, 2, size)
+            parts[0], gate = queries[:, :, 0], queries[:, :, 1]
+        if attention.keys_are_values and attention.source is None:
+            parts.append(parts[1])
+        heads = torch.cat(parts, 1)
+        if attention.has_value_norm and attention.source is None:
+            values = heads[:, -attention.num_kv_heads :]
+            values.copy_(rms_norm(values, torch.ones(size, dtype=values.dtype), self.model.norm_eps))
+        return heads, gate
+
+    def _norm_heads_(self, heads: Tensor, attention: Attention, layer: DecoderLayer) -> None:
+        """Norm the query and key heads of `heads`, [T, H + 2 K, D] or [T, H, D], in place."""
+        if self.model.head_norm == "whole":
+            rows = heads.view(len(heads), -1)
+            q, k = rows[:, : attention.q_size], rows[:, attention.q_size : attention.q_size + attention.kv_size]
         else:
-            q, k = qkv[:, : model.num_heads], qkv[:, model.num_heads : -model.num_kv_heads]
+            q, k = heads[:, : attention.num_heads], heads[:, attention.num_heads : -attention.num_kv_heads]
         q.copy_(self._norm(q, layer.norms.query))
-        k.copy_(self._norm(k, layer.norms.key))
+        if attention.source is None:
+            k.copy_(self._norm(k, layer.norms.key))
 
     def _query_factors(self, positions: Tensor) -> Tensor:
         """Factor of each row's queries, [T, 1, 1]."""
@@ -246,15 +315,6 @@ class Decoder:
         _, length = self.model.query_growth
         turns = torch.div(positions, length, rounding_mode="floor").clamp(0, len(self._growth) - 1)
         return self._growth[turns.long()][:, None, None]
-
-    def _attend(
-        self, q: Tensor, layer: DecoderLayer, pool: Tensor, plan: AttentionPlan, spans: tuple[LoraSpan, ...]
-    ) -> Tensor:
-        model = self.model
-        attended = paged_attention(
-            q, pool, plan, layer.index, model.num_kv_heads, model.attention_scale, model.attention_softcap
-        )
-        return self._added_up(self._with_lora(layer, "o", attended, spans))
 
     def _added_up(self, x: Tensor) -> Tensor:
         """The output of a layer that is split by inputs. The members' LoRA is in what they add up."""
@@ -285,6 +345,23 @@ class Decoder:
     def _mlp(self, h: Tensor, layer: DecoderLayer, spans: tuple[LoraSpan, ...]) -> Tensor:
         active = self._activation(self._with_lora(layer, "gate_up", h, spans))
         return self._added_up(self._with_lora(layer, "down", active, spans))
+
+
+@dataclass(frozen=True, slots=True)
+class _Mixing:
+    """What a mixer has of the step's tokens once later tokens can read of them what they need."""
+
+    #: Queries [T, H, D] of attention; of the gated delta rule the mixed tokens, [T, num_values].
+    heads: Tensor
+    #: Gates of what the queries find, [T, H, D]; None without gates.
+    gate: Tensor | None = None
+    #: The step's attention; None for the gated delta rule.
+    plan: AttentionPlan | None = None
+
+    def at(self, rows: Tensor, plan: AttentionPlan) -> _Mixing:
+        """The same of some rows. `plan`: their attention."""
+        gate = None if self.gate is None else self.gate.index_select(0, rows)
+        return _Mixing(self.heads.index_select(0, rows), gate, None if self.plan is None else plan)
 
 
 @dataclass(frozen=True, slots=True)

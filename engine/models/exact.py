@@ -73,7 +73,12 @@ def _row_by_row(activate: Activate) -> Activate:
 def is_arithmetic_fixed(model: ModelConfig) -> bool:
     """Whether compiled CPU kernels compute all that a row's neighbours, its chunks or the number of threads could
     change the rounding of."""
-    return native_build() is not None and can_attend_compiled(model.head_dim, torch.float32)
+    return native_build() is not None and attends_compiled(model, torch.float32)
+
+
+def attends_compiled(model: ModelConfig, dtype: torch.dtype) -> bool:
+    """Whether compiled kernels serve the heads of all layers, with keys and values in a pool of `dtype`."""
+    return all(can_attend_compiled(layer.attention.head_dim, dtype) for layer in model.layers if layer.attention)
 
 
 def check_exact_on_gpu(config: EngineConfig) -> None:

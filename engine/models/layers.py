@@ -23,7 +23,8 @@ from ...kernels.packed_weight.blocks import BlockWeight
 from ...kernels.packed_weight.fp8 import Fp8Weight, can_be_fp8
 from ...kernels.packed_weight.panels import StoredWeight
 from ...kernels.rms_norm import rms_norm, rms_norm_from_zero
-from ..model_config.model import PACKED_SITES, Activation, LayerNorms, ModelConfig, PackedSite
+from ..model_config.layer import LayerConfig
+from ..model_config.model import Activation, LayerNorms, ModelConfig, PackedSite
 
 # Stands for the plain weight of a packed layer.
 _NO_WEIGHT = torch.empty(0)
@@ -162,16 +163,21 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer: packed linear layers by site, full names of its norms, and which of the ropes turns its heads."""
+    """One layer: packed linear layers by site, in order, full names of its norms, and which of the ropes turns its
+    heads.
+    """
 
     index: int
+    config: LayerConfig
     linears: dict[PackedSite, Linear]
     norms: LayerNorms
     rope: int | None
+    #: Place of the keys and values that it reads, see `ModelConfig.key_places`; None where it does not attend.
+    keys: tuple[int, int] | None
 
     def site_number(self, site: PackedSite) -> int:
         """Number of one of its packed linear layers among those of all layers, as adapters count them."""
-        return self.index * len(PACKED_SITES) + PACKED_SITES.index(site)
+        return self.index * len(self.linears) + list(self.linears).index(site)
 
 
 def activation_of(model: ModelConfig) -> Activate:

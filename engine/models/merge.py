@@ -24,7 +24,7 @@ from ...kernels.merge import LoraPair, MergeJob, merge_weights
 from ...kernels.segment_lora import LoraMember, LoraSiteWeights
 from ..errors import AdapterRefusedError
 from ..memory.adapter_layout import Sites
-from ..model_config.model import PACKED_SITES, PackedMember, PackedSite, packed_members
+from ..model_config.model import PackedMember, PackedSite, packed_members
 from ..peft.weights import AdapterWeights
 from .decoder import Decoder
 from .layers import Linear
@@ -164,7 +164,7 @@ class LiveWeights:
 
     def _packed_sites(self) -> Iterator[tuple[int, PackedSite, tuple[PackedMember, ...]]]:
         for index in range(len(self._decoder.layers)):
-            for site in PACKED_SITES:
+            for site in self._decoder.model.sites:
                 yield index, site, packed_members(self._decoder.model, index, site)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.rotary import rotary_tables
-from ..model_config.model import RopeConfig, RopeKind
+from ..model_config.layer import RopeConfig, RopeKind
 
 
 class Rope:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.layouts.pages import PageLayout
+from ...kernels.gated_delta import DeltaRows
+from ...kernels.layouts.pages import HeadShape, PageLayout
 from ...kernels.paged_attention.compiled import can_attend_compiled
 from ...kernels.paged_attention.types import AttentionPlan, DecodeGroup, PrefillChunk, SpanTable
 from ...kernels.segment_lora import LoraSpan
@@ -99,12 +100,13 @@ class StepBatch:
     token_ids: Tensor
     #: Positions in their sequences, int64 [T].
     positions: Tensor
-    #: Places in the pool that take the keys and values of the T tokens, as `rotate_and_store_` reads them.
-    key_places: tuple[Tensor, Tensor]
+    #: Places in the pool that take the keys and values of the T tokens, as `rotate_and_store_` reads them, by group of
+    #: layers (`PageLayout.groups`).
+    key_places: tuple[tuple[Tensor, Tensor], ...]
     #: Rows of each adapter.
     spans: tuple[LoraSpan, ...]
-    #: Attention plan by the layers' sliding window (None: they attend to all).
-    attention: dict[int | None, AttentionPlan]
+    #: Attention plan by the layers' group and sliding window (None: they attend to all).
+    attention: dict[tuple[int, int | None], AttentionPlan]
     #: Rows whose logits are asked, with which alone the last layer goes on once its keys and values are stored: their
     #: numbers in the step, and the layer's spans and attention, which count among them. None: it goes on with all.
     asked: tuple[Tensor, tuple[LoraSpan, ...], AttentionPlan] | None
@@ -113,6 +115,8 @@ class StepBatch:
     sampled_rows: Tensor
     #: Sequences that get a token.
     sampled: tuple[Sequence, ...]
+    #: The rows whose recurrent states are updated, with the beginnings of their states; None without such layers.
+    states: DeltaRows | None = None
     #: Lengths of the rows' sequences, as `Rope.tables` reads them; None unless rotary angles depend on them.
     row_lengths: tuple[Tensor, Tensor] | None = None
     #: Places of prompts whose log-probabilities are asked.
@@ -160,11 +164,8 @@ def build_step(
     chunks = _chunks(ordered, [e.num_tokens for e in ordered])
     positions = torch.cat([torch.arange(c.num_past, c.num_past + c.num_tokens) for c in chunks])
     counts = torch.tensor([e.num_tokens for e in ordered])
-    capacities = torch.tensor([e.pages.num_pages * layout.page_tokens for e in ordered])
-    offsets = torch.tensor([e.pages.start * layout.page_elements // model.head_dim for e in ordered])
-    capacity = capacities.repeat_interleave(counts)[:, None]
-    heads = torch.arange(2 * model.num_kv_heads)[None, :]
-    kv_rows = (offsets.repeat_interleave(counts) + positions)[:, None] + heads * capacity
+    capacity = torch.tensor([layout.tokens_in(e.pages.num_pages) for e in ordered]).repeat_interleave(counts)
+    first = torch.tensor([e.pages.start * layout.page_elements for e in ordered]).repeat_interleave(counts)
     scored = [e.scored for e in ordered]
     behind = [
         len(e.pooled) or (e.num_tokens - s.offset if s else int(e.yields_token))
@@ -178,19 +179,63 @@ def build_step(
     return StepBatch(
         token_ids=torch.tensor([t for e in ordered for t in _token_ids(e)]),
         positions=positions,
-        key_places=(kv_rows, capacity * (2 * model.num_kv_heads)),
+        key_places=tuple(
+            _key_places(shape, first + capacity * start, capacity, positions)
+            for (shape, _), start in zip(layout.groups, layout.group_starts, strict=False)
+        ),
         spans=_lora_spans(chunks),
         attention={
-            window: _attention_plan(chunks, model, layout, window, dtype, is_exact)
-            for window in set(model.sliding_windows)
+            (group, window): _attention_plan(chunks, _Group.of(model, layout, group), layout, window, dtype, is_exact)
+            for group, window in model.attention_kinds
         },
         asked=None if asked[-1].end == chunks[-1].end else _asked_rows(chunks, asked, model, layout, dtype, is_exact),
         sampled_rows=torch.tensor([*(row for row, _ in yielding), *scored_rows, *pooled_rows], dtype=torch.int64),
         sampled=tuple(sequence for _, sequence in yielding),
         scored=tuple(places for places in scored if places is not None),
         pooled=tuple((chunk.entry.sequence, chunk.num_tokens) for chunk in pooled),
+        states=_state_rows(chunks, layout, dtype) if model.has_recurrent_layers else None,
         row_lengths=_row_lengths(ordered, counts) if model.has_length_dependent_rope else None,
     )
+
+
+def _key_places(shape: HeadShape, first: Tensor, capacity: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Places of the tokens' keys and values in one group of layers, which begins at `first` in each token's run."""
+    heads = torch.arange(2 * shape.num_kv_heads)[None, :]
+    rows = (first // shape.head_dim + positions)[:, None] + heads * capacity[:, None]
+    return rows, capacity[:, None] * (2 * shape.num_kv_heads)
+
+
+def _state_rows(chunks: Items[_Chunk], layout: PageLayout, dtype: torch.dtype) -> DeltaRows:
+    """Rows of the step, each with the beginning of its state: behind the pages of its tokens, in numbers of fp32."""
+    page_states = layout.page_elements * dtype.itemsize // torch.float32.itemsize
+    return DeltaRows(
+        torch.tensor([0, *(chunk.end for chunk in chunks)]),
+        torch.tensor([(chunk.entry.pages.end - layout.row_pages) * page_states for chunk in chunks]),
+        torch.tensor([chunk.num_past == 0 for chunk in chunks]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Layers whose keys are stored side by side, as attention reads them."""
+
+    #: Shape of their heads.
+    shape: HeadShape
+    #: Query heads that share a key head.
+    queries_per_key: int
+    #: Numbers of a token before the group's.
+    start: int
+
+    @classmethod
+    def of(cls, model: ModelConfig, layout: PageLayout, number: int) -> _Group:
+        """Group `number` of a layout."""
+        shape, _ = layout.groups[number]
+        return cls(shape, model.num_heads // shape.num_kv_heads, layout.group_starts[number])
+
+    def place(self, run: PageRange, layout: PageLayout) -> tuple[int, int]:
+        """Offset of the group's keys in the pool, and the tokens that a run holds."""
+        capacity = layout.tokens_in(run.num_pages)
+        return run.start * layout.page_elements + capacity * self.start, capacity
 
 
 def _chunks(ordered: Items[StepEntry], counts: Items[int]) -> list[_Chunk]:
@@ -212,8 +257,11 @@ def _asked_rows(
 ) -> tuple[Tensor, tuple[LoraSpan, ...], AttentionPlan]:
     rows = torch.cat([torch.arange(c.end - a.num_tokens, c.end) for c, a in zip(chunks, asked, strict=True)])
     present = [chunk for chunk in asked if chunk.num_tokens]
-    window = model.sliding_windows[-1]
-    plan = _attention_plan(present, model, layout, window, dtype, is_exact) if present else AttentionPlan()
+    keys, last = model.key_places[-1], model.layers[-1].attention
+    plan = AttentionPlan()
+    if present and keys is not None and last is not None:
+        group = _Group.of(model, layout, keys[0])
+        plan = _attention_plan(present, group, layout, last.window, dtype, is_exact)
     return rows, _lora_spans(present), plan
 
 
@@ -247,15 +295,15 @@ def _lora_spans(chunks: Items[_Chunk]) -> tuple[LoraSpan, ...]:
 
 def _attention_plan(
     chunks: Items[_Chunk],
-    model: ModelConfig,
+    group: _Group,
     layout: PageLayout,
     window: int | None,
     dtype: torch.dtype,
     is_exact: bool,
 ) -> AttentionPlan:
-    """The attention plan of layers with this sliding window."""
-    if can_attend_compiled(model.head_dim, dtype):
-        spans = SpanTable.of([_attention_span(c, layout) for c in chunks], model.num_heads // model.num_kv_heads)
+    """The attention plan of a group's layers with this sliding window."""
+    if can_attend_compiled(group.shape.head_dim, dtype):
+        spans = SpanTable.of([_attention_span(c, group, layout) for c in chunks], group.queries_per_key)
         return AttentionPlan(spans=spans, window=window)
     decoding = sorted(
         (c for c in chunks if c.entry.is_decode and not is_exact),
@@ -264,16 +312,16 @@ def _attention_plan(
     rows = torch.tensor([chunk.start for chunk in decoding], dtype=torch.int64) if decoding else None
     groups, start = [], 0
     for members in _evenly_spaced([chunk.entry for chunk in decoding]):
-        groups.append(_decode_group(members, start, layout, window, dtype))
+        groups.append(_decode_group(members, start, group, layout, window, dtype))
         start += len(members)
-    filling = [_prefill_chunk(c, layout, window, dtype, is_exact) for c in chunks if is_exact or not c.entry.is_decode]
+    filling = [
+        _prefill_chunk(c, group, layout, window, dtype, is_exact) for c in chunks if is_exact or not c.entry.is_decode
+    ]
     return AttentionPlan(rows, groups, filling, window=window, is_exact=is_exact)
 
 
-def _attention_span(chunk: _Chunk, layout: PageLayout) -> tuple[int, int, int, int, int]:
-    run = chunk.entry.pages
-    offset, capacity = run.start * layout.page_elements, run.num_pages * layout.page_tokens
-    return chunk.start, chunk.num_tokens, chunk.num_past, offset, capacity
+def _attention_span(chunk: _Chunk, group: _Group, layout: PageLayout) -> tuple[int, int, int, int, int]:
+    return chunk.start, chunk.num_tokens, chunk.num_past, *group.place(chunk.entry.pages, layout)
 
 
 def _evenly_spaced(decoding: Items[StepEntry]) -> list[list[StepEntry]]:
@@ -291,7 +339,12 @@ def _evenly_spaced(decoding: Items[StepEntry]) -> list[list[StepEntry]]:
 
 
 def _decode_group(
-    members: Items[StepEntry], start: int, layout: PageLayout, window: int | None, dtype: torch.dtype
+    members: Items[StepEntry],
+    start: int,
+    group: _Group,
+    layout: PageLayout,
+    window: int | None,
+    dtype: torch.dtype,
 ) -> DecodeGroup:
     contexts = torch.tensor([e.sequence.total_tokens for e in members])
     longest = int(contexts.max())
@@ -304,21 +357,23 @@ def _decode_group(
             hidden |= keys < contexts[:, None] - window
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)[:, None, None, :]
     spacing = members[1].pages.start - members[0].pages.start if len(members) > 1 else 0
+    offset, capacity = group.place(members[0].pages, layout)
     return DecodeGroup(
         start=start,
         end=start + len(members),
-        offset=members[0].pages.start * layout.page_elements,
+        offset=offset,
         stride=spacing * layout.page_elements,
-        capacity_tokens=members[0].pages.num_pages * layout.page_tokens,
+        capacity_tokens=capacity,
         max_context=longest,
         mask=mask,
     )
 
 
 def _prefill_chunk(
-    chunk: _Chunk, layout: PageLayout, window: int | None, dtype: torch.dtype, is_exact: bool
+    chunk: _Chunk, group: _Group, layout: PageLayout, window: int | None, dtype: torch.dtype, is_exact: bool
 ) -> PrefillChunk:
-    run, num_past, num_new = chunk.entry.pages, chunk.num_past, chunk.num_tokens
+    num_past, num_new = chunk.num_past, chunk.num_tokens
+    offset, capacity = group.place(chunk.entry.pages, layout)
     mask = None
     if is_exact or num_past > 0 or (window is not None and num_new > window):
         queries = torch.arange(num_past, num_past + num_new)[:, None]
@@ -332,8 +387,8 @@ def _prefill_chunk(
     return PrefillChunk(
         start=chunk.start,
         end=chunk.end,
-        offset=run.start * layout.page_elements,
-        capacity_tokens=run.num_pages * layout.page_tokens,
+        offset=offset,
+        capacity_tokens=capacity,
         num_past=num_past,
         mask=mask,
     )

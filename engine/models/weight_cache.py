@@ -36,7 +36,7 @@ from ...kernels.packed_weight.panels import PANEL_TYPES, PANELS_VERSION, StoredW
 from ...system.local_cache import default_cache_root, file_lock, make_private
 from ...version import __version__
 from ..model_config.folder import weight_files
-from ..model_config.model import HEAD, PACKED_SITES, ModelConfig
+from ..model_config.model import HEAD, ModelConfig
 from ..model_config.partition import Partition
 from .decoder import joined_name, modules_of_site
 from .gguf.blocks import GgufWeight, Weight, looked_up, pack_joined
@@ -166,7 +166,7 @@ def _check_owner(facts: os.stat_result) -> None:
 
 def _linears(model: ModelConfig) -> list[list[str]]:
     """Modules of each linear layer."""
-    sites = [modules_of_site(model, layer, site) for layer in range(model.num_layers) for site in PACKED_SITES]
+    sites = [modules_of_site(model, layer, site) for layer in range(model.num_layers) for site in model.sites]
     return sites + [[name] for name in (model.names.project_in, model.names.project_out, HEAD) if name is not None]
 
 

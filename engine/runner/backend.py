@@ -24,7 +24,6 @@ from ...kernels.launch import is_interpreted
 from ...kernels.layouts.pages import PageLayout
 from ...kernels.packed_weight import Products, can_multiply
 from ...kernels.packed_weight.panels import StoredWeight, has_panels
-from ...kernels.paged_attention.compiled import can_attend_compiled
 from ...kernels.paged_attention.libraries import PromptAttention, choose_prompt_attention
 from ...kernels.paged_attention.types import AttentionRule
 from ...scheduler.costs.cost import CostModel
@@ -46,7 +45,7 @@ from ..memory.pool import page_layout
 from ..model_config.model import ModelConfig
 from ..model_config.partition import Partition
 from ..models.decoder import Decoder, GroupSums
-from ..models.exact import ExactDecoder, check_exact_on_cpu, check_exact_on_gpu, is_arithmetic_fixed
+from ..models.exact import ExactDecoder, attends_compiled, check_exact_on_cpu, check_exact_on_gpu, is_arithmetic_fixed
 from ..models.gguf.blocks import Weight
 from ..models.gpu_decoder import GpuDecoder, check_on_gpu
 from ..models.load import load_weights, stored_weights
@@ -94,7 +93,7 @@ class Backend(ABC):
         self.device = choose_device(config)
         self.dtype, self.products, pool = choose_formats(config, self.device)
         #: Number format of keys, values and adapters; that of queries where torch attends.
-        self.pool_dtype = pool if can_attend_compiled(model.head_dim, pool) else self.dtype
+        self.pool_dtype = pool if attends_compiled(model, pool) else self.dtype
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # where kernels are launched
         if config.mode == "exact":
@@ -189,7 +188,7 @@ class Backend(ABC):
 
     def page_layout(self) -> PageLayout:
         """How the pool is cut into pages."""
-        return page_layout(self.model, self.config.page_tokens)
+        return page_layout(self.model, self.config.page_tokens, self.pool_dtype.itemsize)
 
 
 class CpuBackend(Backend):
@@ -228,7 +227,7 @@ class CpuBackend(Backend):
     @property
     def reads_other_rows(self) -> bool:
         """Whether torch attends, over rows side by side."""
-        return not can_attend_compiled(self.model.head_dim, self.pool_dtype)
+        return not attends_compiled(self.model, self.pool_dtype)
 
     @property
     def is_arithmetic_fixed(self) -> bool:

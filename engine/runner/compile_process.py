@@ -114,7 +114,7 @@ def _launch_all(kernels: EngineKernels) -> None:
         decoder.fix_products()
         _multiply_rows(decoder)
     config = EngineConfig(page_tokens=kernels.page_tokens, mode="exact" if kernels.is_exact else "auto")
-    layout = page_layout(model, config.page_tokens)
+    layout = page_layout(model, config.page_tokens, dtype.itemsize)
     memory = torch.empty(_NUM_PAGES * layout.page_elements, dtype=dtype, device=_META)
     live = LiveWeights(decoder)
     runner = _UnreadRunner(decoder, live, memory, layout, config, None, StepExecutor())

@@ -37,8 +37,8 @@ class GpuAdapters:
     def __init__(self, memory: torch.Tensor, model: ModelConfig, num_rows: int, num_chunks: int) -> None:
         self._memory = memory
         self._num_layers = model.num_layers
-        self._parts = [model.parts_of_site(site) for site in PACKED_SITES]
-        sizes = [n for site in PACKED_SITES for shape in model.members_of_site(site).values() for n in shape]
+        self._parts = [model.parts_of_site(0, site) for site in PACKED_SITES]
+        sizes = [n for shape in model.layer_shapes(0).values() for n in shape]
         self._alignment = 1 if any(n % _ALIGNED_ELEMENTS for n in sizes) else _ALIGNED_ELEMENTS
         self._start(num_rows, num_chunks)
 

@@ -15,9 +15,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..layouts.delta_sizes import DeltaSizes
 from ..native import ADDRESS, COUNT, NUMBER, native_function
 from .reference import walk
-from .types import DeltaParameters, DeltaRows, DeltaSizes
+from .types import DeltaParameters, DeltaRows
 
 __all__ = ["DeltaParameters", "DeltaRows", "DeltaSizes", "gated_delta"]
 

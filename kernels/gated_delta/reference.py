@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from .types import DeltaParameters, DeltaRows, DeltaSizes
+from ..layouts.delta_sizes import DeltaSizes
+from .types import DeltaParameters, DeltaRows
 
 
 def walk(projected: Tensor, sizes: DeltaSizes, parameters: DeltaParameters, states: Tensor, rows: DeltaRows) -> Tensor:
@@ -23,13 +24,12 @@ def walk(projected: Tensor, sizes: DeltaSizes, parameters: DeltaParameters, stat
 
 def _row(projected: Tensor, sizes: DeltaSizes, parameters: DeltaParameters, kept: Tensor) -> Tensor:
     """Outputs of one row's tokens; updates `kept`."""
-    keys = sizes.key_heads * sizes.key_size
-    x, gates, write, step = torch.split(projected, [sizes.channels, sizes.num_values, *[sizes.value_heads] * 2], -1)
+    x, gates, write, step = torch.split(projected, list(sizes.parts), -1)
     window = kept[: sizes.window_elements].view(-1, sizes.channels)
     inputs = torch.cat([window, x])
     window.copy_(inputs[len(x) :])
     x = silu(sum(inputs[tap : tap + len(x)] * weight for tap, weight in enumerate(parameters.conv)))
-    query, key, value = torch.split(x, [keys, keys, sizes.num_values], -1)
+    query, key, value = torch.split(x, [sizes.num_keys, sizes.num_keys, sizes.num_values], -1)
     query, key = (_unit(part.view(-1, sizes.key_heads, sizes.key_size), sizes) for part in (query, key))
     query, value = query * sizes.key_size**-0.5, value.view(-1, sizes.value_heads, sizes.value_size)
     decay = torch.exp(-parameters.decay_log.exp() * softplus(step + parameters.step_bias))[..., None, None]

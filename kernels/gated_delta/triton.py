@@ -14,7 +14,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..launch import launch, next_power_of_2
-from .types import DeltaParameters, DeltaRows, DeltaSizes
+from ..layouts.delta_sizes import DeltaSizes
+from .types import DeltaParameters, DeltaRows
 
 _BLOCK_CHANNELS, _BLOCK_COLUMNS = 128, 32
 

@@ -188,13 +188,15 @@ INLINE vec exponential(vec x)
 }
 
 /* x / (1 + e^-x). */
-INLINE vec silu(vec x)
+INLINE vec sigmoid(vec x)
 {
     /* e^-|x| cannot overflow: sigmoid is 1 / (1 + e^-|x|) above zero and e^-|x| times that below */
     const vec_of_int is_negative = x < 0;
-    const vec power = exponential((vec)((vec_of_int)x | INT32_MIN)), sigmoid = 1.0f / (1.0f + power);
-    return x * (vec)((is_negative & (vec_of_int)(power * sigmoid)) | (~is_negative & (vec_of_int)sigmoid));
+    const vec power = exponential((vec)((vec_of_int)x | INT32_MIN)), above = 1.0f / (1.0f + power);
+    return (vec)((is_negative & (vec_of_int)(power * above)) | (~is_negative & (vec_of_int)above));
 }
+
+INLINE vec silu(vec x) { return x * sigmoid(x); }
 
 #if VECTOR_BYTES == 64
 static const vec_of_int lane_numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};

@@ -63,7 +63,7 @@ def test_the_decoder_takes_random_weights_of_these_shapes(shape: ModelShape) -> 
 def test_the_memory_of_an_8b_engine_on_an_h200() -> None:
     model = model_of(LLAMA_3_8B)
     config = EngineConfig(max_batch_rows=256, max_step_tokens=8192, pool_bytes=1 << 34)
-    layout = page_layout(model, config.page_tokens)
+    layout = page_layout(model, config.page_tokens, BF16)
     assert layout.page_elements * BF16 == 2 << 20, "a page of 16 tokens is 2 MiB"
     assert cpu_limits(0, config, model, BF16).num_pages == 1 << 13
     sites = dummy_audit(model, 16, "x").sites
@@ -107,7 +107,7 @@ def test_a_card_s_memory_decides_how_many_rows_and_tokens_a_step_has(
     assert step_bytes(64, step_tokens, model, BF16) <= free / 16
     largest = step_bytes(batch_rows, step_tokens, model, BF16)
     assert found.pool_bytes == gpu_pool_bytes(free, live_weight_bytes(model, BF16), largest)
-    assert found.token_bytes == 2 * model.num_layers * model.kv_size * BF16
+    assert found.token_bytes == 2 * model.num_layers * model.attention.kv_size * BF16
     assert batch_rows == 64 or batch_rows * 1024 * found.token_bytes <= found.pool_bytes
 
 

@@ -138,7 +138,7 @@ def test_a_hundred_small_adapters_and_a_large_one_take_what_they_hold(
     serve(engine, requests)
     telemetry = engine.telemetry()
     assert len(telemetry.resident_adapter_ids) == 101
-    page_bytes = page_layout(model, 16).page_elements * 4
+    page_bytes = page_layout(model, 16, 4).page_elements * 4
     per_rank = sum(sum(shape) for name, shape in model.linear_shapes().items() if name != "lm_head") * 4
     assert telemetry.pages_used * page_bytes <= 1.1 * (100 * 8 + 256) * per_rank
 

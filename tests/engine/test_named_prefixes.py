@@ -32,7 +32,7 @@ class Rows:
 
     def __init__(self, model: ModelConfig, num_pages: int) -> None:
         self.pool = PagePool(num_pages)
-        self._layout = page_layout(model, PAGE)
+        self._layout = page_layout(model, PAGE, 4)
         self.prefixes = NamedPrefixes(self.pool, self._layout, model)
         self.running: list[Sequence] = []
         self.content: dict[tuple[int, int], tuple[str | None, tuple[int, ...]]] = {}

@@ -136,10 +136,13 @@ def steps_of_choice(tokenizer: Tokenizer, sampling: SamplingParams, prompt_token
 
 
 class ChoiceScores:
-    """Leads rows through the trees of their texts. `tokenizers`: what their tokens mean."""
+    """Leads rows through the trees of their texts. `tokenizers`: what their tokens mean. `has_states`: the model has
+    recurrent layers, so that a row that goes to other tokens is computed from its start.
+    """
 
-    def __init__(self, tokenizers: Tokenizers) -> None:
+    def __init__(self, tokenizers: Tokenizers, *, has_states: bool) -> None:
         self._tokenizers = tokenizers
+        self._has_states = has_states
         self._rows: dict[str, _Row] = {}
 
     def spare_tokens(self, request: Request) -> int:
@@ -193,7 +196,8 @@ class ChoiceScores:
         row.place = next((place for place in row.places if place not in row.found), None)
         if row.place is None:
             return _with_scores(sequence, row, row.result)
-        sequence.go_to([*sequence.token_ids[: sequence.answer_start], *row.tree.path(row.place)])
+        tokens = [*sequence.token_ids[: sequence.answer_start], *row.tree.path(row.place)]
+        sequence.go_to(tokens, from_start=self._has_states)
         sequence.asked_tokens = row.tree.following[row.place]
         return None
 

@@ -21,7 +21,7 @@ from lorabatch.engine.memory.adapter_layout import lay_out
 from lorabatch.engine.memory.copies import AdapterCopies, parts_in
 from lorabatch.engine.memory.packed import PackedAdapter, pack_adapter, read_packed, shapes_of_audit
 from lorabatch.engine.memory.pool import PageRange, page_layout
-from lorabatch.engine.model_config.model import PACKED_SITES, ModelConfig, packed_members
+from lorabatch.engine.model_config.model import ModelConfig, packed_members
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.peft.random import dummy_adapter_weights, dummy_audit
 from lorabatch.engine.peft.weights import AdapterWeights, load_adapter
@@ -107,7 +107,7 @@ def test_pages_are_full_but_for_the_last_and_a_few_numbers(
     """At most 1.5 % is lost, and a page or two, with blocks in the pages of real models."""
     (tmp_path / "config.json").write_text(json.dumps(shape.config_json()))
     model = read_model_config(tmp_path)
-    page_elements = page_layout(model, 16).page_elements
+    page_elements = page_layout(model, 16, 4).page_elements
     layout = lay_out(shapes_of_audit(dummy_audit(model, rank, "any")), model, page_elements, in_panels=in_panels)
     assert layout.num_pages <= layout.num_elements / page_elements * 1.015 + 2
 
@@ -139,7 +139,7 @@ def test_kernels_read_an_adapter_anywhere_as_they_read_its_views(
     """The second adapter's records are made from those of the first, which has the same layout."""
     weights = read(tiny_adapters["rank20"], model)
     packed = pack_adapter(weights, model, dtype, page_elements, in_panels=True, device=CPU)
-    shapes = [shape for site in PACKED_SITES for shape in [model.members_of_site(site).values()]]
+    shapes = [model.members_of_site(0, site).values() for site in model.sites]
     for seed in range(2):
         memory, pages = in_pool(packed, seed)
         found = packed.layout.all_sites(memory, pages)

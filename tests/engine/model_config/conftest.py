@@ -13,6 +13,7 @@ import torch
 
 from lorabatch.engine.config import EngineConfig, Mode
 from lorabatch.engine.engine import Engine
+from lorabatch.engine.model_config.layer import Attention
 from lorabatch.engine.model_config.model import ModelConfig
 from lorabatch.engine.models.decoder import Decoder
 from lorabatch.engine.models.step_batch import StepBatch
@@ -61,7 +62,9 @@ class Changed(CpuBackend):
         super().__init__(folder, config, model)
 
     def build_decoder(self, weights: dict[str, torch.Tensor], packed: Packed) -> Decoder:
-        model = replace(self.model, **self._changes)
+        of_layers = self._changes.keys() & Attention.__dataclass_fields__.keys()
+        model = self.model.with_attention(**{key: self._changes[key] for key in of_layers})
+        model = replace(model, **{key: value for key, value in self._changes.items() if key not in of_layers})
         return Decoder(model, weights, self.dtype, products=self.products, packed=packed)
 
 
@@ -69,7 +72,9 @@ class Comparison:
     """Engines and oracles of one model folder, and what it means for them to agree."""
 
     def engine(self, folder: Path, mode: Mode = "unmerged", changes: dict[str, Any] | None = None) -> Engine:
-        """`changes`: settings of the model that the decoder computes with, against what the folder says."""
+        """`changes`: settings of the model, or of attention in all layers, that the decoder computes with, against what
+        the folder says.
+        """
         config = EngineConfig(max_batch_rows=4, max_step_tokens=CHUNK_TOKENS, pool_bytes=4 << 20, mode=mode)
         return Engine(folder, config, make_backend=partial(Changed, changes or {}))
 

@@ -23,6 +23,14 @@ from lorabatch.engine.peft import audit_adapter
 
 MakeFolder = Callable[..., Path]
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+DELTA = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 # family, and what its config.json says beyond the sizes that all share
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"num_hidden_layers": 4}),
@@ -95,6 +103,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "vaultgemma",
         {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 16, "attn_logit_softcapping": 2.0},
     ),
+    "qwen3.5": ("qwen3_5_text", DELTA),
+    "qwen3.5 of wide heads": (
+        "qwen3_5_text",
+        DELTA
+        | {
+            "head_dim": 16,
+            "linear_num_value_heads": 2,
+            "linear_value_head_dim": 24,
+            "linear_conv_kernel_dim": 3,
+            "layer_types": ["full_attention", "linear_attention"] * 2,
+            "attention_bias": True,
+        },
+    ),
     "gpt2 untied": ("gpt2", {"n_inner": 96, "tie_word_embeddings": False, "activation_function": "relu"}),
 }
 ALWAYS = ("smollm3", "cohere2", "gpt2")
@@ -133,7 +154,7 @@ FORGOTTEN: dict[str, tuple[list[str], dict[str, Any]]] = {
     "factors of embeddings": (["granite"], {"embedding_scale": 1.0}),
     "growing queries": (["ministral3"], {"query_growth": None}),
     "norms behind the rotation": (["hunyuan"], {"head_norm": "head"}),
-    "windows": (["ministral", "olmo3", "cohere2", "starcoder2"], {"sliding_windows": (None,) * 4}),
+    "windows": (["ministral", "olmo3", "cohere2", "starcoder2"], {"window": None}),
     "norms without a mean": (["cohere"], {"norm_kind": "rms"}),
     "the square": (["arcee"], {"activation": "relu"}),
 }
@@ -168,13 +189,13 @@ def test_which_layers_and_features_are_rotated_shows_in_the_logits(
     engine = compare.engine(folder)
     ropes = engine.model.layer_ropes
     first = next(rope for rope in ropes if rope is not None)
-    others = [tuple(first for _ in ropes)] if None in ropes else []
-    others += [tuple(rope and replace(rope, is_interleaved=False) for rope in ropes)] if first.is_interleaved else []
+    others = [first] if None in ropes else []
+    others += [replace(first, is_interleaved=False)] if first.is_interleaved else []
     prompt = compare.prompt(70, engine)
     _, logits = compare.record(engine, prompt)
     assert others
     for other in others:
-        _, without = compare.record(compare.engine(folder, changes={"layer_ropes": other}), prompt)
+        _, without = compare.record(compare.engine(folder, changes={"rope": other}), prompt)
         assert (without - logits).abs().max() > 2e-3
 
 

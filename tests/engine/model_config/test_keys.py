@@ -17,7 +17,7 @@ from lorabatch.engine.errors import EngineError
 from lorabatch.engine.model_config.families import FAMILIES
 from lorabatch.engine.model_config.keys import IRRELEVANT, READ, REFUSED, ROPE_READ, unknown_keys
 
-FOLDER_OF = {"gemma3_text": "gemma3"}
+FOLDER_OF = {"gemma3_text": "gemma3", "qwen3_5_text": "qwen3_5"}
 # Attributes of configuration objects that are no keys of a file.
 METHODS = {"get_text_config", "to_dict", "rope_type", "standardize_rope_params", "validate_rope", "num_labels"}
 SIZES = {

@@ -57,6 +57,7 @@ def test_members_have_each_query_and_feature_once_and_the_keys_of_their_queries(
         vocab_size=vocab_size,
         pad_token_id=0,
     )
+    starts = (0, model.attention.q_size, model.attention.q_size + model.attention.kv_size)
     queries: Counter[int] = Counter()
     inner: Counter[int] = Counter()
     tokens: Counter[int] = Counter()
@@ -67,7 +68,6 @@ def test_members_have_each_query_and_feature_once_and_the_keys_of_their_queries(
             gate_up = numbers(partition.linear("model.layers.0.mlp.gate_up_proj")[0])
         else:
             names = ("q_proj", "k_proj", "v_proj")
-            starts = (0, model.q_size, model.q_size + model.kv_size)
             qkv = [
                 n if n < 0 else n + start
                 for name, start in zip(names, starts, strict=True)
@@ -78,16 +78,17 @@ def test_members_have_each_query_and_feature_once_and_the_keys_of_their_queries(
                 for name, start in (("gate_proj", 0), ("up_proj", features))
                 for n in numbers(partition.linear(f"model.layers.0.mlp.{name}")[0])
             ]
-        assert len(qkv) == sum(part.parts_of_site("qkv"))
+        assert len(qkv) == sum(part.parts_of_site(0, "qkv"))
         assert len(gate_up) == 2 * part.intermediate_size
-        q, k, v = qkv[: part.q_size], qkv[part.q_size : -part.kv_size], qkv[-part.kv_size :]
+        size_of_q, size_of_k, _ = part.parts_of_site(0, "qkv")
+        q, k, v = qkv[:size_of_q], qkv[size_of_q:-size_of_k], qkv[-size_of_k:]
         group = part.num_heads // part.num_kv_heads
         for i, place in enumerate(q):
             if place >= 0:
                 head = i // size // group
                 expected = place // size // per_kv
-                assert k[head * size] == model.q_size + expected * size, "a query beside another's keys"
-                assert v[head * size] == model.q_size + model.kv_size + expected * size
+                assert k[head * size] == starts[1] + expected * size, "a query beside another's keys"
+                assert v[head * size] == starts[2] + expected * size
         queries.update(n for n in q if n >= 0)
         gate, up = gate_up[: part.intermediate_size], gate_up[part.intermediate_size :]
         assert [n - features for n in up if n >= 0] == [n for n in gate if n >= 0]
@@ -97,7 +98,7 @@ def test_members_have_each_query_and_feature_once_and_the_keys_of_their_queries(
         assert numbers(partition.linear("model.layers.0.mlp.down_proj")[1]) == gate
         tokens.update(range(*partition.tokens(vocab_size)))
         assert part.vocab_size == len(range(*partition.tokens(vocab_size)))
-    assert queries == Counter(range(model.q_size))
+    assert queries == Counter(range(model.attention.q_size))
     assert inner == Counter(range(features))
     assert tokens == Counter(range(vocab_size))
 

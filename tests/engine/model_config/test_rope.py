@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lorabatch.engine.config import read_model_config
-from lorabatch.engine.model_config.model import RopeConfig
+from lorabatch.engine.model_config.layer import RopeConfig
 
 MakeFolder = Callable[..., Path]
 
@@ -93,8 +93,8 @@ def test_the_kind_of_rope_shows_in_the_logits(case: str, tmp_path: Path, make_mo
     engine = compare.engine(folder)
     prompt = compare.prompt(70, engine)
     _, logits = compare.record(engine, prompt)
-    plain = (RopeConfig(rotary_size=engine.model.head_dim),) * engine.model.num_layers
-    _, without = compare.record(compare.engine(folder, changes={"layer_ropes": plain}), prompt)
+    plain = RopeConfig(rotary_size=engine.model.head_dim)
+    _, without = compare.record(compare.engine(folder, changes={"rope": plain}), prompt)
     assert (without - logits).abs().max() > 0.01
 
 

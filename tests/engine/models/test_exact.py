@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +36,7 @@ def test_with_compiled_kernels_there_is_nothing_to_say(tiny_llama: Path, caplog:
 
 @compiled
 def test_heads_that_torch_attends_to_are_reported(tiny_llama: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = replace(read_model_config(tiny_llama), head_dim=40)
+    model = read_model_config(tiny_llama).with_attention(head_dim=40)
     check_exact_on_cpu(model)
     assert "heads of 40 numbers" in caplog.text
     assert not is_arithmetic_fixed(model)

@@ -14,7 +14,7 @@ from peft_oracle import weights_sha256
 from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.errors import EngineError
-from lorabatch.engine.model_config.model import RopeConfig
+from lorabatch.engine.model_config.layer import RopeConfig
 from lorabatch.engine.models import gpu_decoder
 from lorabatch.engine.models.gpu_decoder import check_on_gpu
 from lorabatch.engine.models.gpu_step import GpuStep, StepBuffer
@@ -186,7 +186,7 @@ def test_families_with_other_norms_ropes_windows_and_activations(
         ({"is_parallel": True}, "attention and MLP side by side"),
         ({"head_norm": "whole"}, "over all heads"),
         ({"head_norm": "rotated_head"}, "behind their rotation"),
-        ({"layer_ropes": (RopeConfig(16, is_interleaved=True), None)}, "neighbouring features rotated together"),
+        ({"rope": RopeConfig(16, is_interleaved=True)}, "neighbouring features rotated together"),
     ],
 )
 def test_what_the_kernels_do_not_compute_is_refused_by_name(
@@ -195,7 +195,7 @@ def test_what_the_kernels_do_not_compute_is_refused_by_name(
     model = read_model_config(tiny_llama)
     check_on_gpu(model)
     with pytest.raises(EngineError, match=rf"model_type='llama': has .*{what}.*--device cpu"):
-        check_on_gpu(replace(model, **changes))
+        check_on_gpu(model.with_attention(**changes) if "rope" in changes else replace(model, **changes))
 
 
 def test_a_family_that_the_kernels_lack_is_refused_before_a_weight_is_read(

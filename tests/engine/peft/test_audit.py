@@ -301,7 +301,7 @@ def test_an_adapter_for_another_base_is_refused_with_one_reason(bases: Any, plai
 
 def test_layers_the_base_does_not_have_are_refused(plain: Any) -> None:
     base = plain.base.config
-    shallow = replace(base, num_layers=1, sliding_windows=(None,), layer_ropes=base.layer_ropes[:1])
+    shallow = replace(base, layers=base.layers[:1])
     (reason,) = audit_adapter(plain.folder, shallow, "zoo").reasons
     assert "the base has no linear layer 'model.layers.1.self_attn." in reason
 

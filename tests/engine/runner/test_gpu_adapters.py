@@ -21,7 +21,7 @@ _PAGES_EACH = 12
 
 def resident(memory: torch.Tensor, model: ModelConfig, order: int, rank: int) -> ResidentAdapter:
     """An adapter on q and v of layer 0, in pages of its own of `memory`, from the last to the first."""
-    q, _, v = (out_features for out_features, _ in model.members_of_site("qkv").values())
+    q, _, v = (out_features for out_features, _ in model.members_of_site(0, "qkv").values())
     of_layer = "model.layers.0.self_attn"
     shapes = [
         (f"{of_layer}.q_proj", rank, model.hidden_size, q, 2.0),
