@@ -202,7 +202,14 @@ _QWEN3_5 = replace(
         "linear_num_key_heads": 16,
         "linear_num_value_heads": 32,
     },
-    names=replace(LLAMA_NAMES, norms=QUERY_KEY_NORMS, delta="linear_attn", delta_sites=_DELTA_SITES),
+    names=replace(
+        LLAMA_NAMES,
+        norms=QUERY_KEY_NORMS,
+        delta="linear_attn",
+        delta_sites=_DELTA_SITES,
+        # layers that predict further tokens
+        passed_over=r"mtp\.",
+    ),
     norm_kind="rms_from_zero",
     window_rule="none",
     has_delta_layers=True,

@@ -51,6 +51,13 @@ _QWEN3_VL_SIZES = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
 }
+_QWEN3_5_SIZES = {
+    "vocab_size": 248_320,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +110,9 @@ WRAPPERS: Mapping[str, _Wrapper] = {
     "qwen3_vl": _Wrapper(
         _families("qwen3_vl_text"), "Qwen3-VL, dense", _QWEN_PREFIXES, _QWEN3_VL_SIZES, is_tied_by_text=True
     ),
+    "qwen3_5": _Wrapper(
+        _families("qwen3_5_text"), "Qwen 3.5, dense", _QWEN_PREFIXES, _QWEN3_5_SIZES, is_tied_by_text=True
+    ),
 }  # fmt: skip
 #: Keys of a wrapper's parts.
 PARTS = ("text_config", "vision_config")
@@ -138,5 +148,6 @@ def text_of(raw: RawConfig) -> tuple[Family, RawConfig] | None:
         {**values, **at_top, "tie_word_embeddings": is_tied},
         {**family.defaults, **wrapper.sizes},
     )
-    names = replace(family.names, stored_prefixes=wrapper.prefixes, passed_over=_TOWERS)
+    passed_over = "|".join(filter(None, (_TOWERS, family.names.passed_over)))
+    names = replace(family.names, stored_prefixes=wrapper.prefixes, passed_over=passed_over)
     return replace(family, names=names), text

@@ -54,11 +54,16 @@ class GpuMemory:
 def check_on_gpu(model: ModelConfig) -> None:
     """Raises `EngineError` for a model that GPU kernels do not compute."""
     asks = {
+        "layers of the gated delta rule": model.has_recurrent_layers,
+        "gates of attention's output": any(
+            layer.attention.has_output_gate for layer in model.layers if layer.attention
+        ),
         "neighbouring features rotated together": model.has_interleaved_rope,
         "attention and MLP side by side": model.is_parallel,
         "norms of queries and keys over all heads": model.head_norm in ("whole", "own_head"),
         "norms of queries and keys behind their rotation": model.head_norm == "rotated_head",
     }
+    asks["layers of several sizes"] = not (model.is_uniform or any(asks.values()))
     found = [what for what, is_asked in asks.items() if is_asked]
     if found:
         raise EngineError(

@@ -57,6 +57,7 @@ def replica_settings(settings: RunSettings) -> ReplicaSettings:
         kv_tokens=limits.pool_bytes // limits.token_bytes,
         page_tokens=limits.page_tokens,
         run_pages=limits.run_pages,
+        row_pages=limits.row_pages,
         token_bytes=0 if settings.engine.mode == "merged" else token_bytes,
         rows_grow=ROWS_GROW[settings.device.kind] and settings.length_share < 1,
         adapter_source="storage",

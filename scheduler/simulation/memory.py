@@ -19,14 +19,20 @@ class SimulatedPages:
     """
 
     def __init__(
-        self, workload: Workload, kv_tokens: int | None, page_tokens: int, run_pages: int, token_bytes: int
+        self,
+        workload: Workload,
+        kv_tokens: int | None,
+        page_tokens: int,
+        run_pages: int,
+        token_bytes: int,
+        row_pages: int = 0,
     ) -> None:
         self.num_pages = None if kv_tokens is None else kv_tokens // page_tokens
         self._workload = workload
         page_bytes = page_tokens * token_bytes
         sizes = {i: adapter.weight_bytes for i, adapter in enumerate(workload.adapters)} if page_bytes else {}
         self.of_adapter = {i: max(1, -(-size // page_bytes)) for i, size in sizes.items()}
-        self._page_tokens, self._run_pages = page_tokens, run_pages
+        self._page_tokens, self._run_pages, self._row_pages = page_tokens, run_pages, row_pages
 
     def of_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Pages that hold the prompt and all but the last token of each of these rows."""
@@ -35,8 +41,8 @@ class SimulatedPages:
         return self.of_tokens(np.maximum(1, prompt.astype(np.int64) + limit - 1))
 
     def of_tokens(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Pages that hold `tokens` tokens."""
-        return -(-tokens // self._page_tokens)
+        """Pages of rows that hold `tokens` tokens."""
+        return -(-tokens // self._page_tokens) + self._row_pages
 
     def rounded(self, pages: NDArray[np.int64]) -> NDArray[np.int64]:
         """Pages that rows take where memory is ample: `pages`, rounded up to multiples of `run_pages`."""

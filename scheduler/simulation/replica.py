@@ -61,6 +61,8 @@ class ReplicaSettings:
     page_tokens: int = 1
     #: A row's pages are contiguous and, where there is room, a multiple of this number.
     run_pages: int = 1
+    #: Pages that a row takes whatever its length, for its recurrent state.
+    row_pages: int = 0
     #: Bytes of the keys and values of one token, by which adapters take pages of the pool too; 0: they take none.
     token_bytes: int = 0
     #: Whether a row enters with pages for the tokens that it is expected to generate, and takes more as it grows.
@@ -125,7 +127,12 @@ class SimulatedReplica:
             host_tier_bytes=settings.host_tier_bytes,
         )
         self._pages = SimulatedPages(
-            workload, settings.kv_tokens, settings.page_tokens, settings.run_pages, settings.token_bytes
+            workload,
+            settings.kv_tokens,
+            settings.page_tokens,
+            settings.run_pages,
+            settings.token_bytes,
+            settings.row_pages,
         )
         self._pinned_pages = 0
         self._totals = np.zeros(len(fields(StepTotals)))

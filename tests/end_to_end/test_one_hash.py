@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -139,6 +140,46 @@ def test_they_change_no_byte_of_a_teachers_columns_and_neither_does_a_kill(
     assert answers["teacher_logprobs"].null_count == 0
     lengths = [len(places) for places in answers["teacher_token_ids"].to_pylist()]
     assert lengths == answers["completion_tokens"].to_pylist()
+
+
+# Tiny models, each with layers of a kind that Llama's are not of, and the linear layers of its adapters.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "the gated delta rule": (
+        "qwen3_5_text",
+        {
+            "num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_change_no_byte_of_models_with_layers_of_other_kinds_and_neither_does_a_kill(
+    kind: str,
+    rules: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    make_model: Callable[..., Path],
+    make_adapter: Callable[..., Path],
+) -> None:
+    family, settings = KINDS[kind]
+    shutil.rmtree(tmp_path / "model")
+    model = make_model(tmp_path / "model", family, **settings)
+    for i, name in enumerate(("rank1", "rank20", "rank64", "rank8")):
+        make_adapter(tmp_path / "adapters" / name, model, seed=i, r=int(name[4:]))
+    variants = [
+        Variant(1, 24, False),
+        Variant(1, 5, False),
+        Variant(2, 5, True),
+        Variant(2, 12, True),
+        Variant(4, 5, True),
+    ]
+    options = rules | {"adapters": str(tmp_path / "adapters")}
+    check_one_hash(variants, options, tmp_path, capsys, dies_at_step=60)
+    assert (tmp_path / "model" / "has-died").exists()
 
 
 def check_one_hash(

@@ -139,6 +139,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "qwen3.5": (
+        "qwen3_5_text",
+        {
+            "head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
     "gemma with gelu": ("gemma", {"head_dim": 16, "hidden_activation": "gelu"}),
     "dynamic rope": (
         "llama",

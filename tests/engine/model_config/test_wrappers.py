@@ -91,6 +91,23 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         QWEN | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
         {"tie_word_embeddings": True},
     ),
+    "qwen3_5": (
+        "qwen3_5",
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 4,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True, "rope_theta": 1e4,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+        QWEN | {"num_position_embeddings": 16},
+        {"tie_word_embeddings": True},
+    ),
 }  # fmt: skip
 ALWAYS = ("gemma3", "qwen2_5_vl")
 EVERY = [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.long) for case in CASES]

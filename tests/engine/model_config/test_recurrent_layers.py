@@ -1,0 +1,146 @@
+"""Rows of a model with recurrent layers, whose states lie in the pool beside keys and values: they answer with the same
+bits whatever happens around them, and take the memory that is planned for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from peft_oracle import make_engine as make_small_engine
+from peft_oracle import prompts, serve
+from scenarios import ANYTHING, NUM_ADAPTERS, Alone, Scenario, make_engine, play, renamed, scenarios
+
+from lorabatch.engine.config import EngineConfig, read_model_config
+from lorabatch.engine.engine import Engine
+from lorabatch.engine.errors import EngineError
+from lorabatch.engine.memory.limits import cpu_limits
+from lorabatch.engine.memory.pool import page_layout
+from lorabatch.engine.model_config.model import ModelConfig
+from lorabatch.engine.models.gpu_decoder import check_on_gpu
+from lorabatch.engine.peft import audit_adapter
+from lorabatch.engine.request import Request, SamplingParams
+from lorabatch.engine.text.tokenizers.tokenizer import Tokenizer
+
+HYBRID = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
+
+@pytest.fixture(scope="module")
+def hybrid(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The last layer is recurrent, too."""
+    return make_model(tmp_path_factory.mktemp("hybrid") / "model", "qwen3_5_text", **HYBRID)
+
+
+@pytest.fixture(scope="module")
+def model(hybrid: Path) -> ModelConfig:
+    return read_model_config(hybrid)
+
+
+@pytest.fixture(scope="module")
+def folders(
+    hybrid: Path, make_adapter: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """Adapters by content hash."""
+    root, model = tmp_path_factory.mktemp("adapters"), read_model_config(hybrid)
+    made = [make_adapter(root / f"{i}", hybrid, seed=i, r=1 + 5 * i) for i in range(NUM_ADAPTERS)]
+    found = {audit_adapter(folder, model, folder.name).identity_sha256: folder for folder in made}
+    return {identity: folder for identity, folder in found.items() if identity is not None}
+
+
+@pytest.mark.long
+@settings(ANYTHING)
+@given(scenario=scenarios(draws_freely=True))
+def test_whatever_happens_around_a_row_it_has_the_same_bits(
+    hybrid: Path, folders: dict[str, Path], scenario: Scenario
+) -> None:
+    alone = Alone(make_engine(hybrid, folders, "exact", pool_bytes=8 << 20))
+    config = scenario.config | {"pool_bytes": 2 * scenario.config["pool_bytes"]}
+    engines = [make_engine(hybrid, folders, "exact", **config) for _ in range(2)]
+    results = play(engines, scenario, list(folders))
+    for _, request in scenario.arrivals:
+        if request.request_id in results:
+            assert results[request.request_id] == alone.of(renamed(request, list(folders)))
+
+
+def test_texts_of_a_choice_are_scored_from_the_start(hybrid: Path) -> None:
+    """A row that goes to another text has a state that is none of that text's."""
+    texts = ("yes", "yesterday", "nobody knows", "the quick brown")
+    sampling = SamplingParams(max_tokens=20, choice=texts)
+    asked = [Request(f"row-{i}", prompt, None, sampling, i) for i, prompt in enumerate(prompts(4, 300))]
+    scored = serve(make_small_engine(hybrid, "exact"), asked)
+    tokens = Tokenizer.from_folder(hybrid).encode_batch(list(texts), is_rendered=True)
+    given = [
+        Request(f"{row.request_id}/{i}", row.prompt_token_ids, None, sampling.scoring(tuple(text)))
+        for row in asked
+        for i, text in enumerate(tokens)
+    ]
+    continued = serve(make_small_engine(hybrid, "exact"), given)
+    for row in asked:
+        logprobs = (continued[f"{row.request_id}/{i}"].token_logprobs or () for i in range(len(texts)))
+        assert scored[row.request_id].choice_logprobs == tuple(map(math.fsum, logprobs))
+
+
+def test_prompts_that_begin_alike_are_each_computed_whole(hybrid: Path) -> None:
+    engine = make_small_engine(hybrid, uses_prefix_cache=True)
+    sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+    rows = [Request(f"{i}", (*range(3, 90), 100 + i), None, sampling) for i in range(6)]
+    assert {result.reused_prompt_tokens for result in serve(engine, rows).values()} == {0}
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_a_state_takes_whole_pages_of_the_pool(model: ModelConfig, itemsize: int) -> None:
+    layout = page_layout(model, 16, itemsize)
+    state_bytes = 4 * 2 * (3 * 128 + 4 * 16 * 16)
+    assert 4 * model.state_elements == state_bytes
+    page_bytes = layout.page_elements * itemsize
+    assert (layout.row_pages - 1) * page_bytes < state_bytes <= layout.row_pages * page_bytes
+    assert page_bytes == 16 * 2 * 2 * 16 * itemsize, "one layer of three has keys and values"
+    limits = cpu_limits(0, EngineConfig(pool_bytes=1 << 20), model, itemsize)
+    assert (limits.row_pages, limits.page_tokens * limits.token_bytes) == (layout.row_pages, page_bytes)
+
+
+def test_a_row_enters_with_the_pages_of_its_state(hybrid: Path, model: ModelConfig) -> None:
+    """A pool of one row's pages serves rows one by one, and one with a page less refuses them."""
+    layout = page_layout(model, 16, 4)
+    row = Request("0", tuple(range(3, 20)), None, SamplingParams(max_tokens=3, ignore_eos=True))
+    needed = (layout.pages_for_tokens(19) + layout.row_pages) * layout.page_elements * 4
+
+    def engine(pool_bytes: int) -> Engine:
+        return Engine(hybrid, EngineConfig(mode="unmerged", pool_bytes=pool_bytes, dtype="float32"))
+
+    answers = serve(engine(needed), [replace(row, request_id=str(i)) for i in range(3)])
+    assert len({result.token_ids for result in answers.values()}) == 1
+    (refused,) = engine(needed - 1).run([row])
+    assert refused.error is not None
+    assert f"need {needed // layout.page_elements // 4} pages" in refused.error
+
+
+def test_gpus_and_groups_refuse_the_model_by_name(hybrid: Path, model: ModelConfig) -> None:
+    with pytest.raises(EngineError, match="has layers of the gated delta rule and gates of attention's output, which"):
+        check_on_gpu(model)
+    with pytest.raises(EngineError, match="qwen3_5_text has layers of several kinds, which are not split"):
+        Engine(hybrid, EngineConfig(tensor_parallel=2))
+
+
+@pytest.mark.parametrize("saved", [["conv1d"], ["norm"], ["in_proj_a", "out_proj"]], ids=str)
+def test_layers_that_adapters_save_whole_equal_peft(
+    saved: list[str], hybrid: Path, tmp_path: Path, make_adapter: Callable[..., Path], compare: Any
+) -> None:
+    """The convolution's weights, the norm of a value head, and projections; by merge."""
+    adapter = make_adapter(tmp_path / "adapter", hybrid, r=4, target_modules=["in_proj_qkv"], modules_to_save=saved)
+    engine = compare.engine(hybrid, "merged")
+    prompt = compare.prompt(40, engine)
+    expected = compare.generate(compare.model(hybrid, adapter), prompt)
+    compare.equal_everywhere(engine, prompt, expected, compare.register(engine, adapter))
