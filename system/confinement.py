@@ -204,6 +204,8 @@ def _serve() -> None:
     answer(_READY)
     for line in sys.stdin.buffer:
         task, payload, cpu_s, memory_bytes = json.loads(line)
+        # the limit of the task before is not for what this one imports: torch for CUDA maps 3 GB
+        _limit(resource.RLIMIT_AS, None)
         try:
             run = import_module(f"{_PACKAGE}.{task}").run
         except Exception as error:
@@ -232,9 +234,11 @@ def _address_bytes() -> int:
         return 0
 
 
-def _limit(kind: int, amount: int) -> None:
-    """Limit a resource of this process to `amount`, or to the user's own limit where that is lower."""
+def _limit(kind: int, amount: int | None) -> None:
+    """Limit a resource of this process to `amount`, or to the user's own limit where that is lower or `amount` None."""
     _, most = resource.getrlimit(kind)
+    if amount is None:
+        amount = most
     resource.setrlimit(kind, (amount if most == resource.RLIM_INFINITY else min(amount, most), most))
 
 

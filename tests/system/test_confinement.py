@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from lorabatch.engine.peft.patterns import PART
 from lorabatch.system.confinement import ConfinedError, ConfinedProcess
@@ -83,6 +84,16 @@ def test_what_a_task_has_left_in_memory_is_not_charged_to_the_next(process: Conf
         "engine.text.chat.chat_template", [template, {}, None, [[[], 0]], [AS_USUAL], False], 5, 1 << 28
     )
     assert answers == [[False, str(2**26)]]
+
+
+def test_the_limit_of_a_task_does_not_count_for_what_the_next_one_imports(
+    process: ConfinedProcess, tmp_path: Path
+) -> None:
+    """torch takes hundreds of megabytes, for CUDA gigabytes, before the second task begins."""
+    assert process.run(PATTERNS, [["a+"], PART, ["aa"]], 5, 32 << 20) == [["aa", 0, None]]
+    torch.save({"a": torch.ones(2)}, tmp_path / "adapter.bin")
+    question = {"source": str(tmp_path / "adapter.bin"), "target": str(tmp_path / "adapter.safetensors")}
+    assert process.run("engine.peft.dialects.pickled", question, 60) is None
 
 
 def test_limits_of_the_user_that_are_lower_hold() -> None:
