@@ -15,7 +15,7 @@ from .model import ModelConfig
 from .opt import DEFAULTS as OPT_DEFAULTS
 from .opt import read_opt
 from .raw import RawConfig
-from .wrappers import PARTS, WRAPPERS, text_of
+from .wrappers import WRAPPERS, text_of
 
 SUPPORTED_MODEL_TYPES = (*sorted(FAMILIES), "opt", *WRAPPERS)
 _GENERATES, _CLASSIFIES = "ForCausalLM", "ForSequenceClassification"
@@ -44,7 +44,7 @@ def parse_model_config(raw: Mapping[str, Any], generation: Mapping[str, Any]) ->
     inner = text_of(values)
     if inner is not None:
         family, text = inner
-        _refuse_keys(text)
+        _refuse_keys(text, tuple(family.own_keys))
         if facts["pad_token_id"] is None and type(text.get("pad_token_id")) is int:
             facts["pad_token_id"] = text.get("pad_token_id")
         return replace(read_llama_shaped(family, text, generation), wrapper=model_type, **facts)
@@ -78,9 +78,10 @@ def _is_classifier(raw: RawConfig) -> bool:
 
 def _refuse_variants(raw: RawConfig) -> None:
     """Refuse variants that no family supports: only plain, dense causal language models are served."""
-    _refuse_keys(raw, PARTS if raw.model_type in WRAPPERS else ())
+    is_wrapper, family = raw.model_type in WRAPPERS, FAMILIES.get(raw.model_type)
+    _refuse_keys(raw, WRAPPERS[raw.model_type].parts if is_wrapper else tuple(family.own_keys if family else ()))
     generates = _OTHER_NAMES.get(raw.model_type, _GENERATES)
-    names = (generates,) if raw.model_type in WRAPPERS else (generates, _CLASSIFIES)
+    names = (generates,) if is_wrapper else (generates, _CLASSIFIES)
     architectures = raw.get("architectures") or []
     if not isinstance(architectures, list):
         raw.damage("architectures", "expected a list of names")
@@ -98,5 +99,6 @@ def _refuse_keys(raw: RawConfig, known: tuple[str, ...] = ()) -> None:
     for key, why in REFUSED.items():
         value = raw.get(key)
         is_one_expert = key in ONE_EXPERT and type(value) is int and value == 1
-        if key not in ("quantization_config", *known) and is_set(value) and not is_one_expert:
+        is_of_images = key == "use_bidirectional_attention" and value == "vision"
+        if key not in ("quantization_config", *known) and is_set(value) and not (is_one_expert or is_of_images):
             raw.refuse(key, why)

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from .family import ACTIVATIONS, LLAMA_NAMES, PLAIN, Family
-from .model import LayerNorms, ModuleNames, PackedSite
+from .gemma4 import read_layers as read_gemma4_layers
+from .model import LayerInputs, LayerNorms, ModuleNames, PackedSite
 from .other_families import OTHER_FAMILIES
 
 QUERY_KEY_NORMS = LayerNorms(query="self_attn.q_norm", key="self_attn.k_norm")
@@ -123,6 +124,76 @@ _GEMMA3 = replace(
     has_ropes_by_layer_type=True,
     has_attention_softcap=False,
     ignored_keys=("use_bidirectional_attention", "attn_logit_softcapping"),
+)
+_GEMMA4_NORMS = replace(
+    SANDWICH_NORMS,
+    query="self_attn.q_norm",
+    key="self_attn.k_norm",
+    layer_input="post_per_layer_input_norm",
+)
+_GEMMA4 = replace(
+    _GEMMA3,
+    name="gemma4_text",
+    models="Gemma 4, dense, text",
+    differs_by="as Gemma 3 with plain norm weights; heads and MLPs by layer; norms on values; the last layers read "
+    "keys and values of earlier ones; inputs of each layer by token; a factor of each layer",
+    defaults={
+        **_GEMMA,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 262_144,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 512,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262_144,
+        "rope_theta": 1_000_000.0,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1_000_000.0,
+            },
+        },
+    },
+    names=replace(
+        LLAMA_NAMES,
+        sites={
+            **LLAMA_NAMES.sites,
+            "input_gate": ("per_layer_input_gate",),
+            "input_projection": ("per_layer_projection",),
+            "all_inputs": (LayerInputs().projection,),
+        },
+        norms=_GEMMA4_NORMS,
+        layer_inputs=LayerInputs(),
+        layer_scalar="layer_scalar",
+    ),
+    norm_kind="rms",
+    window_period_key=None,
+    rope_kinds=("default", "linear", "llama3", "proportional"),
+    windowed_theta=10_000.0,
+    can_rotate_partially=True,
+    read_layers=read_gemma4_layers,
+    has_layer_inputs=True,
+    has_query_scalar=False,
+    has_unit_scale=True,
+    ignored_keys=("enable_moe_block",),
+    own_keys={
+        "global_head_dim": "features of a head in layers that attend to all",
+        "num_global_key_value_heads": "key heads of such layers where keys are values",
+        "per_layer_config": "heads of single layers",
+        "attention_k_eq_v": "values that are the keys",
+        "num_kv_shared_layers": "layers that read keys and values of earlier ones",
+        "use_double_wide_mlp": "MLPs of such layers",
+        "hidden_size_per_layer_input": "inputs of each layer",
+        "vocab_size_per_layer_input": "tokens that have such inputs",
+        **dict.fromkeys(("enable_moe_block", "top_k_experts"), "a mixture of experts, which is refused"),
+    },
 )
 _PHI3 = Family(
     "phi3",
@@ -414,8 +485,8 @@ _VAULTGEMMA = replace(
 FAMILIES: Mapping[str, Family] = {
     family.name: family
     for family in (
-        _LLAMA, _MISTRAL, _MINISTRAL, _MINISTRAL3, _QWEN2, _QWEN3, _GEMMA1, _GEMMA2, _GEMMA3, _VAULTGEMMA, _PHI3,
-        _QWEN3_5, _SMOLLM3, _GRANITE, _GRANITE_DENSE, _SEED_OSS, _HELIUM, _ERNIE, *OTHER_FAMILIES,
+        _LLAMA, _MISTRAL, _MINISTRAL, _MINISTRAL3, _QWEN2, _QWEN3, _QWEN3_5, _GEMMA1, _GEMMA2, _GEMMA3, _GEMMA4,
+        _VAULTGEMMA, _PHI3, _SMOLLM3, _GRANITE, _GRANITE_DENSE, _SEED_OSS, _HELIUM, _ERNIE, *OTHER_FAMILIES,
     )
 }  # fmt: skip
 #: Families that are the text of a model with images, and no model of their own.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .layer import RopeKind
+from .layer import Attention, LayerConfig, RopeConfig, RopeKind
 from .model import Activation, HeadNorm, ModuleNames, NormKind
+from .raw import RawConfig
 
 # Layers that attend to a window of the latest tokens only. none; every_layer; every_layer_unless_listed: every layer,
 # or those in layer_types; last_layers: those after max_window_layers where use_sliding_window allows;
@@ -20,6 +21,9 @@ WindowRule = Literal[
 # position_embedding_type is rope, else none.
 RopeRule = Literal["no_layer", "every_layer", "windowed_layers", "windowed_layers_or_all", "listed_layers", "if_asked"]
 ALL_ROPES: tuple[RopeKind, ...] = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+# Reads layers whose sizes differ, from the file, the heads that it gives to all, types, ropes by type, and the features
+# of an MLP.
+LayerReader = Callable[[RawConfig, Attention, tuple[str, ...], Mapping[str, RopeConfig], int], tuple[LayerConfig, ...]]
 # Spellings of `hidden_act` and its like, and the function they mean.
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -105,6 +109,10 @@ class Family:
     window_period_key: str | None = None
     #: Whether `layer_types` must name attention in every layer: the family has layers of other kinds, too.
     lists_attention: bool = False
+    #: Reads the layers; None where all have the same sizes.
+    read_layers: LayerReader | None = None
+    #: Whether each layer has inputs of its own by token (`hidden_size_per_layer_input`), see `LayerInputs`.
+    has_layer_inputs: bool = False
     #: Whether layers are of the gated delta rule where `layer_types` says `linear_attention`, or, where the file does
     #: not say it, all but every nth (`full_attention_interval`).
     has_delta_layers: bool = False
@@ -134,6 +142,8 @@ class Family:
     scales_embeddings: bool = False
     #: Whether `query_pre_attn_scalar`, instead of the head's size, scales the scores.
     has_query_scalar: bool = False
+    #: Whether scores are not scaled.
+    has_unit_scale: bool = False
     #: Fields of `ModelConfig` that are factors, and their keys. `logit_divisor` stands for 1 / `logit_scale`.
     factors: Mapping[str, str] = field(default_factory=dict)
     #: Whether `attn_logit_softcapping` is applied.

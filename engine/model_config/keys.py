@@ -51,6 +51,9 @@ IRRELEVANT: Mapping[str, str] = {
     "eod_token_id": "of training",
     **dict.fromkeys(("mm_tokens_per_image", "boi_token_index", "eoi_token_index", "boi_token_id"), _OF_IMAGES),
     **dict.fromkeys(("eoi_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"), _OF_IMAGES),
+    **dict.fromkeys(
+        ("audio_token_id", "boa_token_id", "eoa_token_index", "eoa_token_id"), "of sound, which no row may have"
+    ),
     **dict.fromkeys(("vision_token_id", "video_token_index", "projector_hidden_act"), _OF_IMAGES),
     **dict.fromkeys(("vision_feature_layer", "multimodal_projector_bias", "spatial_merge_size"), _OF_IMAGES),
     **dict.fromkeys(("layerdrop", "initializer_range", "init_std", "gradient_checkpointing"), _OF_TRAINING),
@@ -87,6 +90,7 @@ REFUSED: Mapping[str, str] = {
         ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"),
         "expected none: mixtures of experts are not computed",
     ),
+    "per_layer_config": "expected none: sizes of single layers are read in Gemma 4 alone",
     "quantization_config": "expected the unquantized checkpoint",
     "compression_config": "expected the unquantized checkpoint",
     "is_encoder_decoder": "expected false: only decoders are computed",

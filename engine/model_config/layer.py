@@ -12,7 +12,7 @@ from typing import Any, Literal
 from ...kernels.layouts.delta_sizes import DeltaSizes
 from ...kernels.layouts.pages import HeadShape
 
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"]
 
 
 @dataclass(frozen=True, slots=True)

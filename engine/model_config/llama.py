@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...kernels.layouts.delta_sizes import DeltaSizes
-from .family import Family
+from .family import LLAMA_NAMES, Family
 from .layer import Attention, LayerConfig, RopeConfig
 from .model import ModelConfig, ModuleNames, PackedSite
 from .raw import RawConfig, first_token_id, stop_token_ids
@@ -30,14 +30,17 @@ def read_llama_shaped(family: Family, raw: RawConfig, generation: Mapping[str, A
     layer_types = read_layer_types(raw, family, num_layers)
     activation = raw.choice(family.activation_key, family.activations, str(raw.get(family.activation_key)))
     _refuse_settings(raw, family)
-    names, factors = _names(raw, family), _factors(raw, family)
-    default_scale = (raw.number("query_pre_attn_scalar") if family.has_query_scalar else head_dim) ** -0.5
+    layers = _layers(raw, family, Attention(num_heads, num_kv_heads, head_dim), layer_types, ropes)
+    names, factors = _names(raw, family, layers), _factors(raw, family)
+    layer_input_size, layer_vocab_size = _layer_inputs(raw, family)
+    scaled_by = raw.number("query_pre_attn_scalar") if family.has_query_scalar else head_dim
+    default_scale = 1.0 if family.has_unit_scale else scaled_by**-0.5
     model = ModelConfig(
         family=family.name,
         names=names,
         hidden_size=hidden_size,
         embedding_size=hidden_size,
-        layers=_layers(raw, family, Attention(num_heads, num_kv_heads, head_dim), layer_types, ropes),
+        layers=layers,
         vocab_size=raw.integer("vocab_size"),
         max_context_tokens=context_tokens(raw.integer("max_position_embeddings"), ropes),
         norm_kind=family.norm_kind,
@@ -59,6 +62,8 @@ def read_llama_shaped(family: Family, raw: RawConfig, generation: Mapping[str, A
         residual_scale=factors.get("residual_scale", 1.0),
         logit_scale=factors.get("logit_scale", 1.0) / factors.get("logit_divisor", 1.0),
         query_growth=read_query_growth(raw, family),
+        layer_input_size=layer_input_size,
+        layer_vocab_size=layer_vocab_size,
     )
     raw.raise_problems()
     return model
@@ -75,6 +80,8 @@ def _layers(
     delta = _delta_sizes(raw) if _DELTA in layer_types else None
     heads = replace(heads, has_output_gate=family.has_output_gate)
     inner = _intermediate_size(raw, family, raw.integer("hidden_size"))
+    if family.read_layers is not None:
+        return family.read_layers(raw, heads, layer_types, ropes, inner)
     mixers = (
         delta if delta is not None and kind == _DELTA else replace(heads, rope=rope, window=window)
         for kind, rope, window in zip(
@@ -124,11 +131,30 @@ def _refuse_settings(raw: RawConfig, family: Family) -> None:
             raw.refuse(key, "expected true")
 
 
-def _names(raw: RawConfig, family: Family) -> ModuleNames:
+def _names(raw: RawConfig, family: Family, layers: tuple[LayerConfig, ...]) -> ModuleNames:
+    names = family.names
+    if family.has_layer_inputs and not raw.get("hidden_size_per_layer_input"):
+        sites = {site: members for site, members in names.sites.items() if site in LLAMA_NAMES.sites}
+        names = replace(names, sites=sites, norms=replace(names.norms, layer_input=None), layer_inputs=None)
     key = family.head_norm_key
-    if key is None or raw.flag(key):
-        return family.names
-    return replace(family.names, norms=replace(family.names.norms, query=None, key=None))
+    if key is not None and not raw.flag(key):
+        names = replace(names, norms=replace(names.norms, query=None, key=None))
+    readers = [str(i) for i, layer in enumerate(layers) if layer.attention and layer.attention.source is not None]
+    if readers:
+        # checkpoints have keys and values for these layers, too, which nothing reads
+        unread = rf"(?:\w+\.)*layers\.(?:{'|'.join(readers)})\.self_attn\.[kv]_(?:proj|norm)\."
+        names = replace(names, passed_over="|".join(filter(None, (names.passed_over, unread))))
+    return names
+
+
+def _layer_inputs(raw: RawConfig, family: Family) -> tuple[int, int]:
+    """Features of each layer's own inputs, and tokens that have some; zeros where layers have none."""
+    if not family.has_layer_inputs or not raw.get("hidden_size_per_layer_input"):
+        return 0, 0
+    num_tokens = raw.integer("vocab_size_per_layer_input")
+    if num_tokens < raw.integer("vocab_size"):
+        raw.refuse("vocab_size_per_layer_input", "expected at least vocab_size")
+    return raw.integer("hidden_size_per_layer_input"), num_tokens
 
 
 def _factors(raw: RawConfig, family: Family) -> dict[str, float]:

@@ -36,8 +36,9 @@ NormKind = Literal["rms", "rms_from_zero", "layer", "layer_no_bias"]
 HeadNorm = Literal["head", "own_head", "rotated_head", "whole"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 # A decoder layer's multiplications, in order. Linear layers that read the same input are computed as one.
-PackedSite = Literal["qkv", "o", "gate_up", "down"]
-PACKED_SITES: tuple[PackedSite, ...] = ("qkv", "o", "gate_up", "down")
+# The last ones are of inputs that layers have of their own (`LayerInputs`); all_inputs is in the first layer alone.
+PackedSite = Literal["qkv", "o", "gate_up", "down", "input_gate", "input_projection", "all_inputs"]
+PACKED_SITES: tuple[PackedSite, ...] = ("qkv", "o", "gate_up", "down", "input_gate", "input_projection", "all_inputs")
 HEAD = "lm_head"
 #: Linear layer of a classifier, without a bias: a row for each label, applied to a prompt's last hidden state.
 SCORE = "score"
@@ -59,10 +60,29 @@ class LayerNorms:
     mlp_output: str | None = None
     #: Norm of the sum behind the MLP.
     after_mlp: str | None = None
+    #: Norm of the layer's own inputs once they are gated and projected, before they are added.
+    layer_input: str | None = None
     #: Norm of each query head, before it is rotated.
     query: str | None = None
     #: Norm of each key head, before it is rotated.
     key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """Checkpoint names of what gives each layer inputs of its own.
+
+    With e the embedding of a token, and t its row of the table, both scaled by the roots of their sizes, a layer's
+    inputs are its part of `(norm(projection(e) / root of hidden_size) + t) / root of 2`. Behind the MLP,
+    `x = x + norm(input_projection(activation(input_gate(x)) * inputs), layer_input)`.
+    """
+
+    #: Table of tokens, [layer_vocab_size, num_layers * layer_input_size].
+    table: str = "model.embed_tokens_per_layer"
+    #: Linear layer of embeddings, to [num_layers * layer_input_size].
+    projection: str = "model.per_layer_model_projection"
+    #: Norm of each layer's part of the projection.
+    norm: str = "model.per_layer_projection_norm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +109,10 @@ class ModuleNames:
     project_in: str | None = None
     #: Projection from `hidden_size` to `embedding_size`.
     project_out: str | None = None
+    #: Inputs of each layer; None where layers have none.
+    layer_inputs: LayerInputs | None = None
+    #: Factor [1] of a layer's output, below the layer; "" where there is none.
+    layer_scalar: str = ""
     #: Pairs of a prefix that names have in some checkpoints and the prefix that stands for it here. The first counts.
     stored_prefixes: tuple[tuple[str, str], ...] = ()
     #: Pattern of the beginnings of names, in checkpoints, of what text does not reach; "" if there is nothing of it.
@@ -181,6 +205,10 @@ class ModelConfig:
     #: (beta, length): queries at position p are multiplied by `1 + beta * log(1 + floor(p / length))`; None: they are
     #: not.
     query_growth: tuple[float, int] | None = None
+    #: Features of a layer's own inputs; 0: layers have none.
+    layer_input_size: int = 0
+    #: Tokens that have inputs of layers; 0: layers have none.
+    layer_vocab_size: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -318,6 +346,8 @@ class ModelConfig:
         if config.delta is not None and site in self.names.delta_sites:
             return self.names.delta_sites[site]
         names = self.names.sites[site]
+        if site == "all_inputs" and layer:
+            return ()
         # layers without keys or values of their own have the first members only
         return names[: len(config.mixer.parts)] if site == "qkv" and len(names) > 1 else names
 
@@ -330,6 +360,9 @@ class ModelConfig:
             "o": (hidden,),
             "gate_up": (inner, inner) if self.has_gate else (inner,),
             "down": (hidden,),
+            "input_gate": (self.layer_input_size,),
+            "input_projection": (hidden,),
+            "all_inputs": (self.num_layers * self.layer_input_size,),
         }[site]
 
     def members_of_site(self, layer: int, site: PackedSite) -> dict[str, tuple[int, int]]:
@@ -340,10 +373,13 @@ class ModelConfig:
             "o": config.mixed_size,
             "gate_up": hidden,
             "down": config.intermediate_size,
+            "input_gate": hidden,
+            "input_projection": self.layer_input_size,
+            "all_inputs": hidden,
         }[site]
         members, parts = self.names_of_site(layer, site), self.parts_of_site(layer, site)
-        if len(members) == 1:
-            parts = (sum(parts),)
+        if len(members) < 2:
+            parts = (sum(parts),) * len(members)
         assert len(members) == len(parts), f"{site}: {members} for {len(parts)} outputs"
         return {name: (part, in_features) for name, part in zip(members, parts, strict=True)}
 
@@ -364,15 +400,18 @@ class ModelConfig:
     def batched_modules(self) -> tuple[str, ...]:
         """Linear layers that can serve many adapters in one batch: those of the decoder layers."""
         return tuple(
-            f"{self.names.layers}.{layer}.{member}"
-            for layer in range(self.num_layers)
-            for member in self.layer_shapes(layer)
+            self.module_of(layer, member) for layer in range(self.num_layers) for member in self.layer_shapes(layer)
         )
+
+    def module_of(self, layer: int, member: str) -> str:
+        """Checkpoint name of a linear layer of a decoder layer."""
+        inputs = self.names.layer_inputs
+        return member if inputs and member == inputs.projection else f"{self.names.layers}.{layer}.{member}"
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """`(out_features, in_features)` of every linear layer, by its name in the checkpoint (no `.weight`)."""
         shapes = {
-            f"{self.names.layers}.{layer}.{member}": shape
+            self.module_of(layer, member): shape
             for layer in range(self.num_layers)
             for member, shape in self.layer_shapes(layer).items()
         }
@@ -383,12 +422,22 @@ class ModelConfig:
         shapes[HEAD] = (self.vocab_size, self.embedding_size)
         return shapes
 
+    @property
+    def whole_modules(self) -> tuple[str, ...]:
+        """Linear layers in no decoder layer: projections, and the head as the last."""
+        return tuple(name for name in (self.names.project_in, self.names.project_out, HEAD) if name is not None)
+
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter by checkpoint name. A tied head is listed like any other."""
         names = self.names
         shapes: dict[str, tuple[int, ...]] = {f"{names.embedding}.weight": (self.vocab_size, self.embedding_size)}
         if names.positions is not None:
             shapes[f"{names.positions}.weight"] = (self.max_context_tokens + self.position_offset, self.hidden_size)
+        inputs = names.layer_inputs
+        if inputs is not None:
+            shapes[f"{inputs.table}.weight"] = (self.layer_vocab_size, self.num_layers * self.layer_input_size)
+        if names.layer_scalar:
+            shapes |= {f"{names.layers}.{i}.{names.layer_scalar}": (1,) for i in range(self.num_layers)}
         biased = {member for site in self.biased_sites for member in names.sites[site]}
         for module, shape in self.linear_shapes().items():
             shapes[f"{module}.weight"] = shape
@@ -411,7 +460,7 @@ class ModelConfig:
         norms, of_hidden = self.names.norms, (self.hidden_size,)
         of_layer = (
             norms.before_attention, norms.attention_output, norms.after_attention, norms.before_mlp, norms.mlp_output,
-            norms.after_mlp,
+            norms.after_mlp, norms.layer_input,
         )  # fmt: skip
         shapes: dict[str, tuple[int, ...]] = {}
         for layer, config in enumerate(self.layers):
@@ -421,6 +470,8 @@ class ModelConfig:
             shapes |= {f"{self.names.layers}.{layer}.{name}": shape for name, shape in places.items() if name}
         if self.names.final_norm is not None:
             shapes[self.names.final_norm] = of_hidden
+        if self.names.layer_inputs is not None:
+            shapes[self.names.layer_inputs.norm] = (self.layer_input_size,)
         return shapes
 
     def _head_norm_shapes(self, attention: Attention) -> dict[str | None, tuple[int, ...]]:
@@ -448,7 +499,7 @@ def packed_members(model: ModelConfig, layer: int, site: PackedSite) -> tuple[Pa
     """Members of one packed site of one layer, in output order."""
     members, start = [], 0
     for name, (out_features, _) in model.members_of_site(layer, site).items():
-        members.append(PackedMember(f"{model.names.layers}.{layer}.{name}", start, start + out_features))
+        members.append(PackedMember(model.module_of(layer, name), start, start + out_features))
         start += out_features
     return tuple(members)
 

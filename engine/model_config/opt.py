@@ -7,7 +7,7 @@ from typing import Any
 
 from .family import ACTIVATIONS
 from .layer import Attention, LayerConfig
-from .model import PACKED_SITES, LayerNorms, ModelConfig, ModuleNames
+from .model import LayerNorms, ModelConfig, ModuleNames
 from .raw import RawConfig, first_token_id, stop_token_ids
 
 #: Published models, for the table of families.
@@ -51,7 +51,7 @@ def read_opt(raw: RawConfig, generation: Mapping[str, Any]) -> ModelConfig:
         activation=ACTIVATIONS[activation],
         has_gate=False,
         is_tied=raw.flag("tie_word_embeddings"),
-        biased_sites=frozenset(PACKED_SITES if raw.flag("enable_bias") else ()),
+        biased_sites=frozenset(("qkv", "o", "gate_up", "down") if raw.flag("enable_bias") else ()),
         embedding_scale=1.0,
         position_offset=_POSITION_OFFSET,
         attention_scale=head_dim**-0.5,

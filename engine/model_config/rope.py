@@ -70,7 +70,8 @@ def _read_rope(raw: RawConfig, family: Family, settings: RawConfig, theta: float
     share = settings.optional_number("partial_rotary_factor") or raw.optional_number("partial_rotary_factor") or 1.0
     if share != 1.0 and not family.can_rotate_partially:
         raw.refuse("partial_rotary_factor", "supported: 1.0", share)
-    rotary_size = int(head_dim * share)
+    is_proportional = kind == "proportional"
+    rotary_size = head_dim if is_proportional else int(head_dim * share)
     if head_dim % 2:
         raw.damage("head_dim", f"expected an even number, not {head_dim}")
     elif rotary_size % 2 or not 2 <= rotary_size <= head_dim:
@@ -78,6 +79,11 @@ def _read_rope(raw: RawConfig, family: Family, settings: RawConfig, theta: float
     if family.has_position_axes:
         _check_axes(settings, rotary_size)
     theta = settings.optional_number("rope_theta") or theta
+    if is_proportional:
+        if share > 1.0:
+            settings.damage("partial_rotary_factor", "expected at most 1.0")
+        factor = settings.optional_number("factor") or 1.0
+        return RopeConfig(rotary_size, theta, kind, 1.0, {"factor": factor, "share": share})
     if family.has_fixed_stretch and kind == "dynamic" and settings.get("alpha"):
         # Peng 2023 (YaRN), appendix A, with one stretch for rows of all lengths
         kind, theta = "default", theta * settings.number("alpha") ** (rotary_size / (rotary_size - 2 or 1))

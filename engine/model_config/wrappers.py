@@ -17,7 +17,7 @@ from .raw import RawConfig
 # Modules of towers and of what joins them to the text model, in checkpoints and in adapters.
 _TOWERS = (
     r"(?:model\.)?(?:visual|vision_tower|vision_model|vision_embed_tokens|vision_language_adapter|patch_merger"
-    r"|multi_modal_projector|mm_projector|embed_vision|audio_tower)\."
+    r"|multi_modal_projector|mm_projector|embed_vision|embed_audio|audio_tower)\."
 )
 _LLAVA_PREFIXES = (
     ("language_model.lm_head.", "lm_head."),
@@ -60,6 +60,11 @@ _QWEN3_5_SIZES = {
 }
 
 
+# Keys of a wrapper's parts.
+_PARTS = ("text_config", "vision_config")
+_AUDIO = "audio_config"
+
+
 @dataclass(frozen=True, slots=True)
 class _Wrapper:
     """One family of models with images."""
@@ -78,6 +83,8 @@ class _Wrapper:
     is_tied_by_text: bool = False
     #: Whether the text part's keys may stand at the top.
     may_be_flat: bool = False
+    #: Keys of the parts.
+    parts: tuple[str, ...] = _PARTS
 
 
 def _families(*names: str) -> dict[str, Family]:
@@ -97,6 +104,9 @@ WRAPPERS: Mapping[str, _Wrapper] = {
     "gemma3": _Wrapper(
         {"gemma3_text": _GEMMA3}, "Gemma 3 from 4B on", _LLAVA_PREFIXES, _GEMMA3_SIZES, is_tied=True
     ),
+    "gemma4": _Wrapper(
+        _families("gemma4_text"), "Gemma 4, dense", _LLAVA_PREFIXES, is_tied=True, parts=(*_PARTS, _AUDIO)
+    ),
     "mistral3": _Wrapper(
         _families("mistral", "ministral3"), "Mistral Small 3.1 and 3.2, Ministral 3", _LLAVA_PREFIXES, is_tied=True
     ),
@@ -114,8 +124,6 @@ WRAPPERS: Mapping[str, _Wrapper] = {
         _families("qwen3_5_text"), "Qwen 3.5, dense", _QWEN_PREFIXES, _QWEN3_5_SIZES, is_tied_by_text=True
     ),
 }  # fmt: skip
-#: Keys of a wrapper's parts.
-PARTS = ("text_config", "vision_config")
 # Names of text parts in older files, which have the wrapper's own, and the names of today.
 _SAME = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
 # Keys whose value at the top counts before that of the text part.
@@ -131,7 +139,7 @@ def text_of(raw: RawConfig) -> tuple[Family, RawConfig] | None:
         return None
     is_flat = wrapper.may_be_flat and raw.get("text_config") is None
     values = raw.all_values() if is_flat else raw.mapping("text_config")
-    values = {key: value for key, value in values.items() if key not in PARTS}
+    values = {key: value for key, value in values.items() if key not in wrapper.parts}
     if not values:
         raw.damage("text_config", "expected the keys of the text model")
     first = next(iter(wrapper.families))

@@ -26,7 +26,7 @@ from ..model_config.partition import Partition
 from .compiled_layers import CompiledLayers
 from .delta import DeltaLayers
 from .gguf.blocks import Weight, joined, looked_up, pack_joined, plain
-from .layers import DecoderLayer, Linear, activation_of, norm_of
+from .layers import FUNCTIONS, DecoderLayer, Linear, activation_of, norm_of
 from .rope import Rope
 from .step_batch import StepBatch
 
@@ -92,9 +92,14 @@ class Decoder:
             DecoderLayer(
                 index,
                 model.layers[index],
-                {site: source.linear(modules_of_site(model, index, site)) for site in model.sites},
+                {
+                    site: source.linear(modules)
+                    for site in model.sites
+                    if (modules := modules_of_site(model, index, site))
+                },
                 _full_names(model, index),
                 _number_of(rope, ropes),
+                model.sites,
                 model.key_places[index],
             )
             for index, rope in enumerate(model.layer_ropes)
@@ -102,17 +107,19 @@ class Decoder:
         weights[f"{model.names.embedding}.weight"] = embeddings = looked_up(embedding)
         self._ropes = [Rope(rope, embeddings.device) for rope in ropes]
         self.linears = {
-            module: source.whole(module)
-            for module in (model.names.project_in, model.names.project_out, None if model.is_tied else HEAD)
-            if module is not None
+            module: source.whole(module) for module in model.whole_modules if not (model.is_tied and module == HEAD)
         }
         if model.is_tied:
             self.linears[HEAD] = source.whole(HEAD, embedding)
-        tables = {f"{name}.weight" for name in (model.names.embedding, model.names.positions)}
+        inputs = model.names.layer_inputs
+        tables = {
+            f"{name}.weight" for name in (model.names.embedding, model.names.positions, inputs and inputs.table) if name
+        }
         self.tensors = {name: plain(w, None if name in tables else dtype) for name, w in weights.items()}
         self._norm_of_kind = norm_of(model, self.tensors)
         self._delta_layers = DeltaLayers(model, self.tensors)
         self._activation = activation_of(model)
+        self._plain_activation = FUNCTIONS[model.activation]
         self._is_interleaved = model.has_interleaved_rope
         # a table, so that a position's factor has the same bits wherever it stands in a step
         self._growth = _growth_of(model).to(embeddings.device, dtype)
@@ -124,6 +131,7 @@ class Decoder:
         self._lora = PreparedLora([])
         # rounded to the dtype first, as the families that scale define it
         self._embedding_scale = float(torch.tensor(model.embedding_scale, dtype=dtype))
+        self._layer_input_scale = float(torch.tensor(model.layer_input_size**0.5, dtype=dtype))
 
     def forward(self, batch: StepBatch, pool: Tensor) -> Tensor:
         """Logits of the rows that are asked for them, [num_logits, vocab_size]; stores the step's keys and values in
@@ -145,6 +153,7 @@ class Decoder:
         x = self._embed(batch.token_ids, batch.positions)  # [T, hidden]
         rotaries = [rope.tables(batch.positions, batch.row_lengths, self.dtype) for rope in self._ropes]
         spans = batch.spans
+        inputs = self._layer_inputs(x, batch.token_ids, spans)
         num_done = 0
         if self.compiled_layers is not None:
             add_up = None if self._sums is None else self._sums.add_up
@@ -160,6 +169,7 @@ class Decoder:
                     break
                 mixed = mixed.at(rows, plan)
                 h = h.index_select(0, rows) if self.model.is_parallel else h
+                inputs = None if inputs is None else inputs.index_select(0, rows)
             mixed_tokens = self._mixed(mixed, layer, pool)
             output = self._added_up(self._with_lora(layer, "o", mixed_tokens, spans))
             x = self._added(x, self._norm(output, norms.attention_output))
@@ -167,7 +177,7 @@ class Decoder:
                 x = self._norm(x, norms.after_attention)
                 h = self._norm(x, norms.before_mlp)
             x = self._added(x, self._norm(self._mlp(h, layer, spans), norms.mlp_output))
-            x = self._norm(x, norms.after_mlp)
+            x = self._with_inputs(self._norm(x, norms.after_mlp), inputs, layer, spans)
         return self._outputs(x.index_select(0, batch.sampled_rows), batch.num_logits)
 
     def _added(self, x: Tensor, output: Tensor) -> Tensor:
@@ -184,6 +194,30 @@ class Decoder:
             x = self.linears[names.project_in](x)
         if names.positions is not None:
             x += self.tensors[f"{names.positions}.weight"][positions + model.position_offset]
+        return x
+
+    def _layer_inputs(self, x: Tensor, token_ids: Tensor, spans: tuple[LoraSpan, ...]) -> Tensor | None:
+        """Inputs of all layers, [T, num_layers, layer_input_size], where layers have some; `x`: embeddings."""
+        model, names = self.model, self.model.names.layer_inputs
+        if names is None:
+            return None
+        shape = (len(x), model.num_layers, model.layer_input_size)
+        projected = self._with_lora(self.layers[0], "all_inputs", x, spans).mul_(model.hidden_size**-0.5).view(shape)
+        rows = self.tensors[f"{names.table}.weight"][token_ids].to(self.dtype).mul_(self._layer_input_scale)
+        return self._norm(projected, names.norm).add_(rows.view(shape)).mul_(2**-0.5)
+
+    def _with_inputs(
+        self, x: Tensor, inputs: Tensor | None, layer: DecoderLayer, spans: tuple[LoraSpan, ...]
+    ) -> Tensor:
+        """A layer's output with its own inputs, and scaled, where the model does either."""
+        if inputs is not None:
+            gate = self._plain_activation(self._with_lora(layer, "input_gate", x, spans))
+            gated = gate.mul_(inputs[:, layer.index])
+            added = self._with_lora(layer, "input_projection", gated, spans)
+            x = self._added(x, self._norm(added, layer.norms.layer_input))
+        names = self.model.names
+        if names.layer_scalar:
+            x = x.mul_(self.tensors[f"{names.layers}.{layer.index}.{names.layer_scalar}"])
         return x
 
     def _looked_up(self, table: Tensor, token_ids: Tensor) -> Tensor:

@@ -52,6 +52,7 @@ class ExactDecoder(Decoder):
         self._is_compiled = native_build() is not None and dtype == torch.float32
         if model.activation != "relu" and not (model.activation == "silu" and self._is_compiled):
             self._activation = _row_by_row(self._activation)
+            self._plain_activation = _row_by_row(self._plain_activation)
 
     def _with_lora(self, layer: DecoderLayer, site: PackedSite, x: Tensor, spans: tuple[LoraSpan, ...]) -> Tensor:
         if self._is_compiled:

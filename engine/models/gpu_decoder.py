@@ -55,6 +55,7 @@ def check_on_gpu(model: ModelConfig) -> None:
     """Raises `EngineError` for a model that GPU kernels do not compute."""
     asks = {
         "layers of the gated delta rule": model.has_recurrent_layers,
+        "inputs of each layer": model.names.layer_inputs is not None,
         "gates of attention's output": any(
             layer.attention.has_output_gate for layer in model.layers if layer.attention
         ),

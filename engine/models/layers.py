@@ -31,7 +31,8 @@ _NO_WEIGHT = torch.empty(0)
 Activate = Callable[[Tensor], Tensor]
 Norm = Callable[[Tensor, str], Tensor]
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-_FUNCTIONS: Mapping[Activation, Activate] = {
+#: Functions of the MLP, by name.
+FUNCTIONS: Mapping[Activation, Activate] = {
     "silu": silu,
     "gelu": gelu,
     "gelu_tanh": partial(gelu, approximate="tanh"),
@@ -172,19 +173,21 @@ class DecoderLayer:
     linears: dict[PackedSite, Linear]
     norms: LayerNorms
     rope: int | None
+    #: Packed sites of a layer of the model; not each layer has all of them.
+    sites: tuple[PackedSite, ...]
     #: Place of the keys and values that it reads, see `ModelConfig.key_places`; None where it does not attend.
     keys: tuple[int, int] | None
 
     def site_number(self, site: PackedSite) -> int:
         """Number of one of its packed linear layers among those of all layers, as adapters count them."""
-        return self.index * len(self.linears) + list(self.linears).index(site)
+        return self.index * len(self.sites) + self.sites.index(site)
 
 
 def activation_of(model: ModelConfig) -> Activate:
     """The function from the packed output of the first layer, gate beside up [T, 2 * inner], to [T, inner]. Without a
     gate the input is [T, inner] already.
     """
-    function = _FUNCTIONS[model.activation]
+    function = FUNCTIONS[model.activation]
     if not model.has_gate:
         return function
     if model.activation == "silu":

@@ -164,7 +164,7 @@ class LiveWeights:
 
     def _packed_sites(self) -> Iterator[tuple[int, PackedSite, tuple[PackedMember, ...]]]:
         for index in range(len(self._decoder.layers)):
-            for site in self._decoder.model.sites:
+            for site in self._decoder.layers[index].linears:
                 yield index, site, packed_members(self._decoder.model, index, site)
 
 

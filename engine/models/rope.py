@@ -80,6 +80,13 @@ def _divided(exponents: Tensor, config: RopeConfig, key: str = "short_factor") -
     return torch.reciprocal(factors * torch.pow(config.theta, exponents))
 
 
+def _proportional(exponents: Tensor, config: RopeConfig) -> Tensor:
+    """Gemma 4: the first features of each half turn, as if all did, and the others stand still."""
+    turning = int(config.scaling["share"] * config.rotary_size // 2)
+    frequencies = _plain(exponents, config) / config.scaling["factor"]
+    return torch.where(torch.arange(len(frequencies)) < turning, frequencies, 0.0)
+
+
 def _yarn(exponents: Tensor, config: RopeConfig) -> Tensor:
     """Peng 2023 (YaRN), section 3.2: features that turn often are kept, slow ones stretched, a ramp between."""
     scaling, size = config.scaling, config.rotary_size
@@ -119,4 +126,5 @@ _FREQUENCIES: Mapping[RopeKind, Callable[[Tensor, RopeConfig], Tensor]] = {
     "yarn": _yarn,
     "llama3": _llama3,
     "longrope": _divided,
+    "proportional": _proportional,
 }

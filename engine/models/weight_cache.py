@@ -166,8 +166,8 @@ def _check_owner(facts: os.stat_result) -> None:
 
 def _linears(model: ModelConfig) -> list[list[str]]:
     """Modules of each linear layer."""
-    sites = [modules_of_site(model, layer, site) for layer in range(model.num_layers) for site in model.sites]
-    return sites + [[name] for name in (model.names.project_in, model.names.project_out, HEAD) if name is not None]
+    sites = (modules_of_site(model, layer, site) for layer in range(model.num_layers) for site in model.sites)
+    return [modules for modules in sites if modules] + [[name] for name in model.whole_modules]
 
 
 def _parts(stored: Mapping[str, Weight], model: ModelConfig, modules: Sequence[str]) -> list[Weight]:

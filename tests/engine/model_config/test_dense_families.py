@@ -31,6 +31,16 @@ DELTA = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
+GEMMA4 = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 320,
+    "sliding_window": 16,
+    "tie_word_embeddings": True,
+}
 # family, and what its config.json says beyond the sizes that all share
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"num_hidden_layers": 4}),
@@ -104,6 +114,38 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 16, "attn_logit_softcapping": 2.0},
     ),
     "qwen3.5": ("qwen3_5_text", DELTA),
+    "gemma4 with shared keys": (
+        "gemma4_text",
+        GEMMA4 | {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "vocab_size_per_layer_input": 330},
+    ),
+    "gemma4 whose keys are values": (
+        "gemma4_text",
+        GEMMA4
+        | {
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma4 of both": (
+        "gemma4_text",
+        GEMMA4
+        | {
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "num_kv_shared_layers": 2,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e3},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.5,
+                    "rope_theta": 1e4,
+                    "factor": 2.0,
+                },
+            },
+        },
+    ),
     "qwen3.5 of wide heads": (
         "qwen3_5_text",
         DELTA
@@ -201,6 +243,10 @@ def test_which_layers_and_features_are_rotated_shows_in_the_logits(
 
 # A file that says nothing asks for experts and for Mamba layers.
 DENSE = {"num_local_experts": 0, "layer_types": ["full_attention"] * 4, "mamba_n_heads": 8}
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": DENSE,
+    "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
+}
 
 
 def sizes_of(family: str) -> dict[str, Any]:
@@ -215,7 +261,7 @@ def sizes_of(family: str) -> dict[str, Any]:
         "max_position_embeddings": 64,
     }
     named = {FAMILIES[family].aliases.get(key, key): value for key, value in sizes.items()}
-    return named | (DENSE if family == "granitemoehybrid" else {})
+    return named | OWN_SIZES.get(family, {})
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

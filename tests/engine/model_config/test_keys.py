@@ -17,9 +17,20 @@ from lorabatch.engine.errors import EngineError
 from lorabatch.engine.model_config.families import FAMILIES
 from lorabatch.engine.model_config.keys import IRRELEVANT, READ, REFUSED, ROPE_READ, unknown_keys
 
-FOLDER_OF = {"gemma3_text": "gemma3", "qwen3_5_text": "qwen3_5"}
+FOLDER_OF = {"gemma3_text": "gemma3", "gemma4_text": "gemma4", "qwen3_5_text": "qwen3_5"}
 # Attributes of configuration objects that are no keys of a file.
-METHODS = {"get_text_config", "to_dict", "rope_type", "standardize_rope_params", "validate_rope", "num_labels"}
+METHODS = {
+    "kv_sharing_modes",
+    # of Gemma 4's towers
+    "standardize",
+    "use_clipped_linears",
+    "get_text_config",
+    "to_dict",
+    "rope_type",
+    "standardize_rope_params",
+    "validate_rope",
+    "num_labels",
+}
 SIZES = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -38,9 +49,11 @@ def keys_of_model(model_type: str) -> set[str]:
     """Attributes of the configuration that the family's model reads."""
     folder = FOLDER_OF.get(model_type, model_type)
     source = inspect.getsource(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"))
-    # Vision models of the same file have a configuration of their own.
+    # Models of images and sound in the same file have a configuration of their own.
     texts = [
-        part for part in re.split(r"\n(?=class )", source) if not re.search(r"Vision|Projector|Conditional", part[:80])
+        part
+        for part in re.split(r"\n(?=class )", source)
+        if not re.search(r"Vision|Projector|Conditional|Audio|Multimodal|Gemma4Model\b", part[:80])
     ]
     found = re.findall(r"\bconfig\.(\w+)|getattr\((?:self\.)?config, \"(\w+)\"", "\n".join(texts))
     return {name for names in found for name in names if name}

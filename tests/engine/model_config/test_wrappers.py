@@ -55,6 +55,23 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         SIGLIP,
         {"mm_tokens_per_image": 4},
     ),
+    "gemma4": (
+        "gemma4",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 330,
+            "sliding_window": 16,
+            "num_kv_shared_layers": 2,
+            "final_logit_softcapping": 5.0,
+            "use_bidirectional_attention": "vision",
+        },
+        VISION | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16},
+        {},
+    ),
     "mistral3 of ministral3": (
         "mistral3",
         {"model_type": "ministral3", "head_dim": 16, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.3}},
