@@ -192,7 +192,7 @@ _GEMMA4 = replace(
         "use_double_wide_mlp": "MLPs of such layers",
         "hidden_size_per_layer_input": "inputs of each layer",
         "vocab_size_per_layer_input": "tokens that have such inputs",
-        **dict.fromkeys(("enable_moe_block", "top_k_experts"), "a mixture of experts, which is refused"),
+        "enable_moe_block": "a mixture of experts, which is refused",
     },
 )
 _PHI3 = Family(

@@ -77,6 +77,7 @@ IRRELEVANT: Mapping[str, str] = {
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values"), _OF_SAMPLING),
     **dict.fromkeys(("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"), _OF_SAMPLING),
     **dict.fromkeys(("output_scores", "return_dict_in_generate", "cache_implementation"), _OF_SAMPLING),
+    "top_k_experts": "of a mixture of experts, which is refused by its own key",
     "auto_map": "code of the folder, which is never run; transformers has the families built in",
     "pruned_heads": "transformers 5 does not read it",
     "tf_legacy_loss": "transformers 5 does not read it",

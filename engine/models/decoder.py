@@ -383,7 +383,7 @@ class Decoder:
 
 @dataclass(frozen=True, slots=True)
 class _Mixing:
-    """What a mixer has of the step's tokens once later tokens can read of them what they need."""
+    """A step's tokens within a mixer, once all that later tokens read of them is stored."""
 
     #: Queries [T, H, D] of attention; of the gated delta rule the mixed tokens, [T, num_values].
     heads: Tensor
@@ -393,7 +393,7 @@ class _Mixing:
     plan: AttentionPlan | None = None
 
     def at(self, rows: Tensor, plan: AttentionPlan) -> _Mixing:
-        """The same of some rows. `plan`: their attention."""
+        """Some of the rows. `plan`: their attention."""
         gate = None if self.gate is None else self.gate.index_select(0, rows)
         return _Mixing(self.heads.index_select(0, rows), gate, None if self.plan is None else plan)
 

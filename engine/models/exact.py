@@ -106,6 +106,11 @@ def check_exact_on_cpu(model: ModelConfig) -> None:
             "mode='exact': there are no compiled CPU kernels here, and this torch has no oneDNN to stand in for them. "
             "Install lorabatch where a C compiler with OpenMP is at hand, or use another mode."
         )
+    if native_build() is None and model.has_recurrent_layers:
+        raise EngineError(
+            "mode='exact': there are no compiled CPU kernels here, without which layers of the gated delta rule round "
+            "by the rows beside. Install lorabatch where a C compiler with OpenMP is at hand, or use another mode."
+        )
     if not is_arithmetic_fixed(model):
         logger.warning(
             "mode='exact': torch computes what compiled CPU kernels do elsewhere (%s). Bytes are equal among engines "

@@ -164,14 +164,17 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer: packed linear layers by site, in order, full names of its norms, and which of the ropes turns its
-    heads.
-    """
+    """One layer of a decoder."""
 
+    #: Number of the layer.
     index: int
+    #: Its mixer and its sizes.
     config: LayerConfig
+    #: Packed linear layers by site, in order.
     linears: dict[PackedSite, Linear]
+    #: Full names of its norms.
     norms: LayerNorms
+    #: Number of the rope that turns its heads; None where nothing turns them.
     rope: int | None
     #: Packed sites of a layer of the model; not each layer has all of them.
     sites: tuple[PackedSite, ...]

@@ -18,6 +18,17 @@ _PACKED_LAYERS: Mapping[str, tuple[str, ...]] = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
+# Names that other programs give the projections of the gated delta rule, or parts of them.
+_DELTA_SPELLINGS: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("in_proj_q", "in_proj_k", "in_proj_v"), "it is a part of in_proj_qkv, for which Tinker trains three pairs"
+    ),
+    **dict.fromkeys(
+        ("in_proj_qkvz", "in_proj_ba"),
+        "Qwen3-Next and SGLang pack the projections so, with the rows of each key head together",
+    ),
+    "in_proj": "Megatron packs all projections so",
+}
 _ITS_BASE = "Use the base this adapter was trained on"
 
 
@@ -128,10 +139,17 @@ def find_sites(contents: Contents, ledger: Ledger) -> tuple[LoraSite, ...]:
 def _why_absent(module: str, layout: BaseLayout) -> tuple[str, str]:
     """Cause and reason of a refusal of tensors for a module that the base lacks."""
     absent = f"the base has no linear layer {module!r}"
-    if ".linear_attn." in f".{module}":
-        return "linear attention", (
-            f"{absent}: it is of linear attention, which hybrid models such as Qwen3.5 have (Tinker splits their "
-            "in_proj_qkv into in_proj_q, in_proj_k and in_proj_v). No base with linear attention is served"
+    stem, is_delta, part = module.rpartition(".linear_attn.")
+    if is_delta:
+        if f"{stem}.linear_attn.in_proj_qkv" not in layout.linear:
+            return (
+                "linear attention",
+                f"{absent}: it is of linear attention, which this base does not have. {_ITS_BASE}",
+            )
+        whose = _DELTA_SPELLINGS.get(part, "no known spelling of Qwen 3.5's projections")
+        return "spelling of linear attention", (
+            f"{absent}: {whose}. This base has in_proj_qkv, in_proj_z, in_proj_b and in_proj_a. Convert the adapter to "
+            "transformers' names, or train it with PEFT"
         )
     for packed, parts in _PACKED_LAYERS.items():
         stem = module.removesuffix(packed)

@@ -151,6 +151,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_key_head_dim": 16, "linear_value_head_dim": 16,
         },
     ),
+    "shared keys and inputs of layers": (
+        "gemma4_text",
+        {
+            "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 16,
+            "global_head_dim": 32, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 320, "sliding_window": 16,
+        },
+    ),
 }  # fmt: skip
 
 

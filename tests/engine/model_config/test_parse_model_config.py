@@ -40,7 +40,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "model_type='mixtral'.*Supported: arcee, .*gemma, .*llama.*vaultgemma, opt, gemma3, .*qwen3_vl",
     ),
     "no kind at all": ("", {}, "model_type=''"),
-    "a model with images that is not served": ("llava", {}, "model_type='llava'.*Supported: .*gemma3, mistral3"),
+    "a model with images that is not served": ("llava", {}, "model_type='llava'.*Supported: .*gemma4, mistral3"),
     "quantized": ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quant_method='gptq'.*unquantized"),
     "experts": ("qwen3", {"num_experts": 8}, "num_experts=8.*mixtures of experts"),
     "a tagger": ("gemma", {"architectures": ["GemmaForTokenClassification"]}, "ForTokenClassification.*text"),

@@ -4,6 +4,7 @@ bits whatever happens around them, and take the memory that is planned for them.
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from peft_oracle import make_engine as make_small_engine
 from peft_oracle import prompts, serve
+from safetensors.numpy import load_file, save_file
 from scenarios import ANYTHING, NUM_ADAPTERS, Alone, Scenario, make_engine, play, renamed, scenarios
 
 from lorabatch.engine.config import EngineConfig, read_model_config
@@ -144,3 +146,29 @@ def test_layers_that_adapters_save_whole_equal_peft(
     prompt = compare.prompt(40, engine)
     expected = compare.generate(compare.model(hybrid, adapter), prompt)
     compare.equal_everywhere(engine, prompt, expected, compare.register(engine, adapter))
+
+
+@pytest.mark.parametrize(
+    ("names", "whose"),
+    [
+        ({"in_proj_qkv": "in_proj_q"}, "it is a part of in_proj_qkv, for which Tinker trains three pairs"),
+        ({"in_proj_qkv": "in_proj_qkvz", "in_proj_b": "in_proj_ba"}, "Qwen3-Next and SGLang pack the projections so"),
+        ({"in_proj_qkv": "in_proj"}, "Megatron packs all projections so"),
+        ({"in_proj_z": "in_proj_gate"}, "no known spelling of Qwen 3.5's projections"),
+    ],
+    ids=str,
+)
+def test_other_spellings_of_the_projections_are_refused_by_whose_they_are(
+    names: dict[str, str], whose: str, model: ModelConfig, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    source = next(iter(folders.values()))
+    shutil.copytree(source, tmp_path / "adapter")
+    tensors = load_file(source / "adapter_model.safetensors")
+    for own, other in names.items():
+        tensors = {key.replace(f"{own}.", f"{other}."): value for key, value in tensors.items()}
+    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
+    reasons = "; ".join(audit_adapter(tmp_path / "adapter", model, "spelled").reasons)
+    missing = (f"the base has no linear layer 'model.layers.0.linear_attn.{name}'" for name in names.values())
+    assert any(reason in reasons for reason in missing)
+    assert whose in reasons
+    assert "This base has in_proj_qkv, in_proj_z, in_proj_b and in_proj_a." in reasons

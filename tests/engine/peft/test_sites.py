@@ -182,8 +182,7 @@ def test_a_converted_start_is_exact_and_an_unconverted_one_is_refused(
             "it packs self_attn.q_proj and self_attn.k_proj and",
         ),
         ("self_attn.o_proj", "mlp.gate_up_proj", "it packs mlp.gate_proj and mlp.up_proj, which this base has apart"),
-        ("self_attn.o_proj", "linear_attn.in_proj_qkv", "hybrid models such as Qwen3.5 have"),
-        ("self_attn.o_proj", "linear_attn.in_proj_k", "Tinker splits their in_proj_qkv into in_proj_q, in_proj_k and"),
+        ("self_attn.o_proj", "linear_attn.in_proj_qkv", "of linear attention, which this base does not have. Use the"),
     ],
 )
 def test_layers_of_other_architectures_are_refused_with_the_difference(
