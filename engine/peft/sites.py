@@ -139,14 +139,14 @@ def find_sites(contents: Contents, ledger: Ledger) -> tuple[LoraSite, ...]:
 def _why_absent(module: str, layout: BaseLayout) -> tuple[str, str]:
     """Cause and reason of a refusal of tensors for a module that the base lacks."""
     absent = f"the base has no linear layer {module!r}"
-    stem, is_delta, part = module.rpartition(".linear_attn.")
+    layer, is_delta, projection = module.rpartition(".linear_attn.")
     if is_delta:
-        if f"{stem}.linear_attn.in_proj_qkv" not in layout.linear:
+        if f"{layer}.linear_attn.in_proj_qkv" not in layout.linear:
             return (
                 "linear attention",
                 f"{absent}: it is of linear attention, which this base does not have. {_ITS_BASE}",
             )
-        whose = _DELTA_SPELLINGS.get(part, "no known spelling of Qwen 3.5's projections")
+        whose = _DELTA_SPELLINGS.get(projection, "no known spelling of Qwen 3.5's projections")
         return "spelling of linear attention", (
             f"{absent}: {whose}. This base has in_proj_qkv, in_proj_z, in_proj_b and in_proj_a. Convert the adapter to "
             "transformers' names, or train it with PEFT"
