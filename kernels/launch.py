@@ -34,6 +34,13 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+def mend_interpreter() -> None:
+    """Make Triton's interpreter take masks as compilers do, if it runs the kernels: before a launch by Triton's own
+    means."""
+    if is_interpreted():
+        fix_masks()
+
+
 def num_persistent_programs(device: torch.device, per_multiprocessor: int) -> int:
     """Programs of a persistent grid: all are resident at once and share the work listed in device memory.
 
@@ -91,7 +98,7 @@ def launch(kernel: Any, num_programs: int, *args: Any, **constants: Any) -> None
     if (asked := tuning()) is not None:
         constants = asked.of(constants)
     if is_interpreted():
-        fix_masks()
+        mend_interpreter()
         kernel[num_programs,](*args, PDL=False, **constants)
         return
     launches = _LAUNCHES.get(id(kernel)) or _LAUNCHES.setdefault(id(kernel), _Launches(kernel))

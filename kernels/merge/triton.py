@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from ..blocks import multiply
-from ..launch import is_exact_dot, num_persistent_programs, to_device
+from ..launch import is_exact_dot, mend_interpreter, num_persistent_programs, to_device
 from .types import MergeJob
 
 # 65536 registers / (128 x 256 threads).
@@ -114,6 +114,7 @@ def merge(jobs: Sequence[MergeJob], pair_dtype: torch.dtype, overflow: torch.Ten
         num_tiles += triton.cdiv(out_features, _BLOCK_OUT) * triton.cdiv(in_features, _BLOCK_IN)
     numbers = [n for row in rows for n in (row[0], row[1], row[3])] + [pair[0] for pair in pairs]
     grid = (num_persistent_programs(device, PROGRAMS_PER_MULTIPROCESSOR),)
+    mend_interpreter()
     # 8 warps and 128 registers: see the tile's numbers above; 2 stages are not tuned
     _merge[grid](
         to_device(torch.tensor(rows), device), len(rows), to_device(torch.tensor(pairs or [(0, 0, 0, 0)]), device),

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import is_interpreted
+from ..launch import is_interpreted, mend_interpreter
 from .types import SamplingRows
 from .weights import share_of, uniform, whole_weights
 
@@ -458,6 +458,7 @@ def sample(tokens: Tensor, logits: Tensor, rows: SamplingRows) -> None:
     # weights have the bits of other implementations only where no product and sum are rounded together
     sizes["enable_fp_fusion"] = False
     grid = num_rows, _SPLITS
+    mend_interpreter()
     _find_largest[grid](*source, largest, smallest, first_tokens, split_size, **sizes)
     sizes |= {"CAPACITY": _CAPACITY, "BOUNDS": _BOUNDS}
     sums = torch.empty(_ROUNDS, num_rows, dtype=torch.int32, device=device), bounds, masses, counts
