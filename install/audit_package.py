@@ -23,8 +23,9 @@ PACKAGE = "lorabatch_audit"
 NEEDED = ("typer", "fsspec", "tokenizers", "jinja2", "pydantic", "rich", "numpy")
 # A dependency of tokenizers that an audit does not use, and that takes 20 MB.
 _UNUSED = ("huggingface-hub",)
-_ROOMS = ("console", "engine", "jobs", "system")
-_MODULES = ("cli.py", "version.py", "py.typed")
+# Of kernels only the sizes that models are described by.
+_ROOMS = ("console", "engine", "jobs", "system", "kernels/layouts")
+_MODULES = ("cli.py", "version.py", "py.typed", "kernels/__init__.py")
 _PIN = re.compile(r"^([\w.-]+)==.*\n(?: .+\n)*", re.MULTILINE)
 _SUMMARY = "Says of LoRA adapters whether they are applied exactly; the command audit of lorabatch."
 _README = f"# lorabatch-audit\n\n{_SUMMARY} It needs no torch: `lorabatch-audit --model BASE ADAPTERS`."
