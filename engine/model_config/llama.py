@@ -141,9 +141,8 @@ def _names(raw: RawConfig, family: Family, layers: tuple[LayerConfig, ...]) -> M
         names = replace(names, norms=replace(names.norms, query=None, key=None))
     readers = [str(i) for i, layer in enumerate(layers) if layer.attention and layer.attention.source is not None]
     if readers:
-        # checkpoints have keys and values for these layers, too, which nothing reads
         unread = rf"(?:\w+\.)*layers\.(?:{'|'.join(readers)})\.self_attn\.[kv]_(?:proj|norm)\."
-        names = replace(names, passed_over="|".join(filter(None, (names.passed_over, unread))))
+        names = replace(names, unread=unread)
     return names
 
 

@@ -117,12 +117,15 @@ class ModuleNames:
     stored_prefixes: tuple[tuple[str, str], ...] = ()
     #: Pattern of the beginnings of names, in checkpoints, of what text does not reach; "" if there is nothing of it.
     passed_over: str = ""
+    #: Pattern of the beginnings of names, in checkpoints, of keys and values that a layer has and does not read, since
+    #: it reads those of another layer; "" where there are none.
+    unread: str = ""
     #: Whether checkpoints store the weights of decoder layers as `[in_features, out_features]`.
     is_transposed: bool = False
 
     def of_stored(self, name: str) -> str | None:
         """The name of a checkpoint's tensor here; None for a tensor that text does not reach."""
-        if self.passed_over and re.match(self.passed_over, name):
+        if any(pattern and re.match(pattern, name) for pattern in (self.passed_over, self.unread)):
             return None
         for stored, own in self.stored_prefixes:
             if name.startswith(stored):

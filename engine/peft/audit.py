@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 # Why tensors of towers beside the text model do not matter.
 _OF_TOWERS = "of the vision tower, which text does not reach"
+_UNREAD = "of a layer that reads the keys and values of an earlier one"
 _IN_TOWER = f"irrelevant: {_OF_TOWERS}"
 #: Version of the JSON of an audit: fields may be added within one, and keep their name and meaning.
 JSON_FORMAT = 1
@@ -371,28 +372,32 @@ def find_adapter_folders(root: Path) -> dict[str, Path]:
 def _contents(
     config: AdapterConfig, layout: BaseLayout, entries: Mapping[str, TensorEntry], ledger: Ledger
 ) -> Contents:
-    towers = _modules_of_towers(entries, layout, ledger)
-    of_text = {key: entry for key, entry in entries.items() if not layout.is_in_tower(key)}
-    names = _parse_names(of_text, ledger)
+    passed_over = _modules_passed_over(entries, layout, ledger)
+    read = {key: entry for key, entry in entries.items() if not (layout.is_in_tower(key) or layout.is_unread(key))}
+    names = _parse_names(read, ledger)
     adaptable = frozenset(layout.adaptable)
     renaming = choose_renaming((n.module for n in names if n.role in LORA_ROLES), adaptable)
     _check_one_to_one(names, renaming, ledger)
     if renaming.note:
         ledger.notes.append(renaming.note)
-    draft = Contents(config, layout, renaming, names, entries, layout.parameters, towers)
+    draft = Contents(config, layout, renaming, names, entries, layout.parameters, passed_over)
     return replace(draft, shapes=resized_shapes(draft, ledger))
 
 
-def _modules_of_towers(entries: Mapping[str, TensorEntry], layout: BaseLayout, ledger: Ledger) -> tuple[str, ...]:
-    """Modules of towers beside the text model that have tensors. No token of text reaches these tensors, which are
-    passed over.
+def _modules_passed_over(entries: Mapping[str, TensorEntry], layout: BaseLayout, ledger: Ledger) -> tuple[str, ...]:
+    """Modules with tensors that no answer depends on: those of towers beside the text model, which no token of text
+    reaches, and keys and values of layers that read those of another.
     """
-    keys = [key for key in entries if layout.is_in_tower(key)]
-    for key in keys:
-        ledger.ignore_tensor(key, _OF_TOWERS)
-    if keys:
-        ledger.notes.append(f"exact for text; {len(keys)} tensors of the vision tower are not used")
-    return tuple(dict.fromkeys(name.module for name in map(parse_name, keys) if name is not None))
+    towers = [key for key in entries if layout.is_in_tower(key)]
+    unread = [key for key in entries if layout.is_unread(key)]
+    for keys, why in ((towers, _OF_TOWERS), (unread, _UNREAD)):
+        for key in keys:
+            ledger.ignore_tensor(key, why)
+    if towers:
+        ledger.notes.append(f"exact for text; {len(towers)} tensors of the vision tower are not used")
+    if unread:
+        ledger.notes.append(f"{len(unread)} tensors are {_UNREAD}, and are not used")
+    return tuple(dict.fromkeys(name.module for name in map(parse_name, towers + unread) if name is not None))
 
 
 def _parse_names(entries: Mapping[str, TensorEntry], ledger: Ledger) -> tuple[TensorName, ...]:

@@ -165,6 +165,8 @@ class BaseLayout:
     wrapper: str = ""
     #: Pattern of the beginnings of names of a wrapper's modules that text does not reach.
     towers: str = ""
+    #: Pattern of the beginnings of names of keys and values that layers have and do not read.
+    unread: str = ""
     #: Whether checkpoints, and adapters that save whole layers, have weights of decoder layers transposed.
     is_transposed: bool = False
 
@@ -181,6 +183,10 @@ class BaseLayout:
     def is_in_tower(self, key: str) -> bool:
         """Whether a tensor of an adapter is of a module that no token of text reaches."""
         return bool(self.towers and re.match(self.towers, trained_name(key)))
+
+    def is_unread(self, key: str) -> bool:
+        """Whether a tensor of an adapter is of keys or values of a layer that reads those of another."""
+        return bool(self.unread and re.match(self.unread, trained_name(key)))
 
     @property
     def adaptable(self) -> tuple[str, ...]:
@@ -209,5 +215,6 @@ def base_layout(model: ModelConfig) -> BaseLayout:
         problem_type=model.problem_type,
         wrapper=model.wrapper,
         towers=model.names.passed_over if model.wrapper else "",
+        unread=model.names.unread,
         is_transposed=model.names.is_transposed,
     )

@@ -227,7 +227,7 @@ def _check_complete(contents: Contents, changes: Changes, ledger: Ledger) -> Non
         if name in _OTHER_HEADS:
             why = f"{name!r} is a head of another family; of heads that classify text only {SCORE!r} is computed"
             ledger.refuse_key("modules_to_save", config.modules_to_save, why)
-        elif not any(name in f".{trained}" for trained in (*trained_names.values(), *contents.tower_modules)):
+        elif not any(name in f".{trained}" for trained in (*trained_names.values(), *contents.passed_over)):
             ledger.notes.append(f"modules_to_save names {name!r}, which this base does not have; PEFT ignores it too")
     _check_biases(contents, changes, ledger)
 

@@ -48,8 +48,8 @@ class Contents:
     entries: Mapping[str, TensorEntry]
     #: Shapes of the base's parameters as this adapter changes them (a resized vocabulary).
     shapes: Mapping[str, tuple[int, ...]]
-    #: Modules of towers beside the text model that have tensors, which are passed over.
-    tower_modules: tuple[str, ...] = ()
+    #: Modules with tensors that no answer depends on, which are passed over.
+    passed_over: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +279,7 @@ def _compare_with_targets(contents: Contents, found: set[str], ledger: Ledger) -
         "not among the modules the configuration targets (target_modules, exclude_modules, layers_to_transform, "
         "modules_to_save). Put configuration and weights of the same training run together",
     )
-    unmatched = unmatched_targets(contents.config, [*modules, *contents.tower_modules])
+    unmatched = unmatched_targets(contents.config, [*modules, *contents.passed_over])
     if unmatched:
         names = ", ".join(unmatched[:MAX_NAMES_IN_NOTE])
         ledger.notes.append(f"target_modules names {names}, which this base does not have; PEFT ignores them too")
