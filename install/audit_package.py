@@ -23,7 +23,7 @@ PACKAGE = "lorabatch_audit"
 NEEDED = ("typer", "fsspec", "tokenizers", "jinja2", "pydantic", "rich", "numpy")
 # A dependency of tokenizers that an audit does not use, and that takes 20 MB.
 _UNUSED = ("huggingface-hub",)
-# Of kernels only the sizes that models are described by.
+# Kernels are left out, but for the sizes by which models are described.
 _ROOMS = ("console", "engine", "jobs", "system", "kernels/layouts")
 _MODULES = ("cli.py", "version.py", "py.typed", "kernels/__init__.py")
 _PIN = re.compile(r"^([\w.-]+)==.*\n(?: .+\n)*", re.MULTILINE)
