@@ -3,7 +3,8 @@
 python -m lorabatch.benchmarks.remote_adapters [--adapters 100 300] [--delay 0.05] [--repeats 1] [--save FILE]
 
 Runs `lorabatch run` as a user does, on the demo's base model with one worker: each adapter answers a few rows. The
-store is moto's S3 server, which waits before each request. The client's requests and bytes are those until `job.json`.
+store is moto's S3 server, which waits before each request, on the same cores; its processor seconds are named. The
+client's requests and bytes are those until `job.json`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -112,6 +114,14 @@ def measured(folder: Path, options: Mapping[str, Any], num_rows: int, cache: Pat
     return found | {"total_s": total_s, "rows_per_s": num_rows / total_s, "cpu_s": cpu_s, "began_s": began_s}
 
 
+def store_cpu_s() -> float:
+    """Processor seconds of the store's server so far."""
+    servers = [child for child in psutil.Process().children() if any("s3_server" in word for word in child.cmdline())]
+    assert len(servers) == 1, f"{len(servers)} servers"
+    times = servers[0].cpu_times()
+    return float(times.user + times.system)
+
+
 def traffic(log: Path, began_s: float, job_json_s: float) -> dict[str, int]:
     """Requests and bytes until `job.json`, and after it."""
     found = dict.fromkeys(("client_requests", "client_bytes", "worker_requests", "worker_bytes"), 0)
@@ -141,9 +151,11 @@ def compared(folder: Path, model: Path, count: int, rank: int, delay_s: float, r
         for _ in range(repeats):
             for name, place in places.items():
                 shutil.rmtree(folder / "cache" / "lorabatch" / "fetched", ignore_errors=True)
+                before_s = store_cpu_s()
                 found = measured(folder, given | place, num_rows, folder / "cache")
                 if name == "s3":
                     found |= traffic(log, found["began_s"], found["job_json_s"])
+                    found["store_cpu_s"] = store_cpu_s() - before_s
                 results[name].append(found)
     means = {
         name: {key: round(statistics.median(run[key] for run in runs), 2) for key in runs[0] if key != "began_s"}
