@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from peft_oracle import make_engine as make_small_engine
 from peft_oracle import prompts, serve
@@ -172,3 +173,18 @@ def test_other_spellings_of_the_projections_are_refused_by_whose_they_are(
     assert any(reason in reasons for reason in missing)
     assert whose in reasons
     assert "This base has in_proj_qkv, in_proj_z, in_proj_b and in_proj_a." in reasons
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"base_quantization": "int8"}], ids=str)
+def test_a_pool_of_16_bits_holds_states_of_32(settings: dict[str, Any], hybrid: Path) -> None:
+    """Texts are scored, so that one token's rounding decides nothing."""
+    asked = [
+        Request(f"{i}", prompt, None, SamplingParams(max_tokens=1, prompt_logprobs=True))
+        for i, prompt in enumerate(prompts(6, 300))
+    ]
+    engine = Engine(hybrid, EngineConfig(mode="unmerged", pool_bytes=4 << 20, **settings))
+    assert engine.backend.pool_dtype == torch.bfloat16
+    found, expected = serve(engine, asked), serve(make_small_engine(hybrid), asked)
+    for row in asked:
+        ours, exact = (torch.tensor(of[row.request_id].prompt_logprobs) for of in (found, expected))
+        assert (ours - exact).abs().mean() < 0.2
