@@ -389,7 +389,7 @@ def _modules_passed_over(entries: Mapping[str, TensorEntry], layout: BaseLayout,
     reaches, and keys and values of layers that read those of another.
     """
     towers = [key for key in entries if layout.is_in_tower(key)]
-    unread = [key for key in entries if layout.is_unread(key)]
+    unread = [key for key in entries if layout.is_unread(key) and not layout.is_in_tower(key)]
     for keys, why in ((towers, _OF_TOWERS), (unread, _UNREAD)):
         for key in keys:
             ledger.ignore_tensor(key, why)
