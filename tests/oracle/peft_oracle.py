@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -70,6 +71,23 @@ def serve(engine: Engine, requests: Iterable[Request]) -> dict[str, Result]:
             results[result.request_id] = result
         engine.check_integrity()
     return results
+
+
+def scores_of_continuations(
+    model: Path, asked: Sequence[Request], texts: Sequence[str]
+) -> dict[str, tuple[float, ...]]:
+    """Log-probabilities of each text behind each row's prompt, by rows that are given the text, in mode `exact`."""
+    tokens = Tokenizer.from_folder(model).encode_batch(list(texts), is_rendered=True)
+    given = [
+        Request(f"{row.request_id}/{i}", row.prompt_token_ids, None, row.sampling.scoring(tuple(text)))
+        for row in asked
+        for i, text in enumerate(tokens)
+    ]
+    found = serve(make_engine(model, "exact"), given)
+    return {
+        row.request_id: tuple(math.fsum(found[f"{row.request_id}/{i}"].token_logprobs or ()) for i in range(len(texts)))
+        for row in asked
+    }
 
 
 def last_logits(engine: Engine, prompt: tuple[int, ...], adapter_id: str | None) -> torch.Tensor:

@@ -3,7 +3,6 @@ bits whatever happens around them, and take the memory that is planned for them.
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from peft_oracle import make_engine as make_small_engine
-from peft_oracle import prompts, serve
+from peft_oracle import prompts, scores_of_continuations, serve
 from safetensors.numpy import load_file, save_file
 from scenarios import ANYTHING, NUM_ADAPTERS, Alone, Scenario, make_engine, play, renamed, scenarios
 
@@ -27,7 +26,6 @@ from lorabatch.engine.model_config.model import ModelConfig
 from lorabatch.engine.models.gpu_decoder import check_on_gpu
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, SamplingParams
-from lorabatch.engine.text.tokenizers.tokenizer import Tokenizer
 
 HYBRID = {
     "num_hidden_layers": 3,
@@ -83,16 +81,8 @@ def test_texts_of_a_choice_are_scored_from_the_start(hybrid: Path) -> None:
     sampling = SamplingParams(max_tokens=20, choice=texts)
     asked = [Request(f"row-{i}", prompt, None, sampling, i) for i, prompt in enumerate(prompts(4, 300))]
     scored = serve(make_small_engine(hybrid, "exact"), asked)
-    tokens = Tokenizer.from_folder(hybrid).encode_batch(list(texts), is_rendered=True)
-    given = [
-        Request(f"{row.request_id}/{i}", row.prompt_token_ids, None, sampling.scoring(tuple(text)))
-        for row in asked
-        for i, text in enumerate(tokens)
-    ]
-    continued = serve(make_small_engine(hybrid, "exact"), given)
-    for row in asked:
-        logprobs = (continued[f"{row.request_id}/{i}"].token_logprobs or () for i in range(len(texts)))
-        assert scored[row.request_id].choice_logprobs == tuple(map(math.fsum, logprobs))
+    expected = scores_of_continuations(hybrid, asked, texts)
+    assert {name: result.choice_logprobs for name, result in scored.items()} == expected
 
 
 def test_prompts_that_begin_alike_are_each_computed_whole(hybrid: Path) -> None:

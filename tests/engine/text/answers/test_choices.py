@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from peft_oracle import Oracle, make_engine, prompts, register_all, serve
+from peft_oracle import Oracle, make_engine, prompts, register_all, scores_of_continuations, serve
 
 from lorabatch.engine.request import MOST_SCORED, Request, Result, SamplingParams
 from lorabatch.engine.text.answers.choices import ChoiceTree
@@ -93,16 +93,8 @@ def test_scores_have_the_bits_of_continuations_and_greedy_answers_are_the_likeli
         else:
             assert logprobs[ours.text] == max(logprobs.values()) or ours.text.startswith(max(TEXTS, key=logprobs.get))
     assert {r.choice_logprobs for r in plain.values()} == {None}
-    tokens = Tokenizer.from_folder(tiny_llama).encode_batch(list(TEXTS), is_rendered=True)
-    given = [
-        Request(f"{row.request_id}/{i}", row.prompt_token_ids, None, row.sampling.scoring(tuple(text)))
-        for row in asked
-        for i, text in enumerate(tokens)
-    ]
-    continued = serve(make_engine(tiny_llama, "exact"), given)
-    for row in asked:
-        logprobs = (continued[f"{row.request_id}/{i}"].token_logprobs or () for i in range(len(TEXTS)))
-        assert scored[row.request_id].choice_logprobs == tuple(map(math.fsum, logprobs))
+    expected = scores_of_continuations(tiny_llama, asked, TEXTS)
+    assert {name: result.choice_logprobs for name, result in scored.items()} == expected
 
 
 def move(model: Path, given: list[Request], num_steps: int) -> dict[str, Result]:
