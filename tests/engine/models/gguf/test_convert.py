@@ -561,7 +561,7 @@ def test_missing_and_unknown_tensors_are_named(llama, tmp_path, damage: Damage, 
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"llama.rope.scaling.type": "yarn"}, r"rope\.scaling\.type='yarn'"),
+        ({"llama.rope.scaling.type": "longrope"}, r"rope\.scaling\.type='longrope'"),
         ({"llama.rope.dimension_count": 8}, r"rope\.dimension_count=8"),
         ({"tokenizer.ggml.pre": "tekken"}, r"tokenizer\.ggml\.pre='tekken'"),
     ],
