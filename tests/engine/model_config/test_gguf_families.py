@@ -4,10 +4,15 @@ transformers that they were written from. A few are checked always, all in the l
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import Request as HttpRequest
+from urllib.request import urlopen
 
 import gguf
 import pytest
@@ -307,3 +312,52 @@ def test_queries_keys_and_values_may_be_one_tensor(
     engine = compare.engine(tmp_path / "model")
     prompt = compare.prompt(40, engine)
     compare.equal_everywhere(engine, prompt, compare.generate(model, prompt))
+
+
+# Cases that llama.cpp does not read, or in which it leaves out what the model has.
+NOT_IN_LLAMA_CPP = {
+    "qwen3 with biases": "it reads no biases",
+    "qwen3vl": "it asks for more layers than images are mixed into",
+    "seed_oss": "it reads no bias of attention's output",
+    "command-r with norms of heads": "it reads these from 64 layers on",
+    "phi3": "it leaves windows out",
+    "exaone4": "it leaves windows out but with 64 layers",
+    "olmo3": "it takes another temperature of YaRN than the model's",
+}
+
+
+def likeliest(path: Path, prompt: list[int]) -> list[tuple[int, float]]:
+    """llama.cpp's likeliest tokens behind a prompt, with their log-probabilities; none where the first token is a part
+    of a character.
+    """
+    import xllamacpp
+
+    parameters = xllamacpp.CommonParams()
+    parameters.model.path = str(path)
+    parameters.n_parallel, parameters.n_ctx, parameters.port, parameters.verbosity = 1, 128, 0, -1
+    parameters.cache_type_k = parameters.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    server = xllamacpp.Server(parameters)
+    asked = {"prompt": prompt, "n_predict": 1, "temperature": 0, "n_probs": 100, "ignore_eos": True}
+    request = HttpRequest(f"{server.listening_address}/completion", json.dumps(asked).encode(), method="POST")
+    request.add_header("Content-Type", "application/json")
+    with urlopen(request, timeout=60) as reply:
+        found = json.load(reply).get("completion_probabilities", [])
+    return [(token["id"], token["logprob"]) for token in found[0]["top_logprobs"]] if found else []
+
+
+@pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="needs xllamacpp")
+@pytest.mark.parametrize("case", sorted(CASES.keys() - NOT_IN_LLAMA_CPP.keys()))
+def test_llama_cpp_computes_the_same_from_these_files(case: str, tmp_path: Path) -> None:
+    """The writer writes what llama.cpp's converter does: else llama.cpp would compute another model."""
+    architecture, family, settings, keys = CASES[case]
+    model = model_of(family, settings)
+    path = write_as_converted(tmp_path / "m.gguf", model, architecture, keys)
+    for seed in range(10):
+        prompt = random.Random(seed).choices(range(3, 260), k=60)
+        if found := likeliest(path, prompt):
+            break
+    with torch.inference_mode():
+        expected = torch.log_softmax(model(torch.tensor([prompt])).logits[0, -1], -1)
+    assert len(found) == 100
+    assert max(abs(float(expected[token]) - logprob) for token, logprob in found if logprob > -12) < 0.02

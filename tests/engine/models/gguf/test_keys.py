@@ -290,7 +290,7 @@ def test_refusals_read_no_vocabulary_and_load_no_torch(tmp_path: Path) -> None:
     refused: list[tuple[str, dict[str, Any], str]] = [
         ("gemma4", {}, "'gemma4' is not supported"),
         ("llama", {"model__rope__scaling__type": "longrope"}, "longrope"),
-        ("llama", {"tokenizer__ggml__pre": "tekken"}, "tekken"),
+        ("llama", {"tokenizer__ggml__pre": "viking"}, "viking"),
     ]
     paths = [
         write(tmp_path / f"{number}.gguf", architecture, num_tokens=262_144, **keys)
