@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ class _LlamaCpp:
         parameters = xllamacpp.CommonParams()
         parameters.model.path = str(path)
         parameters.n_parallel, parameters.n_ctx = _SLOTS, _SLOTS * _CONTEXT
-        parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = os.cpu_count()
+        parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = torch.get_num_threads()
         parameters.port, parameters.verbosity = 0, -1
         if is_exact:
             parameters.cache_type_k = parameters.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
@@ -115,6 +115,10 @@ def write_dequantised(path: Path, copy: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def first_differences(rows: Rows, others: Rows) -> dict[int, int]:
@@ -166,14 +170,17 @@ def compared(path: Path) -> dict[str, Any]:
         convert_gguf(path, Path(scratch, "model"))
         prompts, answers, seconds = ours(Path(scratch, "model"))
         gc.collect()
+        _say(f"{path.name}: answered by lorabatch in {seconds:.0f} s")
         llama_cpp = _LlamaCpp(path, is_exact=False)
         same_ids = sum(llama_cpp.ids(text) == ids for text, ids in zip(PROMPTS, prompts, strict=True))
         others = {"llama.cpp": llama_cpp.answers(prompts)}
         del llama_cpp
+        _say(f"{path.name}: answered by llama.cpp")
         write_dequantised(path, Path(scratch, "fp32.gguf"))
         exact = _LlamaCpp(Path(scratch, "fp32.gguf"), is_exact=True)
         others["llama.cpp, fp32"] = exact.answers(prompts)
         del exact
+        _say(f"{path.name}: answered by llama.cpp from fp32")
     found = judged(path, prompts, answers, others)
     equal = {name: sum(a == b for a, b in zip(answers, rows, strict=True)) for name, rows in others.items()}
     return {

@@ -83,7 +83,7 @@ def _top_names(family: Family) -> dict[str, tuple[str, ...]]:
 def _layer_names(gguf: GgufFile, family: Family) -> dict[str, tuple[str, ...]]:
     """Names of one layer's tensors. What a family may leave out is expected where the file has any of it."""
     in_layers = gguf.in_layers
-    settings = family.defaults | flags(gguf, family)
+    settings = {**family.defaults, **flags(gguf, family)}
     rules = {"qkv": family.qkv_bias, "o": family.o_bias, "gate_up": family.mlp_bias, "down": family.mlp_bias}
     has_head_norms = family.head_norm_key is None or bool(settings.get(family.head_norm_key))
     found: dict[str, tuple[str, ...]] = {}

@@ -186,4 +186,5 @@ def _parts(gguf: GgufFile, weight: torch.Tensor, num_parts: int) -> list[torch.T
     num_heads = gguf.number("attention.head_count")
     num_kv_heads = gguf.number("attention.head_count_kv", num_heads)
     rows = len(weight) // (num_heads + 2 * num_kv_heads)
-    return [part.clone() for part in weight.split([num_heads * rows, num_kv_heads * rows, num_kv_heads * rows])]
+    keys, values = num_heads * rows, (num_heads + num_kv_heads) * rows
+    return [weight[:keys].clone(), weight[keys:values].clone(), weight[values:].clone()]
