@@ -165,7 +165,7 @@ def judged(path: Path, prompts: Rows, answers: Rows, others: dict[str, Rows]) ->
 
 
 def compared(path: Path) -> dict[str, Any]:
-    """What became of one file."""
+    """The figures of one file."""
     with tempfile.TemporaryDirectory(prefix="lorabatch-gguf-", dir=path.parent) as scratch:
         convert_gguf(path, Path(scratch, "model"))
         prompts, answers, seconds = ours(Path(scratch, "model"))
