@@ -1,5 +1,5 @@
 """Compares greedy tokens of GGUF files with transformers and llama.cpp:
-`python -m lorabatch.benchmarks.engine.gguf_agreement FILE.gguf … [--save FILE]`.
+`python -m lorabatch.benchmarks.engine.gguf_agreement FILE.gguf … [--rows 32] [--save FILE]`.
 
 The engine answers 32 prompts with 48 tokens each, in its default configuration. transformers reads the same file,
 dequantised to fp32, and gives its logits for the engine's own tokens: how far each is below its likeliest token.
@@ -47,10 +47,10 @@ PROMPTS = tuple(form.format(topic) for form in _FORMS for topic in _TOPICS)
 Rows = list[list[int]]
 
 
-def ours(folder: Path) -> tuple[Rows, Rows, float]:
+def ours(folder: Path, texts: Sequence[str]) -> tuple[Rows, Rows, float]:
     """Token ids of the prompts, the engine's tokens, and its seconds."""
-    engine = Engine(folder, EngineConfig(max_batch_rows=len(PROMPTS)))
-    prompts = [list(ids) for ids in Tokenizer.from_folder(folder).encode_batch(list(PROMPTS), is_rendered=False)]
+    engine = Engine(folder, EngineConfig(max_batch_rows=len(texts)))
+    prompts = [list(ids) for ids in Tokenizer.from_folder(folder).encode_batch(texts, is_rendered=False)]
     sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
     began = time.perf_counter()
     results = engine.run([Request(str(row), tuple(ids), None, sampling) for row, ids in enumerate(prompts)])
@@ -132,7 +132,7 @@ def first_differences(rows: Rows, others: Rows) -> dict[int, int]:
 
 
 @torch.inference_mode()
-def judged(path: Path, prompts: Rows, answers: Rows, others: dict[str, Rows]) -> dict[str, Any]:
+def judged(path: Path, texts: Sequence[str], prompts: Rows, answers: Rows, others: dict[str, Rows]) -> dict[str, Any]:
     """transformers' view of the engine's tokens, and of each other system's first other token.
 
     Margins are differences of logits in fp32. `below`: likeliest token above the engine's where they are not the same.
@@ -141,7 +141,7 @@ def judged(path: Path, prompts: Rows, answers: Rows, others: dict[str, Rows]) ->
 
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    same_ids = sum(tokenizer(text)["input_ids"] == ids for text, ids in zip(PROMPTS, prompts, strict=True))
+    same_ids = sum(tokenizer(text)["input_ids"] == ids for text, ids in zip(texts, prompts, strict=True))
     below: list[float] = []
     differing = {name: first_differences(answers, rows) for name, rows in others.items()}
     apart: dict[str, list[dict[str, Any]]] = {name: [] for name in others}
@@ -164,15 +164,15 @@ def judged(path: Path, prompts: Rows, answers: Rows, others: dict[str, Rows]) ->
     }
 
 
-def compared(path: Path) -> dict[str, Any]:
+def compared(path: Path, texts: Sequence[str]) -> dict[str, Any]:
     """The figures of one file."""
     with tempfile.TemporaryDirectory(prefix="lorabatch-gguf-", dir=path.parent) as scratch:
         convert_gguf(path, Path(scratch, "model"))
-        prompts, answers, seconds = ours(Path(scratch, "model"))
+        prompts, answers, seconds = ours(Path(scratch, "model"), texts)
         gc.collect()
         _say(f"{path.name}: answered by lorabatch in {seconds:.0f} s")
         llama_cpp = _LlamaCpp(path, is_exact=False)
-        same_ids = sum(llama_cpp.ids(text) == ids for text, ids in zip(PROMPTS, prompts, strict=True))
+        same_ids = sum(llama_cpp.ids(text) == ids for text, ids in zip(texts, prompts, strict=True))
         others = {"llama.cpp": llama_cpp.answers(prompts)}
         del llama_cpp
         _say(f"{path.name}: answered by llama.cpp")
@@ -181,7 +181,7 @@ def compared(path: Path) -> dict[str, Any]:
         others["llama.cpp, fp32"] = exact.answers(prompts)
         del exact
         _say(f"{path.name}: answered by llama.cpp from fp32")
-    found = judged(path, prompts, answers, others)
+    found = judged(path, texts, prompts, answers, others)
     equal = {name: sum(a == b for a, b in zip(answers, rows, strict=True)) for name, rows in others.items()}
     return {
         "file": path.name,
@@ -198,11 +198,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Compare each file, print what was found, and save it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.gguf")
+    parser.add_argument("--rows", type=int, default=len(PROMPTS), help="prompts, taken from all forms")
     parser.add_argument("--save", type=Path)
     options = parser.parse_args(arguments)
     found = []
     for path in options.files:
-        found.append(compared(path.resolve()))
+        found.append(compared(path.resolve(), PROMPTS[:: len(PROMPTS) // options.rows]))
         print(json.dumps(found[-1], indent=1))
         result = {
             "benchmark": "gguf_agreement",
