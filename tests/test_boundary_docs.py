@@ -11,6 +11,7 @@ import lorabatch
 from lorabatch.engine.model_config import folder, keys, opt
 from lorabatch.engine.model_config.families import FAMILIES, TEXT_FAMILIES
 from lorabatch.engine.model_config.wrappers import WRAPPERS
+from lorabatch.engine.models.gguf.architectures import ARCHITECTURES
 from lorabatch.engine.text.tokenizers import tokenizer_settings as settings
 from lorabatch.engine.tokenizer_files import OLDER_VOCABULARIES
 
@@ -44,6 +45,19 @@ def wrappers() -> str:
     return "\n".join(["| `model_type` | models | text model |", "|---|---|---|", *lines, ""])
 
 
+def architectures() -> str:
+    """The architectures of GGUF files, and the families that they stand for."""
+    lines = []
+    for name, read in ARCHITECTURES.items():
+        stands_for = f"`{read.family}`"
+        if read.other is not None:
+            stands_for += f"; `{read.other[1]}` with `{read.other[0]}`"
+        keys = ", ".join(f"`{key}`" for key in read.keys)
+        others = ", ".join(f"`{key}`" for key in read.keys_of_others)
+        lines.append(f"| `{name}` | {stands_for} | {keys}{f'; passed over: {others}' if others else ''} |")
+    return "\n".join(["| `general.architecture` | `model_type` | further keys |", "|---|---|---|", *lines, ""])
+
+
 def own_keys() -> str:
     """Keys that single families read."""
     found: dict[tuple[str, str], list[str]] = {}
@@ -58,6 +72,7 @@ def tables() -> dict[str, dict[str, str]]:
     """Page -> name of each of its tables -> the table's text."""
     return {
         "models.md": {"families": families(), "wrappers": wrappers()},
+        "gguf.md": {"architectures": architectures()},
         "model-folder.md": {
             "files read": by_meaning(folder.READ, "read"),
             "files irrelevant": by_meaning(folder.IRRELEVANT, "does not matter"),

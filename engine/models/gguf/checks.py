@@ -4,39 +4,17 @@ from __future__ import annotations
 
 from ....system.untrusted import STOPS, shown_name
 from ...errors import EngineError, ModelFilesError
-from .config import ROPE_FACTORS, model_config
+from ...model_config.family import Family
+from .architectures import linear_names, norm_names
+from .config import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, flags, model_config
 from .file import GgufFile
 from .tokenizer import check_tokenizer
 
-_TOP_TENSORS = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_BLOCK_TENSORS = {
-    "attn_norm.weight": "input_layernorm.weight",
-    "attn_q.weight": "self_attn.q_proj.weight",
-    "attn_k.weight": "self_attn.k_proj.weight",
-    "attn_v.weight": "self_attn.v_proj.weight",
-    "attn_output.weight": "self_attn.o_proj.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "ffn_gate.weight": "mlp.gate_proj.weight",
-    "ffn_up.weight": "mlp.up_proj.weight",
-    "ffn_down.weight": "mlp.down_proj.weight",
-}
-_HEAD_NORMS = {f"attn_{x}_norm.weight": f"self_attn.{x}_norm.weight" for x in ("q", "k")}
-_SANDWICH_NORMS = {
-    "post_attention_norm.weight": "post_attention_layernorm.weight",
-    "ffn_norm.weight": "pre_feedforward_layernorm.weight",
-    "post_ffw_norm.weight": "post_feedforward_layernorm.weight",
-}
-# Architecture -> tensors of a block that differ from Llama's.
-_OTHER_TENSORS = {
-    "qwen2": {f"attn_{x}.bias": f"self_attn.{x}_proj.bias" for x in ("q", "k", "v")},
-    "qwen3": _HEAD_NORMS,
-    "gemma2": _SANDWICH_NORMS,
-    "gemma3": {**_SANDWICH_NORMS, **_HEAD_NORMS},
-}
+# Tensors of a layer that come first, so that large models are cut into the same shards by every version.
+_FIRST = (
+    *("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output"),
+    *("ffn_norm", "ffn_gate", "ffn_up", "ffn_down"),
+)
 
 
 def check_convertible(gguf: GgufFile) -> None:
@@ -61,18 +39,21 @@ def unfitting(gguf: GgufFile, error: BaseException) -> ModelFilesError:
     )
 
 
-def checkpoint_names(gguf: GgufFile) -> dict[str, str]:
-    """GGUF tensor name -> checkpoint tensor name, for every tensor; missing and unknown ones are refused."""
-    of_block = _BLOCK_TENSORS | _OTHER_TENSORS.get(gguf.architecture, {})
-    names = dict(_TOP_TENSORS)
-    num_blocks = int(gguf.require("block_count"))
+def checkpoint_names(gguf: GgufFile) -> dict[str, tuple[str, ...]]:
+    """GGUF tensor name -> names of the checkpoint's tensors that its rows are; missing and unknown ones are refused."""
+    family, num_blocks = gguf.family, int(gguf.require("block_count"))
     if num_blocks > len(gguf.tensors):
         raise ModelFilesError(
             f"{gguf.path}: block_count={num_blocks} and {len(gguf.tensors)} tensors: it is incomplete. Fetch it again."
         )
+    names, of_layer = _top_names(family), _layer_names(gguf, family)
     for block in range(num_blocks):
-        names |= {f"blk.{block}.{ours}": f"model.layers.{block}.{theirs}" for ours, theirs in of_block.items()}
-    unknown = sorted(gguf.tensors.keys() - names.keys() - {ROPE_FACTORS})
+        names |= {
+            f"blk.{block}.{ours}": tuple(f"{family.names.layers}.{block}.{name}" for name in theirs)
+            for ours, theirs in of_layer.items()
+        }
+    of_rope = {ROPE_FACTORS} | ({LONG_FACTORS, SHORT_FACTORS} if family.name == "phi3" else set())
+    unknown = sorted(gguf.tensors.keys() - names.keys() - of_rope)
     if unknown:
         raise EngineError(
             f"{gguf.path}: tensors with no place in a {gguf.architecture} model: "
@@ -86,3 +67,37 @@ def checkpoint_names(gguf: GgufFile) -> dict[str, str]:
             "The file is incomplete (or one of a split set); fetch or join it again."
         )
     return {ours: theirs for ours, theirs in names.items() if ours in gguf.tensors}
+
+
+def _top_names(family: Family) -> dict[str, tuple[str, ...]]:
+    names = family.names
+    found = {
+        "token_embd.weight": names.embedding,
+        **{f"output_norm.{part}": f"{names.final_norm}.{part}" for part in _parts_of_norm(family)},
+        "output.weight": "lm_head",
+        **({"position_embd.weight": names.positions} if names.positions else {}),
+    }
+    return {ours: (theirs if "norm" in ours else f"{theirs}.weight",) for ours, theirs in found.items()}
+
+
+def _layer_names(gguf: GgufFile, family: Family) -> dict[str, tuple[str, ...]]:
+    """Names of one layer's tensors. What a family may leave out is expected where the file has any of it."""
+    in_layers = gguf.in_layers
+    settings = {**family.defaults, **flags(gguf, family)}
+    rules = {"qkv": family.qkv_bias, "o": family.o_bias, "gate_up": family.mlp_bias, "down": family.mlp_bias}
+    has_head_norms = family.head_norm_key is None or bool(settings.get(family.head_norm_key))
+    found: dict[str, tuple[str, ...]] = {}
+    for name, module in norm_names(gguf.architecture, family).items():
+        if has_head_norms or name not in ("attn_q_norm", "attn_k_norm"):
+            found |= {f"{name}.{part}": (f"{module}.{part}",) for part in _parts_of_norm(family)}
+    for site, name, modules in linear_names(family, in_layers):
+        rule = rules[site]
+        has_bias = bool(settings.get(rule)) if isinstance(rule, str) else rule
+        for part in ("weight", "bias") if has_bias else ("weight",):
+            found[f"{name}.{part}"] = tuple(f"{module}.{part}" for module in modules)
+    places = {f"{name}.weight": place for place, name in enumerate(_FIRST)}
+    return dict(sorted(found.items(), key=lambda item: places.get(item[0], len(places))))
+
+
+def _parts_of_norm(family: Family) -> tuple[str, ...]:
+    return ("weight", "bias") if family.norm_kind == "layer" else ("weight",)

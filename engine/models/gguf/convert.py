@@ -2,8 +2,8 @@
 
 Shapes: a linear weight is `[out_features, in_features]`, as in the checkpoint (GGUF lists its axes reversed).
 Sources: the GGUF specification (ggml `docs/gguf.md`) and llama.cpp's converter, which reorders the query and
-key rows of the Llama family for its own rotary layout and adds 1 to the norms of the Gemma families; both are undone
-here.
+key rows of the Llama family for its own rotary layout and adds 1 to the norms of the Gemma families and transposes
+GPT-2's weights; all are undone here.
 
 Storage: float32 files stay float32 and bfloat16 files stay bfloat16, both exact. Weights in blocks that
 engines read (`blocks.py`) stay in them. Other kinds, and all of them for other programs, are dequantised and stored as
@@ -28,6 +28,7 @@ from ....system.long_work import LongWork
 from ....system.untrusted import STOPS
 from ...config import BLOCKS_KEY
 from ...errors import EngineError, ModelFilesError
+from .architectures import ARCHITECTURES
 from .blocks import KINDS, METADATA_KEY, GgufWeight, Weight, plain
 from .checks import checkpoint_names, unfitting
 from .config import model_config, token_id_config
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 StorageDtype = Literal["float32", "float16", "bfloat16"]
+_ROTATED = ("attn_q", "attn_k")
 SHARD_BYTES = 4 * 2**30
 
 
@@ -81,7 +83,9 @@ def _convert(gguf: GgufFile, scratch: Path, shard_bytes: int, work: LongWork, *,
 
 
 def _storage_dtype(gguf: GgufFile) -> StorageDtype:
-    matrix_types = {tensor.kind_name for tensor in gguf.tensors.values() if len(tensor.shape) > 1}
+    # norms of heads and learned positions are always in float32
+    matrices = [name for name, t in gguf.tensors.items() if len(t.shape) > 1 and "_norm" not in name]
+    matrix_types = {gguf.tensors[name].kind_name for name in matrices if name != "position_embd.weight"}
     if matrix_types <= {"F32"}:
         return "float32"
     return "bfloat16" if matrix_types <= {"BF16"} else "float16"
@@ -92,14 +96,16 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _in_blocks(gguf: GgufFile) -> dict[str, str]:
-    """Weights in blocks that engines read: GGUF tensor name -> kind."""
+    """Weights in blocks that engines read: GGUF tensor name -> kind. Blocks cannot be transposed."""
+    if gguf.family.names.is_transposed:
+        return {}
     kinds = {name: tensor.kind_name for name, tensor in gguf.tensors.items() if len(tensor.shape) == 2}
     return {name: kind for name, kind in kinds.items() if kind in KINDS}
 
 
 def _write_weights(
     gguf: GgufFile,
-    names: Mapping[str, str],
+    names: Mapping[str, tuple[str, ...]],
     dtype: StorageDtype,
     kept: Mapping[str, str],
     folder: Path,
@@ -115,9 +121,10 @@ def _write_weights(
             file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors: dict[str, torch.Tensor] = {}
         for name in shard:
-            tensors[names[name]] = _weight(gguf, name, getattr(torch, dtype), kept.get(name))
+            weight = _weight(gguf, name, getattr(torch, dtype), kept.get(name))
+            tensors |= zip(names[name], _parts(gguf, weight, len(names[name])), strict=True)
             work.add(gguf.tensors[name].num_bytes)
-        kinds = {names[name]: kept[name] for name in shard if name in kept}
+        kinds = {part: kept[name] for name in shard if name in kept for part in names[name]}
         # One key at most: the library writes several in any order, and hosts must convert to the same bytes.
         metadata = {METADATA_KEY: json.dumps(kinds)} if kinds else {"format": "pt"}
         save_file(tensors, folder / file_name, metadata=metadata)
@@ -126,7 +133,9 @@ def _write_weights(
         _write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
 
 
-def _shards(gguf: GgufFile, names: Mapping[str, str], bytes_per_value: int, shard_bytes: int) -> list[list[str]]:
+def _shards(
+    gguf: GgufFile, names: Mapping[str, tuple[str, ...]], bytes_per_value: int, shard_bytes: int
+) -> list[list[str]]:
     """Tensor names in file order, cut into runs of at most `shard_bytes` each."""
     shards: list[list[str]] = [[]]
     room = shard_bytes
@@ -147,11 +156,14 @@ def _weight(gguf: GgufFile, name: str, dtype: torch.dtype, kind: str | None) -> 
     Raises `ModelFilesError` for a value that does not fit.
     """
     array = gguf.array(name) if kind is None else gguf.raw(name)
-    if gguf.architecture == "llama" and name.endswith(("attn_q.weight", "attn_k.weight")):
-        heads = "attention.head_count" if name.endswith("attn_q.weight") else "attention.head_count_kv"
-        array = _restore_rotary_rows(array, int(gguf.optional(heads, gguf.require("attention.head_count"))))
-    if gguf.architecture.startswith("gemma") and name.endswith("norm.weight"):
+    family = gguf.family
+    if ARCHITECTURES[gguf.architecture].has_paired_rows and (stem := name.rpartition(".")[0]).endswith(_ROTATED):
+        heads = "attention.head_count" if stem.endswith("attn_q") else "attention.head_count_kv"
+        array = _restore_rotary_rows(array, gguf.number(heads, gguf.number("attention.head_count")))
+    if family.norm_kind == "rms_from_zero" and name.endswith("norm.weight"):
         array = array - 1.0  # llama.cpp's files have the factor, checkpoints its difference from 1
+    if family.names.is_transposed and name.startswith("blk.") and array.ndim == 2:
+        array = array.T
     # A copy: the file's arrays are read-only views of the mapped file.
     stored = torch.from_numpy(array.copy())
     weight: Weight = stored if kind is None else GgufWeight(stored, kind)
@@ -164,4 +176,15 @@ def _weight(gguf: GgufFile, name: str, dtype: torch.dtype, kind: str | None) -> 
 def _restore_rotary_rows(weight: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
     """Undo llama.cpp's reordering of rows, of numbers or bytes: each head's from (pair, half) to (half, pair)."""
     half = weight.shape[0] // num_heads // 2
-    return weight.reshape(num_heads, half, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+    return weight.reshape(num_heads, half, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def _parts(gguf: GgufFile, weight: torch.Tensor, num_parts: int) -> list[torch.Tensor]:
+    """A tensor, or query, key and value rows that the file has as one."""
+    if num_parts == 1:
+        return [weight]
+    num_heads = gguf.number("attention.head_count")
+    num_kv_heads = gguf.number("attention.head_count_kv", num_heads)
+    rows = len(weight) // (num_heads + 2 * num_kv_heads)
+    keys, values = num_heads * rows, (num_heads + num_kv_heads) * rows
+    return [weight[:keys].clone(), weight[keys:values].clone(), weight[values:].clone()]

@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING, Any
 from ....system.gguf import ALIGNMENT, KINDS_NOT_READ, KINDS_READ, VERSIONS, GgufTensor, GgufWalk, check_sizes
 from ....system.untrusted import shown, shown_name
 from ...errors import EngineError, ModelFilesError
-from .keys import ARCHITECTURES, refused_keys
+from .architectures import ARCHITECTURES, family_of
+from .keys import refused_keys
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from ...model_config.family import Family
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,16 @@ class GgufFile:
         """GGUF's name of the model family."""
         return str(self.metadata.get("general.architecture"))
 
+    @property
+    def family(self) -> Family:
+        """The family that the file stands for."""
+        return family_of(self.architecture, self.metadata)[0]
+
+    @property
+    def in_layers(self) -> frozenset[str]:
+        """Names of tensors in layers, without the numbers of layers."""
+        return frozenset(name.split(".", 2)[-1] for name in self.tensors if name.startswith("blk."))
+
     def require(self, key: str) -> Any:
         """A value of this architecture, e.g. `block_count`. Raises `ModelFilesError` when absent."""
         full_key = f"{self.architecture}.{key}"
@@ -46,6 +59,20 @@ class GgufFile:
     def optional(self, key: str, default: Any = None) -> Any:
         """A value of this architecture, or the default."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
+
+    def number(self, key: str, default: int | None = None) -> int:
+        """A count of this architecture, which may be listed layer by layer. Raises `EngineError` where layers differ,
+        `ModelFilesError` when it is absent and there is no default.
+        """
+        value = self.require(key) if default is None else self.optional(key, default)
+        if not isinstance(value, list):
+            return int(value)
+        if len(value) != int(self.require("block_count")) or len(set(value)) != 1:
+            raise EngineError(
+                f"{self.path}: {self.architecture}.{key} differs by layer: not supported. Give the model's Hugging "
+                "Face folder instead."
+            )
+        return int(value[0])
 
     def raw(self, name: str) -> np.ndarray[Any, Any]:
         """The tensor as it is stored: numbers, or [out_features, bytes of a row]."""

@@ -13,21 +13,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ....system.untrusted import shown, shown_name
+from .architectures import ARCHITECTURES
 
-#: GGUF architecture -> transformers class.
-ARCHITECTURES: Mapping[str, str] = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3": "Gemma3ForCausalLM",
-}
-#: Architecture -> keys of the model that are read for it, and refused for others.
-READ_BY: Mapping[str, tuple[str, ...]] = {
-    "gemma2": ("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
-    "gemma3": ("attention.sliding_window", "final_logit_softcapping", "rope.freq_base_swa"),
-}
+#: Keys of the model that are read whether their value is a number or a list.
+LISTS = (
+    "attention.head_count",
+    "attention.head_count_kv",
+    "feed_forward_length",
+    "attention.sliding_window_pattern",
+    "rope.dimension_sections",
+)
 _OF_MODEL, _OF_TOKENIZER = "{arch}.", "tokenizer."
 
 
@@ -79,7 +74,9 @@ KEYS: Mapping[str, Key] = {
         _OF_MODEL,
         "context_length embedding_length block_count feed_forward_length attention.head_count attention.head_count_kv "
         "attention.key_length attention.value_length attention.layer_norm_rms_epsilon rope.dimension_count "
-        "rope.freq_base rope.scaling.type rope.scaling.factor rope.scale_linear",
+        "rope.freq_base rope.scaling.type rope.scaling.factor rope.scale_linear rope.scaling.original_context_length "
+        "rope.scaling.yarn_ext_factor rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast "
+        "rope.scaling.yarn_beta_slow",
         Key("read"),
     ),
     f"{_OF_MODEL}vocab_size": Key("ignored", "the embedding's rows, which are counted"),
@@ -96,7 +93,7 @@ KEYS: Mapping[str, Key] = {
     **_keys(
         _OF_MODEL,
         "logit_scale residual_scale embedding_scale attention.output_scale attention.temperature_scale "
-        "rope.scaling.attn_factor rope.scaling.yarn_attn_factor",
+        "rope.scaling.attn_factor",
         _refused("numbers are scaled", 0, 1),
     ),
     f"{_OF_MODEL}attention.scale": _refused("scores of attention are scaled otherwise", 0),
@@ -110,15 +107,10 @@ KEYS: Mapping[str, Key] = {
     ),
     f"{_OF_MODEL}expert_weights_norm": _refused("a mixture of experts", False),
     **_keys(_OF_MODEL, "nextn_predict_layers n_deepstack_layers", _refused("layers of its own", 0)),
+    f"{_OF_MODEL}rope.scaling.finetuned": Key("ignored", "how the model was trained"),
     **_keys(
         _OF_MODEL,
-        "rope.scaling.original_context_length rope.scaling.finetuned",
-        Key("ignored", "of yarn, whose type is refused"),
-    ),
-    **_keys(
-        _OF_MODEL,
-        "rope.scaling.alpha rope.scaling.yarn_log_multiplier rope.scaling.yarn_ext_factor rope.scaling.yarn_beta_fast "
-        "rope.scaling.yarn_beta_slow",
+        "rope.scaling.alpha rope.scaling.yarn_log_multiplier",
         _refused("other rotary positions", 0),
     ),
     **_keys(
@@ -182,8 +174,11 @@ KEYS: Mapping[str, Key] = {
 def key_of(name: str, architecture: str) -> Key:
     """The treatment of a key of a file."""
     pattern = name.replace(f"{architecture}.", _OF_MODEL, 1) if name.startswith(f"{architecture}.") else name
-    if pattern.removeprefix(_OF_MODEL) in READ_BY.get(architecture, ()):
+    of_model, read = pattern.removeprefix(_OF_MODEL), ARCHITECTURES.get(architecture)
+    if read is not None and of_model in read.keys:
         return Key("read")
+    if read is not None and of_model in read.keys_of_others:
+        return Key("ignored", "of layers that its files do not have")
     found = KEYS.get(pattern) or next((KEYS[form] for form in _with_places(pattern) if form in KEYS), None)
     if found is not None:
         return found
@@ -209,7 +204,8 @@ def refused_keys(values: Mapping[str, Any], arrays: Collection[str]) -> list[str
     architecture, problems = str(values["general.architecture"]), []
     for name in (*values, *arrays):
         key, value = key_of(name, architecture), values.get(name)
-        is_per_layer = name in arrays and name.startswith(f"{architecture}.") and key.fate == "read"
+        of_model = name.removeprefix(f"{architecture}.")
+        is_per_layer = name in arrays and of_model != name and key.fate == "read" and of_model not in LISTS
         if is_per_layer:
             problems.append(f"{name} differs by layer: not supported.")
         elif key.fate == "refused" and not (name in values and value in key.neutral):

@@ -28,14 +28,27 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS_AND_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3_SPLIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _WORDS_AND_SPACES
 _QWEN2_SPLIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _WORDS_AND_SPACES
+_SEED_SPLIT = _CONTRACTIONS + (r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+")
+# Words by the case of their letters: (upper or caseless, lower or caseless), the one or the other at least once.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
+_SIGNS_AND_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN_SPLIT = "|".join(_CASED) + r"|\p{N}" + _SIGNS_AND_SPACES
+_GPT4O_SPLIT = "|".join(f"{words}{_CONTRACTIONS}?" for words in _CASED) + r"|\p{N}{1,3}" + _SIGNS_AND_SPACES
+_HUNYUAN_SPLITS = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class _ByteLevelRules:
     """Rules by which one `pre` name splits text before byte-pair merging."""
 
-    #: Pattern of the pieces; None: GPT-2's own.
-    split: str | None = None
+    #: Patterns of the pieces, of which each cuts what those before it have left; none: GPT-2's own.
+    splits: tuple[str, ...] = ()
     #: Whether every digit is a piece of its own.
     has_single_digits: bool = False
     #: Whether text is normalized to NFC first.
@@ -46,11 +59,22 @@ class _ByteLevelRules:
     adds_bos: bool = False
 
 
+_GPT2, _DIGITS = _ByteLevelRules(), _ByteLevelRules(has_single_digits=True)
+_LLAMA3 = _ByteLevelRules((_LLAMA3_SPLIT,), has_whole_words=True, adds_bos=True)
+_CL100K, _QWEN2 = _ByteLevelRules((_LLAMA3_SPLIT,)), _ByteLevelRules((_QWEN2_SPLIT,), is_nfc=True)
+#: `tokenizer.ggml.pre` -> its rules.
 _RULES: Mapping[str, _ByteLevelRules] = {
-    "gpt-2": _ByteLevelRules(),
-    "smollm": _ByteLevelRules(has_single_digits=True),
-    "llama-bpe": _ByteLevelRules(split=_LLAMA3_SPLIT, has_whole_words=True, adds_bos=True),
-    "qwen2": _ByteLevelRules(split=_QWEN2_SPLIT, is_nfc=True),
+    **dict.fromkeys(("gpt-2", "olmo", "exaone4"), _GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact"), _DIGITS),
+    "command-r": _ByteLevelRules(has_single_digits=True, is_nfc=True),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3),
+    "smaug-bpe": _ByteLevelRules((_LLAMA3_SPLIT,), has_whole_words=True),
+    **dict.fromkeys(("dbrx", "glm4", "chatglm-bpe"), _CL100K),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    "gpt-4o": _ByteLevelRules((_GPT4O_SPLIT,)),
+    "tekken": _ByteLevelRules((_TEKKEN_SPLIT,), has_whole_words=True, adds_bos=True),
+    "seed-coder": _ByteLevelRules((_SEED_SPLIT,)),
+    "hunyuan-dense": _ByteLevelRules(_HUNYUAN_SPLITS),
 }
 
 
@@ -63,7 +87,8 @@ def check_tokenizer(metadata: Mapping[str, Any]) -> None:
             "Give the model's Hugging Face folder instead."
         )
     name = str(metadata.get("tokenizer.ggml.pre", "<absent>"))
-    if kind == "gpt2" and name not in _RULES:
+    # ChatGLM 3 begins every text with tokens that the file does not name
+    if (kind == "gpt2" and name not in _RULES) or name == "chatglm-spm":
         raise EngineError(
             f"tokenizer.ggml.pre={shown(name)}: its splitting rules are not known here. Supported: "
             f"{', '.join(sorted(_RULES))}. Give the model's Hugging Face folder instead."
@@ -100,9 +125,8 @@ def _byte_level(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
     steps: list[Any] = []
     if rules.has_single_digits:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if rules.split is not None:
-        steps.append(pre_tokenizers.Split(Regex(rules.split), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rules.split is None))
+    steps += [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in rules.splits]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not rules.splits))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, rules.adds_bos

@@ -561,9 +561,9 @@ def test_missing_and_unknown_tensors_are_named(llama, tmp_path, damage: Damage, 
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"llama.rope.scaling.type": "yarn"}, r"rope\.scaling\.type='yarn'"),
+        ({"llama.rope.scaling.type": "longrope"}, r"rope\.scaling\.type='longrope'"),
         ({"llama.rope.dimension_count": 8}, r"rope\.dimension_count=8"),
-        ({"tokenizer.ggml.pre": "tekken"}, r"tokenizer\.ggml\.pre='tekken'"),
+        ({"tokenizer.ggml.pre": "viking"}, r"tokenizer\.ggml\.pre='viking'"),
     ],
 )
 def test_settings_that_would_not_be_exact_are_refused(llama, tmp_path, metadata, message):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer
 
 from lorabatch.engine.errors import EngineError
-from lorabatch.engine.models.gguf.tokenizer import write_tokenizer
+from lorabatch.engine.models.gguf.tokenizer import _RULES, write_tokenizer
 
 
 def byte_level_metadata(**changes: Any) -> dict[str, Any]:
@@ -60,6 +61,12 @@ def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
         ("smollm", ["It", "'s", " ", "1", "2", "3", "4", " o", "'", "Clock", "!!", "\n\n", " x"]),
         ("llama-bpe", ["It", "'s", " ", "123", "4", " o", "'Clock", "!!\n\n", " x"]),
         ("qwen2", ["It", "'s", " ", "1", "2", "3", "4", " o", "'Clock", "!!\n\n", " x"]),
+        ("command-r", ["It", "'s", " ", "1", "2", "3", "4", " o", "'", "Clock", "!!", "\n\n", " x"]),
+        ("glm4", ["It", "'s", " ", "123", "4", " o", "'Clock", "!!\n\n", " x"]),
+        ("seed-coder", ["It", "'s", " ", "1", "2", "3", "4", " o", "'Clock", "!!", "\n\n", " x"]),
+        ("gpt-4o", ["It's", " ", "123", "4", " o", "'Clock", "!!\n\n", " x"]),
+        ("tekken", ["It", "'s", " ", "1", "2", "3", "4", " o", "'Clock", "!!\n\n", " x"]),
+        ("hunyuan-dense", ["It", "'s", " ", "123", "4", " o", "'Clock", "!!\n\n", " x"]),
     ],
 )
 def test_each_named_rule_splits_text_its_own_way(pre, expected, tmp_path):
@@ -88,6 +95,8 @@ def test_special_tokens_are_never_split_and_vanish_when_skipped(tmp_path):
         ({"pre": "llama-bpe"}, "<s>"),
         ({"pre": "llama-bpe", "add_bos_token": False}, "hello"),
         ({"pre": "smollm", "add_bos_token": True}, "<s>"),
+        ({"pre": "tekken"}, "<s>"),
+        ({"pre": "smaug-bpe"}, "hello"),
     ],
 )
 def test_texts_start_with_bos_when_the_file_or_its_family_says_so(changes, first, tmp_path):
@@ -120,8 +129,22 @@ def test_sentencepiece_falls_back_to_bytes_for_unknown_letters(tmp_path):
     assert tokenizer.decode(tokenizer.encode("hé lo").ids) == "hé lo"
 
 
-@pytest.mark.parametrize(("changes", "value"), [({"pre": "tekken"}, "tekken"), ({"model": "t5"}, "t5")])
+@pytest.mark.parametrize(
+    ("changes", "value"),
+    [
+        ({"pre": "viking"}, "viking"),
+        ({"pre": "pixtral"}, "pixtral"),
+        ({"model": "t5"}, "t5"),
+        ({"model": "llama", "pre": "chatglm-spm"}, "chatglm-spm"),
+    ],
+)
 def test_rules_not_known_exactly_are_refused_by_name(changes, value, tmp_path):
     with pytest.raises(EngineError, match=value):
         write_tokenizer(byte_level_metadata(**changes), tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_documented_rules_are_those_that_are_known():
+    page = (Path(__file__).parents[4] / "docs" / "reference" / "gguf.md").read_text("utf-8")
+    listed = page.split("## Vocabularies")[1].split("one of ")[1].split("##")[0]
+    assert sorted(re.findall("`([^`]+)`", listed)) == sorted(_RULES)
