@@ -21,7 +21,7 @@ from lorabatch.engine.peft.dialects import pickled
 from lorabatch.engine.request import Request, Result, SamplingParams
 
 MakeFolder = Callable[..., Path]
-NUM_TOKENS = 4
+NUM_TOKENS = 3
 PICKLED = "weights pickled"
 SAMPLING = SamplingParams(max_tokens=NUM_TOKENS, logprobs=True, ignore_eos=True)
 ALWAYS = ("gemma2", "gpt2", "images: gemma3")
