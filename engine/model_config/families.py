@@ -1,7 +1,7 @@
 """Describes the families of dense models: each as data, by what it differs in from Llama.
 
 A new family is an entry here, or in `other_families` where its layers are others than Llama's, and a case of
-`tests/engine/model_config/test_dense_families.py`. docs/internals/changing.md says how to write one.
+`tests/oracle/tiny_bases.py`. docs/internals/changing.md says how to write one.
 """
 
 from __future__ import annotations

@@ -107,12 +107,17 @@ class Renaming:
         return module
 
 
-# The text decoder inside a vision-language model goes by other names than the same decoder alone.
+# The text decoder inside a vision-language model goes by other names than the same decoder alone, and a model without
+# its head (`AutoModel`) by names that begin below it.
 RENAMINGS: tuple[Renaming, ...] = (
     Renaming(()),
     Renaming((("model.language_model.", "model."),), "tensor names begin with model.language_model, read as model"),
     Renaming((("language_model.", ""),), "tensor names begin with language_model, which is left out"),
+    Renaming((("language_model.", "model."),), "tensor names begin with language_model, read as model"),
     Renaming((("lm_head", "lm_head"), ("", "model.")), "tensor names begin below model, which is put in front"),
+    Renaming(
+        (("lm_head", "lm_head"), ("", "transformer.")), "tensor names begin below transformer, which is put in front"
+    ),
 )
 
 

@@ -90,9 +90,9 @@ def gguf_tensors(folder: Path, heads: tuple[int, int] | None) -> dict[str, Any]:
     into its own order, as for Llama; None: it does not."""
     found = {}
     for key, value in load_file(folder / WEIGHTS).items():
-        name = key.removeprefix("base_model.model.")
+        name = key.removeprefix("base_model.model.").replace("model.language_model.", "model.")
         theirs = next((part for part in _GGUF_PARTS if name.endswith(part)), None)
-        if theirs is None:
+        if theirs is None or "vision" in name or "projector" in name:  # the converter leaves towers out
             continue
         weight, half = gguf_name(name.removesuffix(theirs).rstrip(".")), _GGUF_PARTS[theirs]
         if heads and half == "lora_b" and weight.endswith(("attn_q.weight", "attn_k.weight")):
@@ -141,12 +141,17 @@ def as_gguf(source: Path, target: Path, architecture: str, heads: tuple[int, int
     return target
 
 
+# Architectures of llama.cpp that have other names than the family; the first has the order of heads of Llama's.
+_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "gemma3_text": "gemma3"}
+
+
 def as_gguf_of(base: Path, source: Path, target: Path) -> Path:
-    """The same adapter in GGUF, as the converter writes it for a base model's folder."""
+    """The same adapter in GGUF, as the converter writes it for a base model's folder, of a model with images too."""
     config = json.loads((base / "config.json").read_text())
+    config = config.get("text_config") or config
+    architecture = _ARCHITECTURES.get(config["model_type"], config["model_type"])
     heads = (config["num_attention_heads"], config["num_key_value_heads"])
-    family = config["model_type"]
-    return as_gguf(source, target, family, heads if family == "llama" else None)
+    return as_gguf(source, target, architecture, heads if architecture == "llama" else None)
 
 
 def as_tinker(source: Path, target: Path) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_bases import DENSE_FAMILIES, YARN
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from lorabatch.engine.config import read_model_config
@@ -22,147 +23,9 @@ from lorabatch.engine.models.load import stored_shapes
 from lorabatch.engine.peft import audit_adapter
 
 MakeFolder = Callable[..., Path]
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
-DELTA = {
-    "num_hidden_layers": 4,
-    "head_dim": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
-GEMMA4 = {
-    "num_hidden_layers": 6,
-    "layer_types": ["sliding_attention", "full_attention"] * 3,
-    "head_dim": 16,
-    "global_head_dim": 32,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 320,
-    "sliding_window": 16,
-    "tie_word_embeddings": True,
-}
-# family, and what its config.json says beyond the sizes that all share
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "smollm3": ("smollm3", {"num_hidden_layers": 4}),
-    "cohere2": ("cohere2", {"num_hidden_layers": 4, "sliding_window": 16, "logit_scale": 2.0}),
-    "gpt2": ("gpt2", {"n_inner": 96, "tie_word_embeddings": True}),
-    "ministral": (
-        "ministral",
-        {
-            "head_dim": 16,
-            "sliding_window": 16,
-            "num_hidden_layers": 3,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-    ),
-    "ministral3": ("ministral3", {"head_dim": 16, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.3}}),
-    "smollm3 windowed": (
-        "smollm3",
-        {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 16, "no_rope_layers": [1, 0, 1, 0]},
-    ),
-    "granite": (
-        "granite",
-        {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 0.5},
-    ),
-    "granite with biases": ("granite", {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.2}),
-    "granite 4": (
-        "granitemoehybrid",
-        {
-            "num_local_experts": 0,
-            "layer_types": ["full_attention"] * 2,
-            "shared_intermediate_size": 96,
-            "position_embedding_type": "rope",
-            "residual_multiplier": 0.22,
-            "attention_multiplier": 0.2,
-            "mamba_n_heads": 8,
-        },
-    ),
-    "granite 4 without a rope": (
-        "granitemoehybrid",
-        {
-            "num_local_experts": 0,
-            "layer_types": ["full_attention"] * 2,
-            "shared_intermediate_size": 96,
-            "mamba_n_heads": 8,
-            "attention_multiplier": 0.2,
-        },
-    ),
-    "olmo2": ("olmo2", {}),
-    "olmo3": ("olmo3", {"num_hidden_layers": 4, "sliding_window": 16}),
-    "olmo3 stretched": (
-        "olmo3",
-        {"num_hidden_layers": 4, "sliding_window": 16, "rope_scaling": YARN | {"rope_theta": 5e5}},
-    ),
-    "exaone4": ("exaone4", {"num_hidden_layers": 4, "sliding_window": 16}),
-    "exaone4 of full layers": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
-    "glm": ("glm", {"head_dim": 16}),
-    "glm4": ("glm4", {"head_dim": 16}),
-    "cohere": ("cohere", {"logit_scale": 2.0}),
-    "cohere with norms of heads": ("cohere", {"logit_scale": 20.0, "use_qk_norm": True, "attention_bias": True}),
-    "seed_oss": ("seed_oss", {"head_dim": 24, "mlp_bias": True, "attention_out_bias": True}),
-    "starcoder2": ("starcoder2", {"sliding_window": 16}),
-    "hunyuan": ("hunyuan_v1_dense", {"head_dim": 16}),
-    "hunyuan stretched": (
-        "hunyuan_v1_dense",
-        {"head_dim": 16, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}},
-    ),
-    "helium": ("helium", {"head_dim": 16, "mlp_bias": True}),
-    "ernie4_5": ("ernie4_5", {"head_dim": 24, "use_bias": True}),
-    "arcee": ("arcee", {}),
-    "vaultgemma": (
-        "vaultgemma",
-        {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 16, "attn_logit_softcapping": 2.0},
-    ),
-    "qwen3.5": ("qwen3_5_text", DELTA),
-    "gemma4 with shared keys": (
-        "gemma4_text",
-        GEMMA4 | {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "vocab_size_per_layer_input": 330},
-    ),
-    "gemma4 whose keys are values": (
-        "gemma4_text",
-        GEMMA4
-        | {
-            "attention_k_eq_v": True,
-            "num_global_key_value_heads": 1,
-            "hidden_size_per_layer_input": 0,
-            "final_logit_softcapping": 5.0,
-        },
-    ),
-    "gemma4 of both": (
-        "gemma4_text",
-        GEMMA4
-        | {
-            "attention_k_eq_v": True,
-            "num_global_key_value_heads": 1,
-            "num_kv_shared_layers": 2,
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e3},
-                "full_attention": {
-                    "rope_type": "proportional",
-                    "partial_rotary_factor": 0.5,
-                    "rope_theta": 1e4,
-                    "factor": 2.0,
-                },
-            },
-        },
-    ),
-    "qwen3.5 of wide heads": (
-        "qwen3_5_text",
-        DELTA
-        | {
-            "head_dim": 16,
-            "linear_num_value_heads": 2,
-            "linear_value_head_dim": 24,
-            "linear_conv_kernel_dim": 3,
-            "layer_types": ["full_attention", "linear_attention"] * 2,
-            "attention_bias": True,
-        },
-    ),
-    "gpt2 untied": ("gpt2", {"n_inner": 96, "tie_word_embeddings": False, "activation_function": "relu"}),
-}
 ALWAYS = ("smollm3", "cohere2", "gpt2")
-EVERY = [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.long) for case in CASES]
-NEW = sorted({family for family, _ in CASES.values()})
+EVERY = [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.long) for case in DENSE_FAMILIES]
+NEW = sorted({family for family, _ in DENSE_FAMILIES.values()})
 
 
 @pytest.mark.parametrize("case", EVERY)
@@ -170,7 +33,7 @@ def test_logits_and_adapters_equal_transformers_and_peft(
     case: str, tmp_path: Path, make_model: MakeFolder, make_adapter: MakeFolder, compare: Any
 ) -> None:
     """Chunked prefill and decoding, within every window and beyond; a pair on each layer, unmerged and merged."""
-    family, settings = CASES[case]
+    family, settings = DENSE_FAMILIES[case]
     folder = make_model(tmp_path / "base", family, **settings)
     transposed = {"fan_in_fan_out": True} if family == "gpt2" else {}
     adapter = make_adapter(tmp_path / "adapter", folder, r=4, **transposed)
@@ -178,11 +41,11 @@ def test_logits_and_adapters_equal_transformers_and_peft(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", DENSE_FAMILIES)
 def test_rows_of_other_lengths_in_the_same_batch_change_nothing(
     case: str, tmp_path: Path, make_model: MakeFolder, compare: Any
 ) -> None:
-    family, settings = CASES[case]
+    family, settings = DENSE_FAMILIES[case]
     folder = make_model(tmp_path, family, **settings)
     compare.equal_in_one_batch(compare.engine(folder), compare.model(folder))
 
@@ -209,7 +72,7 @@ def test_what_sets_a_family_apart_shows_in_its_logits(
 ) -> None:
     cases, changes = FORGOTTEN[setting]
     for case in cases:
-        family, settings = CASES[case]
+        family, settings = DENSE_FAMILIES[case]
         folder = make_model(tmp_path / case, family, **settings)
         engine = compare.engine(folder)
         names = engine.model.names
@@ -226,7 +89,7 @@ def test_what_sets_a_family_apart_shows_in_its_logits(
 def test_which_layers_and_features_are_rotated_shows_in_the_logits(
     case: str, tmp_path: Path, make_model: MakeFolder, compare: Any
 ) -> None:
-    family, settings = CASES[case]
+    family, settings = DENSE_FAMILIES[case]
     folder = make_model(tmp_path, family, **settings)
     engine = compare.engine(folder)
     ropes = engine.model.layer_ropes

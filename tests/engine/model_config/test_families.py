@@ -8,40 +8,12 @@ from typing import Any
 
 import pytest
 from peft_oracle import weights_sha256
+from tiny_bases import FAMILIES
 
 from lorabatch.engine.config import read_model_config
 from lorabatch.engine.peft import audit_adapter
 
 MakeFolder = Callable[..., Path]
-GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 16}
-OPT = {"ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.2, "max_position_embeddings": 128}
-# family, and what its config.json says beyond the sizes that all share
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
-    "llama tied": (
-        "llama",
-        {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 1e5}},
-    ),
-    "mistral": ("mistral", {"sliding_window": None}),
-    "mistral windowed": ("mistral", {"sliding_window": 16}),
-    "qwen2": ("qwen2", {}),
-    "qwen2 windowed": ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
-    "qwen3": ("qwen3", {"head_dim": 32, "attention_bias": True}),
-    "gemma": ("gemma", {"head_dim": 32, "hidden_act": "gelu", "tie_word_embeddings": True}),
-    "gemma2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}),
-    "gemma3": (
-        "gemma3_text",
-        {**GEMMA, "num_hidden_layers": 3, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
-    ),
-    "phi3": ("phi3", {"sliding_window": 20}),
-    "opt": ("opt", {**OPT, "tie_word_embeddings": True}),
-    "opt with projections": ("opt", {**OPT, "word_embed_proj_dim": 32, "do_layer_norm_before": False}),
-    "opt bare": (
-        "opt",
-        {**OPT, "enable_bias": False, "layer_norm_elementwise_affine": False, "activation_function": "gelu"},
-    ),
-}
 
 
 @pytest.mark.parametrize("case", FAMILIES)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoConfig
+from tiny_bases import TEXT, WRAPPED, whole_model, write_wrapper
+from transformers import CONFIG_MAPPING
 
 from lorabatch.engine.config import read_model_config, unknown_config_keys
 from lorabatch.engine.errors import EngineError, ModelFilesError
@@ -23,111 +24,8 @@ from lorabatch.engine.models.load import stored_weights
 from lorabatch.engine.peft import AdapterAudit, audit_adapter
 
 MakeFolder = Callable[..., Path]
-TEXT = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "eos_token_id": 2,
-    "bos_token_id": 0,
-}
-VISION = {"hidden_size": 32, "intermediate_size": 32}
-SIGLIP = VISION | {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-QWEN = VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 64}
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
-AXES = {"type": "mrope", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
-# wrapper, what its text part says beyond what all share, its vision part, and what stands at the top
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "gemma3": (
-        "gemma3",
-        {
-            "model_type": "gemma3_text",
-            "head_dim": 32,
-            "query_pre_attn_scalar": 24,
-            "sliding_window": 16,
-            "num_hidden_layers": 3,
-            "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
-        },
-        SIGLIP,
-        {"mm_tokens_per_image": 4},
-    ),
-    "gemma4": (
-        "gemma4",
-        {
-            "num_hidden_layers": 6,
-            "layer_types": ["sliding_attention", "full_attention"] * 3,
-            "head_dim": 16,
-            "global_head_dim": 32,
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": 330,
-            "sliding_window": 16,
-            "num_kv_shared_layers": 2,
-            "final_logit_softcapping": 5.0,
-            "use_bidirectional_attention": "vision",
-        },
-        VISION | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16},
-        {},
-    ),
-    "mistral3 of ministral3": (
-        "mistral3",
-        {"model_type": "ministral3", "head_dim": 16, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.3}},
-        SIGLIP | {"model_type": "pixtral", "head_dim": 16},
-        {},
-    ),
-    "mistral3 of mistral": (
-        "mistral3",
-        {"model_type": "mistral", "head_dim": 16, "sliding_window": None},
-        SIGLIP | {"model_type": "pixtral", "head_dim": 16},
-        {"tie_word_embeddings": False},
-    ),
-    "qwen2_vl": ("qwen2_vl", {"rope_parameters": AXES}, QWEN | {"embed_dim": 32, "hidden_size": 64}, {}),
-    "qwen2_vl tied and stretched": (
-        "qwen2_vl",
-        {"rope_parameters": YARN | {"mrope_section": [2, 3, 3]}},
-        QWEN | {"embed_dim": 32, "hidden_size": 64},
-        {"tie_word_embeddings": True},
-    ),
-    "qwen2_5_vl": (
-        "qwen2_5_vl",
-        {"rope_parameters": AXES, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
-        QWEN | {"fullatt_block_indexes": [0]},
-        {},
-    ),
-    "qwen3_vl": (
-        "qwen3_vl",
-        {
-            "head_dim": 32,
-            "rope_parameters": {
-                "rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True, "rope_theta": 1e4,
-            },
-        },
-        QWEN | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
-        {"tie_word_embeddings": True},
-    ),
-    "qwen3_5": (
-        "qwen3_5",
-        {
-            "head_dim": 32,
-            "num_hidden_layers": 4,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "rope_parameters": {
-                "rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True, "rope_theta": 1e4,
-                "partial_rotary_factor": 0.25,
-            },
-        },
-        QWEN | {"num_position_embeddings": 16},
-        {"tie_word_embeddings": True},
-    ),
-}  # fmt: skip
 ALWAYS = ("gemma3", "qwen2_5_vl")
-EVERY = [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.long) for case in CASES]
+EVERY = [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.long) for case in WRAPPED]
 
 
 @pytest.fixture(scope="module")
@@ -141,36 +39,6 @@ def wrapper(make_model: MakeFolder, tmp_path_factory: pytest.TempPathFactory) ->
         return made[case]
 
     return get
-
-
-def write_wrapper(folder: Path, case: str, make_model: MakeFolder) -> Path:
-    from transformers import AutoModelForImageTextToText
-
-    family, text, vision, at_top = CASES[case]
-    make_model(folder)  # for its tokenizer
-    vocab_size = read_model_config(folder).vocab_size
-    (folder / "model.safetensors").unlink()
-    config = AutoConfig.for_model(
-        family, text_config=TEXT | {"vocab_size": vocab_size} | text, vision_config=vision, **at_top
-    )
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith(".bias"):
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    return folder
-
-
-def oracle(folder: Path, adapter: Path | None = None) -> Any:
-    """The whole model in fp32, which is given text alone."""
-    from peft import PeftModel
-    from transformers import AutoModelForImageTextToText
-
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    model.generation_config.eos_token_id = None
-    return (model if adapter is None else PeftModel.from_pretrained(model, adapter)).eval()
 
 
 def train(folder: Path, model: Any, **lora: Any) -> Path:
@@ -204,18 +72,18 @@ def test_logits_and_adapters_of_text_equal_the_whole_model(
 ) -> None:
     """Positions on three axes are those on one axis, for text."""
     base = wrapper(case)
-    assert read_model_config(base).wrapper == CASES[case][0]
-    adapter = train(tmp_path / "adapter", oracle(base))
-    compare.equal_with_and_without(base, adapter, oracle(base), oracle(base, adapter))
+    assert read_model_config(base).wrapper == WRAPPED[case][0]
+    adapter = train(tmp_path / "adapter", whole_model(base))
+    compare.equal_with_and_without(base, adapter, whole_model(base), whole_model(base, adapter))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", WRAPPED)
 def test_rows_of_other_lengths_in_the_same_batch_change_nothing(
     case: str, wrapper: Callable[[str], Path], compare: Any
 ) -> None:
     base = wrapper(case)
-    compare.equal_in_one_batch(compare.engine(base), oracle(base))
+    compare.equal_in_one_batch(compare.engine(base), whole_model(base))
 
 
 # Names of the text model's tensors in checkpoints: of transformers 4, 4.52 and later, 5, and of a model without a head.
@@ -282,7 +150,7 @@ def test_adapters_of_every_prefix_and_of_the_text_model_are_one(
     from transformers import AutoModelForCausalLM
 
     base = wrapper("gemma3")
-    whole = oracle(base)
+    whole = whole_model(base)
     text = AutoModelForCausalLM.from_config(whole.config.text_config, dtype=torch.float32)
     text.model.load_state_dict(whole.model.language_model.state_dict())
     adapter = train(tmp_path / "text", copy.deepcopy(text))
@@ -300,7 +168,7 @@ def test_adapters_of_every_prefix_and_of_the_text_model_are_one(
 
 def test_tensors_of_towers_are_passed_over_and_said_once(wrapper: Callable[[str], Path], tmp_path: Path) -> None:
     base = wrapper("gemma3")
-    adapter = train(tmp_path / "both", oracle(base), modules_to_save=["multi_modal_projector"])
+    adapter = train(tmp_path / "both", whole_model(base), modules_to_save=["multi_modal_projector"])
     found = audit(adapter, base)
     assert found.verdict == "exact"
     passed = [key for key, use in found.tensor_uses.items() if "text does not reach" in use]
@@ -340,16 +208,16 @@ def test_patterns_match_the_names_of_the_trained_model(
     case: str, wrapper: Callable[[str], Path], tmp_path: Path, compare: Any
 ) -> None:
     base = wrapper("gemma3")
-    adapter = train(tmp_path / "adapter", oracle(base), **PATTERNS[case])
+    adapter = train(tmp_path / "adapter", whole_model(base), **PATTERNS[case])
     engine = compare.engine(base)
     prompt = compare.prompt(20, engine)
-    expected = compare.generate(oracle(base, adapter), prompt)
+    expected = compare.generate(whole_model(base, adapter), prompt)
     compare.equal_everywhere(engine, prompt, expected, compare.register(engine, adapter))
 
 
 def test_an_adapter_of_the_vision_tower_alone_is_refused(wrapper: Callable[[str], Path], tmp_path: Path) -> None:
     base = wrapper("gemma3")
-    adapter = train(tmp_path / "vision", oracle(base), target_modules=r".*vision_tower.*fc1")
+    adapter = train(tmp_path / "vision", whole_model(base), target_modules=r".*vision_tower.*fc1")
     found = audit(adapter, base)
     assert found.verdict == "refused"
     assert any("all its tensors are of the vision tower" in reason for reason in found.reasons)
@@ -359,13 +227,13 @@ def test_towers_of_an_adapter_are_not_passed_over_by_a_base_of_text_alone(
     wrapper: Callable[[str], Path], tmp_path: Path
 ) -> None:
     base = wrapper("gemma3")
-    adapter = train(tmp_path / "both", oracle(base))
+    adapter = train(tmp_path / "both", whole_model(base))
     model = replace(read_model_config(base), wrapper="")
     assert audit_adapter(adapter, model, "both").verdict == "refused"
 
 
 def config_of(case: str, **at_top: Any) -> dict[str, Any]:
-    family, text, vision, given = CASES[case]
+    family, text, vision, given = WRAPPED[case]
     text = {"vocab_size": 96} | TEXT | text
     return {"model_type": family, "text_config": text, "vision_config": vision} | given | at_top
 

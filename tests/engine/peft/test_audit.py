@@ -155,6 +155,7 @@ def test_a_magnitude_and_token_rows_are_part_of_the_hash(train: Any, llama: Any)
     [
         ("model.language_model.", "model.language_model"),
         ("language_model.model.", "language_model"),
+        ("language_model.", "language_model, read as model"),
         ("", "below model"),
     ],
 )

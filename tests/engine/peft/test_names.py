@@ -83,7 +83,8 @@ BASE_MODULES = [f"model.layers.{i}.self_attn.q_proj" for i in range(3)] + ["mode
         ("model.layers.2.self_attn.q_proj", 0),
         ("model.language_model.layers.2.self_attn.q_proj", 1),
         ("language_model.model.layers.2.self_attn.q_proj", 2),
-        ("layers.2.self_attn.q_proj", 3),
+        ("language_model.layers.2.self_attn.q_proj", 3),
+        ("layers.2.self_attn.q_proj", 4),
     ],
 )
 def test_a_decoder_that_went_by_other_names_is_recognised(trained: str, expected: int) -> None:
@@ -91,6 +92,15 @@ def test_a_decoder_that_went_by_other_names_is_recognised(trained: str, expected
     assert renaming == RENAMINGS[expected]
     assert renaming.to_base(trained) == "model.layers.2.self_attn.q_proj"
     assert renaming.to_trained("model.layers.2.self_attn.q_proj") == trained
+
+
+def test_names_of_a_gpt2_without_its_head_begin_below_transformer() -> None:
+    base = ["transformer.wte", "transformer.h.0.attn.c_attn", "transformer.h.11.mlp.c_proj", "lm_head"]
+    for names in (["h.0.attn.c_attn", "h.11.mlp.c_proj"], ["wte", "h.0.attn.c_attn"], ["h.11.mlp.c_proj", "lm_head"]):
+        renaming = choose_renaming(names, base)
+        assert [renaming.to_trained(renaming.to_base(name)) for name in names] == names
+        assert {renaming.to_base(name) for name in names} <= set(base)
+    assert choose_renaming(base, base) == RENAMINGS[0]
 
 
 def test_names_that_fit_nothing_are_left_as_they_are() -> None:
