@@ -21,7 +21,8 @@ from ...kernels.layouts.lora_table import CHUNK_RANK
 from ...kernels.native import native_number
 from ...kernels.segment_lora import AdapterSites, LoraMember, LoraSiteWeights
 from ..errors import AdapterRefusedError
-from ..model_config.model import ModelConfig, PackedSite, packed_members
+from ..model_config.model import ModelConfig, packed_members
+from ..model_config.names import PackedSite
 
 # Layouts that are remembered: the adapters of a job have few shapes.
 _MAX_LAYOUTS = 32

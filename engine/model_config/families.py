@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from .family import ACTIVATIONS, LLAMA_NAMES, PLAIN, Family
 from .gemma4 import read_layers as read_gemma4_layers
-from .model import LayerInputs, LayerNorms, ModuleNames, PackedSite
+from .names import LayerInputs, LayerNorms, ModuleNames, PackedSite
 from .other_families import OTHER_FAMILIES
 
 QUERY_KEY_NORMS = LayerNorms(query="self_attn.q_norm", key="self_attn.k_norm")

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .layer import Attention, LayerConfig, RopeConfig, RopeKind
-from .model import Activation, HeadNorm, ModuleNames, NormKind
+from .model import Activation, HeadNorm, NormKind
+from .names import ModuleNames
 from .raw import RawConfig
 
 # Layers that attend to a window of the latest tokens only. none; every_layer; every_layer_unless_listed: every layer,

@@ -9,7 +9,8 @@ from typing import Any
 from ...kernels.layouts.delta_sizes import DeltaSizes
 from .family import LLAMA_NAMES, Family
 from .layer import Attention, LayerConfig, RopeConfig
-from .model import ModelConfig, ModuleNames, PackedSite
+from .model import ModelConfig
+from .names import ModuleNames, PackedSite
 from .raw import RawConfig, first_token_id, stop_token_ids
 from .rope import FULL, WINDOWED, context_tokens, read_query_growth, read_ropes
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from .family import ACTIVATIONS
 from .layer import Attention, LayerConfig
-from .model import LayerNorms, ModelConfig, ModuleNames
+from .model import ModelConfig
+from .names import LayerNorms, ModuleNames
 from .raw import RawConfig, first_token_id, stop_token_ids
 
 #: Published models, for the table of families.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .family import LLAMA_NAMES, PLAIN, Family
-from .model import LayerNorms, ModuleNames
+from .names import LayerNorms, ModuleNames
 
 _NORMS_BEHIND = LayerNorms(
     before_attention=None,

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from .model import HEAD, ModelConfig, PackedSite
+from .model import HEAD, ModelConfig
+from .names import PackedSite
 
 # Every member waits for every other: event counters grow with the square of the number of members.
 _MOST_MEMBERS = 16

@@ -11,7 +11,8 @@ from torch import Tensor
 from ...kernels.decoder_layers import DecoderLayers, LayerParts, LayerShape
 from ...kernels.packed_weight.panels import StoredWeight
 from ...kernels.segment_lora import PreparedLora
-from ..model_config.model import LayerNorms, ModelConfig
+from ..model_config.model import ModelConfig
+from ..model_config.names import LayerNorms
 from .layers import DecoderLayer
 from .step_batch import StepBatch
 

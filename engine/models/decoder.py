@@ -21,7 +21,8 @@ from ...kernels.rms_norm import rms_norm
 from ...kernels.rotary import rotate_and_store_
 from ...kernels.segment_lora import LoraSpan, PreparedLora
 from ..model_config.layer import Attention, RopeConfig
-from ..model_config.model import HEAD, LayerNorms, ModelConfig, PackedSite, packed_members
+from ..model_config.model import HEAD, ModelConfig, packed_members
+from ..model_config.names import LayerNorms, PackedSite
 from ..model_config.partition import Partition
 from .compiled_layers import CompiledLayers
 from .delta import DeltaLayers

@@ -25,7 +25,8 @@ from ...kernels.paged_attention.compiled import can_attend_compiled
 from ...kernels.segment_lora import LoraSpan, PreparedLora
 from ..config import EngineConfig
 from ..errors import EngineError
-from ..model_config.model import ModelConfig, PackedSite
+from ..model_config.model import ModelConfig
+from ..model_config.names import PackedSite
 from .decoder import Decoder
 from .gguf.blocks import Weight
 from .layers import Activate, DecoderLayer

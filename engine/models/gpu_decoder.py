@@ -21,7 +21,8 @@ from ...kernels.lora_shrink import lora_shrink
 from ...kernels.paged_attention import AttentionRule, allocate_partials, attend_pages
 from ...kernels.rms_norm.fused import add_rms_norm
 from ..errors import EngineError
-from ..model_config.model import PACKED_SITES, ModelConfig, PackedSite
+from ..model_config.model import ModelConfig
+from ..model_config.names import PACKED_SITES, PackedSite
 from .decoder import Decoder
 from .gpu_step import GpuStep
 from .layers import DecoderLayer, Linear

@@ -24,7 +24,8 @@ from ...kernels.packed_weight.fp8 import Fp8Weight, can_be_fp8
 from ...kernels.packed_weight.panels import StoredWeight
 from ...kernels.rms_norm import rms_norm, rms_norm_from_zero
 from ..model_config.layer import LayerConfig
-from ..model_config.model import Activation, LayerNorms, ModelConfig, PackedSite
+from ..model_config.model import Activation, ModelConfig
+from ..model_config.names import LayerNorms, PackedSite
 
 # Stands for the plain weight of a packed layer.
 _NO_WEIGHT = torch.empty(0)

@@ -24,7 +24,8 @@ from ...kernels.merge import LoraPair, MergeJob, merge_weights
 from ...kernels.segment_lora import LoraMember, LoraSiteWeights
 from ..errors import AdapterRefusedError
 from ..memory.adapter_layout import Sites
-from ..model_config.model import PackedMember, PackedSite, packed_members
+from ..model_config.model import PackedMember, packed_members
+from ..model_config.names import PackedSite
 from ..peft.weights import AdapterWeights
 from .decoder import Decoder
 from .layers import Linear

@@ -33,7 +33,8 @@ from ..config import EngineConfig, read_model_config
 from ..memory.packed import pack_adapter
 from ..memory.pool import PageRange, page_layout
 from ..memory.residency import ResidentAdapter
-from ..model_config.model import PACKED_SITES, ModelConfig, PackedSite, packed_members
+from ..model_config.model import ModelConfig, packed_members
+from ..model_config.names import PACKED_SITES, PackedSite
 from ..model_config.partition import partitions_of
 from ..models.decoder import GroupSums
 from ..models.gpu_decoder import GpuDecoder

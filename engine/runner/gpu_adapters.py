@@ -20,7 +20,8 @@ from ...kernels.layouts.lora_table import CHUNK_FIELDS, NUM_SITES, AdapterRows, 
 from ..memory.adapter_layout import AdapterLayout
 from ..memory.pool import PagePool
 from ..memory.residency import ResidentAdapter
-from ..model_config.model import PACKED_SITES, ModelConfig
+from ..model_config.model import ModelConfig
+from ..model_config.names import PACKED_SITES
 
 _ALIGNED_ELEMENTS = 8
 # Layouts whose rows are remembered: the adapters of a job have few shapes.

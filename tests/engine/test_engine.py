@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lorabatch.engine.config import Mode, read_model_config
 from lorabatch.engine.memory.registry import AdapterRegistry
-from lorabatch.engine.model_config.model import PackedSite
+from lorabatch.engine.model_config.names import PackedSite
 from lorabatch.engine.models.layers import Linear
 from lorabatch.engine.models.step_batch import StepEntry
 from lorabatch.engine.peft import audit_adapter

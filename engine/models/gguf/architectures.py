@@ -14,7 +14,7 @@ from typing import Any
 
 from ...model_config.families import FAMILIES
 from ...model_config.family import Family
-from ...model_config.model import PackedSite
+from ...model_config.names import PackedSite
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ import torch
 from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.memory.adapter_layout import lay_out
 from lorabatch.engine.memory.residency import ResidentAdapter
-from lorabatch.engine.model_config.model import PACKED_SITES, ModelConfig
+from lorabatch.engine.model_config.model import ModelConfig
+from lorabatch.engine.model_config.names import PACKED_SITES
 from lorabatch.engine.runner.gpu_adapters import GpuAdapters
 from lorabatch.engine.runner.gpu_runner import first_sizes
 
