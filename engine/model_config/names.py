@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-# A decoder layer's multiplications, in order. Linear layers that read the same input are computed as one.
-# The last ones are of inputs that layers have of their own (`LayerInputs`); all_inputs is in the first layer alone.
+# A decoder layer's multiplications, in order. Linear layers that read the same input are computed as one. The last ones
+# are of inputs that layers have of their own (`LayerInputs`); all_inputs is in the first layer alone.
 PackedSite = Literal["qkv", "o", "gate_up", "down", "input_gate", "input_projection", "all_inputs"]
-PACKED_SITES: tuple[PackedSite, ...] = ("qkv", "o", "gate_up", "down", "input_gate", "input_projection", "all_inputs")
+#: Sites that each layer of every model has.
+COMMON_SITES: tuple[PackedSite, ...] = ("qkv", "o", "gate_up", "down")
+#: Sites that layers may have, in order.
+PACKED_SITES: tuple[PackedSite, ...] = (*COMMON_SITES, "input_gate", "input_projection", "all_inputs")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,13 +22,13 @@ from ...kernels.paged_attention import AttentionRule, allocate_partials, attend_
 from ...kernels.rms_norm.fused import add_rms_norm
 from ..errors import EngineError
 from ..model_config.model import ModelConfig
-from ..model_config.names import PACKED_SITES, PackedSite
+from ..model_config.names import COMMON_SITES, PackedSite
 from .decoder import Decoder
 from .gpu_step import GpuStep
 from .layers import DecoderLayer, Linear
 from .rope import Rope
 
-_SITE_NUMBERS = {site: number for number, site in enumerate(PACKED_SITES)}
+_SITE_NUMBERS = {site: number for number, site in enumerate(COMMON_SITES)}
 _FUSED_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_tanh": "gelu_tanh"}
 
 

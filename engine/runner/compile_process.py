@@ -34,7 +34,7 @@ from ..memory.packed import pack_adapter
 from ..memory.pool import PageRange, page_layout
 from ..memory.residency import ResidentAdapter
 from ..model_config.model import ModelConfig, packed_members
-from ..model_config.names import PACKED_SITES, PackedSite
+from ..model_config.names import COMMON_SITES, PackedSite
 from ..model_config.partition import partitions_of
 from ..models.decoder import GroupSums
 from ..models.gpu_decoder import GpuDecoder
@@ -58,7 +58,7 @@ _MOST_ROWS = 16384  # of a step, see `memory.limits`
 _RANK = 20
 # Adapters on all linear layers, on attention's, and on those of queries, keys and values or the MLP's, which are as
 # many: a merge searches among its jobs, and is compiled for each number of their bits.
-_MERGED_SITES: tuple[tuple[PackedSite, ...], ...] = (PACKED_SITES, ("qkv", "o"), ("qkv",))
+_MERGED_SITES: tuple[tuple[PackedSite, ...], ...] = (COMMON_SITES, ("qkv", "o"), ("qkv",))
 _DRAWN = SamplingParams(max_tokens=2, temperature=0.8, top_p=0.9, top_k=40, logprobs=True)
 _GREEDY = SamplingParams(max_tokens=2)
 

@@ -21,7 +21,7 @@ from ..memory.adapter_layout import AdapterLayout
 from ..memory.pool import PagePool
 from ..memory.residency import ResidentAdapter
 from ..model_config.model import ModelConfig
-from ..model_config.names import PACKED_SITES
+from ..model_config.names import COMMON_SITES
 
 _ALIGNED_ELEMENTS = 8
 # Layouts whose rows are remembered: the adapters of a job have few shapes.
@@ -38,7 +38,7 @@ class GpuAdapters:
     def __init__(self, memory: torch.Tensor, model: ModelConfig, num_rows: int, num_chunks: int) -> None:
         self._memory = memory
         self._num_layers = model.num_layers
-        self._parts = [model.parts_of_site(0, site) for site in PACKED_SITES]
+        self._parts = [model.parts_of_site(0, site) for site in COMMON_SITES]
         sizes = [n for shape in model.layer_shapes(0).values() for n in shape]
         self._alignment = 1 if any(n % _ALIGNED_ELEMENTS for n in sizes) else _ALIGNED_ELEMENTS
         self._start(num_rows, num_chunks)
@@ -102,7 +102,7 @@ def _rows_from_zero(layout: AdapterLayout) -> AdapterRows:
     chunks: list[tuple[int, int, int, int, int]] = []
     scales: list[float] = []
     for layer, of_layer in enumerate(layout.layers):
-        for number, name in enumerate(PACKED_SITES):
+        for number, name in enumerate(COMMON_SITES):
             if (site := of_layer.get(name)) is None:
                 continue
             a_blocks = iter(site.a_blocks)
