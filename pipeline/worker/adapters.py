@@ -2,9 +2,10 @@
 
 A local folder is used in place. An adapter in storage is read by the first worker that needs it; other workers get it
 from one that has it (LoRAServe's distributed pool, section 4), piece by piece, and from storage if that one does not
-reply or is slower. Where the job was opened by an adapter's header alone, the first worker that has its files also
-checks its values, in a confined process, and keeps its content hash in the job's folder for all others. The engine
-checks the hash on the bytes that it loads.
+reply, is slower, or asks another worker for it itself: no two workers wait for each other. Workers of one host share
+copies, and do not ask each other for these. Where the job was opened by an adapter's header alone, the first worker
+that has its files also checks its values, in a confined process, and keeps its content hash in the job's folder for all
+others. The engine checks the hash on the bytes that it loads.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from ...engine.adapter_use import AdapterUse
 from ...engine.errors import AdapterRefusedError, curable
@@ -49,8 +51,9 @@ _COMING_S = 5.0
 _MAX_COMING = 6
 # Factor by which a store must be faster than other workers to be asked first.
 _MUCH_FASTER = 2.0
-# Adapters that are fetched at once, and how many of these may be ahead of the shards that need them.
-_AT_ONCE, _AHEAD_AT_ONCE = 16, 8
+# Adapters that are fetched at once, how many of these may be ahead of the shards that need them, and how many other
+# workers may be asked for: the rest can be read from storage, for workers that ask for them.
+_AT_ONCE, _AHEAD_AT_ONCE, _ASKED_AT_ONCE = 16, 8, 8
 # Adapters that are fetched and that no shard has asked for yet.
 _MAX_AHEAD = 64
 _LOOP_CHECK_S = 1.0
@@ -93,6 +96,9 @@ class AdapterCache:
         self._foreseen: deque[AdapterFetch] = deque()
         self._unasked: set[str] = set()
         self._num_ahead = 0
+        # Adapters that other workers are asked for now.
+        self._asked: set[str] = set()
+        self._may_ask = asyncio.Semaphore(_ASKED_AT_ONCE)
         # Bytes per second of the last fetches from workers and from storage; 0 without any.
         self._pace = {"peer": 0.0, "store": 0.0}
         self._use = AdapterUse()
@@ -135,8 +141,11 @@ class AdapterCache:
 
     async def reply(self, request: FetchAdapter) -> AdapterFiles:
         """The sizes of an adapter's files, or a piece of one, for another worker. Raises what `get` raises,
-        `StorageError` for an adapter that cannot be used, and OSError for one whose folder is gone again.
+        `StorageError` for an adapter that cannot be used or that this worker asks another one for, and OSError for one
+        whose folder is gone again.
         """
+        if request.adapter_id in self._asked:
+            raise StorageError("it is fetched from another worker here, too")
         fetch = asyncio.ensure_future(self._get(request.adapter_id, None))
         await asyncio.wait([fetch], timeout=_COMING_S)
         if not fetch.done():
@@ -228,7 +237,12 @@ class AdapterCache:
             peer = None
         folder: Path | str | None = None
         if adapter.files:
-            folder = await self._in_thread(self._copied, adapter, peer, asyncio.get_running_loop())
+            loop = asyncio.get_running_loop()
+            if peer is None or _host(peer) == _host(self._peers.address):
+                folder = await self._in_thread(self._copied, adapter, None, loop)
+            else:
+                async with self._may_ask:
+                    folder = await self._in_thread(self._copied, adapter, peer, loop)
         elif peer:
             folder = await self._copy_apart(peer, adapter_id)
         if folder is None:
@@ -335,6 +349,13 @@ class AdapterCache:
         Raises `PeerLostError` when the worker does not give them, and ValueError for names that are no plain file
         names, a piece with another hash, or other files than expected.
         """
+        self._asked.add(adapter_id)
+        try:
+            await self._copy_pieces(peer, adapter_id, folder, expected)
+        finally:
+            self._asked.discard(adapter_id)
+
+    async def _copy_pieces(self, peer: str, adapter_id: str, folder: Path, expected: Mapping[str, str] | None) -> None:
         for _ in range(_MAX_COMING):
             listed = await self._peers.ask(peer, FetchAdapter(adapter_id), timeout_s=_PIECE_TIMEOUT_S)
             if listed.sizes is not None:
@@ -368,6 +389,11 @@ def _wait(work: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoop) -> N
                 raise
             if not loop.is_running():
                 raise PeerLostError("the worker ends") from None
+
+
+def _host(address: str) -> str | None:
+    """Host of a worker's address, such as `tls://10.0.0.1:1234`."""
+    return urlsplit(address).hostname
 
 
 def _plain(name: str) -> str:

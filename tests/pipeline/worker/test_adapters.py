@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ NOWHERE = "memory://nowhere/alpha"
 
 class FakePeers:
     """Stands for the other workers. `reply` answers a fetch: it returns the files, or raises."""
+
+    address = "tcp://here:1"
 
     def __init__(self, reply: Callable[[], Mapping[str, bytes]] = lambda: FILES) -> None:
         self.asked: list[str] = []
@@ -237,15 +240,93 @@ def test_a_full_disk_costs_the_rows_of_what_it_has_no_room_for(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     async def story() -> None:
-        versions = {"adapter_config.json": "2 at 1", "adapter_model.safetensors": "8 at 1"}
-        opened = record("alpha", storage).model_copy(update={"files": versions})
         store = JobStore(str(tmp_path / "output"))
-        cache = AdapterCache(FakePeers(), lambda: [opened], store, no_audit, {}, tmp_path)  # type: ignore[arg-type]
+        cache = AdapterCache(FakePeers(), lambda: [opened(0, storage)], store, no_audit, {}, tmp_path)  # type: ignore[arg-type]
         monkeypatch.setattr(adapters, "from_store", full)
-        why = (await cache.get(["sha-alpha"], {}))["sha-alpha"]
+        why = (await cache.get(["sha-opened-0"], {}))["sha-opened-0"]
         assert "no room for its files in " in why
         assert "No space left on device" in why
         assert RUN_AGAIN in why
         assert not list((tmp_path / "cache").rglob("torn"))
+
+    asyncio.run(story())
+
+
+def opened(number: int, url: str) -> AdapterRecord:
+    """An adapter of which the job knows the versions of its files."""
+    versions = {"adapter_config.json": "2 at 1", "adapter_model.safetensors": "8 at 1"}
+    return record(f"opened-{number}", url).model_copy(update={"files": versions})
+
+
+def copied(url: str, versions: Any, options: Any, folder: Path) -> None:
+    """Stands for a store that has the files of all adapters."""
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content)
+
+
+def test_workers_that_are_told_of_each_other_do_not_wait_for_each_other(storage: str, tmp_path: Path) -> None:
+    """The plan had given the adapter to both, and named each to the other as one that has it."""
+
+    class Other(FakePeers):
+        cache: AdapterCache
+
+        async def ask(self, address: str, request: FetchAdapter, timeout_s: float) -> AdapterFiles:
+            self.asked.append(address)
+            try:
+                return await self.cache.reply(request)
+            except StorageError as error:
+                raise PeerLostError(str(error)) from None
+
+    async def story() -> None:
+        sides = Other(), Other()
+        caches = [cache_of(storage, tmp_path / f"copies-{i}", peers) for i, peers in enumerate(sides)]
+        for peers, cache in zip(sides, reversed(caches), strict=True):
+            peers.cache = cache
+        began_s = time.monotonic()
+        found = await asyncio.gather(*(cache.get(["sha-alpha"], {"sha-alpha": PEER}) for cache in caches))
+        assert time.monotonic() - began_s < 3
+        assert all(content(Path(each["sha-alpha"].folder)) == FILES for each in found)
+        assert any(peers.asked for peers in sides)
+
+    asyncio.run(story())
+
+
+def test_workers_of_one_host_share_copies_and_do_not_ask_each_other(
+    storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "from_store", copied)
+
+    async def story() -> None:
+        peers, store = FakePeers(), JobStore(str(tmp_path / "output"))
+        cache = AdapterCache(peers, lambda: [opened(0, storage)], store, no_audit, {}, tmp_path)  # type: ignore[arg-type]
+        await cache.get(["sha-opened-0"], {"sha-opened-0": peers.address.replace(":1", ":2")})
+        assert peers.asked == []
+        assert (cache.use.storage_fetches, cache.use.peer_fetches) == (1, 0)
+        cache.close()
+
+    asyncio.run(story())
+
+
+def test_a_worker_that_waits_for_many_others_gives_what_is_in_storage(
+    storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or two workers that ask each other for many would both have no thread left to read what the other asks for."""
+    monkeypatch.setattr(adapters, "from_store", copied)
+
+    async def story() -> None:
+        peers, store, count = FakePeers(), JobStore(str(tmp_path / "output")), 40
+        peers.gate.clear()
+        served = [opened(number, f"{storage}-{number}") for number in range(count)]
+        cache = AdapterCache(peers, lambda: served, store, no_audit, {}, tmp_path)  # type: ignore[arg-type]
+        ids = [each.sha256 for each in served]
+        waits = asyncio.ensure_future(cache.get(ids[1:], dict.fromkeys(ids[1:], PEER)))
+        while not peers.asked:
+            await asyncio.sleep(0.01)
+        listed = await asyncio.wait_for(cache.reply(FetchAdapter(ids[0])), 3)
+        assert listed.sizes == {name: len(content) for name, content in FILES.items()}
+        peers.gate.set()
+        assert len(await waits) == count - 1
+        assert len(peers.asked) == count - 1
+        cache.close()
 
     asyncio.run(story())
