@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from echo_job import ECHO_FOLDER, EchoJob
 
 from lorabatch.pipeline.cluster.background_state import state_file
 from lorabatch.tests.end_to_end.bucket import Bucket, s3_server
+
+_CLOSING_S = 60.0
 
 
 @pytest.fixture
@@ -65,8 +68,13 @@ def _engines_find_echo() -> Iterator[None]:
 def shared_client(_engines_find_echo: None) -> Iterator[Client]:
     """Two workers for all jobs that leave them as they were."""
     cluster = LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address="127.0.0.1:0", host="127.0.0.1")
-    with cluster, Client(cluster, set_as_default=False) as client:
-        yield client
+    try:
+        with Client(cluster, set_as_default=False) as client:
+            yield client
+    finally:
+        # Dask of January 2026 may wait for ever
+        with suppress(TimeoutError):
+            cluster.close(timeout=_CLOSING_S)
 
 
 @pytest.fixture
