@@ -11,12 +11,14 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,7 +26,7 @@ from ...system.local_cache import default_cache_root, file_lock, make_private
 
 T = TypeVar("T")
 _FOLDER = "adapter-copies"
-_HELD, _GONE = ".held-", ".gone-"
+_HELD, _GONE, _IDENTITY = ".held-", ".gone-", ".identity"
 # Share of the room on a disk that copies may take where no limit is given.
 _SHARE_OF_ROOM = 0.5
 
@@ -45,6 +47,18 @@ class AdapterCopies:
         self._descriptor, self._path = tempfile.mkstemp(prefix=_HELD, dir=self.root)
         with suppress(OSError):
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+
+    @cached_property
+    def identity(self) -> str:
+        """A random name, the same in all processes that share these copies; "" where there is no room for it."""
+        path = self.root / _IDENTITY
+        with suppress(OSError), tempfile.NamedTemporaryFile("w", dir=self.root, prefix=_GONE) as made:
+            made.write(secrets.token_hex(16))
+            made.flush()
+            with suppress(FileExistsError):
+                os.link(made.name, path)
+            return path.read_text(encoding="ascii")
+        return ""
 
     @property
     def limit_bytes(self) -> int:

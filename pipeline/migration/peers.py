@@ -115,6 +115,10 @@ class FetchAdapter(PeerRequest[AdapterFiles]):
     adapter_id: str
     name: str = ""
     offset: int = 0
+    #: Name of the copies of the worker that asks (`AdapterCopies.identity`), where the adapter would be one of them.
+    copies: str = ""
+    #: Addresses of the workers that wait for the reply, directly or not.
+    waiting: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

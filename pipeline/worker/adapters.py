@@ -2,8 +2,8 @@
 
 A local folder is used in place. An adapter in storage is read by the first worker that needs it; other workers get it
 from one that has it (LoRAServe's distributed pool, section 4), piece by piece, and from storage if that one does not
-reply, is slower, or asks another worker for it itself: no two workers wait for each other. Workers of one host share
-copies, and do not ask each other for these. Where the job was opened by an adapter's header alone, the first worker
+reply, is slower, or waits for this worker to have it. Workers of one host share
+copies, and do not give each other these. Where the job was opened by an adapter's header alone, the first worker
 that has its files also checks its values, in a confined process, and keeps its content hash in the job's folder for all
 others. The engine checks the hash on the bytes that it loads.
 """
@@ -17,13 +17,12 @@ import shutil
 import tempfile
 import threading
 import time
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from ...engine.adapter_use import AdapterUse
 from ...engine.errors import AdapterRefusedError, curable
@@ -96,8 +95,10 @@ class AdapterCache:
         self._foreseen: deque[AdapterFetch] = deque()
         self._unasked: set[str] = set()
         self._num_ahead = 0
-        # Adapters that other workers are asked for now.
-        self._asked: set[str] = set()
+        # Adapters that other workers are asked for now, with the worker; and the workers that wait for this one to have
+        # an adapter.
+        self._asked: dict[str, str] = {}
+        self._waiting: dict[str, Counter[str]] = defaultdict(Counter)
         self._may_ask = asyncio.Semaphore(_ASKED_AT_ONCE)
         # Bytes per second of the last fetches from workers and from storage; 0 without any.
         self._pace = {"peer": 0.0, "store": 0.0}
@@ -141,13 +142,18 @@ class AdapterCache:
 
     async def reply(self, request: FetchAdapter) -> AdapterFiles:
         """The sizes of an adapter's files, or a piece of one, for another worker. Raises what `get` raises,
-        `StorageError` for an adapter that cannot be used or that this worker asks another one for, and OSError for one
-        whose folder is gone again.
+        `StorageError` for an adapter that cannot be used, for one that this worker gets from a worker that waits for
+        the reply, and for one whose copy both share; OSError for one whose folder is gone again.
         """
-        if request.adapter_id in self._asked:
-            raise StorageError("it is fetched from another worker here, too")
+        if self._asked.get(request.adapter_id) in request.waiting:
+            raise StorageError("it waits for the worker that asks")
+        if request.copies and request.copies == await asyncio.to_thread(self._copies_identity):
+            raise StorageError("both workers share its copy")
         fetch = asyncio.ensure_future(self._get(request.adapter_id, None))
+        waiting = self._waiting[request.adapter_id]
+        waiting.update(request.waiting)
         await asyncio.wait([fetch], timeout=_COMING_S)
+        waiting.subtract(request.waiting)
         if not fetch.done():
             fetch.add_done_callback(lambda done: done.cancelled() or done.exception())
             return AdapterFiles()
@@ -183,6 +189,9 @@ class AdapterCache:
             if self._copies is None:
                 self._copies = AdapterCopies(limit_bytes=limit_bytes)
             return self._copies
+
+    def _copies_identity(self) -> str:
+        return self.copies().identity
 
     def _release(self, folders: Iterable[Path]) -> None:
         if self._copies is not None:
@@ -238,7 +247,7 @@ class AdapterCache:
         folder: Path | str | None = None
         if adapter.files:
             loop = asyncio.get_running_loop()
-            if peer is None or _host(peer) == _host(self._peers.address):
+            if peer is None:
                 folder = await self._in_thread(self._copied, adapter, None, loop)
             else:
                 async with self._may_ask:
@@ -349,15 +358,18 @@ class AdapterCache:
         Raises `PeerLostError` when the worker does not give them, and ValueError for names that are no plain file
         names, a piece with another hash, or other files than expected.
         """
-        self._asked.add(adapter_id)
+        self._asked[adapter_id] = peer
         try:
             await self._copy_pieces(peer, adapter_id, folder, expected)
         finally:
-            self._asked.discard(adapter_id)
+            del self._asked[adapter_id]
 
     async def _copy_pieces(self, peer: str, adapter_id: str, folder: Path, expected: Mapping[str, str] | None) -> None:
+        copies = "" if expected is None else await asyncio.to_thread(self._copies_identity)
         for _ in range(_MAX_COMING):
-            listed = await self._peers.ask(peer, FetchAdapter(adapter_id), timeout_s=_PIECE_TIMEOUT_S)
+            waiting = (self._peers.address, *+self._waiting[adapter_id])
+            asked = FetchAdapter(adapter_id, copies=copies, waiting=waiting)
+            listed = await self._peers.ask(peer, asked, timeout_s=_PIECE_TIMEOUT_S)
             if listed.sizes is not None:
                 break
         else:
@@ -389,11 +401,6 @@ def _wait(work: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoop) -> N
                 raise
             if not loop.is_running():
                 raise PeerLostError("the worker ends") from None
-
-
-def _host(address: str) -> str | None:
-    """Host of a worker's address, such as `tls://10.0.0.1:1234`."""
-    return urlsplit(address).hostname
 
 
 def _plain(name: str) -> str:

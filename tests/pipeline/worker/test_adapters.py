@@ -26,14 +26,15 @@ from lorabatch.scheduler.messages import AdapterFetch
 FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"\x00weights"}
 PEER = "tcp://peer:1"
 NOWHERE = "memory://nowhere/alpha"
+# Seconds that a worker waits for its own fetch when another asks for it.
+_PATIENCE_S = 0.5
 
 
 class FakePeers:
     """Stands for the other workers. `reply` answers a fetch: it returns the files, or raises."""
 
-    address = "tcp://here:1"
-
-    def __init__(self, reply: Callable[[], Mapping[str, bytes]] = lambda: FILES) -> None:
+    def __init__(self, reply: Callable[[], Mapping[str, bytes]] = lambda: FILES, address: str = "tcp://here:1") -> None:
+        self.address = address
         self.asked: list[str] = []
         self.gate = asyncio.Event()
         self.gate.set()
@@ -264,45 +265,65 @@ def copied(url: str, versions: Any, options: Any, folder: Path) -> None:
         (folder / name).write_bytes(content)
 
 
-def test_workers_that_are_told_of_each_other_do_not_wait_for_each_other(storage: str, tmp_path: Path) -> None:
-    """The plan had given the adapter to both, and named each to the other as one that has it."""
+class Other(FakePeers):
+    """Stands for another worker, whose adapters are those of `cache`."""
 
-    class Other(FakePeers):
-        cache: AdapterCache
+    cache: AdapterCache
 
-        async def ask(self, address: str, request: FetchAdapter, timeout_s: float) -> AdapterFiles:
-            self.asked.append(address)
-            try:
-                return await self.cache.reply(request)
-            except StorageError as error:
-                raise PeerLostError(str(error)) from None
+    async def ask(self, address: str, request: FetchAdapter, timeout_s: float) -> AdapterFiles:
+        self.asked.append(address)
+        try:
+            return await self.cache.reply(request)
+        except StorageError as error:
+            raise PeerLostError(str(error)) from None
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 5])
+def test_workers_that_are_told_of_each_other_do_not_wait_for_each_other(
+    num_workers: int, storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a circle, each is told that the next one has the adapter."""
+    monkeypatch.setattr(adapters, "_COMING_S", _PATIENCE_S)
 
     async def story() -> None:
-        sides = Other(), Other()
+        names = [f"tcp://{number}:1" for number in range(num_workers)]
+        sides = [Other(address=name) for name in names]
         caches = [cache_of(storage, tmp_path / f"copies-{i}", peers) for i, peers in enumerate(sides)]
-        for peers, cache in zip(sides, reversed(caches), strict=True):
-            peers.cache = cache
+        for number, peers in enumerate(sides):
+            peers.cache = caches[(number + 1) % num_workers]
         began_s = time.monotonic()
-        found = await asyncio.gather(*(cache.get(["sha-alpha"], {"sha-alpha": PEER}) for cache in caches))
-        assert time.monotonic() - began_s < 3
+        gets = (
+            cache.get(["sha-alpha"], {"sha-alpha": names[(number + 1) % num_workers]})
+            for number, cache in enumerate(caches)
+        )
+        found = await asyncio.gather(*gets)
+        assert time.monotonic() - began_s < 3 * _PATIENCE_S
         assert all(content(Path(each["sha-alpha"].folder)) == FILES for each in found)
         assert any(peers.asked for peers in sides)
 
     asyncio.run(story())
 
 
-def test_workers_of_one_host_share_copies_and_do_not_ask_each_other(
+def test_workers_that_share_copies_do_not_give_each_other_these(
     storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The one that asks holds the lock of the copy, for which the other would wait."""
     monkeypatch.setattr(adapters, "from_store", copied)
 
     async def story() -> None:
-        peers, store = FakePeers(), JobStore(str(tmp_path / "output"))
-        cache = AdapterCache(peers, lambda: [opened(0, storage)], store, no_audit, {}, tmp_path)  # type: ignore[arg-type]
-        await cache.get(["sha-opened-0"], {"sha-opened-0": peers.address.replace(":1", ":2")})
-        assert peers.asked == []
-        assert (cache.use.storage_fetches, cache.use.peer_fetches) == (1, 0)
-        cache.close()
+        sides, store = (Other(), Other()), JobStore(str(tmp_path / "output"))
+        one, other = (
+            AdapterCache(peers, lambda: [opened(0, storage)], store, no_audit, {}, tmp_path)  # type: ignore[arg-type]
+            for peers in sides
+        )
+        sides[0].cache = other
+        began_s = time.monotonic()
+        await one.get(["sha-opened-0"], {"sha-opened-0": PEER})
+        assert time.monotonic() - began_s < 3
+        assert sides[0].asked == [PEER]
+        assert (one.use.storage_fetches, one.use.peer_fetches) == (1, 0)
+        one.close()
+        other.close()
 
     asyncio.run(story())
 
