@@ -38,12 +38,13 @@ class LoanResults:
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
     """The reply to `FetchAdapter`: sizes of an adapter's files by name (None: the worker does not have them yet), or a
-    piece of one and its SHA-256.
+    piece of one and its SHA-256. `is_shared`: both workers would share the copy.
     """
 
     sizes: Mapping[str, int] | None = None
     piece: bytes = b""
     sha256: str = ""
+    is_shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)

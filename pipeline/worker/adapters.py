@@ -99,6 +99,8 @@ class AdapterCache:
         # an adapter.
         self._asked: dict[str, str] = {}
         self._waiting: dict[str, Counter[str]] = defaultdict(Counter)
+        # Workers that share this one's copies.
+        self._sharing: set[str] = set()
         self._may_ask = asyncio.Semaphore(_ASKED_AT_ONCE)
         # Bytes per second of the last fetches from workers and from storage; 0 without any.
         self._pace = {"peer": 0.0, "store": 0.0}
@@ -142,13 +144,13 @@ class AdapterCache:
 
     async def reply(self, request: FetchAdapter) -> AdapterFiles:
         """The sizes of an adapter's files, or a piece of one, for another worker. Raises what `get` raises,
-        `StorageError` for an adapter that cannot be used, for one that this worker gets from a worker that waits for
-        the reply, and for one whose copy both share; OSError for one whose folder is gone again.
+        `StorageError` for an adapter that cannot be used and for one that this worker gets from a worker that waits for
+        the reply, and OSError for one whose folder is gone again.
         """
         if self._asked.get(request.adapter_id) in request.waiting:
             raise StorageError("it waits for the worker that asks")
         if request.copies and request.copies == await asyncio.to_thread(self._copies_identity):
-            raise StorageError("both workers share its copy")
+            return AdapterFiles(is_shared=True)
         fetch = asyncio.ensure_future(self._get(request.adapter_id, None))
         waiting = self._waiting[request.adapter_id]
         waiting.update(request.waiting)
@@ -247,7 +249,7 @@ class AdapterCache:
         folder: Path | str | None = None
         if adapter.files:
             loop = asyncio.get_running_loop()
-            if peer is None:
+            if peer is None or peer in self._sharing:
                 folder = await self._in_thread(self._copied, adapter, None, loop)
             else:
                 async with self._may_ask:
@@ -293,7 +295,8 @@ class AdapterCache:
                     self._note("peer", folder, began_s)
                     return
                 except (PeerLostError, ValueError) as error:
-                    logger.warning("adapter %s is fetched from storage: %s", adapter.name, error)
+                    if peer not in self._sharing:
+                        logger.warning("adapter %s is fetched from storage: %s", adapter.name, error)
                     for path in folder.iterdir():
                         path.unlink()
             from_store(adapter.url, adapter.files, self._storage_options, folder)
@@ -370,6 +373,9 @@ class AdapterCache:
             waiting = (self._peers.address, *+self._waiting[adapter_id])
             asked = FetchAdapter(adapter_id, copies=copies, waiting=waiting)
             listed = await self._peers.ask(peer, asked, timeout_s=_PIECE_TIMEOUT_S)
+            if listed.is_shared:
+                self._sharing.add(peer)
+                raise PeerLostError(f"{peer} shares copies")
             if listed.sizes is not None:
                 break
         else:
