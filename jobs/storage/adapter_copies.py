@@ -90,9 +90,18 @@ class AdapterCopies:
             self._write_held()
         return missing
 
-    def release(self, folders: Iterable[Path]) -> None:
-        """Let copies go that were held, and remove copies until all are within the limit."""
-        with self._lock:
+    @property
+    def mean_bytes(self) -> int:
+        """Bytes of a copy on average; 0 without any."""
+        names = self._names()
+        return sum(map(self._size, names)) // max(len(names), 1)
+
+    def release(self, folders: Iterable[Path], *, is_done: bool = True) -> None:
+        """Let copies go that were held, and remove copies until all are within the limit. `is_done` false: they are
+        held again at once, and nothing is removed.
+        """
+        # within the lock of all processes: another one must not read the names while they are written
+        with self._lock, file_lock(self.root / ".lock"):
             for folder in folders:
                 if folder.parent != self.root:
                     continue
@@ -101,7 +110,8 @@ class AdapterCopies:
                     os.utime(folder)
             self._held = +self._held
             self._write_held()
-        self._make_room(self.limit_bytes)
+        if is_done:
+            self._make_room(self.limit_bytes)
 
     def with_room(self, num_bytes: int, copy: Callable[[], T]) -> T:
         """Make room for a copy of `num_bytes`, and call `copy`; once more with the room of all copies that no process
@@ -169,11 +179,14 @@ class AdapterCopies:
         for path in self.root.glob(f"{_HELD}*"):
             if str(path) == self._path:
                 continue
-            with suppress(OSError, ValueError), path.open("r+b") as file:
+            with suppress(OSError), path.open("r+b") as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError:
-                    held.update(json.loads(file.read() or b"[]"))
+                    try:
+                        held.update(json.loads(file.read() or b"[]"))
+                    except ValueError:  # a full disk took a part of the names: it may be any of them
+                        held |= self._names()
                 else:
                     path.unlink()
         return held

@@ -113,8 +113,11 @@ class FetchAdapter(PeerRequest[AdapterFiles]):
     names and sizes of the files.
     """
 
+    #: Identity of the adapter.
     adapter_id: str
+    #: File of which a piece is asked; "" for the names and sizes of all.
     name: str = ""
+    #: First byte of the piece.
     offset: int = 0
     #: Name of the copies of the worker that asks (`AdapterCopies.identity`), where the adapter would be one of them.
     copies: str = ""

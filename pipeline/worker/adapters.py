@@ -53,8 +53,9 @@ _MUCH_FASTER = 2.0
 # Adapters that are fetched at once, how many of these may be ahead of the shards that need them, and how many other
 # workers may be asked for: the rest can be read from storage, for workers that ask for them.
 _AT_ONCE, _AHEAD_AT_ONCE, _ASKED_AT_ONCE = 16, 8, 8
-# Adapters that are fetched and that no shard has asked for yet.
-_MAX_AHEAD = 64
+# Adapters that are fetched and that no shard has asked for yet: at most so many, and this share of the limit of disk,
+# which workers of one host share.
+_MAX_AHEAD, _AHEAD_SHARE = 64, 0.25
 _LOOP_CHECK_S = 1.0
 # Beginning of clauses that hold for good.
 _REFUSED = "refused. "
@@ -195,16 +196,25 @@ class AdapterCache:
     def _copies_identity(self) -> str:
         return self.copies().identity
 
-    def _release(self, folders: Iterable[Path]) -> None:
+    def _release(self, folders: Iterable[Path], *, is_done: bool = True) -> None:
         if self._copies is not None:
-            self._copies.release(folders)
+            self._copies.release(folders, is_done=is_done)
 
     def _hold(self, adapters: Iterable[RegisterAdapter | str]) -> list[Path]:
         folders = [Path(each.folder) for each in adapters if not isinstance(each, str)]
         return [] if self._copies is None else self._copies.hold(folders)
 
+    @property
+    def _most_ahead(self) -> int:
+        """Adapters that may be fetched ahead: as many as a share of the limit of disk holds, or the first would be
+        removed again for the last.
+        """
+        if self._copies is None:
+            return _MAX_AHEAD
+        return min(_MAX_AHEAD, int(_AHEAD_SHARE * self._copies.limit_bytes / max(self._copies.mean_bytes, 1)))
+
     def _go_ahead(self) -> None:
-        while self._foreseen and self._num_ahead < _AHEAD_AT_ONCE and len(self._unasked) < _MAX_AHEAD:
+        while self._foreseen and self._num_ahead < _AHEAD_AT_ONCE and len(self._unasked) < self._most_ahead:
             fetch = self._foreseen.popleft()
             if fetch.adapter_id not in self._fetches:
                 self._unasked.add(fetch.adapter_id)
@@ -267,11 +277,11 @@ class AdapterCache:
             except AdapterRefusedError as error:
                 return curable(error)
             finally:
-                self._release([folder])
+                self._release([folder], is_done=False)
             if reasons:
                 return f"{_REFUSED}{' '.join(reasons)}"
         else:
-            self._release([folder])
+            self._release([folder], is_done=False)
         return RegisterAdapter(adapter_id, str(folder), adapter.name, sha256)
 
     def _whole(self, adapter: AdapterRecord) -> Path:

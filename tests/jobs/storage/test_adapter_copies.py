@@ -80,6 +80,26 @@ def test_what_another_process_holds_stays_until_that_process_ends(tmp_path: Path
     assert names(copies) == {"d"}
 
 
+def test_copies_of_a_process_whose_names_are_cut_off_stay(tmp_path: Path) -> None:
+    """A disk was full when they were written, or they are being written: it may hold any."""
+    copies = AdapterCopies(tmp_path, 100)
+    add(copies, "a")
+    add(copies, "b")
+    words = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        for path in copies.root.glob(".held-*"):
+            if path.stat().st_size:
+                os.truncate(path, 3)
+        add(copies, "c")
+        assert names(copies) == {"a", "b", "c"}
+        other.kill()
+        other.wait()
+    add(copies, "d", 90)
+    assert names(copies) == {"d"}
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_gives_up_what_no_one_holds_once(tmp_path: Path, number: int) -> None:
     copies = AdapterCopies(tmp_path, 1000)
