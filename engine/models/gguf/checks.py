@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ....system.untrusted import STOPS, shown_name
 from ...errors import EngineError, ModelFilesError
 from ...model_config.family import Family
@@ -67,7 +69,25 @@ def checkpoint_names(gguf: GgufFile) -> dict[str, tuple[str, ...]]:
             f"{gguf.path}: missing tensors: {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}. "
             "The file is incomplete (or one of a split set); fetch or join it again."
         )
-    return {ours: theirs for ours, theirs in names.items() if ours in gguf.tensors}
+    found = {ours: theirs for ours, theirs in names.items() if ours in gguf.tensors}
+    if model is not None:
+        _check_shapes(gguf, found, model)
+    return found
+
+
+def _check_shapes(gguf: GgufFile, names: Mapping[str, tuple[str, ...]], model: ModelConfig) -> None:
+    """Refuse tensors of other sizes than metadata says: they are cut by these sizes."""
+    shapes = model.parameter_shapes()
+    for ours, (theirs,) in names.items():
+        # checkpoints have axes of one number, which files leave out
+        found, expected = (
+            [size for size in shape if size != 1] for shape in (gguf.tensors[ours].shape, shapes[theirs])
+        )
+        if found != expected:
+            raise ModelFilesError(
+                f"{gguf.path}: {ours} has shape {found}, and metadata says {expected}: they do not fit together. Fetch "
+                "the file again."
+            )
 
 
 def model_of_layers(gguf: GgufFile) -> ModelConfig | None:

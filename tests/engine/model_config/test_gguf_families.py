@@ -431,6 +431,30 @@ def test_keys_and_values_that_a_layer_does_not_read_are_passed_over(
     compare.equal_everywhere(engine, prompt, compare.generate(model, prompt))
 
 
+@pytest.mark.parametrize(
+    ("case", "key", "value", "said"),
+    [
+        ("qwen35", "embedding_length", 32, r"token_embd\.weight has shape \[272, 64\], and metadata says \[272, 32\]"),
+        (
+            "qwen35",
+            "ssm.conv_kernel",
+            3,
+            r"blk\.0\.ssm_conv1d\.weight has shape \[96, 4\], and metadata says \[96, 3\]",
+        ),
+        ("qwen35", "attention.head_count", 2**31, r"blk\.3\.attn_q\.weight has shape \[256, 64\]"),
+        ("gemma4", "feed_forward_length", 48, r"blk\.0\.ffn_gate\.weight has shape \[96, 64\]"),
+        ("gemma4", "embedding_length_per_layer_input", 9, r"metadata says \[272, 54\]"),
+    ],
+)
+def test_sizes_that_are_not_those_of_the_tensors_are_refused(
+    case: str, key: str, value: int, said: str, tmp_path: Path
+) -> None:
+    architecture, family, settings, keys = CASES[case]
+    path = write_as_converted(tmp_path / "m.gguf", model_of(family, settings), architecture, keys | {key: value})
+    with pytest.raises(ModelFilesError, match=said):
+        convert_gguf(path, tmp_path / "model")
+
+
 @pytest.mark.parametrize("factors", [[1.0] * 4 + [2.0] * 12, [1.0] * 8, [1e30] * 16, [1.0, 1e30] * 8])
 def test_other_factors_of_frequencies_are_refused(
     factors: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
