@@ -87,7 +87,9 @@ def passed_over(gguf: GgufFile, model: ModelConfig) -> Iterator[str]:
 
 
 def is_in_whole_groups(name: str, sizes: DeltaSizes | None, group: int) -> bool:
-    """Whether a weight in blocks keeps them: no rule but that of whole columns asks for another order within one."""
+    """Whether a weight in blocks can stay in them: columns are reordered by whole heads, which must be whole groups.
+    `group`: numbers of a group.
+    """
     if sizes is None or not name.endswith(_OUTPUT):
         return not name.endswith(_CONVOLUTION)
     return sizes.key_heads == sizes.value_heads or sizes.value_size % group == 0
