@@ -155,3 +155,8 @@ class Family:
     ignored_keys: tuple[str, ...] = ()
     #: Flags that must be true where they are given.
     required_keys: tuple[str, ...] = ()
+
+    @property
+    def bias_rules(self) -> Mapping[str, bool | str]:
+        """Packed site -> whether its linear layers have a bias, or the name of the key that decides."""
+        return {"qkv": self.qkv_bias, "o": self.o_bias, "gate_up": self.mlp_bias, "down": self.mlp_bias}

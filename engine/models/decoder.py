@@ -116,7 +116,7 @@ class Decoder:
         tables = {
             f"{name}.weight" for name in (model.names.embedding, model.names.positions, inputs and inputs.table) if name
         }
-        self.tensors = {name: plain(w, None if name in tables else dtype) for name, w in weights.items()}
+        self.tensors = {name: looked_up(w) if name in tables else plain(w, dtype) for name, w in weights.items()}
         self._norm_of_kind = norm_of(model, self.tensors)
         self._delta_layers = DeltaLayers(model, self.tensors)
         self._activation = activation_of(model)

@@ -41,6 +41,7 @@ _WINDOW = "attention.sliding_window"
 _PATTERN = "attention.sliding_window_pattern"
 _LAYER_NORM = "attention.layer_norm_epsilon"
 _GRANITE_SCALES = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale", "rope.scaling.finetuned")
+_SWA_HEADS = ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa")
 _OF_MAMBA = ("ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.inner_size", "ssm.time_step_rank")
 _OF_EXPERTS = ("expert_shared_feed_forward_length", "expert_used_count")
 
@@ -58,10 +59,28 @@ ARCHITECTURES: Mapping[str, _Architecture] = {
         "Gemma3ForCausalLM",
         keys=(_WINDOW, _PATTERN, "final_logit_softcapping", "rope.freq_base_swa"),
     ),
+    "gemma4": _Architecture(
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        keys=(
+            *(_WINDOW, _PATTERN, *_SWA_HEADS, "attention.shared_kv_layers", "embedding_length_per_layer_input"),
+            *("final_logit_softcapping", "rope.freq_base_swa"),
+        ),
+    ),
     # for text the positions of a model with images have one axis: it computes what the family without images does
     "qwen2vl": _Architecture("qwen2", "Qwen2ForCausalLM", keys=("rope.dimension_sections",)),
     "qwen3vl": _Architecture(
         "qwen3", "Qwen3ForCausalLM", keys=("rope.dimension_sections",), keys_of_others=("n_deepstack_layers",)
+    ),
+    "qwen35": _Architecture(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        before_mlp="post_attention_norm",
+        keys=(
+            *_OF_MAMBA,
+            *("full_attention_interval", "attention.recurrent_layers", "rope.dimension_sections"),
+            "nextn_predict_layers",
+        ),
     ),
     "phi3": _Architecture("phi3", "Phi3ForCausalLM", keys=(_WINDOW, "rope.scaling.attn_factor")),
     "smollm3": _Architecture("smollm3", "SmolLM3ForCausalLM", has_paired_rows=True),
@@ -105,6 +124,21 @@ SITES: Mapping[tuple[PackedSite, int], tuple[str, ...]] = {
     ("gate_up", 2): ("ffn_gate", "ffn_up"),
     ("gate_up", 1): ("ffn_up",),
     ("down", 1): ("ffn_down",),
+    ("input_gate", 1): ("inp_gate",),
+    ("input_projection", 1): ("proj",),
+    ("all_inputs", 1): ("per_layer_model_proj",),
+}
+#: Tensors of the gated delta rule below its module -> their names in files.
+DELTA: Mapping[str, str] = {
+    "in_proj_qkv.weight": "attn_qkv.weight",
+    "in_proj_z.weight": "attn_gate.weight",
+    "in_proj_b.weight": "ssm_beta.weight",
+    "in_proj_a.weight": "ssm_alpha.weight",
+    "conv1d.weight": "ssm_conv1d.weight",
+    "A_log": "ssm_a",
+    "dt_bias": "ssm_dt.bias",
+    "norm.weight": "ssm_norm.weight",
+    "out_proj.weight": "ssm_out.weight",
 }
 
 
@@ -128,6 +162,7 @@ def norm_names(architecture: str, family: Family) -> dict[str, str]:
         "post_ffw_norm": norms.mlp_output,
         "attn_q_norm": norms.query,
         "attn_k_norm": norms.key,
+        "post_norm": norms.layer_input,
     }
     return {ours: theirs for ours, theirs in places.items() if theirs is not None}
 
@@ -137,8 +172,9 @@ def linear_names(family: Family, in_layers: Collection[str]) -> Iterator[tuple[P
 
     `in_layers`: the names of tensors in the file's layers, without the numbers of layers.
     """
+    is_fused = "attn_qkv.weight" in in_layers and not family.has_delta_layers
     for site, modules in family.names.sites.items():
-        if site == "qkv" and len(modules) == 3 and "attn_qkv.weight" in in_layers:
+        if site == "qkv" and len(modules) == 3 and is_fused:
             yield site, "attn_qkv", modules
         else:
             for name, module in zip(SITES[site, len(modules)], modules, strict=True):

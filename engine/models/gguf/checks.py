@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ....system.untrusted import STOPS, shown_name
 from ...errors import EngineError, ModelFilesError
 from ...model_config.family import Family
+from ...model_config.model import ModelConfig
 from .architectures import linear_names, norm_names
 from .config import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, flags, model_config
 from .file import GgufFile
+from .layers import passed_over, read_layers, tensor_names
 from .tokenizer import check_tokenizer
 
 # Tensors of a layer that come first, so that large models are cut into the same shards by every version.
@@ -41,19 +45,18 @@ def unfitting(gguf: GgufFile, error: BaseException) -> ModelFilesError:
 
 def checkpoint_names(gguf: GgufFile) -> dict[str, tuple[str, ...]]:
     """GGUF tensor name -> names of the checkpoint's tensors that its rows are; missing and unknown ones are refused."""
-    family, num_blocks = gguf.family, int(gguf.require("block_count"))
+    family, num_blocks = gguf.family, gguf.num_blocks
     if num_blocks > len(gguf.tensors):
         raise ModelFilesError(
             f"{gguf.path}: block_count={num_blocks} and {len(gguf.tensors)} tensors: it is incomplete. Fetch it again."
         )
-    names, of_layer = _top_names(family), _layer_names(gguf, family)
-    for block in range(num_blocks):
-        names |= {
-            f"blk.{block}.{ours}": tuple(f"{family.names.layers}.{block}.{name}" for name in theirs)
-            for ours, theirs in of_layer.items()
-        }
-    of_rope = {ROPE_FACTORS} | ({LONG_FACTORS, SHORT_FACTORS} if family.name == "phi3" else set())
-    unknown = sorted(gguf.tensors.keys() - names.keys() - of_rope)
+    others = {ROPE_FACTORS} | ({LONG_FACTORS, SHORT_FACTORS} if family.name == "phi3" else set())
+    if (model := model_of_layers(gguf)) is not None:
+        names = tensor_names(gguf.architecture, model, family)
+        others |= set(passed_over(gguf, model))
+    else:
+        names = _top_names(family) | _names_in_layers(gguf, family)
+    unknown = sorted(gguf.tensors.keys() - names.keys() - others)
     if unknown:
         raise EngineError(
             f"{gguf.path}: tensors with no place in a {gguf.architecture} model: "
@@ -66,7 +69,39 @@ def checkpoint_names(gguf: GgufFile) -> dict[str, tuple[str, ...]]:
             f"{gguf.path}: missing tensors: {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}. "
             "The file is incomplete (or one of a split set); fetch or join it again."
         )
-    return {ours: theirs for ours, theirs in names.items() if ours in gguf.tensors}
+    found = {ours: theirs for ours, theirs in names.items() if ours in gguf.tensors}
+    if model is not None:
+        _check_shapes(gguf, found, model)
+    return found
+
+
+def _check_shapes(gguf: GgufFile, names: Mapping[str, tuple[str, ...]], model: ModelConfig) -> None:
+    """Refuse tensors of other sizes than metadata says: they are cut by these sizes."""
+    shapes = model.parameter_shapes()
+    for ours, (theirs,) in names.items():
+        # checkpoints have axes of one number, which files leave out
+        found, expected = (
+            [size for size in shape if size != 1] for shape in (gguf.tensors[ours].shape, shapes[theirs])
+        )
+        if found != expected:
+            raise ModelFilesError(
+                f"{gguf.path}: {ours} has shape {found}, and metadata says {expected}: they do not fit together. Fetch "
+                "the file again."
+            )
+
+
+def model_of_layers(gguf: GgufFile) -> ModelConfig | None:
+    """The model of a file whose layers differ from one another; else None."""
+    return read_layers(model_config(gguf, "float32"), gguf.family)
+
+
+def _names_in_layers(gguf: GgufFile, family: Family) -> dict[str, tuple[str, ...]]:
+    of_layer = _layer_names(gguf, family)
+    return {
+        f"blk.{block}.{ours}": tuple(f"{family.names.layers}.{block}.{name}" for name in theirs)
+        for block in range(gguf.num_blocks)
+        for ours, theirs in of_layer.items()
+    }
 
 
 def _top_names(family: Family) -> dict[str, tuple[str, ...]]:
@@ -84,7 +119,7 @@ def _layer_names(gguf: GgufFile, family: Family) -> dict[str, tuple[str, ...]]:
     """Names of one layer's tensors. What a family may leave out is expected where the file has any of it."""
     in_layers = gguf.in_layers
     settings = {**family.defaults, **flags(gguf, family)}
-    rules = {"qkv": family.qkv_bias, "o": family.o_bias, "gate_up": family.mlp_bias, "down": family.mlp_bias}
+    rules = family.bias_rules
     has_head_norms = family.head_norm_key is None or bool(settings.get(family.head_norm_key))
     found: dict[str, tuple[str, ...]] = {}
     for name, module in norm_names(gguf.architecture, family).items():

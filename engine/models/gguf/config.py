@@ -13,6 +13,7 @@ from ...model_config.rope import FULL, WINDOWED
 from .architectures import ARCHITECTURES, family_of, linear_names
 from .file import GgufFile
 from .keys import named_keys
+from .layers import settings_of_layers
 
 # Llama 3.1's rotary factors, precomputed by llama.cpp; they come back as `rope_parameters` in config.json.
 ROPE_FACTORS = "rope_freqs.weight"
@@ -50,14 +51,15 @@ def model_config(gguf: GgufFile, dtype: str) -> dict[str, Any]:
     """
     family, class_name = family_of(gguf.architecture, gguf.metadata)
     num_heads = gguf.number("attention.head_count")
+    own = settings_of_layers(gguf, family)
     sizes = {
         "hidden_size": int(gguf.require("embedding_length")),
-        family.mlp_size_key: gguf.number("feed_forward_length"),
-        "num_hidden_layers": int(gguf.require("block_count")),
+        family.mlp_size_key: own.get(family.mlp_size_key) or gguf.number("feed_forward_length"),
+        "num_hidden_layers": gguf.num_layers,
         "num_attention_heads": num_heads,
         **(
             {"num_key_value_heads": gguf.number("attention.head_count_kv", num_heads)}
-            if family.has_grouped_heads
+            if family.has_grouped_heads and "num_key_value_heads" not in own
             else {}
         ),
         **({} if family.rope_rule == "no_layer" else {"head_dim": _head_dim(gguf)}),
@@ -70,6 +72,7 @@ def model_config(gguf: GgufFile, dtype: str) -> dict[str, Any]:
         **{family.aliases.get(key, key): value for key, value in sizes.items()},
         family.norm_eps_key: _shortest_float(gguf.require(_NORM_EPS[family.norm_kind])),
         **_ropes(gguf, family),
+        **own,
         **_activation(family),
         **_of_gemma(gguf),
         **_windows(gguf, family),
@@ -90,6 +93,9 @@ def _activation(family: Family) -> dict[str, Any]:
 
 def _of_gemma(gguf: GgufFile) -> dict[str, Any]:
     """Keys of the Gemma families, with what llama.cpp's `load_hparams` assumes for keys that the file lacks."""
+    if gguf.architecture == "gemma4":
+        final_cap = gguf.optional("final_logit_softcapping", 0.0)
+        return {"final_logit_softcapping": None if not final_cap else _shortest_float(final_cap)}
     if gguf.architecture not in ("gemma2", "gemma3"):
         return {}
     final_cap = gguf.optional("final_logit_softcapping", 30.0 if gguf.architecture == "gemma2" else None)
@@ -156,10 +162,10 @@ def flags(gguf: GgufFile, family: Family) -> dict[str, bool]:
     """
     in_layers = gguf.in_layers
     found: dict[str, bool] = {}
-    rules = {"qkv": family.qkv_bias, "o": family.o_bias, "gate_up": family.mlp_bias, "down": family.mlp_bias}
+    rules = family.bias_rules
     sites: dict[str, dict[str, bool]] = {}
     for site, name, _ in linear_names(family, in_layers):
-        rule = rules[site]
+        rule = rules.get(site, False)
         if isinstance(rule, str):
             sites.setdefault(rule, {})[name] = f"{name}.bias" in in_layers
     for key, has_bias in sites.items():
@@ -215,6 +221,9 @@ def _ropes(gguf: GgufFile, family: Family) -> dict[str, Any]:
     """The rotary settings, by kind of layer where the family has them so."""
     if family.rope_rule == "no_layer":
         return {}
+    if "proportional" in family.rope_kinds:
+        windowed = {"rope_type": "default", "rope_theta": _shortest_float(gguf.require("rope.freq_base_swa"))}
+        return {"rope_parameters": {FULL: _proportional(gguf, family), WINDOWED: windowed}}
     found = _rope_parameters(gguf, family)
     # For readers older than `rope_parameters`, which would otherwise assume 10,000.
     old: dict[str, Any] = {"rope_theta": found["rope_theta"]}
@@ -235,9 +244,7 @@ def _rope_of_windows(gguf: GgufFile, family: Family) -> dict[str, Any]:
 
 def _rope_parameters(gguf: GgufFile, family: Family) -> dict[str, Any]:
     head_dim = _head_dim(gguf)
-    rotated = int(gguf.optional("rope.dimension_count", head_dim))
-    if rotated != head_dim and not (family.can_rotate_partially and 0 < rotated < head_dim):
-        raise EngineError(f"{gguf.path}: rope.dimension_count={rotated}: must be the head size {head_dim}.")
+    rotated = _rotated(gguf, head_dim, is_partial=family.can_rotate_partially)
     kind = _rope_kind(gguf, family)
     factor = 1.0 if kind == "none" else _factor(gguf)
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": _rope_theta(gguf)}
@@ -247,10 +254,7 @@ def _rope_parameters(gguf: GgufFile, family: Family) -> dict[str, Any]:
         return parameters | _longrope(gguf, rotated // 2)
     if kind == "yarn":
         return parameters | _yarn(gguf, factor) | _growth(gguf)
-    for key in ("yarn_ext_factor", "yarn_attn_factor"):
-        if gguf.optional(f"rope.scaling.{key}", 0) not in (0, 1 if key == "yarn_attn_factor" else -1):
-            value = gguf.optional(f"rope.scaling.{key}")
-            raise EngineError(f"{gguf.path}: rope.scaling.{key}={shown(value)}: not supported without yarn.")
+    _refuse_yarn(gguf)
     if ROPE_FACTORS in gguf.tensors:
         if factor != 1.0:
             raise EngineError(f"{gguf.path}: {ROPE_FACTORS} and rope.scaling.factor={factor}: expected one.")
@@ -258,6 +262,50 @@ def _rope_parameters(gguf: GgufFile, family: Family) -> dict[str, Any]:
     elif factor != 1.0:
         parameters |= {"rope_type": "linear", "factor": factor}
     return parameters | _growth(gguf)
+
+
+def _rotated(gguf: GgufFile, head_dim: int, *, is_partial: bool) -> int:
+    """Features of a head that are rotated."""
+    rotated = int(gguf.optional("rope.dimension_count", head_dim))
+    if rotated != head_dim and not (is_partial and 0 < rotated < head_dim):
+        raise EngineError(f"{gguf.path}: rope.dimension_count={rotated}: must be the head size {head_dim}.")
+    return rotated
+
+
+def _refuse_yarn(gguf: GgufFile) -> None:
+    """Refuse what only yarn has."""
+    for key in ("yarn_ext_factor", "yarn_attn_factor"):
+        if gguf.optional(f"rope.scaling.{key}", 0) not in (0, 1 if key == "yarn_attn_factor" else -1):
+            value = gguf.optional(f"rope.scaling.{key}")
+            raise EngineError(f"{gguf.path}: rope.scaling.{key}={shown(value)}: not supported without yarn.")
+
+
+def _proportional(gguf: GgufFile, family: Family) -> dict[str, Any]:
+    """Gemma 4's settings of layers that attend to all. llama.cpp rotates whole heads, and divides the frequencies that
+    such a layer does not have by a number so large that nothing is left of them.
+    """
+    import numpy as np
+
+    head_dim = _head_dim(gguf)
+    _rotated(gguf, head_dim, is_partial=False)
+    factor = 1.0 if _rope_kind(gguf, family) == "none" else _factor(gguf)
+    if factor != 1.0:
+        raise EngineError(f"{gguf.path}: rope.scaling.factor={factor}: not supported in a {gguf.architecture} model.")
+    _refuse_yarn(gguf)
+    if ROPE_FACTORS not in gguf.tensors:
+        raise ModelFilesError(f"{gguf.path}: missing tensors: {ROPE_FACTORS}. Fetch the file again.")
+    found = gguf.array(ROPE_FACTORS)
+    num_pairs = int(np.argmax(found != 1.0)) if (found != 1.0).any() else len(found)
+    if found.shape != (head_dim // 2,) or not num_pairs or not (found[num_pairs:] >= 1e20).all():
+        raise EngineError(
+            f"{gguf.path}: {ROPE_FACTORS}: expected {head_dim // 2} numbers, first 1 and then 1e30. Give the model's "
+            "Hugging Face folder instead."
+        )
+    return {
+        "rope_type": "proportional",
+        "rope_theta": _rope_theta(gguf),
+        "partial_rotary_factor": _share(2 * num_pairs, head_dim),
+    }
 
 
 def _share(rotated: int, head_dim: int) -> float:

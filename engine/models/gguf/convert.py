@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,13 +30,16 @@ from ...config import BLOCKS_KEY
 from ...errors import EngineError, ModelFilesError
 from .architectures import ARCHITECTURES
 from .blocks import KINDS, METADATA_KEY, GgufWeight, Weight, plain
-from .checks import checkpoint_names, unfitting
+from .checks import checkpoint_names, model_of_layers, unfitting
 from .config import model_config, token_id_config
 from .file import GgufFile, open_gguf
+from .layers import EXACT, is_in_whole_groups, restore_delta
 from .tokenizer import write_tokenizer
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from ....kernels.layouts.delta_sizes import DeltaSizes
 
 StorageDtype = Literal["float32", "float16", "bfloat16"]
 _ROTATED = ("attn_q", "attn_k")
@@ -69,23 +72,25 @@ def convert_gguf(gguf_path: Path, folder: Path, shard_bytes: int = SHARD_BYTES, 
 def _convert(gguf: GgufFile, scratch: Path, shard_bytes: int, work: LongWork, *, keep_blocks: bool) -> None:
     try:
         names = checkpoint_names(gguf)
-        dtype = _storage_dtype(gguf)
-        kept = _in_blocks(gguf) if keep_blocks else {}
+        dtype = _storage_dtype(gguf, names)
+        delta = _delta_sizes(gguf)
+        kept = _in_blocks(gguf, names, delta) if keep_blocks else {}
         is_kept = any(name.startswith("blk.") for name in kept)
         _write_json(scratch / "config.json", model_config(gguf, dtype) | ({BLOCKS_KEY: True} if is_kept else {}))
         _write_json(scratch / "generation_config.json", token_id_config(gguf))
         write_tokenizer(gguf.metadata, scratch)
-        _write_weights(gguf, names, dtype, kept, scratch, shard_bytes, work)
+        _write_weights(gguf, names, dtype, kept, delta, scratch, shard_bytes, work)
     except (*STOPS, EngineError, OSError):
         raise
     except BaseException as error:
         raise unfitting(gguf, error) from None
 
 
-def _storage_dtype(gguf: GgufFile) -> StorageDtype:
-    # norms of heads and learned positions are always in float32
-    matrices = [name for name, t in gguf.tensors.items() if len(t.shape) > 1 and "_norm" not in name]
-    matrix_types = {gguf.tensors[name].kind_name for name in matrices if name != "position_embd.weight"}
+def _storage_dtype(gguf: GgufFile, names: Iterable[str]) -> StorageDtype:
+    # norms of heads, learned positions and convolutions are always in float32
+    matrices = [name for name in names if len(gguf.tensors[name].shape) > 1 and "_norm" not in name]
+    in_float32 = ("position_embd.weight", "ssm_conv1d.weight")
+    matrix_types = {gguf.tensors[name].kind_name for name in matrices if not name.endswith(in_float32)}
     if matrix_types <= {"F32"}:
         return "float32"
     return "bfloat16" if matrix_types <= {"BF16"} else "float16"
@@ -95,12 +100,21 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _in_blocks(gguf: GgufFile) -> dict[str, str]:
-    """Weights in blocks that engines read: GGUF tensor name -> kind. Blocks cannot be transposed."""
+def _delta_sizes(gguf: GgufFile) -> DeltaSizes | None:
+    """Sizes of the gated delta rule; None for a model that has no such layers."""
+    model = model_of_layers(gguf)
+    return None if model is None else next((layer.delta for layer in model.layers if layer.delta is not None), None)
+
+
+def _in_blocks(gguf: GgufFile, names: Iterable[str], delta: DeltaSizes | None) -> dict[str, str]:
+    """Weights in blocks that engines read: GGUF tensor name -> kind. Blocks cannot be transposed, and their columns
+    cannot be reordered within a group.
+    """
     if gguf.family.names.is_transposed:
         return {}
-    kinds = {name: tensor.kind_name for name, tensor in gguf.tensors.items() if len(tensor.shape) == 2}
-    return {name: kind for name, kind in kinds.items() if kind in KINDS}
+    kinds = {name: gguf.tensors[name].kind_name for name in names if len(gguf.tensors[name].shape) == 2}
+    known = {name: kind for name, kind in kinds.items() if kind in KINDS}
+    return {name: kind for name, kind in known.items() if is_in_whole_groups(name, delta, KINDS[kind][0])}
 
 
 def _write_weights(
@@ -108,6 +122,7 @@ def _write_weights(
     names: Mapping[str, tuple[str, ...]],
     dtype: StorageDtype,
     kept: Mapping[str, str],
+    delta: DeltaSizes | None,
     folder: Path,
     shard_bytes: int,
     work: LongWork,
@@ -121,7 +136,7 @@ def _write_weights(
             file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors: dict[str, torch.Tensor] = {}
         for name in shard:
-            weight = _weight(gguf, name, getattr(torch, dtype), kept.get(name))
+            weight = _weight(gguf, name, getattr(torch, dtype), kept.get(name), delta)
             tensors |= zip(names[name], _parts(gguf, weight, len(names[name])), strict=True)
             work.add(gguf.tensors[name].num_bytes)
         kinds = {part: kept[name] for name in shard if name in kept for part in names[name]}
@@ -149,9 +164,9 @@ def _shards(
     return shards
 
 
-def _weight(gguf: GgufFile, name: str, dtype: torch.dtype, kind: str | None) -> torch.Tensor:
+def _weight(gguf: GgufFile, name: str, dtype: torch.dtype, kind: str | None, delta: DeltaSizes | None) -> torch.Tensor:
     """One tensor as the checkpoint holds it. `kind`: kind of a weight that is kept in blocks; None: it is stored in
-    `dtype`.
+    `dtype`. `delta`: sizes of the gated delta rule, where layers have it.
 
     Raises `ModelFilesError` for a value that does not fit.
     """
@@ -160,10 +175,14 @@ def _weight(gguf: GgufFile, name: str, dtype: torch.dtype, kind: str | None) -> 
     if ARCHITECTURES[gguf.architecture].has_paired_rows and (stem := name.rpartition(".")[0]).endswith(_ROTATED):
         heads = "attention.head_count" if stem.endswith("attn_q") else "attention.head_count_kv"
         array = _restore_rotary_rows(array, gguf.number(heads, gguf.number("attention.head_count")))
-    if family.norm_kind == "rms_from_zero" and name.endswith("norm.weight"):
+    # that of the gated delta rule is a factor in checkpoints, too
+    if family.norm_kind == "rms_from_zero" and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight"):
         array = array - 1.0  # llama.cpp's files have the factor, checkpoints its difference from 1
     if family.names.is_transposed and name.startswith("blk.") and array.ndim == 2:
         array = array.T
+    if delta is not None and name.startswith("blk."):
+        array = restore_delta(name, array, delta)
+        dtype = torch.float32 if name.endswith(EXACT) else dtype
     # A copy: the file's arrays are read-only views of the mapped file.
     stored = torch.from_numpy(array.copy())
     weight: Weight = stored if kind is None else GgufWeight(stored, kind)

@@ -49,6 +49,16 @@ class GgufFile:
         """Names of tensors in layers, without the numbers of layers."""
         return frozenset(name.split(".", 2)[-1] for name in self.tensors if name.startswith("blk."))
 
+    @property
+    def num_blocks(self) -> int:
+        """Layers in the file."""
+        return int(self.require("block_count"))
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that text goes through: those that predict further tokens come behind them."""
+        return self.num_blocks - int(self.optional("nextn_predict_layers", 0))
+
     def require(self, key: str) -> Any:
         """A value of this architecture, e.g. `block_count`. Raises `ModelFilesError` when absent."""
         full_key = f"{self.architecture}.{key}"
@@ -67,7 +77,7 @@ class GgufFile:
         value = self.require(key) if default is None else self.optional(key, default)
         if not isinstance(value, list):
             return int(value)
-        if len(value) != int(self.require("block_count")) or len(set(value)) != 1:
+        if len(value) != self.num_blocks or len(set(value)) != 1:
             raise EngineError(
                 f"{self.path}: {self.architecture}.{key} differs by layer: not supported. Give the model's Hugging "
                 "Face folder instead."

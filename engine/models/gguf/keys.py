@@ -22,6 +22,7 @@ LISTS = (
     "feed_forward_length",
     "attention.sliding_window_pattern",
     "rope.dimension_sections",
+    "attention.recurrent_layers",
 )
 _OF_MODEL, _OF_TOKENIZER = "{arch}.", "tokenizer."
 

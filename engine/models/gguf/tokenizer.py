@@ -26,6 +26,9 @@ _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 _MAX_PIECE_CHARACTERS = 1024
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS_AND_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN35_SPLIT = (
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _LLAMA3_SPLIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _WORDS_AND_SPACES
 _QWEN2_SPLIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _WORDS_AND_SPACES
 _SEED_SPLIT = _CONTRACTIONS + (r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -71,6 +74,7 @@ _RULES: Mapping[str, _ByteLevelRules] = {
     "smaug-bpe": _ByteLevelRules((_LLAMA3_SPLIT,), has_whole_words=True),
     **dict.fromkeys(("dbrx", "glm4", "chatglm-bpe"), _CL100K),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    "qwen35": _ByteLevelRules((_QWEN35_SPLIT,), is_nfc=True),
     "gpt-4o": _ByteLevelRules((_GPT4O_SPLIT,)),
     "tekken": _ByteLevelRules((_TEKKEN_SPLIT,), has_whole_words=True, adds_bos=True),
     "seed-coder": _ByteLevelRules((_SEED_SPLIT,)),
@@ -81,9 +85,14 @@ _RULES: Mapping[str, _ByteLevelRules] = {
 def check_tokenizer(metadata: Mapping[str, Any]) -> None:
     """Raises `EngineError` for a tokenizer model or a splitting rule that is not known exactly."""
     kind = metadata.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama"):
+    if kind not in ("gpt2", "llama", "gemma4"):
         raise EngineError(
-            f"tokenizer.ggml.model={shown(kind)}: not supported. Supported: 'gpt2', 'llama'. "
+            f"tokenizer.ggml.model={shown(kind)}: not supported. Supported: 'gpt2', 'llama', 'gemma4'. "
+            "Give the model's Hugging Face folder instead."
+        )
+    if kind == "gemma4" and metadata.get("tokenizer.ggml.add_space_prefix"):
+        raise EngineError(
+            "tokenizer.ggml.add_space_prefix=True: not supported with tokenizer.ggml.model='gemma4'. "
             "Give the model's Hugging Face folder instead."
         )
     name = str(metadata.get("tokenizer.ggml.pre", "<absent>"))
@@ -101,10 +110,11 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
     Raises as `check_tokenizer` does.
     """
     check_tokenizer(metadata)
-    is_byte_level = metadata["tokenizer.ggml.model"] == "gpt2"
-    tokenizer, adds_bos = _byte_level(metadata) if is_byte_level else _sentencepiece(metadata)
+    kind = metadata["tokenizer.ggml.model"]
+    tokenizer, adds_bos = _byte_level(metadata) if kind == "gpt2" else _sentencepiece(metadata)
     _mark_special_tokens(tokenizer, metadata)
-    adds_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", adds_bos))
+    # Gemma 4's texts begin with it whatever its files say, as in llama.cpp
+    adds_bos = kind == "gemma4" or bool(metadata.get("tokenizer.ggml.add_bos_token", adds_bos))
     if adds_bos:
         _prepend_bos(tokenizer, metadata)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -133,20 +143,27 @@ def _byte_level(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
 
 
 def _sentencepiece(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
-    """SentencePiece BPE (Llama 2, TinyLlama, Mistral): merges follow from the scores."""
+    """SentencePiece BPE (Llama 2, TinyLlama, Mistral): merges follow from the scores, but in Gemma 4's files, which
+    have them.
+    """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocabulary = _vocabulary(metadata)
     unknown = metadata["tokenizer.ggml.tokens"][int(metadata.get("tokenizer.ggml.unknown_token_id", 0))]
+    is_gemma4 = metadata["tokenizer.ggml.model"] == "gemma4"
+    if is_gemma4:
+        merges = [_pair(merge) for merge in metadata["tokenizer.ggml.merges"]]
+    else:
+        merges = _merges_from_scores(vocabulary, metadata["tokenizer.ggml.scores"])
     model = models.BPE(
         vocab=vocabulary,
-        merges=_merges_from_scores(vocabulary, metadata["tokenizer.ggml.scores"]),
+        merges=merges,
         unk_token=unknown,
         fuse_unk=True,
         byte_fallback=True,
     )
     tokenizer = Tokenizer(model)
-    has_prefix_space = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    has_prefix_space = bool(metadata.get("tokenizer.ggml.add_space_prefix", not is_gemma4))
     prefix = [normalizers.Prepend("▁")] if has_prefix_space else []
     tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
     strip = [decoders.Strip(" ", 1, 0)] if has_prefix_space else []
@@ -154,6 +171,11 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     return tokenizer, True
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right
 
 
 def _merges_from_scores(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:

@@ -288,7 +288,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - kib, "torch" in sys.m
 
 def test_refusals_read_no_vocabulary_and_load_no_torch(tmp_path: Path) -> None:
     refused: list[tuple[str, dict[str, Any], str]] = [
-        ("gemma4", {}, "'gemma4' is not supported"),
+        ("gemma3n", {}, "'gemma3n' is not supported"),
         ("llama", {"model__rope__scaling__type": "longrope"}, "longrope"),
         ("llama", {"tokenizer__ggml__pre": "viking"}, "viking"),
     ]

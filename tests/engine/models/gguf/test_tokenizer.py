@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GemmaTokenizer
+from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from lorabatch.engine.errors import EngineError
 from lorabatch.engine.models.gguf.tokenizer import _RULES, write_tokenizer
@@ -61,6 +62,7 @@ def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
         ("smollm", ["It", "'s", " ", "1", "2", "3", "4", " o", "'", "Clock", "!!", "\n\n", " x"]),
         ("llama-bpe", ["It", "'s", " ", "123", "4", " o", "'Clock", "!!\n\n", " x"]),
         ("qwen2", ["It", "'s", " ", "1", "2", "3", "4", " o", "'Clock", "!!\n\n", " x"]),
+        ("qwen35", ["It", "'s", " ", "1", "2", "3", "4", " o", "'Clock", "!!\n\n", " x"]),
         ("command-r", ["It", "'s", " ", "1", "2", "3", "4", " o", "'", "Clock", "!!", "\n\n", " x"]),
         ("glm4", ["It", "'s", " ", "123", "4", " o", "'Clock", "!!\n\n", " x"]),
         ("seed-coder", ["It", "'s", " ", "1", "2", "3", "4", " o", "'Clock", "!!", "\n\n", " x"]),
@@ -129,6 +131,57 @@ def test_sentencepiece_falls_back_to_bytes_for_unknown_letters(tmp_path):
     assert tokenizer.decode(tokenizer.encode("hé lo").ids) == "hé lo"
 
 
+HARD = "It's naïve cafe\u0301 नमस्ते दुनिया ก็ได้ 1234 x\u0301\u0301!!\u0301\r\n\n  \t hello\n\n\n\u0301 hell"
+
+
+@pytest.mark.reference("transformers")
+def test_qwen_3_5_cuts_text_as_its_own_tokenizer_does(tmp_path):
+    """Marks stay with the letters before them, which Qwen 2's rule does not do."""
+    metadata = byte_level_metadata(pre="qwen35")
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    vocabulary = {token: number for number, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    own = Qwen3_5Tokenizer(vocab=vocabulary, merges=merges).backend_tokenizer
+    tokenizer = written(metadata, tmp_path)
+    text = tokenizer.normalizer.normalize_str(HARD)
+    assert (
+        pieces(tokenizer, text)
+        == pieces(own, text)
+        != pieces(written(byte_level_metadata(pre="qwen2"), tmp_path), text)
+    )
+    assert tokenizer.encode(HARD).ids == own.encode(HARD).ids
+
+
+def gemma4_metadata(**changes: Any) -> dict[str, Any]:
+    letters = ["▁", "h", "e", "l", "o", "\n", "▁▁", "▁h", "el", "\n\n", "▁hel"]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters, "<|channel>"]
+    return {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [-1000.0] * len(tokens),
+        "tokenizer.ggml.token_type": [3, 3, 3, 2, *[6] * 256, *[1] * len(letters), 4],
+        "tokenizer.ggml.merges": ["▁ ▁", "▁ h", "e l", "\n \n", "▁h el"],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.add_space_prefix": False,
+        **{f"tokenizer.ggml.{key}": value for key, value in changes.items()},
+    }
+
+
+@pytest.mark.reference("transformers")
+@pytest.mark.parametrize("text", ["hello", " hello   hel\n\n\nhello é日 \n", HARD, "a<|channel>hel<eos>", ""])
+def test_gemma_4_merges_as_its_own_tokenizer_does(text, tmp_path):
+    metadata = gemma4_metadata(add_bos_token=False)
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    vocabulary = {token: number for number, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    own = GemmaTokenizer(vocab=vocabulary, merges=merges)
+    own.add_tokens(["<|channel>"])
+    tokenizer = written(metadata, tmp_path)
+    # texts begin with it whatever the file says
+    assert tokenizer.encode(text).ids == [2, *own.encode(text, add_special_tokens=False)]
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids, skip_special_tokens=False) == text
+
+
 @pytest.mark.parametrize(
     ("changes", "value"),
     [
@@ -136,6 +189,7 @@ def test_sentencepiece_falls_back_to_bytes_for_unknown_letters(tmp_path):
         ({"pre": "pixtral"}, "pixtral"),
         ({"model": "t5"}, "t5"),
         ({"model": "llama", "pre": "chatglm-spm"}, "chatglm-spm"),
+        ({"model": "gemma4", "add_space_prefix": True}, "add_space_prefix=True"),
     ],
 )
 def test_rules_not_known_exactly_are_refused_by_name(changes, value, tmp_path):
@@ -146,5 +200,5 @@ def test_rules_not_known_exactly_are_refused_by_name(changes, value, tmp_path):
 
 def test_the_documented_rules_are_those_that_are_known():
     page = (Path(__file__).parents[4] / "docs" / "reference" / "gguf.md").read_text("utf-8")
-    listed = page.split("## Vocabularies")[1].split("one of ")[1].split("##")[0]
+    listed = page.split("## Vocabularies")[1].split("`tokenizer.ggml.pre`:")[1].split("##")[0]
     assert sorted(re.findall("`([^`]+)`", listed)) == sorted(_RULES)
