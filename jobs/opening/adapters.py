@@ -200,7 +200,7 @@ class _Auditing:
         try:
             if versions is not None:
                 return self._by_headers(name, url, versions)
-            found = self.auditors.audit(name, adapter_folder(url, self.storage_options))
+            found = self.auditors.audit(name, adapter_folder(url, self.storage_options), is_brief=True)
         except StorageError as error:
             return AdapterRecord(name=name, url=redacted_url(url), verdict="refused", reasons=(str(error),))
         except AdapterRefusedError as error:
@@ -212,7 +212,7 @@ class _Auditing:
         """The record of an adapter of which the workers will read the values."""
         with TemporaryDirectory(prefix="adapter-") as folder:
             digest = read_headers(url, versions, self.storage_options, Path(folder), self.lengths)
-            found = self.auditors.audit(name, Path(folder), check_values=False)
+            found = self.auditors.audit(name, Path(folder), check_values=False, is_brief=True)
         read = {each: versions[each] for each in read_files(versions)}
         place = redacted_url(url) if depends_on_place(read) else ""
         own = [found.tokenizer_sha256, found.labels, found.problem_type]

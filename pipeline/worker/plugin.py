@@ -303,7 +303,7 @@ class RunPlugin(WorkerPlugin):
             if self._auditors is None:
                 model = self._find_model()
                 self._auditors = Auditors(model, read_model_config(model), self._settings.model_url)
-        return self._auditors.audit(name, folder, is_patient=False)
+        return self._auditors.audit(name, folder, is_patient=False, is_brief=True)
 
     def _find_model(self) -> Path:
         return local_folder(self._settings.model_url, self._settings.storage_options)
