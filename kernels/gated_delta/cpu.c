@@ -1,6 +1,6 @@
 /* The gated delta rule between its projections, token by token: what a row computes depends neither on how its tokens are
  * cut into steps nor on other rows. Columns of a state do not depend on each other, so that a block of them stays in the
- * first-level cache for all tokens of a row. */
+ * first-level cache for all tokens of a row. For one token a state is read and written where it is, in whole rows. */
 #include <math.h>
 
 #include "../native/vector.h"
@@ -8,6 +8,13 @@
 /* Columns of a state that one thread takes through a row's tokens, in vectors. */
 enum { BLOCK_VECTORS = 4, MOST_KEY_FEATURES = 256, MOST_TAPS = 8 };
 #define BLOCK_COLUMNS (BLOCK_VECTORS * WIDTH)
+/* The same for one token: as many vectors as there are registers for. */
+#if VECTOR_BYTES == 64
+enum { ROW_VECTORS = 8 };
+#else
+enum { ROW_VECTORS = 4 };
+#endif
+#define ROW_COLUMNS (ROW_VECTORS * WIDTH)
 
 /* Sizes of a layer. A token has `channels` features before the convolution, then gates, then two numbers of each value
  * head, in all `stride`. */
@@ -71,30 +78,44 @@ static void prepare(float *token, const struct delta_sizes *s, const float *deca
     }
 }
 
-/* One token of a block of columns: state = decay * state + key (write * (value - decay * key state))^T, and its product
- * with the query. */
-INLINE void update(float *state, const float *query, const float *key, const float *value, float *out, float decay,
-                   float write, int64_t key_size, int64_t columns)
+/* One token of a block of columns, in `vectors`: state = decay * state + key (write * (value - decay * key state))^T, and
+ * its product with the query. `stride`: numbers from one row of the state to the next. */
+INLINE void update(float *state, int64_t stride, const int vectors, const float *query, const float *key,
+                   const float *value, float *out, float decay, float write, int64_t key_size, int64_t columns)
 {
-    vec found[BLOCK_VECTORS], change[BLOCK_VECTORS], sum[BLOCK_VECTORS];
-    for (int b = 0; b < BLOCK_VECTORS; b++)
+    vec found[ROW_VECTORS], change[ROW_VECTORS], sum[ROW_VECTORS];
+    for (int b = 0; b < vectors; b++)
         found[b] = sum[b] = (vec){0};
     for (int64_t i = 0; i < key_size; i++)
-        for (int b = 0; b < BLOCK_VECTORS; b++)
-            found[b] = fused(all_lanes(key[i]), load(state + i * BLOCK_COLUMNS + b * WIDTH), found[b]);
-    for (int b = 0; b < BLOCK_VECTORS; b++) {
+        for (int b = 0; b < vectors; b++)
+            found[b] = fused(all_lanes(key[i]), load(state + i * stride + b * WIDTH), found[b]);
+    for (int b = 0; b < vectors; b++) {
         const int count = (int)larger(0, smaller(columns - b * WIDTH, WIDTH));
         change[b] = (fused(all_lanes(-decay), found[b], load_first(value + b * WIDTH, count))) * write;
     }
     for (int64_t i = 0; i < key_size; i++)
-        for (int b = 0; b < BLOCK_VECTORS; b++) {
-            float *place = state + i * BLOCK_COLUMNS + b * WIDTH;
+        for (int b = 0; b < vectors; b++) {
+            float *place = state + i * stride + b * WIDTH;
             const vec next = fused(all_lanes(key[i]), change[b], load(place) * decay);
             store(place, next);
             sum[b] = fused(all_lanes(query[i]), next, sum[b]);
         }
-    for (int b = 0; b < BLOCK_VECTORS; b++)
+    for (int b = 0; b < vectors; b++)
         store_first(out + b * WIDTH, sum[b], (int)larger(0, smaller(columns - b * WIDTH, WIDTH)));
+}
+
+/* One token of a row through ROW_COLUMNS columns of one head, in place. `state` [key_size, value_size] from the first of
+ * these columns on. */
+static void walk_in_place(float *state, int is_new, const float *token, float *out, const struct delta_sizes *s,
+                          int64_t head, int64_t first_column)
+{
+    const int64_t key_head = head / (s->value_heads / s->key_heads), place = head * s->value_size + first_column;
+    const float *query = token + key_head * s->key_size, *gates = token + s->stride - 2 * s->value_heads;
+    for (int64_t i = 0; is_new && i < s->key_size; i++)
+        memset(state + i * s->value_size, 0, ROW_COLUMNS * sizeof(float));
+    update(state, s->value_size, ROW_VECTORS, query, query + s->key_heads * s->key_size,
+           token + 2 * s->key_heads * s->key_size + place, out + place, gates[s->value_heads + head], gates[head],
+           s->key_size, ROW_COLUMNS);
 }
 
 /* All tokens of a row through a block of columns of one head. `state` [key_size, value_size] from the block on. */
@@ -110,7 +131,7 @@ static void walk(float *state, int is_new, const float *tokens, float *out, int6
     for (int64_t t = 0; t < num_tokens; t++) {
         const float *token = tokens + t * s->stride, *query = token + key_head * s->key_size;
         const float *gates = token + s->stride - 2 * s->value_heads;
-        update(block, query, query + s->key_heads * s->key_size, token + 2 * s->key_heads * s->key_size + place,
+        update(block, BLOCK_COLUMNS, BLOCK_VECTORS, query, query + s->key_heads * s->key_size, token + 2 * s->key_heads * s->key_size + place,
                out + t * s->value_heads * s->value_size + place, gates[s->value_heads + head], gates[head], s->key_size,
                columns);
     }
@@ -163,6 +184,12 @@ void gated_delta(float *out, float *projected, float *states, const int64_t *fir
         for (int64_t n = 0; n < num_rows * value_heads * blocks; n++) {
             const int64_t row = n / (value_heads * blocks), head = n / blocks % value_heads, column = n % blocks * BLOCK_COLUMNS;
             float *state = states + places[row] + (taps - 1) * channels + head * key_size * value_size + column;
+            if (first[row + 1] - first[row] == 1 && value_size % ROW_COLUMNS == 0) {
+                if (column % ROW_COLUMNS == 0)
+                    walk_in_place(state, is_new[row], projected + first[row] * sizes.stride, out + first[row] * values, &sizes,
+                                  head, column);
+                continue;
+            }
             walk(state, is_new[row], projected + first[row] * sizes.stride, out + first[row] * values,
                  first[row + 1] - first[row], &sizes, head, column);
         }
