@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -38,7 +38,7 @@ from ...scheduler.estimates.lengths import AnswerLengths, length_class
 from ...scheduler.forecast import row_seconds
 from ...scheduler.workload import BASE_MODEL, Workload
 from ...system.untrusted import shortened
-from ..dataset.index import prompt_end
+from ..dataset.index import prompt_ends
 from ..dataset.reader import ShardReader
 from ..dataset.row_checks import ErrorKind
 from ..dataset.staged_writer import counted_requests
@@ -266,7 +266,8 @@ def account_parts(
     """
     total = Account()
     with closing(ShardReader(store, record)) as shards:
-        counting = _Counting(store, record, run_id, shards, settings, spec)
+        ends = prompt_ends(record, spec) if spec is not None and spec.examples else None
+        counting = _Counting(store, record, run_id, shards, settings, ends)
         for shard_id in shard_ids:
             total.add(counting.part(shard_id, reopens, total.adapters))
     return total
@@ -286,8 +287,8 @@ class _Counting:
     shards: ShardReader
     #: Settings by whose costs rows are priced; None to leave seconds out.
     settings: RunSettings | None
-    #: The job with its secrets; None to leave examples out.
-    spec: JobSpec | None
+    #: Gives the end of a prompt (`prompt_ends`); None to leave examples out.
+    prompt_end: Callable[[str | None, Sequence[int]], str | None] | None
 
     def part(self, shard_id: int, reopens: bool, before: Mapping[str | None, _Tally]) -> Account:
         """The account of one part. `before`: adapters that have been counted, which may have their examples."""
@@ -448,7 +449,7 @@ class _Counting:
         before: Mapping[str | None, _Tally],
     ) -> None:
         """Add the first answers of adapters that have fewer than `NUM_EXAMPLES` examples yet."""
-        if self.spec is None or not self.spec.examples:
+        if self.prompt_end is None:
             return
         left = {
             name: NUM_EXAMPLES - len(before[name].examples) if name in before else NUM_EXAMPLES
@@ -471,7 +472,7 @@ class _Counting:
             row_id, answer = row[ROW_ID], row["completion"] or ""
             example = {
                 "id": row_id if isinstance(row_id, int | str) else str(row_id),
-                "prompt_end": None if tokens is None else prompt_end(self.record, self.spec, name, tokens),
+                "prompt_end": None if tokens is None else self.prompt_end(name, tokens),
                 "answer": shortened(answer, EXAMPLE_CHARACTERS),
                 "finish_reason": row["finish_reason"],
             }

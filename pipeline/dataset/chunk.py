@@ -198,6 +198,7 @@ class IndexJob:
 
     @classmethod
     def _of(cls, record: JobRecord, spec: JobSpec, key: str) -> IndexJob:
+        has_tasks = bool(record.tasks)
         return cls(
             model_url=spec.model,
             sampling=record.spec.sampling,
@@ -222,8 +223,8 @@ class IndexJob:
             dropped=record.input.dropped,
             id_from_content=record.spec.id_from_content,
             tokenizer_sha256=record.model.tokenizer_sha256,
-            base=record.model if record.tasks else None,
-            heads={each.name: each for each in record.adapters if record.tasks and not each.is_refused},
+            base=record.model if has_tasks else None,
+            heads={each.name: each for each in record.adapters if has_tasks and not each.is_refused},
             score_by=None if record.spec.expected is None else record.spec.score_by,
             groups=record.adapter_groups,
             allowed=record.spec.allowed_adapters or "",

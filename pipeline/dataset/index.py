@@ -7,7 +7,7 @@ never leave the machine that indexes them; only counts are returned.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -220,18 +220,23 @@ def spelling(record: JobRecord, model_url: str, storage_options: Mapping[str, An
     return spell
 
 
-def prompt_end(record: JobRecord, spec: JobSpec, adapter: str | None, token_ids: Sequence[int]) -> str | None:
-    """Text of the last tokens of a prompt as the model gets it, special tokens written out, at most
-    `EXAMPLE_CHARACTERS` of it; None if the adapter's tokenizer cannot be read.
+def prompt_ends(record: JobRecord, spec: JobSpec) -> Callable[[str | None, Sequence[int]], str | None]:
+    """A function that gives the text of the last tokens of a prompt as the model gets it, special tokens written out,
+    at most `EXAMPLE_CHARACTERS` of it, by the tokenizer of an adapter's rows; None if that cannot be read.
     """
-    try:
-        tokenizer = tokenizer_of(IndexJob.from_record(record, spec), adapter)
-        if isinstance(tokenizer, MissingTokenizer):
+    job = IndexJob.from_record(record, spec)
+
+    def prompt_end(adapter: str | None, token_ids: Sequence[int]) -> str | None:
+        try:
+            tokenizer = tokenizer_of(job, adapter)
+            if isinstance(tokenizer, MissingTokenizer):
+                return None
+            # A token has seldom fewer characters than one.
+            return tokenizer.text_of(token_ids[-EXAMPLE_CHARACTERS:])[-EXAMPLE_CHARACTERS:]
+        except (TokenizerError, StorageError):
             return None
-        # A token has seldom fewer characters than one.
-        return tokenizer.text_of(token_ids[-EXAMPLE_CHARACTERS:])[-EXAMPLE_CHARACTERS:]
-    except (TokenizerError, StorageError):
-        return None
+
+    return prompt_end
 
 
 def tokenizer_of(job: IndexJob, adapter: str | None) -> Tokenizer:
