@@ -53,8 +53,8 @@ _MUCH_FASTER = 2.0
 # Adapters that are fetched at once, how many of these may be ahead of the shards that need them, and how many other
 # workers may be asked for: the rest can be read from storage, for workers that ask for them.
 _AT_ONCE, _AHEAD_AT_ONCE, _ASKED_AT_ONCE = 16, 8, 8
-# Most adapters that are fetched and that no shard has asked for yet, and their largest share of the limit of disk, which
-# is that of all workers of a host.
+# Most adapters that are fetched and that no shard has asked for yet, and their largest share of the limit of disk,
+# which is that of all workers of a host.
 _MAX_AHEAD, _AHEAD_SHARE = 64, 0.25
 _LOOP_CHECK_S = 1.0
 # Beginning of clauses that hold for good.
