@@ -8,7 +8,7 @@
 /* Columns of a state that one thread takes through a row's tokens, in vectors. */
 enum { BLOCK_VECTORS = 4, MOST_KEY_FEATURES = 256, MOST_TAPS = 8 };
 #define BLOCK_COLUMNS (BLOCK_VECTORS * WIDTH)
-/* The same for one token: as many vectors as there are registers for. */
+/* Vectors of a state's row that one thread computes together for one token: registers hold three times as many. */
 #if VECTOR_BYTES == 64
 enum { ROW_VECTORS = 8 };
 #else
