@@ -167,13 +167,14 @@ def cpu_memory(config: EngineConfig, model: ModelConfig, limits: EngineLimits, f
     """
     embeddings = model.vocab_size * model.embedding_size
     linears = live_weight_bytes(model, 1)
-    itemsize = file_bytes / (linears + embeddings * (1 if model.is_tied else 2))
+    table = model.layer_table_elements
+    itemsize = file_bytes / (linears + table + embeddings * (1 if model.is_tied else 2))
     if dtype_on("cpu", config.dtype) == "bfloat16":
         itemsize = 2
     linear_itemsize = 1 if config.base_quantization == "int8" else itemsize
     step = step_bytes(limits.batch_rows, limits.step_tokens, model, _FP32_BYTES)
     return CpuMemory(
-        weights=int(linears * linear_itemsize + 2 * embeddings * itemsize),
+        weights=int(linears * linear_itemsize + (2 * embeddings + table) * itemsize),
         pool=limits.pool_bytes,
         working=config.tensor_parallel * (_CPU_PROCESS_BYTES + step),
         merged=2 * linears * _FP32_BYTES,
@@ -182,7 +183,7 @@ def cpu_memory(config: EngineConfig, model: ModelConfig, limits: EngineLimits, f
 
 def weight_bytes(model: ModelConfig, itemsize: int, linear_itemsize: int | None = None) -> int:
     """Bytes of the base model on a device: linear layers (of `linear_itemsize` bytes a number), embeddings and head."""
-    embeddings = model.vocab_size * model.embedding_size * (1 if model.is_tied else 2)
+    embeddings = model.vocab_size * model.embedding_size * (1 if model.is_tied else 2) + model.layer_table_elements
     return live_weight_bytes(model, linear_itemsize or itemsize) + embeddings * itemsize
 
 

@@ -294,6 +294,11 @@ class ModelConfig:
         return {name: shape for members in sites for name, shape in members.items()}
 
     @property
+    def layer_table_elements(self) -> int:
+        """Numbers in the table of inputs that layers have of their own; 0 where they have none."""
+        return self.layer_vocab_size * self.num_layers * self.layer_input_size
+
+    @property
     def layer_elements(self) -> int:
         """Numbers in the weights of all layers' linear layers."""
         return sum(

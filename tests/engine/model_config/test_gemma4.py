@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lorabatch.engine.config import read_model_config
+from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.errors import EngineError, ModelFilesError
+from lorabatch.engine.memory.limits import cpu_limits, cpu_memory, weight_bytes
 from lorabatch.engine.memory.pool import page_layout
 from lorabatch.engine.model_config import parse_model_config
 from lorabatch.engine.models.load import stored_weights
@@ -45,6 +46,17 @@ def test_layers_that_share_keys_take_no_memory_for_them(gemma: Path) -> None:
     layout = page_layout(model, 16, 4)
     assert layout.page_elements == 16 * 2 * (2 * 2 * 16 + 2 * 2 * 32)
     assert layout.row_pages == 0
+
+
+def test_memory_is_planned_for_the_inputs_of_layers(gemma: Path) -> None:
+    """In published models their table is larger than all else."""
+    model = read_model_config(gemma)
+    num_bytes = (gemma / "model.safetensors").stat().st_size
+    limits = cpu_limits(0, EngineConfig(pool_bytes=1 << 20), model, 4)
+    planned = cpu_memory(EngineConfig(), model, limits, num_bytes).weights
+    assert not model.is_tied
+    assert planned == pytest.approx(num_bytes, rel=0.05)
+    assert weight_bytes(model, 4) == pytest.approx(num_bytes, rel=0.05)
 
 
 def test_keys_that_a_checkpoint_has_for_such_layers_do_not_matter(gemma: Path, tmp_path: Path) -> None:
