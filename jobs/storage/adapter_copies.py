@@ -90,12 +90,6 @@ class AdapterCopies:
             self._write_held()
         return missing
 
-    @property
-    def mean_bytes(self) -> int:
-        """Bytes of a copy on average; 0 without any."""
-        names = self._names()
-        return sum(map(self._size, names)) // max(len(names), 1)
-
     def release(self, folders: Iterable[Path], *, is_done: bool = True) -> None:
         """Let copies go that were held, and remove copies until all are within the limit. `is_done` false: they are
         held again at once, and nothing is removed.

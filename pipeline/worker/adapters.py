@@ -106,6 +106,7 @@ class AdapterCache:
         # Bytes per second of the last fetches from workers and from storage; 0 without any.
         self._pace = {"peer": 0.0, "store": 0.0}
         self._use = AdapterUse()
+        self._fetched_bytes = 0
 
     async def get(self, adapter_ids: Iterable[str], peers: Mapping[str, str]) -> dict[str, RegisterAdapter | str]:
         """The adapters in local folders, by identity; a clause in place of one that cannot be used says why. `peers`:
@@ -209,9 +210,11 @@ class AdapterCache:
         """Adapters that may be fetched ahead: as many as a share of the limit of disk holds, or the first would be
         removed again for the last.
         """
-        if self._copies is None:
+        num_fetched = self._use.peer_fetches + self._use.storage_fetches
+        if self._copies is None or not num_fetched:
             return _MAX_AHEAD
-        return min(_MAX_AHEAD, int(_AHEAD_SHARE * self._copies.limit_bytes / max(self._copies.mean_bytes, 1)))
+        mean_bytes = self._fetched_bytes / num_fetched
+        return min(_MAX_AHEAD, int(_AHEAD_SHARE * self._copies.limit_bytes / max(mean_bytes, 1)))
 
     def _go_ahead(self) -> None:
         while self._foreseen and self._num_ahead < _AHEAD_AT_ONCE and len(self._unasked) < self._most_ahead:
@@ -277,11 +280,11 @@ class AdapterCache:
             except AdapterRefusedError as error:
                 return curable(error)
             finally:
-                self._release([folder], is_done=False)
+                await asyncio.to_thread(self._release, [folder], is_done=False)
             if reasons:
                 return f"{_REFUSED}{' '.join(reasons)}"
         else:
-            self._release([folder], is_done=False)
+            await asyncio.to_thread(self._release, [folder], is_done=False)
         return RegisterAdapter(adapter_id, str(folder), adapter.name, sha256)
 
     def _whole(self, adapter: AdapterRecord) -> Path:
@@ -331,6 +334,7 @@ class AdapterCache:
         with self._lock:
             self._pace[source] = num_bytes / max(seconds, 1e-3)
             self._use += use
+            self._fetched_bytes += num_bytes
 
     def _learn(self, adapter: AdapterRecord, folder: Path) -> AdapterContent:
         """Content hash of an adapter of which the job knows the header, and reasons against its values. Who reads them

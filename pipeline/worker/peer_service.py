@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from distributed import Worker
 
 from ...engine.server.frames import RegisterAdapter
@@ -44,13 +46,13 @@ class PeerService:
                 await self._receive(request)
             case FetchResults():
                 results = self.incoming.results(request.loan_id, request.acknowledged)
-                self._release()
+                await self._release()
                 return results
             case RecallRows():
                 self.incoming.recall(request.loan_id)
             case DropRows():
                 self.incoming.drop(request.loan_id)
-                self._release()
+                await self._release()
             case ForeseeAdapters():
                 self._adapters.foresee(request.fetches)
             case FetchAdapter():
@@ -59,11 +61,11 @@ class PeerService:
                 raise AssertionError(f"no way to reply to {request!r}")
         return None
 
-    def _release(self) -> None:
+    async def _release(self) -> None:
         """Let the adapters of incoming rows go when there are no such rows."""
         if self._lent and not self.incoming.has_rows:
             lent, self._lent = self._lent, []
-            self._adapters.release(lent)
+            await asyncio.to_thread(self._adapters.release, lent)
 
     async def _receive(self, request: ReceiveRows) -> None:
         named = (row.request.adapter_id for row in request.rows)

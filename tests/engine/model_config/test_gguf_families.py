@@ -193,6 +193,13 @@ def model_of(family: str, settings: dict[str, Any]) -> Any:
     return model
 
 
+def equal_where_converted(folder: Path, model: Any, compare: Any) -> None:
+    """The converted folder computes what the model does that the file was written from."""
+    engine = compare.engine(folder)
+    prompt = compare.prompt(40, engine)
+    compare.equal_everywhere(engine, prompt, compare.generate(model, prompt))
+
+
 @pytest.mark.parametrize("case", EVERY)
 def test_a_file_gives_the_logits_of_the_model_it_was_written_from(case: str, tmp_path: Path, compare: Any) -> None:
     architecture, family, settings, keys = CASES[case]
@@ -387,9 +394,7 @@ def test_queries_keys_and_values_may_be_one_tensor(
             tensors[f"blk.{block}.attn_qkv.{part}"] = np.concatenate(rows)
     monkeypatch.setattr(gguf_writer, "_tensors", lambda *_: tensors.items())
     convert_gguf(write_as_converted(tmp_path / "m.gguf", model, architecture, keys), tmp_path / "model")
-    engine = compare.engine(tmp_path / "model")
-    prompt = compare.prompt(40, engine)
-    compare.equal_everywhere(engine, prompt, compare.generate(model, prompt))
+    equal_where_converted(tmp_path / "model", model, compare)
 
 
 def test_layers_that_predict_further_tokens_are_passed_over(
@@ -409,9 +414,7 @@ def test_layers_that_predict_further_tokens_are_passed_over(
         convert_gguf(write_as_converted(tmp_path / "n.gguf", model, architecture, keys), tmp_path / "none")
     keys |= {"nextn_predict_layers": 1}
     convert_gguf(write_as_converted(tmp_path / "m.gguf", model, architecture, keys), tmp_path / "model")
-    engine = compare.engine(tmp_path / "model")
-    prompt = compare.prompt(20, engine)
-    compare.equal_everywhere(engine, prompt, compare.generate(model, prompt))
+    equal_where_converted(tmp_path / "model", model, compare)
 
 
 def test_keys_and_values_that_a_layer_does_not_read_are_passed_over(
@@ -426,9 +429,7 @@ def test_keys_and_values_that_a_layer_does_not_read_are_passed_over(
     unread = {f"blk.4.attn_{part}.weight": tensors[f"blk.0.attn_{part}.weight"] for part in ("k", "v", "k_norm")}
     monkeypatch.setattr(gguf_writer, "_tensors", lambda *_: (tensors | unread).items())
     convert_gguf(write_as_converted(tmp_path / "m.gguf", model, architecture, keys), tmp_path / "model")
-    engine = compare.engine(tmp_path / "model")
-    prompt = compare.prompt(20, engine)
-    compare.equal_everywhere(engine, prompt, compare.generate(model, prompt))
+    equal_where_converted(tmp_path / "model", model, compare)
 
 
 @pytest.mark.parametrize(
