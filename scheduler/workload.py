@@ -26,6 +26,8 @@ class AdapterInfo:
     rank: int
     #: Bytes that it takes on a device.
     weight_bytes: int
+    #: Whether workers fetch it from a store.
+    is_fetched: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

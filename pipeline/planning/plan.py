@@ -277,7 +277,10 @@ def _read_asked(store: JobStore, record: JobRecord, num_chunks: int, codes: Mapp
 def serving_adapters(record: JobRecord) -> tuple[AdapterInfo, ...]:
     """The adapters that answer rows, as planners see them: names of the same content are one adapter."""
     served = {adapter.sha256: adapter for adapter in record.adapters if not adapter.is_refused}
-    return tuple(AdapterInfo(each.sha256, max(each.rank, 1), each.weight_bytes) for each in served.values())
+    return tuple(
+        AdapterInfo(each.sha256, max(each.rank, 1), each.weight_bytes, is_fetched=bool(each.files))
+        for each in served.values()
+    )
 
 
 def read_plan(store: JobStore) -> JobPlan:

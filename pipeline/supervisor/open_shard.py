@@ -22,11 +22,16 @@ class OpenShard:
 
     `shard_id`: None for incoming rows of another worker's shard. `rows`: rows, begun or not, with unique request ids.
     `run_id`: id of the rows' run. `rows_left`: rows of the plan, when several requests answer each; None for a shard
-    whose rows are requests.
+    whose rows are requests. `num_announced`: further rows that will come (`EngineQueue.extend`).
     """
 
     def __init__(
-        self, shard_id: int | None, rows: Iterable[ExportedRow], run_id: str, rows_left: int | None = None
+        self,
+        shard_id: int | None,
+        rows: Iterable[ExportedRow],
+        run_id: str,
+        rows_left: int | None = None,
+        num_announced: int = 0,
     ) -> None:
         self.shard_id = shard_id
         self.run_id = run_id
@@ -40,7 +45,7 @@ class OpenShard:
         #: Whether the rows are needed elsewhere, so that the shard gets no further ones.
         self.is_surrendered = False
         self._num_unfinished = len(self.rows)
-        self._num_announced = 0
+        self._num_announced = num_announced
         self._fresh: list[ServedRow] = []
         self._failure: Exception | None = None
         self._changed = threading.Condition()
@@ -52,18 +57,31 @@ class OpenShard:
             return self._num_unfinished
 
     @property
+    def num_announced(self) -> int:
+        """Rows that are still to come."""
+        with self._changed:
+            return self._num_announced
+
+    @property
     def _num_awaited(self) -> int:
         return self._num_unfinished + self._num_announced
 
     @property
     def planned_rows_left(self) -> int:
         """Rows of the plan that are not done."""
-        return self.num_unfinished if self.rows_left is None else self.rows_left
+        if self.rows_left is not None:
+            return self.rows_left
+        with self._changed:
+            return self._num_awaited
 
     def announce(self, num_rows: int) -> None:
-        """Have `take` wait for further rows, which the queue is about to get (`EngineQueue.extend`)."""
+        """Have `take` wait for further rows, which the queue will get (`EngineQueue.extend`); for fewer if `num_rows`
+        is negative.
+        """
         with self._changed:
             self._num_announced += num_rows
+            if not self._num_awaited:
+                self._changed.notify_all()
 
     def extend(self, num_rows: int) -> None:
         """Count rows that were announced as rows of the shard."""
@@ -77,9 +95,9 @@ class OpenShard:
             assert self._num_unfinished, f"shard {self.shard_id} has all its results, and one of a row more"
             self._num_unfinished -= 1
             self._fresh.append(row)
-            if not self._num_unfinished:
+            if not self._num_awaited:
                 self._changed.notify_all()
-            return not self._num_unfinished
+            return not self._num_awaited
 
     def fail(self, failure: Exception, begun: Iterable[ExportedRow] = ()) -> None:
         """End the shard: `take` raises `failure` once the finished rows are taken. `begun`: unfinished rows with the

@@ -89,7 +89,9 @@ class EngineQueue:
             self._fail(shard, reason)
 
     def open(self, shard: OpenShard, adapters: Sequence[RegisterAdapter], rows_behind: int = 0) -> None:
-        """Add the rows of a shard, which wait for their turn. `rows_behind`: rows to announce, as in `RunShard`."""
+        """Add the rows of a shard, which wait for their turn. `adapters`: of these rows. `rows_behind`: rows to
+        announce for an adapter that answers all rows of the shard, as in `RunShard`.
+        """
         if shard.run_id not in self.table.runs or self._failure is not None:
             shard.fail(self._failure or ShardAbandonedError("The worker stopped before the shard was opened."))
             return
@@ -99,14 +101,15 @@ class EngineQueue:
         if shard.shard_id is not None and len(adapters) == 1:
             self._expected[adapters[0].adapter_id] = rows_behind
 
-    def extend(self, shard: OpenShard, rows: Sequence[ExportedRow]) -> None:
-        """Add further rows to an open shard (`OpenShard.extend`), before other rows of their run: the shard is older
-        than those that were opened behind it.
+    def extend(self, shard: OpenShard, rows: Sequence[ExportedRow], adapters: Sequence[RegisterAdapter] = ()) -> None:
+        """Add announced rows to an open shard (`OpenShard.extend`), before other rows of their run: the shard is older
+        than those that were opened behind it. `adapters`: those of the rows that the shard had no rows of before.
         """
         if shard.run_id not in self.table.runs or self._failure is not None or shard.is_surrendered:
             shard.fail(self._failure or ShardAbandonedError("The worker stopped before the shard was done."))
             return
         if not shard.is_abandoned:
+            self._adapters |= {adapter.adapter_id: adapter for adapter in adapters}
             shard.extend(len(rows))
             self.table.extend(shard, rows)
 
@@ -137,7 +140,7 @@ class EngineQueue:
         shard.is_surrendered = True
 
         def then() -> None:
-            if self._rows_of(shard):
+            if self._rows_of(shard) or shard.num_announced:
                 self._fail(shard, ShardAbandonedError("The rows are needed elsewhere."))
 
         self._hand_back(self._rows_of(shard).values(), then)

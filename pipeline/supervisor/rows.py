@@ -367,8 +367,8 @@ class RowTable:
         run, rows = row.run, row.run.shards[row.shard]
         del self._rows[row.row_id]
         del rows[row.request.request_id]
-        # Rows that several requests answer may have further ones.
-        if not rows and row.shard.rows_left is None:
+        # Rows that several requests answer may have further ones, and rows may be announced.
+        if not rows and row.shard.rows_left is None and not row.shard.num_announced:
             del run.shards[row.shard]
         run.num_unfinished -= 1
         if not run.num_waiting:

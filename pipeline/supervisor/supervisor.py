@@ -297,20 +297,19 @@ class EngineHandle:
         adapters: Iterable[RegisterAdapter],
         rows_behind: int = 0,
         rows_left: int | None = None,
+        num_announced: int = 0,
     ) -> OpenShard:
         """Give rows to the engine, begun or not, with unique request ids; results arrive at the returned shard.
-        `shard_id`: None for incoming rows of another worker's shard. `rows_behind`: rows to announce, as in `RunShard`.
-        `rows_left`: as `OpenShard` takes it.
+        `shard_id`: None for incoming rows of another worker's shard. `adapters`, `rows_behind`: as `EngineQueue.open`
+        takes them. `rows_left`, `num_announced`: as `OpenShard` takes them.
         """
-        shard = OpenShard(shard_id, rows, self.run_id, rows_left)
+        shard = OpenShard(shard_id, rows, self.run_id, rows_left, num_announced)
         self.submit(EngineQueue.open, shard, tuple(adapters), rows_behind)
         return shard
 
-    def extend(self, shard: OpenShard, rows: Iterable[ExportedRow]) -> None:
-        """Give the engine further rows of an open shard, of adapters that it was opened with."""
-        added = tuple(rows)
-        shard.announce(len(added))
-        self.submit(EngineQueue.extend, shard, added)
+    def extend(self, shard: OpenShard, rows: Iterable[ExportedRow], adapters: Iterable[RegisterAdapter] = ()) -> None:
+        """Give the engine announced rows of an open shard. `adapters`: as `EngineQueue.extend` takes them."""
+        self.submit(EngineQueue.extend, shard, tuple(rows), tuple(adapters))
 
     def lend(
         self, shard_id: int, num_rows: int, is_selective: bool = False, adapter_id: str | None = None

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
@@ -56,7 +56,12 @@ _AT_ONCE, _AHEAD_AT_ONCE, _ASKED_AT_ONCE = 16, 8, 8
 # Most adapters that are fetched and that no shard has asked for yet, and their largest share of the limit of disk,
 # which is that of all workers of a host.
 _MAX_AHEAD, _AHEAD_SHARE = 64, 0.25
+# Most folders that are held for shards that have not taken them: a shard may have ended before.
+_MAX_KEPT = 128
 _LOOP_CHECK_S = 1.0
+# Seconds after the first of several adapters in which others may come with it: rows of many adapters fill a batch
+# better than those of one.
+_GATHER_S = 0.05
 # Beginning of clauses that hold for good.
 _REFUSED = "refused. "
 
@@ -92,6 +97,9 @@ class AdapterCache:
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="adapters")
         # Identity -> fetch that runs or has succeeded.
         self._fetches: dict[str, asyncio.Task[RegisterAdapter | str]] = {}
+        # Adapters that were fetched and that no shard has taken yet -> their folders, which are held for the first that
+        # does: without that, they could be removed before, to make room.
+        self._kept: dict[str, Path] = {}
         # Adapters that will be needed, in order, and those of them that were fetched, or are, and not asked for yet.
         self._foreseen: deque[AdapterFetch] = deque()
         self._unasked: set[str] = set()
@@ -114,26 +122,54 @@ class AdapterCache:
 
         Raises `StorageError`, and KeyError for an identity that is not of the job.
         """
-        ids = list(dict.fromkeys(adapter_ids))
-        self._unasked.difference_update(ids)
         found: dict[str, RegisterAdapter | str] = {}
         try:
-            while left := [adapter_id for adapter_id in ids if adapter_id not in found]:
-                fetched = await asyncio.gather(*(self._get(each, peers.get(each)) for each in left))
-                gone = await self._in_thread(self._hold, fetched)
-                for adapter_id, adapter in zip(left, fetched, strict=True):
+            async for come in self.arriving(adapter_ids, peers):
+                found |= come
+        except BaseException:
+            self.release(found.values())
+            raise
+        return found
+
+    async def arriving(
+        self, adapter_ids: Iterable[str], peers: Mapping[str, str]
+    ) -> AsyncGenerator[dict[str, RegisterAdapter | str]]:
+        """What `get` returns, in pieces: each has the adapters that have come since the last. Raises what `get` raises;
+        the caller releases what it got before.
+        """
+        ids = list(dict.fromkeys(adapter_ids))
+        self._unasked.difference_update(ids)
+        gets: dict[asyncio.Task[RegisterAdapter | str], str] = {}
+
+        def begin(adapter_id: str) -> None:
+            get = asyncio.create_task(self._get(adapter_id, peers.get(adapter_id)))
+            get.add_done_callback(_heard)
+            gets[get] = adapter_id
+
+        for adapter_id in ids:
+            begin(adapter_id)
+        try:
+            while gets:
+                await asyncio.wait(gets, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(gets, timeout=_GATHER_S)
+                come = {gets.pop(get): get.result() for get in done}
+                gone = await self._take(come)
+                found: dict[str, RegisterAdapter | str] = {}
+                for adapter_id, adapter in come.items():
                     is_gone = not isinstance(adapter, str) and Path(adapter.folder) in gone
                     if not is_gone:
                         found[adapter_id] = adapter
                     # removed, to make room, before it was held; or for a reason that may pass
                     if is_gone or (isinstance(adapter, str) and not adapter.startswith(_REFUSED)):
                         self._fetches.pop(adapter_id, None)
-        except BaseException:
-            self.release(found.values())
-            raise
+                    if is_gone:
+                        begin(adapter_id)
+                if found:
+                    yield found
         finally:
+            for get in gets:
+                get.cancel()
             self._go_ahead()
-        return found
 
     def release(self, adapters: Iterable[RegisterAdapter | str]) -> None:
         """Let folders go that `get` has returned: their room may be needed. Any thread may call."""
@@ -159,12 +195,15 @@ class AdapterCache:
         await asyncio.wait([fetch], timeout=_COMING_S)
         waiting.subtract(request.waiting)
         if not fetch.done():
-            fetch.add_done_callback(lambda done: done.cancelled() or done.exception())
+            fetch.add_done_callback(_heard)
             return AdapterFiles()
         adapter = fetch.result()
         if isinstance(adapter, str):
             raise StorageError(adapter)
         folder = Path(adapter.folder)
+        if request.adapter_id in self._kept and request.adapter_id not in self._unasked:
+            kept = self._kept.pop(request.adapter_id)
+            await asyncio.to_thread(self._release, [kept], is_done=False)
         if request.name:
             return await asyncio.to_thread(_piece, folder / _plain(request.name), request.offset)
         return AdapterFiles({path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()})
@@ -201,9 +240,30 @@ class AdapterCache:
         if self._copies is not None:
             self._copies.release(folders, is_done=is_done)
 
-    def _hold(self, adapters: Iterable[RegisterAdapter | str]) -> list[Path]:
+    def _hold(self, adapters: Iterable[RegisterAdapter | str], kept: Collection[Path]) -> list[Path]:
+        """Hold folders; `kept` were held for them. Returns those that are gone."""
         folders = [Path(each.folder) for each in adapters if not isinstance(each, str)]
-        return [] if self._copies is None else self._copies.hold(folders)
+        gone = [] if self._copies is None else self._copies.hold(folders)
+        if kept:
+            self._release(kept, is_done=False)
+        return gone
+
+    async def _take(self, adapters: Mapping[str, RegisterAdapter | str]) -> list[Path]:
+        """Hold the folders of adapters, so that they stay until they are released. Returns those that are gone."""
+        kept = [self._kept.pop(adapter_id) for adapter_id in adapters if adapter_id in self._kept]
+        holding = asyncio.ensure_future(self._in_thread(self._hold, adapters.values(), kept))
+        try:
+            return await asyncio.shield(holding)
+        except asyncio.CancelledError:
+            await holding
+            await asyncio.to_thread(self.release, adapters.values())
+            raise
+
+    async def _keep(self, adapter_id: str, folder: Path) -> None:
+        """Leave a folder that is held to the first shard that takes it; the oldest go that none has taken."""
+        self._kept[adapter_id] = folder
+        surplus = list(self._kept)[: max(0, len(self._kept) - _MAX_KEPT)]
+        await asyncio.to_thread(self._release, [self._kept.pop(each) for each in surplus], is_done=False)
 
     @property
     def _most_ahead(self) -> int:
@@ -273,19 +333,15 @@ class AdapterCache:
             folder = await self._in_thread(self._whole, adapter)
         if isinstance(folder, str):
             return folder
-        sha256 = ""
-        if is_version_id(adapter_id):
-            try:
-                sha256, reasons = await self._in_thread(self._learn, adapter, folder)
-            except AdapterRefusedError as error:
-                return curable(error)
-            finally:
+        why: str | None = "the fetch has failed"
+        try:
+            sha256, why = await self._in_thread(self._checked, adapter_id, adapter, folder)
+        finally:
+            if why is None and adapter.files:
+                await self._keep(adapter_id, folder)
+            else:
                 await asyncio.to_thread(self._release, [folder], is_done=False)
-            if reasons:
-                return f"{_REFUSED}{' '.join(reasons)}"
-        else:
-            await asyncio.to_thread(self._release, [folder], is_done=False)
-        return RegisterAdapter(adapter_id, str(folder), adapter.name, sha256)
+        return why or RegisterAdapter(adapter_id, str(folder), adapter.name, sha256)
 
     def _whole(self, adapter: AdapterRecord) -> Path:
         """The folder of an adapter without versions, which is copied with all that it holds."""
@@ -335,6 +391,18 @@ class AdapterCache:
             self._pace[source] = num_bytes / max(seconds, 1e-3)
             self._use += use
             self._fetched_bytes += num_bytes
+
+    def _checked(self, adapter_id: str, adapter: AdapterRecord, folder: Path) -> tuple[str, str | None]:
+        """Content hash of an adapter of which the job knows the header, "" for others; and a clause that says why it
+        cannot be used, None if it can.
+        """
+        if not is_version_id(adapter_id):
+            return "", None
+        try:
+            sha256, reasons = self._learn(adapter, folder)
+        except AdapterRefusedError as error:
+            return "", curable(error)
+        return sha256, f"{_REFUSED}{' '.join(reasons)}" if reasons else None
 
     def _learn(self, adapter: AdapterRecord, folder: Path) -> AdapterContent:
         """Content hash of an adapter of which the job knows the header, and reasons against its values. Who reads them
@@ -406,6 +474,12 @@ class AdapterCache:
                 found = await self._peers.ask(peer, asked, timeout_s=_PIECE_TIMEOUT_S)
                 await asyncio.to_thread(_append, path, found)
                 offset += len(found.piece)
+
+
+def _heard(done: asyncio.Future[Any]) -> None:
+    """Take the exception of a future whose result no one may wait for, which asyncio would report."""
+    if not done.cancelled():
+        done.exception()
 
 
 def _wait(work: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoop) -> None:

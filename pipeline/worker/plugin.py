@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Collection, Generator, Iterable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,6 +27,7 @@ from distributed.protocol.pickle import dumps
 from ...engine.config import read_model_config
 from ...engine.peft.audit import AdapterAudit
 from ...engine.server.frames import RegisterAdapter
+from ...jobs.errors import StorageError
 from ...jobs.opening.confined_audit import Auditors
 from ...jobs.record import JobRecord
 from ...jobs.spec import JobSpec
@@ -70,8 +71,8 @@ _CLOSE_TIMEOUT_S = 4.0
 _RECALL_TIMEOUT_S = 2.0
 # Seconds in which owners may fetch incoming rows; they ask for them several times a second.
 _RETURN_TIMEOUT_S = 1.0
-# Seconds between two looks of a thread that waits for the event loop whether the loop still runs.
-_LOOP_CHECK_S = 1.0
+# Seconds after which a shard that waits for adapters looks at what its engine has done.
+_PATIENCE_S = 0.1
 # Seconds between two requests of a worker without work whether its run goes on.
 RUN_CHECK_S = 20.0
 
@@ -274,22 +275,46 @@ class RunPlugin(WorkerPlugin):
 
     def adapters(
         self, adapter_ids: Collection[str], fetches: Collection[AdapterFetch]
-    ) -> dict[str, RegisterAdapter | str]:
-        """Adapters in local folders, by identity; a clause in place of one that cannot be used says why. `fetches`:
-        workers that have adapters; others are read from storage. The folders stay until `release`.
+    ) -> Generator[dict[str, RegisterAdapter | str]]:
+        """Adapters in local folders as they come, by identity; a clause in place of one that cannot be used says why.
+        Nothing came in `_PATIENCE_S` seconds where a piece is empty. `fetches`: workers that have adapters; others are
+        read from storage. The folders stay until `release`.
 
         Blocks, so it must not be called from the event loop. Raises `StorageError`, and `ShardAbandonedError` when the
         event loop ends first.
         """
         loop = self._worker.loop.asyncio_loop  # type: ignore[attr-defined]
         sources = {fetch.adapter_id: source for fetch in fetches if (source := fetch.from_replica_id) is not None}
-        found = asyncio.run_coroutine_threadsafe(self._adapters.get(adapter_ids, sources), loop)
-        while True:
-            done, _ = wait([found], timeout=_LOOP_CHECK_S)
-            if done:
-                return found.result()
-            if not loop.is_running():
-                raise ShardAbandonedError(f"Worker {self.address} has ended; other workers go on with its shards.")
+        arriving = self._adapters.arriving(adapter_ids, sources)
+        coming: Future[dict[str, RegisterAdapter | str]] | None = None
+        try:
+            while True:
+                coming = coming or asyncio.run_coroutine_threadsafe(_next_of(arriving), loop)
+                done, _ = wait([coming], timeout=_PATIENCE_S)
+                if not done:
+                    if not loop.is_running():
+                        raise ShardAbandonedError(f"Worker {self.address} has ended; others go on with its shards.")
+                    yield {}
+                    continue
+                found, coming = coming.result(), None
+                if not found:
+                    return
+                yield found
+        finally:
+            if loop.is_running():
+                asyncio.run_coroutine_threadsafe(self._forego(arriving, coming), loop)
+
+    async def _forego(
+        self,
+        arriving: AsyncGenerator[dict[str, RegisterAdapter | str]],
+        coming: Future[dict[str, RegisterAdapter | str]] | None,
+    ) -> None:
+        """Ask for no further adapters, and let those go that come now."""
+        with contextlib.suppress(StorageError, KeyError):
+            if coming is not None:
+                found = await asyncio.wrap_future(coming)
+                await asyncio.to_thread(self.release, found.values())
+        await arriving.aclose()
 
     def release(self, adapters: Iterable[RegisterAdapter | str]) -> None:
         """Let adapters of `adapters` go that no open row of a shard needs any more."""
@@ -333,6 +358,12 @@ class RunPlugin(WorkerPlugin):
         with contextlib.suppress(RuntimeError):
             wait = StorageWait(self.address, text)
             self._worker.loop.add_callback(WAITS.publish, self._worker, self._run_id, wait)
+
+
+async def _next_of(
+    arriving: AsyncGenerator[dict[str, RegisterAdapter | str]],
+) -> dict[str, RegisterAdapter | str]:
+    return await anext(arriving, {})
 
 
 def has_plugin(dask_scheduler: Any, name: str) -> bool:

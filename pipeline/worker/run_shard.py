@@ -17,7 +17,6 @@ from uuid import uuid4
 from distributed import get_worker, secede
 
 from ...engine.request import ExportedRow, Request
-from ...engine.server.frames import RegisterAdapter
 from ...jobs.parts import PartMark, read_mark
 from ...jobs.progress import AdapterCount
 from ...jobs.record import JobRecord, is_version_id
@@ -35,7 +34,7 @@ from ..supervisor.open_shard import ServedRow
 from ..supervisor.queue import EngineQueue
 from .plugin import RunPlugin, find_plugin
 from .run_stages import answer_stages, keep_staged, mark_of
-from .shard_outcome import FLUSH_INTERVAL_S, PAUSE_S, journals_of, keep_begun, work_of
+from .shard_outcome import FLUSH_INTERVAL_S, PAUSE_S, AwaitedAdapters, journals_of, keep_begun, work_of
 
 
 def run_shard(run_id: str, command: RunShard) -> None:
@@ -73,13 +72,13 @@ def _answer_and_commit(plugin: RunPlugin, command: RunShard, run_id: str) -> Sha
     reused = frozenset(answers)
     asked = [r for r in rows.requests if isinstance(r, Request) and r.request_id not in answers]
     if unread := unread_adapters(rows, store):
-        plugin.release(plugin.adapters(unread, command.adapter_fetches).values())
-    if asked:
-        found = plugin.adapters(dict.fromkeys(r.adapter_id for r in asked if r.adapter_id), command.adapter_fetches)
-        try:
-            _answer(plugin, rows, _refuse(rows, asked, kept, found), kept, command, run_id, found)
-        finally:
+        for found in plugin.adapters(unread, command.adapter_fetches):
             plugin.release(found.values())
+    if asked:
+        needed = [r.adapter_id for r in asked if r.adapter_id]
+        with closing(AwaitedAdapters(plugin, needed, command.adapter_fetches)) as adapters:
+            adapters.rows = [kept.begun.get(r.request_id, ExportedRow(r)) for r in asked]
+            _answer(plugin, rows, adapters, kept, command, run_id)
     part = part_bytes(rows, answers, record, run_id, len(kept.earlier), plugin.spelling(), store.content_of)
     plugin.check_output()
     while not plugin.store.commit_part(command.shard_id, part) and read_done(plugin.store, record, rows) is None:
@@ -92,48 +91,53 @@ def _answer_and_commit(plugin: RunPlugin, command: RunShard, run_id: str) -> Sha
     return _outcome(plugin, rows, answers, len(kept.earlier), work_of(fresh, kept.begun | given))
 
 
-def _refuse(
-    rows: ShardRows, asked: list[Request], kept: KeptRows, found: Mapping[str, RegisterAdapter | str]
-) -> list[Request]:
-    """Answer requests whose adapters cannot be used by error rows, in `kept.answers`. Returns the others."""
+def _come(rows: ShardRows, adapters: AwaitedAdapters, kept: KeptRows) -> list[ExportedRow]:
+    """Rows whose adapters have come. Those whose adapters cannot be used become error rows in `kept.answers`."""
     fingerprints = rows.fingerprint_of()
     names = {r.request_id: n for r, n in zip(rows.requests, rows.adapters, strict=True) if isinstance(r, Request)}
-    for request in asked:
-        if isinstance(why := found.get(request.adapter_id or ""), str):
+    come = adapters.come()
+    for request in (row.request for row in come):
+        if isinstance(why := adapters.found.get(request.adapter_id or ""), str):
             fingerprint, num_tokens = fingerprints[request.request_id], len(request.prompt_token_ids)
             error = f"adapter={names[request.request_id]!r}: {why}"
             kept.answers[request.request_id] = RowAnswer.refused(fingerprint, request.adapter_id, error, num_tokens)
-    return [request for request in asked if request.request_id not in kept.answers]
+    return [row for row in come if row.request.request_id not in kept.answers]
 
 
 def _answer(
-    plugin: RunPlugin,
-    rows: ShardRows,
-    asked: list[Request],
-    kept: KeptRows,
-    command: RunShard,
-    run_id: str,
-    found: Mapping[str, RegisterAdapter | str],
+    plugin: RunPlugin, rows: ShardRows, adapters: AwaitedAdapters, kept: KeptRows, command: RunShard, run_id: str
 ) -> None:
-    """Have the engine answer the requests `asked`, and add the answers to `kept.answers`. `found`: their adapters."""
-    if not asked:
+    """Have the engine answer the rows that wait for adapters, each once its adapter is here, and add the answers to
+    `kept.answers`.
+    """
+    come: list[ExportedRow] = []
+    while adapters.rows and not come:
+        come = _come(rows, adapters, kept)
+    if not come:
         return
     fingerprints = rows.fingerprint_of()
-    adapters = [adapter for adapter in found.values() if not isinstance(adapter, str)]
-    requests = {request.request_id: request for request in asked}
+    requests = {r.request_id: r for r in rows.requests if isinstance(r, Request)}
     journal = f"{journals_of(run_id)}{command.attempt}-{uuid4().hex[:8]}"
-    begun = [kept.begun.get(request.request_id, ExportedRow(request)) for request in asked]
-    shard = plugin.engine.open(command.shard_id, begun, adapters, command.rows_behind)
+    rows_behind = 0 if adapters.rows else command.rows_behind
+    num_waiting = len(adapters.rows)
+    shard = plugin.engine.open(command.shard_id, come, adapters.take(), rows_behind, num_announced=num_waiting)
     turn_s = time.monotonic()
     try:
-        while len(kept.answers) < sum(isinstance(r, Request) for r in rows.requests):
-            fresh = [_row_answer(s, requests, fingerprints, command) for s in shard.take(FLUSH_INTERVAL_S)]
+        while len(kept.answers) < len(requests):
+            while adapters.rows and time.monotonic() - turn_s < FLUSH_INTERVAL_S:
+                come = _come(rows, adapters, kept)
+                shard.announce(len(adapters.rows) + len(come) - num_waiting)
+                num_waiting = len(adapters.rows)
+                if come:
+                    plugin.engine.extend(shard, come, adapters.take())
+            served = shard.take(0 if adapters.rows else FLUSH_INTERVAL_S)
+            fresh = [_row_answer(row, requests, fingerprints, command) for row in served]
             plugin.engine.check_model()
             kept.answers.update(fresh)
             if time.monotonic() - turn_s > PAUSE_S:
                 plugin.check_output()
             turn_s = time.monotonic()
-            if fresh and shard.num_unfinished:
+            if fresh and shard.planned_rows_left:
                 plugin.store.append_wip(command.shard_id, journal, encode_answers(answer for _, answer in fresh))
     except ShardAbandonedError:
         keep_begun(plugin, shard, fingerprints.__getitem__, journal)

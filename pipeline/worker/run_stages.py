@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import closing
 from uuid import uuid4
 
 import pyarrow as pa
 
 from ...engine.request import ExportedRow
-from ...engine.server.frames import RegisterAdapter
 from ...jobs.input.columns import DEFAULT_ID_COLUMN
 from ...jobs.parts import PartMark, read_mark
 from ...jobs.progress import AdapterCount
@@ -29,7 +29,7 @@ from ..messages import PromptReuse, ShardAbandonedError, ShardOutcome
 from ..supervisor.open_shard import ServedRow
 from ..supervisor.queue import EngineQueue
 from .plugin import RunPlugin
-from .shard_outcome import FLUSH_INTERVAL_S, PAUSE_S, journals_of, keep_begun, work_of
+from .shard_outcome import FLUSH_INTERVAL_S, PAUSE_S, AwaitedAdapters, journals_of, keep_begun, work_of
 from .staged_shard import KeptAnswers, StagedShard
 
 # Seconds after which results are looked at, so that what follows from them reaches the engine before its batch is
@@ -48,11 +48,9 @@ def answer_stages(plugin: RunPlugin, command: RunShard, run_id: str) -> ShardOut
     staged = StagedShard(rows, record, plugin.spec(), kept, tokenizer_of)
     first = staged.begin()
     if first:
-        found = plugin.adapters(staged.adapter_ids, command.adapter_fetches)
-        try:
-            _answer(plugin, staged, first, command, run_id, found)
-        finally:
-            plugin.release(found.values())
+        needed = [row.request.adapter_id for row in first if row.request.adapter_id] + sorted(staged.adapter_ids)
+        with closing(AwaitedAdapters(plugin, needed, command.adapter_fetches)) as adapters:
+            _answer(plugin, staged, first, adapters, command, run_id)
     spell, content_of = plugin.spelling(), plugin.store.content_of
     part = staged_part_bytes(rows, staged.programs, record, run_id, staged.num_reused, spell, content_of)
     plugin.check_output()
@@ -130,21 +128,30 @@ def _answer(
     plugin: RunPlugin,
     staged: StagedShard,
     first: list[ExportedRow],
+    adapters: AwaitedAdapters,
     command: RunShard,
     run_id: str,
-    found: Mapping[str, RegisterAdapter | str],
 ) -> None:
-    """Have the engine answer requests until no stage of any row has one left. `found`: adapters of all stages."""
+    """Have the engine answer requests, each once its adapter is here, until no stage of any row has one left."""
     journal = f"{journals_of(run_id)}{command.attempt}-{uuid4().hex[:8]}"
-    adapters = [adapter for adapter in found.values() if not isinstance(adapter, str)]
     names = {adapter.sha256: adapter.name for adapter in plugin.record().adapters}
-    refused = {id_: f"adapter={names[id_]!r}: {why}" for id_, why in found.items() if isinstance(why, str)}
-    first, _ = staged.refuse(first, refused)
-    if not first:
+
+    def ready(requests: list[ExportedRow]) -> tuple[list[ExportedRow], list[int]]:
+        """Those of the requests for the engine whose adapters have come, and rows that are done by refusals."""
+        whys = adapters.found.items()
+        refused = {id_: f"adapter={names[id_]!r}: {why}" for id_, why in whys if isinstance(why, str)}
+        requests, done = staged.refuse(requests, refused)
+        return adapters.ready(requests), done
+
+    adapters.rows, come = first, list[ExportedRow]()
+    while adapters.rows and not come:
+        come, _ = ready(adapters.come())
+    if not come:
         return
     rows_left = sum(not program.is_done for program in staged.programs)
-    shard = plugin.engine.open(command.shard_id, first, adapters, command.rows_behind, rows_left)
-    num_open, unsaved = len(first), list[RowAnswer]()
+    rows_behind = 0 if adapters.rows else command.rows_behind
+    shard = plugin.engine.open(command.shard_id, come, adapters.take(), rows_behind, rows_left)
+    num_open, unsaved = len(come), list[RowAnswer]()
     turn_s = saved_s = time.monotonic()
 
     def save() -> None:
@@ -153,23 +160,25 @@ def _answer(
             unsaved.clear()
 
     try:
-        while num_open:
-            answers = [_answered(staged, served, command) for served in shard.take(_TURN_S)]
+        while num_open or adapters.rows:
+            come, done = ready(adapters.come()) if adapters.rows else ([], [])
+            answers = [_answered(staged, served, command) for served in shard.take(0 if adapters.rows else _TURN_S)]
             plugin.engine.check_model()
-            following, done = staged.take(answers)
-            following, refused_rows = staged.refuse(following, refused)
-            done += refused_rows
-            if following:
-                plugin.engine.extend(shard, following)
+            following, done_rows = staged.take(answers)
+            following, refused_rows = ready(following)
+            come, done = come + following, done + done_rows + refused_rows
+            if come:
+                shard.announce(len(come))
+                plugin.engine.extend(shard, come, adapters.take())
             if done:
                 plugin.engine.submit(EngineQueue.rows_done, shard, [staged.length_of(row) for row in done])
-            num_open += len(following) - len(answers)
+            num_open += len(come) - len(answers)
             unsaved += [answer for _, answer in answers]
             now_s = time.monotonic()
             if now_s - turn_s > PAUSE_S:
                 plugin.check_output()
             turn_s = now_s
-            if num_open and now_s - saved_s > FLUSH_INTERVAL_S:
+            if (num_open or adapters.rows) and now_s - saved_s > FLUSH_INTERVAL_S:
                 save()
                 saved_s = time.monotonic()
     except ShardAbandonedError:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import numpy as np
 
 from ...engine.request import ExportedRow
+from ...engine.server.frames import RegisterAdapter
+from ...scheduler.messages import AdapterFetch
 from ...scheduler.planning.bound import JobWork
 from ..dataset.answers import BegunRow, RowAnswer, encode_begun
 from ..supervisor.open_shard import OpenShard
@@ -16,6 +18,52 @@ FLUSH_INTERVAL_S = 1.0
 # Seconds between two turns of a shard's loop after which the output is checked again: the worker was stopped, or
 # storage hung, and the output may be another job's by now.
 PAUSE_S = 10.0
+
+
+class AwaitedAdapters:
+    """The adapters of a shard, which come one after another, and the rows that wait for them.
+
+    `adapter_ids`: in the order in which they are fetched. `fetches`: as `RunPlugin.adapters` takes them.
+    """
+
+    def __init__(self, plugin: RunPlugin, adapter_ids: Iterable[str], fetches: Collection[AdapterFetch]) -> None:
+        self._plugin = plugin
+        self._needed = dict.fromkeys(adapter_ids)
+        self._arriving = plugin.adapters(self._needed, fetches)
+        self._fresh: list[RegisterAdapter] = []
+        #: Adapters that have come, by identity; a clause in place of one that cannot be used says why.
+        self.found: dict[str, RegisterAdapter | str] = {}
+        #: Rows whose adapters have not come yet.
+        self.rows: list[ExportedRow] = []
+
+    def ready(self, rows: Iterable[ExportedRow]) -> list[ExportedRow]:
+        """Rows of the base model and of adapters that have come; the others wait."""
+        ready: list[ExportedRow] = []
+        for row in rows:
+            adapter_id = row.request.adapter_id
+            (ready if adapter_id is None or adapter_id in self.found else self.rows).append(row)
+        return ready
+
+    def come(self) -> list[ExportedRow]:
+        """Rows that wait no more, after a fraction of a second in which adapters may come. Raises what
+        `RunPlugin.adapters` raises.
+        """
+        found = next(self._arriving, None)
+        assert found is not None or self._needed.keys() <= self.found.keys(), "an adapter has not come"
+        self.found |= found or {}
+        self._fresh += [adapter for adapter in (found or {}).values() if not isinstance(adapter, str)]
+        waiting, self.rows = self.rows, []
+        return self.ready(waiting)
+
+    def take(self) -> list[RegisterAdapter]:
+        """Adapters that have come since the last call and can be used."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
+
+    def close(self) -> None:
+        """Wait for no further adapters, and let the folders of those that have come go."""
+        self._arriving.close()
+        self._plugin.release(self.found.values())
 
 
 def journals_of(run_id: str) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..costs.cost import AdapterSource, CostModel
+from ..costs.machines import fetch_core_seconds
 from ..workload import AdapterInfo, Workload
 
 
@@ -73,7 +74,8 @@ class SimulatedMemory:
     `source`: where adapters that were not fetched ahead are loaded from. `slots`: most adapters at once, the least
     recently used leaves first (None: endless). `is_beside`: whether loads cost steps nothing. `host_tier_bytes`: host
     memory for adapters that had to leave (None: endless); those that left longest ago make room for others, and are
-    loaded from `source` again.
+    loaded from `source` again. `fetch_cores`: cores that steps share with the fetching of adapters, once each, from a
+    store (None: it costs steps nothing).
     """
 
     def __init__(
@@ -84,7 +86,10 @@ class SimulatedMemory:
         slots: int | None,
         is_beside: bool = True,
         host_tier_bytes: int | None = None,
+        fetch_cores: int | None = None,
     ) -> None:
+        self._fetch_cores = fetch_cores
+        self._to_fetch = {number for number, adapter in enumerate(adapters) if adapter.is_fetched}
         self._host_tier_bytes = host_tier_bytes
         self._adapters, self._cost, self._source, self._slots = adapters, cost, source, slots
         self._is_beside = is_beside
@@ -167,6 +172,7 @@ class SimulatedMemory:
                     seconds += wait_s if self._is_beside else max(wait_s, load_s)
                 else:
                     seconds += load_s
+                seconds += self._fetch_s(adapter)
                 self._forget(adapter)
             self._resident[adapter] = None
         while self._slots is not None and len(self._resident) > max(self._slots, len(needed)):
@@ -203,6 +209,13 @@ class SimulatedMemory:
         if adapter in self._left:
             del self._left[adapter]
             self._left_bytes -= self._adapters[adapter].weight_bytes
+
+    def _fetch_s(self, adapter: int) -> float:
+        """Seconds by which the fetching of an adapter delays steps, when it is used first."""
+        if self._fetch_cores is None or adapter not in self._to_fetch:
+            return 0.0
+        self._to_fetch.discard(adapter)
+        return fetch_core_seconds(self._adapters[adapter].weight_bytes) / self._fetch_cores
 
     def _load_s(self, adapter: int, source: AdapterSource) -> float:
         source = "host" if adapter in self._left else source

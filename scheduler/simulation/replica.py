@@ -76,6 +76,8 @@ class ReplicaSettings:
     host_tier_bytes: int | None = None
     #: Whether loads cost steps nothing; on CPU both take the same cores.
     loads_beside_steps: bool = True
+    #: Cores that steps share with the fetching of adapters from a store (None: fetching costs steps nothing).
+    fetch_cores: int | None = None
     #: Waiting rows that the batcher sees.
     look_ahead: int = 512
     #: Most forward passes that one step stands for.
@@ -125,6 +127,7 @@ class SimulatedReplica:
         self._memory = SimulatedMemory(
             *(workload.adapters, cost, settings.adapter_source, settings.adapter_slots, settings.loads_beside_steps),
             host_tier_bytes=settings.host_tier_bytes,
+            fetch_cores=settings.fetch_cores,
         )
         self._pages = SimulatedPages(
             workload,

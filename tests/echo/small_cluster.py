@@ -12,7 +12,7 @@ import pickle
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -224,15 +224,13 @@ class EchoPlugin(RunPlugin):
         self.echo = EchoQueue(self._model, self._run_id, self._errors)
         self.engine = _Handle(self)
 
-    def adapters(self, adapter_ids: Iterable[str], fetches: Any) -> dict[str, RegisterAdapter | str]:
+    def adapters(self, adapter_ids: Iterable[str], fetches: Any) -> Generator[dict[str, RegisterAdapter | str]]:
         """See `RunPlugin`."""
-        found: dict[str, RegisterAdapter | str] = {}
         for adapter_id in adapter_ids:
             content = contents.get(adapter_id, "")
             if content:
                 content, _ = self.store.learn_adapter(adapter_id, content)
-            found[adapter_id] = RegisterAdapter(adapter_id, str(self._model), adapter_id[:4], content)
-        return found
+            yield {adapter_id: RegisterAdapter(adapter_id, str(self._model), adapter_id[:4], content)}
 
     def release(self, adapters: Any) -> None:
         """See `RunPlugin`."""
@@ -242,6 +240,8 @@ class _Handle(EngineHandle):
     def __init__(self, plugin: EchoPlugin) -> None:
         super().__init__(plugin._run_id, plugin._model, plugin.echo.call)
         self._plugin = plugin
+        # By shard, request id -> prompt tokens of rows that it was given.
+        self._prompts: dict[int | None, dict[str, tuple[int, ...]]] = {}
 
     def open(
         self,
@@ -249,9 +249,12 @@ class _Handle(EngineHandle):
         rows: Iterable[ExportedRow],
         adapters: Iterable[RegisterAdapter],
         rows_behind: int = 0,
+        rows_left: int | None = None,
+        num_announced: int = 0,
     ) -> OpenShard:
         rows = tuple(rows)
-        prompts = {row.request.request_id: row.request.prompt_token_ids for row in rows}
+        prompts = self._prompts.setdefault(shard_id, {})
+        prompts |= {row.request.request_id: row.request.prompt_token_ids for row in rows}
         before: list[ServedRow] = []
 
         def taken(fresh: list[ServedRow]) -> None:
@@ -261,9 +264,14 @@ class _Handle(EngineHandle):
                 self._plugin.journalled.setdefault(shard_id, set()).update(done)
             before[:] = fresh
 
-        shard = SteppedShard(self._plugin.echo, taken, shard_id, rows, self.run_id)
+        shard = SteppedShard(self._plugin.echo, taken, shard_id, rows, self.run_id, rows_left, num_announced)
         self.submit(EngineQueue.open, shard, tuple(adapters), rows_behind)
         return shard
+
+    def extend(self, shard: OpenShard, rows: Iterable[ExportedRow], adapters: Iterable[RegisterAdapter] = ()) -> None:
+        rows = tuple(rows)
+        self._prompts[shard.shard_id] |= {row.request.request_id: row.request.prompt_token_ids for row in rows}
+        super().extend(shard, rows, adapters)
 
 
 class Task:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from echo_job import EchoJob, Watcher, kill_one, make_rows
+from echo_job import EchoJob, Watcher, kill_one, make_rows, wait_until
 from safetensors.torch import load_file, save_file
 
 import lorabatch
 from lorabatch.engine.errors import RUN_AGAIN
 from lorabatch.jobs.record import JobState, is_version_id
+from lorabatch.pipeline.dataset.answers import BegunRow, RowAnswer, decode_journal
 from lorabatch.tests.end_to_end.bucket import Bucket, s3_server
 
 NAMES = ("rank1", "rank8", "rank20")
@@ -95,6 +98,59 @@ def test_adapters_in_a_store_are_opened_by_their_headers(echo_job: EchoJob, logg
     shutil.rmtree(echo_job.output)
     echo_job.run(workers=1)
     assert found == {row["id"]: (row["completion"], row["adapter_sha256"]) for row in echo_job.rows()}
+
+
+def test_rows_whose_adapters_are_here_do_not_wait_for_other_adapters(echo_job: EchoJob, logged: Logged) -> None:
+    rows = make_rows(24, (None, *NAMES))
+    echo_job.write_input(rows)
+    logged.bucket.put(echo_job.adapters, "adapters")
+    with held_back("rank8", echo_job, logged.bucket) as journalled:
+        run_on_s3(echo_job, logged.bucket, rows_per_shard=100)
+    echo_job.assert_answered(rows)
+    assert len({row.adapter_sha256 for row in journalled} - {None}) == len(NAMES) - 1
+
+
+@pytest.mark.long
+def test_stages_whose_adapters_are_here_do_not_wait_for_other_adapters(echo_job: EchoJob, logged: Logged) -> None:
+    rows = [{"id": i, "tenant": (None, "rank1", "rank20")[i % 3], "body": f"parcel {i}"} for i in range(30)]
+    stages = {
+        "draft": {"adapter": {"column": "tenant"}, "prompt": "{{ body }}"},
+        "fix": {"adapter": "rank8", "prompt": "{{ draft.completion }}", "max_tokens": 2},
+    }
+    echo_job.write_input(rows)
+    logged.bucket.put(echo_job.adapters, "adapters")
+    with held_back("rank8", echo_job, logged.bucket) as journalled:
+        run_on_s3(echo_job, logged.bucket, stages=stages, rows_per_shard=100)
+    found = echo_job.rows()
+    assert [row["id"] for row in found] == list(range(30))
+    assert {row["error"] for row in found} == {None}
+    assert all(row["draft"]["completion"] and row["fix"]["completion"] for row in found)
+    assert len(journalled) >= 10, "the drafts of a shard are answered while the adapter of their next stage is fetched"
+    shutil.rmtree(echo_job.output)
+    echo_job.run(stages=stages, workers=1)
+    assert echo_job.rows() == found
+
+
+@contextmanager
+def held_back(name: str, job: EchoJob, bucket: Bucket) -> Iterator[list[RowAnswer | BegunRow]]:
+    """The store gives workers an adapter only once rows are journalled; these are added to the list."""
+    state = job.output / "_lorabatch"
+    journalled: list[RowAnswer | BegunRow] = []
+
+    def hold() -> None:
+        wait_until((state / "job.json").exists)
+        bucket.fail(f"silent GET /bucket/adapters/{name}/")
+        try:
+            wait_until(lambda: any(state.glob("wip/*/*")))
+            for path in state.glob("wip/*/*"):
+                journalled.extend(decode_journal(path.read_bytes()))
+        finally:
+            bucket.hold.with_suffix(".fault").unlink()
+
+    holding = threading.Thread(target=hold)
+    holding.start()
+    yield journalled
+    holding.join()
 
 
 @pytest.mark.parametrize("fault", ["nan", *(pytest.param(each, marks=pytest.mark.long) for each in LONG_FAULTS)])

@@ -132,10 +132,12 @@ class MovingHandle(EngineHandle):
         rows: Iterable[ExportedRow],
         adapters: Iterable[RegisterAdapter],
         rows_behind: int = 0,
+        rows_left: int | None = None,
+        num_announced: int = 0,
     ) -> OpenShard:
         """See `EngineHandle`."""
         pause = (lambda: None) if shard_id is None else self._pause
-        shard = PausingShard(pause, shard_id, rows, self.run_id)
+        shard = PausingShard(pause, shard_id, rows, self.run_id, rows_left, num_announced)
         self.submit(EngineQueue.open, shard, tuple(adapters), rows_behind)
         return shard
 
@@ -161,7 +163,7 @@ class MovingPlugin(EchoPlugin):
 
     async def get(self, adapter_ids: Iterable[str], peers: Any) -> dict[str, RegisterAdapter | str]:
         """As `AdapterCache`."""
-        return self.adapters(adapter_ids, ())
+        return {adapter_id: found for come in self.adapters(adapter_ids, ()) for adapter_id, found in come.items()}
 
 
 class Wire:

@@ -107,12 +107,19 @@ class EngineQueueMachine(RuleBasedStateMachine):
         if not self.is_joined(run_id):
             self.queue.join(run_id)
 
-    @rule(run_id=st.sampled_from("ab"), num_rows=st.integers(1, 9), is_incoming=st.booleans(), is_planned=st.booleans())
-    def open(self, run_id: str, num_rows: int, is_incoming: bool, is_planned: bool) -> None:
+    @rule(
+        run_id=st.sampled_from("ab"),
+        num_rows=st.integers(1, 9),
+        num_announced=st.integers(0, 5),
+        is_incoming=st.booleans(),
+        is_planned=st.booleans(),
+    )
+    def open(self, run_id: str, num_rows: int, num_announced: int, is_incoming: bool, is_planned: bool) -> None:
         self.num_opened[run_id] += 1
         shard_id = None if is_incoming else self.num_opened[run_id]
         rows_left = 3 if is_planned and not is_incoming else None
-        shard = OpenShard(shard_id, [make_row(f"row-{i}") for i in range(num_rows)], run_id, rows_left)
+        rows = [make_row(f"row-{i}") for i in range(num_rows)]
+        shard = OpenShard(shard_id, rows, run_id, rows_left, 0 if is_planned else num_announced)
         self.requests[shard] = {row.request.request_id: row.request for row in shard.rows}
         self.queue.open(shard, ())
         if self.is_joined(run_id):
@@ -131,6 +138,23 @@ class EngineQueueMachine(RuleBasedStateMachine):
         rows = [make_row(f"row-{len(self.requests[shard]) + i}") for i in range(num_rows)]
         shard.announce(num_rows)
         self.queue.extend(shard, rows)
+        self.requests[shard] |= {row.request.request_id: row.request for row in rows}
+        self.send()
+
+    @precondition(lambda self: any(shard.num_announced for shard in self.shards))
+    @rule(data=st.data(), is_refused=st.booleans())
+    def adapter_comes(self, data: st.DataObject, is_refused: bool) -> None:
+        """Rows that waited for an adapter go to the engine, or are answered without it."""
+        shard = data.draw(st.sampled_from([shard for shard in self.shards if shard.num_announced]))
+        num_rows = data.draw(st.integers(1, shard.num_announced))
+        if is_refused:
+            shard.announce(-num_rows)
+        else:
+            self._come(shard, num_rows)
+
+    def _come(self, shard: OpenShard, num_rows: int) -> None:
+        rows = [make_row(f"row-{len(self.requests[shard]) + i}", f"sha-{num_rows}") for i in range(num_rows)]
+        self.queue.extend(shard, rows, [RegisterAdapter(f"sha-{num_rows}", "/a", "a")])
         self.requests[shard] |= {row.request.request_id: row.request for row in rows}
         self.send()
 
@@ -254,7 +278,7 @@ class EngineQueueMachine(RuleBasedStateMachine):
     def surrender(self, data: st.DataObject) -> None:
         """One shard goes, as incoming rows do whose owner leaves; its run and the other shards stay."""
         shard = data.draw(st.sampled_from(self.shards))
-        if not shard.num_unfinished:
+        if not shard.num_unfinished and not shard.num_announced:
             return
         self.queue.surrender(shard)
         self.send()
@@ -275,6 +299,11 @@ class EngineQueueMachine(RuleBasedStateMachine):
             self.answers[shard].update(row.result.request_id for row in _taken(shard))
             assert set(self.answers[shard].values()) <= {1}, "a row has two results"
             assert self.answers[shard].total() + shard.num_unfinished == len(self.requests[shard])
+
+    @invariant()
+    def a_shard_with_rows_to_come_is_open(self) -> None:
+        for shard in self.shards:
+            assert not shard.num_announced or shard in self.queue.table.runs[shard.run_id].shards
 
     @invariant()
     def nothing_is_added_to_a_closed_shard(self) -> None:
@@ -299,6 +328,9 @@ class EngineQueueMachine(RuleBasedStateMachine):
         for shard, row in self.lent:
             self.queue.reclaim(shard, [row.request.request_id])
         self.queue.process_ready()
+        for shard in self.shards:
+            if shard.num_announced:
+                self._come(shard, shard.num_announced)
         for _ in range(10_000):
             self.send()
             while self.process.exports:
@@ -345,6 +377,15 @@ def test_take_waits_for_rows_that_are_announced() -> None:
     shard.announce(1)
     threading.Timer(0.05, lambda: (shard.extend(1), shard.deliver(ServedRow(result_of("late"), 0)))).start()
     assert [row.result.request_id for row in shard.take(60)] == ["late"]
+
+
+def test_take_waits_no_more_when_the_rows_to_come_are_answered_elsewhere() -> None:
+    shard = OpenShard(0, [make_row("first")], "run", num_announced=2)
+    shard.deliver(ServedRow(result_of("first"), 0))
+    assert (shard.num_unfinished, shard.planned_rows_left) == (0, 2)
+    assert len(shard.take(0.01)) == 1
+    threading.Timer(0.05, lambda: shard.announce(-2)).start()
+    assert shard.take(60) == []
 
 
 def opened(queue: EngineQueue, *rows: ExportedRow, shard_id: int = 0, run_id: str = "run") -> OpenShard:

@@ -351,3 +351,67 @@ def test_a_worker_that_waits_for_many_others_gives_what_is_in_storage(
         cache.close()
 
     asyncio.run(story())
+
+
+def test_adapters_are_handed_over_as_they_come(alpha: Path, tmp_path: Path) -> None:
+    async def story() -> None:
+        peers = FakePeers()
+        peers.gate.clear()
+        late = record("late", NOWHERE)
+        cache = cache_of(str(alpha), tmp_path / "copies", peers, [late])
+        pieces = cache.arriving(["sha-late", "sha-alpha", "sha-late"], {"sha-late": PEER})
+        assert (await anext(pieces)).keys() == {"sha-alpha"}
+        coming = asyncio.ensure_future(anext(pieces))
+        await asyncio.sleep(0.1)
+        assert not coming.done()
+        peers.gate.set()
+        assert (await coming).keys() == {"sha-late"}
+        assert await anext(pieces, None) is None
+
+    asyncio.run(story())
+
+
+def test_an_adapter_that_cannot_be_read_is_said_after_those_that_have_come(alpha: Path, tmp_path: Path) -> None:
+    async def story() -> None:
+        peers = FakePeers(no_reply)
+        peers.gate.clear()
+        cache = cache_of(str(alpha), tmp_path / "copies", peers, [record("gone", "memory://nowhere/gone")])
+        pieces = cache.arriving(["sha-alpha", "sha-gone"], {"sha-gone": PEER})
+        assert (await anext(pieces)).keys() == {"sha-alpha"}
+        peers.gate.set()
+        with pytest.raises(StorageError):
+            await anext(pieces)
+        assert (await cache.get(["sha-alpha"], {})).keys() == {"sha-alpha"}
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("num_ahead", [0, 3, 6])
+def test_what_was_fetched_stays_until_its_shard_has_it(
+    num_ahead: int, storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shard needs more than the limit of the disk, and each adapter is fetched once all the same."""
+    fetched: list[str] = []
+
+    def counted(url: str, versions: Any, options: Any, folder: Path) -> None:
+        fetched.append(url)
+        copied(url, versions, options, folder)
+
+    monkeypatch.setattr(adapters, "from_store", counted)
+
+    async def story() -> None:
+        served = [opened(number, f"{storage}-{number}") for number in range(6)]
+        store = JobStore(str(tmp_path / "output"))
+        cache = AdapterCache(FakePeers(), lambda: served, store, no_audit, {}, tmp_path, lambda: 15)  # type: ignore[arg-type]
+        cache.foresee(AdapterFetch(each.sha256, None) for each in served[:num_ahead])
+        await asyncio.sleep(0.3)
+        found = await cache.get([each.sha256 for each in served], {})
+        assert sorted(fetched) == [each.url for each in served]
+        assert all(content(Path(each.folder)) == FILES for each in found.values())
+        copies = cache.copies()
+        assert copies.num_bytes == 60
+        cache.release(found.values())
+        assert copies.num_bytes <= 15
+        cache.close()
+
+    asyncio.run(story())

@@ -11,7 +11,7 @@ from lorabatch.scheduler.baselines.batchers import MergedBatcher, one_at_a_time,
 from lorabatch.scheduler.batchers.batching import StepPlan
 from lorabatch.scheduler.batchers.cost_batching import AdaptiveBatcher
 from lorabatch.scheduler.costs.cost import CostModel, StepLoad, lora_load, prompt_pairs
-from lorabatch.scheduler.costs.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
+from lorabatch.scheduler.costs.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B, fetch_core_seconds
 from lorabatch.scheduler.costs.machines import DLORA_A800_LLAMA_2_7B as COST
 from lorabatch.scheduler.simulation.memory import SimulatedMemory
 from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
@@ -360,6 +360,16 @@ def test_on_cpu_an_adapter_that_has_come_beside_steps_has_taken_their_time():
     assert memory.wait_s([1], 1.0) == pytest.approx(2 * STORED_S)
     assert memory.wait_s([0], 1.0 + 3 * STORED_S) == pytest.approx(STORED_S)
     assert memory.wait_s([0, 1], 1.0 + 3 * STORED_S) == 0.0
+
+
+@pytest.mark.parametrize("cores", [None, 1, 4])
+def test_an_adapter_of_a_store_takes_cores_from_steps_once(cores):
+    adapters = [replace(ADAPTERS[0], is_fetched=True), ADAPTERS[1]]
+    memory = SimulatedMemory(adapters, H200_LLAMA_3_8B, "storage", 1, host_tier_bytes=0, fetch_cores=cores)
+    fetch_s = 0.0 if cores is None else fetch_core_seconds(10**8) / cores
+    assert memory.wait_s([0], 0.0) == pytest.approx(STORED_S + fetch_s)
+    assert memory.wait_s([1], 0.0) == pytest.approx(STORED_S)
+    assert memory.wait_s([0], 0.0) == pytest.approx(STORED_S), "its copy stays on the disk"
 
 
 def test_the_least_recently_used_goes_but_nothing_that_is_needed():
