@@ -243,7 +243,7 @@ def threads_per_engine(spec: JobSpec, num_workers: int) -> int | None:
         return spec.engine_threads
     if not spec.is_embedded:
         return None
-    return max(1, _usable_cores() // num_workers)
+    return max(1, usable_cores() // num_workers)
 
 
 @contextmanager
@@ -413,7 +413,8 @@ def _said_while_late(sentence: str) -> Iterator[None]:
         is_over.set()
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """Cores of this machine that the process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

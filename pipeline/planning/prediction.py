@@ -6,7 +6,6 @@ of `max_tokens`; simulated engines draw lengths from the same distribution.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -64,7 +63,7 @@ def replica_settings(settings: RunSettings) -> ReplicaSettings:
         adapter_source="storage",
         host_tier_bytes=limits.host_tier_bytes,
         loads_beside_steps=settings.device.kind != "cpu",
-        fetch_cores=(settings.engine.num_threads or os.cpu_count() or 1) if settings.device.kind == "cpu" else None,
+        fetch_cores=settings.fetch_cores,
         look_ahead=_ALL_ROWS,
         leap_steps=_LEAP_STEPS,
     )

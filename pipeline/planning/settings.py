@@ -51,7 +51,7 @@ from ...scheduler.forecast import WaveMode
 from ...scheduler.policies import POLICIES, dealing
 from ...scheduler.settings import SchedulerSettings
 from ...scheduler.workload import AdapterInfo
-from ..cluster.connect import threads_per_engine
+from ..cluster.connect import threads_per_engine, usable_cores
 from ..cluster.devices import Device
 from .step_prices import MACHINE_MODELS, choose_cost
 
@@ -90,6 +90,9 @@ class RunSettings:
     migrates: bool = True
     #: Whether workers fetch adapters from one another.
     shares_adapters: bool = False
+    #: Cores of a worker that its engine's steps share with the fetching of adapters from a store; None: it costs steps
+    #: nothing.
+    fetch_cores: float | None = None
     #: Whether engines compute equal beginnings of prompts once.
     shares_prefixes: bool = False
     #: Ids of adapters that are exact only when merged.
@@ -161,6 +164,7 @@ class RunSettings:
             migrates=spec.migration,
             # Adapters that workers see as files need not be fetched.
             shares_adapters=any(is_remote(adapter.url) for adapter in served),
+            fetch_cores=_fetch_cores(spec, num_workers, threads) if device.kind == "cpu" else None,
             shares_prefixes=shares_prefixes(engine, model, is_arithmetic_fixed=is_fixed),
             merged_only=frozenset(adapter.sha256 for adapter in served if adapter.verdict == "exact-by-merge"),
             cost_origin=f"measured by earlier jobs, {history}" if has_history else origin,
@@ -320,6 +324,11 @@ def _mode(spec: JobSpec, device: Device, model: ModelConfig, model_folder: Path)
         return "auto" if has_room and spec.tensor_parallel == 1 else "unmerged"
     is_widened = products_format(device.kind, spec.dtype, spec.base_quantization) != "float32"
     return "unmerged" if has_blocks(model_folder) and not is_widened else "auto"
+
+
+def _fetch_cores(spec: JobSpec, num_workers: int, threads: int | None) -> float:
+    """Cores of a worker on CPUs. There may be more workers than cores on an embedded cluster."""
+    return usable_cores() / num_workers if spec.is_embedded else float(threads or usable_cores())
 
 
 def _history_path(job: OpenedJob, device: Device, threads: int | None) -> Path | None:

@@ -86,7 +86,7 @@ class SimulatedMemory:
         slots: int | None,
         is_beside: bool = True,
         host_tier_bytes: int | None = None,
-        fetch_cores: int | None = None,
+        fetch_cores: float | None = None,
     ) -> None:
         self._fetch_cores = fetch_cores
         self._to_fetch = {number for number, adapter in enumerate(adapters) if adapter.is_fetched}

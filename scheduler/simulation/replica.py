@@ -77,7 +77,7 @@ class ReplicaSettings:
     #: Whether loads cost steps nothing; on CPU both take the same cores.
     loads_beside_steps: bool = True
     #: Cores that steps share with the fetching of adapters from a store (None: fetching costs steps nothing).
-    fetch_cores: int | None = None
+    fetch_cores: float | None = None
     #: Waiting rows that the batcher sees.
     look_ahead: int = 512
     #: Most forward passes that one step stands for.
