@@ -90,6 +90,13 @@ class AdapterCopies:
             self._write_held()
         return missing
 
+    def put(self, source: Path, folder: Path) -> None:
+        """Rename a folder so that it is the copy `folder`, and hold it, before others may remove it to make room."""
+        with self._lock, file_lock(self.root / ".lock"):
+            os.rename(source, folder)
+            self._held[folder.name] += 1
+            self._write_held()
+
     def release(self, folders: Iterable[Path], *, is_done: bool = True) -> None:
         """Let copies go that were held, and remove copies until all are within the limit. `is_done` false: they are
         held again at once, and nothing is removed.
@@ -120,11 +127,15 @@ class AdapterCopies:
         return copy()
 
     def close(self) -> None:
-        """Let all copies go, and remove copies until all are within the limit."""
+        """Let all copies go, and remove copies until all are within the limit. What is released later changes
+        nothing.
+        """
         with suppress(OSError):
-            os.unlink(self._path)
-            os.close(self._descriptor)
-            self._held.clear()
+            with self._lock:
+                descriptor, self._descriptor = self._descriptor, -1
+                self._held.clear()
+                os.unlink(self._path)
+                os.close(descriptor)
             self._make_room(self.limit_bytes)
 
     def _make_room(self, limit_bytes: int) -> int:
@@ -162,6 +173,8 @@ class AdapterCopies:
         return 0
 
     def _write_held(self) -> None:
+        if self._descriptor < 0:  # closed: the number may be another file's by now
+            return
         text = json.dumps(sorted(self._held)).encode()
         with suppress(OSError):  # a full disk has room for what was there
             os.pwrite(self._descriptor, text, 0)

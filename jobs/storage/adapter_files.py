@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -121,7 +120,7 @@ def read_headers(
 
 def fetched_adapter(url: str, versions: Versions, copies: AdapterCopies, fetch: Callable[[Path], None]) -> Path:
     """A local folder with the files that decide what an adapter computes, fetched once per host. `fetch`: writes them
-    to a folder, such as `from_store`. The folder may be removed again until it is held.
+    to a folder, such as `from_store`. The folder is held.
 
     Raises what `fetch` raises, and OSError where the disk has no room.
     """
@@ -132,12 +131,12 @@ def fetched_adapter(url: str, versions: Versions, copies: AdapterCopies, fetch: 
     def write() -> None:
         with temporary_folder(copies.root, ".fetch-") as scratch:
             fetch(scratch)
-            os.rename(scratch, folder)
+            copies.put(scratch, folder)
 
-    if not folder.is_dir():
+    if copies.hold([folder]):
         # Workers of this host need one copy.
         with file_lock(folder.with_name(f".{folder.name}.lock")):
-            if not folder.is_dir():
+            if copies.hold([folder]):
                 copies.with_room(sum(_size(versions[name]) for name in names), write)
     return folder
 

@@ -90,7 +90,7 @@ class EngineQueue:
 
     def open(self, shard: OpenShard, adapters: Sequence[RegisterAdapter], rows_behind: int = 0) -> None:
         """Add the rows of a shard, which wait for their turn. `adapters`: of these rows. `rows_behind`: rows to
-        announce for an adapter that answers all rows of the shard, as in `RunShard`.
+        announce, as in `RunShard`, if all rows of the shard are here and have one adapter.
         """
         if shard.run_id not in self.table.runs or self._failure is not None:
             shard.fail(self._failure or ShardAbandonedError("The worker stopped before the shard was opened."))
@@ -98,7 +98,7 @@ class EngineQueue:
         self.table.add(shard)
         self.has_news |= shard.shard_id is None
         self._adapters |= {adapter.adapter_id: adapter for adapter in adapters}
-        if shard.shard_id is not None and len(adapters) == 1:
+        if shard.shard_id is not None and len(adapters) == 1 and not shard.num_announced:
             self._expected[adapters[0].adapter_id] = rows_behind
 
     def extend(self, shard: OpenShard, rows: Sequence[ExportedRow], adapters: Sequence[RegisterAdapter] = ()) -> None:

@@ -372,10 +372,7 @@ class AdapterCache:
             self._note("store", folder, began_s)
 
         try:
-            while True:
-                folder = fetched_adapter(adapter.url, adapter.files, self.copies(), fetch)
-                if not self.copies().hold([folder]):  # else it was removed at once, to make room
-                    return folder
+            return fetched_adapter(adapter.url, adapter.files, self.copies(), fetch)
         except AdapterRefusedError as error:
             return curable(error)
         except OSError as error:

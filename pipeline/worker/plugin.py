@@ -13,7 +13,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Collection, Generator, Iterable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -168,9 +168,11 @@ class RunPlugin(WorkerPlugin):
 
     async def _leave_engine(self) -> TemporaryDirectory[str] | None:
         """Leave the engine. Returns its folder if no other run uses the engine."""
-        self._adapters.close()
+        self._adapters.foresee(())
         await self._peer_service.outgoing.call_back(_RECALL_TIMEOUT_S)
+        # Shards that are open fail here, with the tokens that their rows have; those that only wait for adapters below.
         folder = await asyncio.to_thread(self._engines.leave, self._run_id, _CLOSE_TIMEOUT_S)
+        self._adapters.close()
         await self._peer_service.incoming.depart(_RETURN_TIMEOUT_S)
         stop_serving_peers(self._worker, self._run_id)
         return folder
@@ -296,7 +298,10 @@ class RunPlugin(WorkerPlugin):
                         raise ShardAbandonedError(f"Worker {self.address} has ended; others go on with its shards.")
                     yield {}
                     continue
-                found, coming = coming.result(), None
+                try:
+                    found, coming = coming.result(), None
+                except CancelledError:
+                    raise ShardAbandonedError(f"Worker {self.address} stops; others go on with its shards.") from None
                 if not found:
                     return
                 yield found

@@ -93,15 +93,17 @@ def _answer_and_commit(plugin: RunPlugin, command: RunShard, run_id: str) -> Sha
 
 def _come(rows: ShardRows, adapters: AwaitedAdapters, kept: KeptRows) -> list[ExportedRow]:
     """Rows whose adapters have come. Those whose adapters cannot be used become error rows in `kept.answers`."""
-    fingerprints = rows.fingerprint_of()
-    names = {r.request_id: n for r, n in zip(rows.requests, rows.adapters, strict=True) if isinstance(r, Request)}
     come = adapters.come()
-    for request in (row.request for row in come):
-        if isinstance(why := adapters.found.get(request.adapter_id or ""), str):
+    refused = {id_: why for id_, why in adapters.found.items() if isinstance(why, str)}
+    if refused and come:
+        fingerprints = rows.fingerprint_of()
+        pairs = zip(rows.requests, rows.adapters, strict=True)
+        names = {r.request_id: name for r, name in pairs if isinstance(r, Request)}
+        for request in (row.request for row in come if row.request.adapter_id in refused):
             fingerprint, num_tokens = fingerprints[request.request_id], len(request.prompt_token_ids)
-            error = f"adapter={names[request.request_id]!r}: {why}"
+            error = f"adapter={names[request.request_id]!r}: {refused[request.adapter_id or '']}"
             kept.answers[request.request_id] = RowAnswer.refused(fingerprint, request.adapter_id, error, num_tokens)
-    return [row for row in come if row.request.request_id not in kept.answers]
+    return [row for row in come if row.request.adapter_id not in refused]
 
 
 def _answer(
@@ -118,18 +120,12 @@ def _answer(
     fingerprints = rows.fingerprint_of()
     requests = {r.request_id: r for r in rows.requests if isinstance(r, Request)}
     journal = f"{journals_of(run_id)}{command.attempt}-{uuid4().hex[:8]}"
-    rows_behind = 0 if adapters.rows else command.rows_behind
-    num_waiting = len(adapters.rows)
-    shard = plugin.engine.open(command.shard_id, come, adapters.take(), rows_behind, num_announced=num_waiting)
+    shard = adapters.open(command, come)
     turn_s = time.monotonic()
     try:
         while len(kept.answers) < len(requests):
             while adapters.rows and time.monotonic() - turn_s < FLUSH_INTERVAL_S:
-                come = _come(rows, adapters, kept)
-                shard.announce(len(adapters.rows) + len(come) - num_waiting)
-                num_waiting = len(adapters.rows)
-                if come:
-                    plugin.engine.extend(shard, come, adapters.take())
+                adapters.extend(shard, _come(rows, adapters, kept))
             served = shard.take(0 if adapters.rows else FLUSH_INTERVAL_S)
             fresh = [_row_answer(row, requests, fingerprints, command) for row in served]
             plugin.engine.check_model()

@@ -149,8 +149,7 @@ def _answer(
     if not come:
         return
     rows_left = sum(not program.is_done for program in staged.programs)
-    rows_behind = 0 if adapters.rows else command.rows_behind
-    shard = plugin.engine.open(command.shard_id, come, adapters.take(), rows_behind, rows_left)
+    shard = adapters.open(command, come, rows_left)
     num_open, unsaved = len(come), list[RowAnswer]()
     turn_s = saved_s = time.monotonic()
 
@@ -167,9 +166,7 @@ def _answer(
             following, done_rows = staged.take(answers)
             following, refused_rows = ready(following)
             come, done = come + following, done + done_rows + refused_rows
-            if come:
-                shard.announce(len(come))
-                plugin.engine.extend(shard, come, adapters.take())
+            adapters.extend(shard, come)
             if done:
                 plugin.engine.submit(EngineQueue.rows_done, shard, [staged.length_of(row) for row in done])
             num_open += len(come) - len(answers)

@@ -8,7 +8,7 @@ import numpy as np
 
 from ...engine.request import ExportedRow
 from ...engine.server.frames import RegisterAdapter
-from ...scheduler.messages import AdapterFetch
+from ...scheduler.messages import AdapterFetch, RunShard
 from ...scheduler.planning.bound import JobWork
 from ..dataset.answers import BegunRow, RowAnswer, encode_begun
 from ..supervisor.open_shard import OpenShard
@@ -28,6 +28,7 @@ class AwaitedAdapters:
 
     def __init__(self, plugin: RunPlugin, adapter_ids: Iterable[str], fetches: Collection[AdapterFetch]) -> None:
         self._plugin = plugin
+        self._num_announced = 0
         self._needed = dict.fromkeys(adapter_ids)
         self._arriving = plugin.adapters(self._needed, fetches)
         self._fresh: list[RegisterAdapter] = []
@@ -49,14 +50,33 @@ class AwaitedAdapters:
         `RunPlugin.adapters` raises.
         """
         found = next(self._arriving, None)
-        assert found is not None or self._needed.keys() <= self.found.keys(), "an adapter has not come"
-        self.found |= found or {}
-        self._fresh += [adapter for adapter in (found or {}).values() if not isinstance(adapter, str)]
+        if found is None:
+            assert self._needed.keys() <= self.found.keys(), "an adapter has not come"
+        elif not found:
+            return []
+        else:
+            self.found |= found
+            self._fresh += [adapter for adapter in found.values() if not isinstance(adapter, str)]
         waiting, self.rows = self.rows, []
         return self.ready(waiting)
 
-    def take(self) -> list[RegisterAdapter]:
-        """Adapters that have come since the last call and can be used."""
+    def open(self, command: RunShard, rows: list[ExportedRow], rows_left: int | None = None) -> OpenShard:
+        """Open a shard with rows that wait no more; those that wait are announced. `rows_left`: as `OpenShard` takes
+        it.
+        """
+        self._num_announced = len(self.rows)
+        return self._plugin.engine.open(
+            command.shard_id, rows, self._take(), command.rows_behind, rows_left, num_announced=self._num_announced
+        )
+
+    def extend(self, shard: OpenShard, rows: list[ExportedRow]) -> None:
+        """Give an open shard further rows, which wait no more, and announce those that wait."""
+        shard.announce(len(self.rows) + len(rows) - self._num_announced)
+        self._num_announced = len(self.rows)
+        if rows:
+            self._plugin.engine.extend(shard, rows, self._take())
+
+    def _take(self) -> list[RegisterAdapter]:
         fresh, self._fresh = self._fresh, []
         return fresh
 

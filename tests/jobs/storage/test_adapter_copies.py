@@ -140,3 +140,16 @@ def test_copies_stay_within_the_limit_and_what_is_held(
         assert copies.num_bytes <= max(100, 40 * (len(set(held)) + 1))
     copies.close()
     assert copies.num_bytes <= 100
+
+
+def test_what_is_released_after_the_end_is_written_to_no_other_file(tmp_path: Path) -> None:
+    copies = AdapterCopies(tmp_path)
+    folder = add(copies, "alpha")
+    copies.hold([folder])
+    copies.close()
+    with (tmp_path / "part.parquet").open("wb") as other:  # it has the number of the file that was closed
+        other.write(b"rows")
+        other.flush()
+        copies.release([folder])
+        copies.hold([folder])
+        assert (tmp_path / "part.parquet").read_bytes() == b"rows"
