@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from echo_job import EchoJob, Watcher, kill_one, make_rows, wait_until
+from echo_job import EchoJob, Watcher, kill_one, make_rows, processes_of, wait_until
 from safetensors.torch import load_file, save_file
 
 import lorabatch
@@ -129,6 +131,38 @@ def test_stages_whose_adapters_are_here_do_not_wait_for_other_adapters(echo_job:
     shutil.rmtree(echo_job.output)
     echo_job.run(stages=stages, workers=1)
     assert echo_job.rows() == found
+
+
+@pytest.mark.long
+def test_a_worker_that_leaves_while_it_fetches_hands_over_what_its_rows_have(echo_job: EchoJob, logged: Logged) -> None:
+    rows = make_rows(64, (None, *NAMES))
+    echo_job.write_input(rows)
+    trace = echo_job.folder / "generated"
+    echo_job.set_engine(step_s=0.1, trace=str(trace))
+    logged.bucket.put(echo_job.adapters, "adapters")
+    state = echo_job.output / "_lorabatch"
+
+    def generated() -> int:
+        return sum(map(int, trace.read_text().split())) if trace.exists() else 0
+
+    def hold_back_and_leave() -> None:
+        wait_until((state / "job.json").exists)
+        logged.bucket.fail("silent GET /bucket/adapters/rank8/")
+        try:
+            wait_until(lambda: generated() > 150)
+            os.kill(processes_of(os.getpid(), "worker")[0].pid, signal.SIGTERM)
+            before = generated()
+            wait_until(lambda: generated() > before + 50)
+        finally:
+            logged.bucket.hold.with_suffix(".fault").unlink()
+
+    leaving = threading.Thread(target=hold_back_and_leave)
+    leaving.start()
+    job = {"max_tokens": 60, "batch_rows": 8, "rows_per_shard": 32, "migration": False, "workers": 2}
+    run_on_s3(echo_job, logged.bucket, **job)
+    leaving.join()
+    echo_job.assert_answered(rows, max_tokens=60)
+    assert generated() < 64 * 60 + 40
 
 
 @contextmanager
