@@ -10,8 +10,8 @@ import pytest
 import lorabatch
 from lorabatch.engine.model_config import folder, keys, opt
 from lorabatch.engine.model_config.families import FAMILIES, TEXT_FAMILIES
+from lorabatch.engine.model_config.gguf import ARCHITECTURES
 from lorabatch.engine.model_config.wrappers import WRAPPERS
-from lorabatch.engine.models.gguf.architectures import ARCHITECTURES
 from lorabatch.engine.text.tokenizers import tokenizer_settings as settings
 from lorabatch.engine.tokenizer_files import OLDER_VOCABULARIES
 

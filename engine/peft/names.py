@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from ...kernels.layouts.delta_sizes import DeltaSizes
 from ..model_config.model import ModelConfig
 
 Role = Literal[
@@ -160,6 +161,8 @@ class BaseLayout:
     num_kv_heads: int = 0
     #: Features that a head reads.
     embedding_size: int = 0
+    #: Sizes of the layers of the gated delta rule; None where there are none.
+    delta: DeltaSizes | None = None
     #: Whether the base is a classifier with a head of its own.
     has_score: bool = False
     #: Names of the base's labels; empty where it names none.
@@ -215,6 +218,7 @@ def base_layout(model: ModelConfig) -> BaseLayout:
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
         embedding_size=model.embedding_size,
+        delta=next((layer.delta for layer in model.layers if layer.delta is not None), None),
         has_score=model.is_classifier,
         labels=model.labels,
         problem_type=model.problem_type,

@@ -63,9 +63,9 @@ class TensorEntry:
     num_bytes: int
     #: Whether rows and columns are exchanged in the file.
     is_transposed: bool = False
-    #: Heads whose rows are in llama.cpp's order in the file, which alternates between a head's halves; 0: in PEFT's
-    #: order.
-    num_heads: int = 0
+    #: Order of rows in the file, (first, outer, n, m): those behind the first ones are [outer, n, m, …] there and
+    #: [outer, m, n, …] here; None: they are in one order.
+    row_order: tuple[int, int, int, int] | None = None
     #: Bytes of its blocks in the file if they are of kind Q8_0 (32 numbers: a factor in fp16, then 8 bits each); 0:
     #: plain numbers.
     q8_bytes: int = 0
@@ -77,14 +77,16 @@ class TensorEntry:
 
     def arranged(self, stored: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         """The tensor's bytes, uint8 [num_bytes], from those in the file: a copy where it is arranged otherwise."""
-        if not (self.q8_bytes or self.is_transposed or self.num_heads):
+        if not (self.q8_bytes or self.is_transposed or self.row_order):
             return stored
         numbers = _unpacked(stored) if self.q8_bytes else stored.view(f"<u{ELEMENT_BYTES[self.dtype]}")
         if self.is_transposed:
             numbers = numbers.reshape(self.shape[::-1]).T
-        if self.num_heads:
-            rows, width = self.shape
-            numbers = numbers.reshape(self.num_heads, rows // self.num_heads // 2, 2, width).swapaxes(1, 2)
+        if self.row_order:
+            (first, outer, n, m), width = self.row_order, self.shape[1]
+            numbers = numbers.reshape(self.shape)
+            moved = numbers[first:].reshape(outer, n, m, -1, width).swapaxes(1, 2)
+            numbers = np.concatenate([numbers[:first], moved.reshape(-1, width)])
         return np.ascontiguousarray(numbers).reshape(-1).view(np.uint8)
 
 

@@ -134,8 +134,8 @@ class AdapterCache:
     async def arriving(
         self, adapter_ids: Iterable[str], peers: Mapping[str, str]
     ) -> AsyncGenerator[dict[str, RegisterAdapter | str]]:
-        """What `get` returns, in pieces: each has the adapters that have come since the last. Raises what `get` raises;
-        the caller releases what it got before.
+        """The adapters of `get` in pieces, each with those that have come since the last. Raises what `get` raises; the
+        caller releases what it got before.
         """
         ids = list(dict.fromkeys(adapter_ids))
         self._unasked.difference_update(ids)

@@ -165,11 +165,7 @@ def _tensors(model: torch.nn.Module, architecture: str) -> Iterator[tuple[str, A
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         array: Array = tensor.float().numpy()
-        if architecture in REORDERED and (is_query := "q_proj" in name or "k_proj" in name):
-            is_query = "q_proj" in name
-            array = _reordered(array, config.num_attention_heads if is_query else config.num_key_value_heads)
-        if architecture == "qwen35":
-            name, array = _of_delta(name, array, config)
+        name, array = moved(name, array, config, architecture)
         if name.endswith("layer_scalar"):
             name += ".weight"
         if architecture in ("gemma", "gemma2", "gemma3") and "norm" in name:
@@ -192,6 +188,13 @@ def _tensors(model: torch.nn.Module, architecture: str) -> Iterator[tuple[str, A
         assert of_gguf is not None, name
         yield f"{of_gguf}.{part}", array
     yield from _rope_factors(config.to_dict())
+
+
+def moved(name: str, array: Array, config: Any, architecture: str) -> tuple[str, Array]:
+    """A tensor of a checkpoint with its rows and columns in the order of files, and its name for gguf-py's table."""
+    if architecture in REORDERED and ("q_proj" in name or "k_proj" in name):
+        return name, _reordered(array, config.num_attention_heads if "q_proj" in name else config.num_key_value_heads)
+    return _of_delta(name, array, config) if architecture == "qwen35" else (name, array)
 
 
 def _reordered(rows: Array, num_heads: int) -> Array:

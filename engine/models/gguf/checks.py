@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from ....system.untrusted import STOPS, shown_name
 from ...errors import EngineError, ModelFilesError
 from ...model_config.family import Family
+from ...model_config.gguf import linear_names, norm_names
 from ...model_config.model import ModelConfig
-from .architectures import linear_names, norm_names
 from .config import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, flags, model_config
 from .file import GgufFile
 from .layers import passed_over, read_layers, tensor_names

@@ -9,8 +9,8 @@ from ....system.untrusted import shown
 from ...config import UNREAD_KEYS
 from ...errors import EngineError, ModelFilesError
 from ...model_config.family import Family
+from ...model_config.gguf import ARCHITECTURES, family_of, linear_names
 from ...model_config.rope import FULL, WINDOWED
-from .architectures import ARCHITECTURES, family_of, linear_names
 from .file import GgufFile
 from .keys import named_keys
 from .layers import settings_of_layers

@@ -28,7 +28,7 @@ from ....system.long_work import LongWork
 from ....system.untrusted import STOPS
 from ...config import BLOCKS_KEY
 from ...errors import EngineError, ModelFilesError
-from .architectures import ARCHITECTURES
+from ...model_config.gguf import ARCHITECTURES
 from .blocks import KINDS, METADATA_KEY, GgufWeight, Weight, plain
 from .checks import checkpoint_names, model_of_layers, unfitting
 from .config import model_config, token_id_config

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ....system.gguf import ALIGNMENT, KINDS_NOT_READ, KINDS_READ, VERSIONS, GgufTensor, GgufWalk, check_sizes
 from ....system.untrusted import shown, shown_name
 from ...errors import EngineError, ModelFilesError
-from .architectures import ARCHITECTURES, family_of
+from ...model_config.gguf import ARCHITECTURES, family_of
 from .keys import refused_keys
 
 if TYPE_CHECKING:

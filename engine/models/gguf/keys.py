@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ....system.untrusted import shown, shown_name
-from .architectures import ARCHITECTURES
+from ...model_config.gguf import ARCHITECTURES
 
 #: Keys of the model that are read whether their value is a number or a list.
 LISTS = (

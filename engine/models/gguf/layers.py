@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ....system.untrusted import shown
 from ...errors import EngineError, ModelFilesError
 from ...model_config.family import Family
+from ...model_config.gguf import DELTA, SITES, norm_names
 from ...model_config.llama import read_llama_shaped
 from ...model_config.model import HEAD, ModelConfig
 from ...model_config.raw import RawConfig
 from ...model_config.rope import FULL, WINDOWED
-from .architectures import DELTA, SITES, norm_names
 from .file import GgufFile
 
 if TYPE_CHECKING:

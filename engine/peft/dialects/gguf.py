@@ -6,7 +6,9 @@ Facts of that script and of llama.cpp's `llama-adapter.cpp`:
   embedding, whose lora_a is [vocab_size, rank].
 - The factor of B·A is `adapter.lora.alpha` / rank, rank by tensor; without alpha, or with 0, it is 1. The file has no
   room for rank-stabilised LoRA, alpha patterns and DoRA, which the script drops or refuses.
-- In the architecture `llama` rows of queries and keys are reordered as in the model: each head's halves alternate.
+- Rows are in the model file's order: where each head's halves of queries and keys alternate there, they do here, and
+  value heads of the gated delta rule are apart from their key head's others. Layers whose columns the model file has
+  in another order (`ssm_out`), or whose weights it has transposed (GPT-2), cannot be converted.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from typing import Any
 from ....system.gguf import ALIGNMENT, KINDS_NOT_READ, KINDS_READ, VERSIONS, GgufTensor, GgufWalk, check_sizes
 from ....system.untrusted import shown_name
 from ...errors import AdapterRefusedError
+from ...model_config.families import FAMILIES
+from ...model_config.gguf import ARCHITECTURES, architectures_of, linear_parts
 from ...model_config.model import HEAD
 from ..config import AdapterConfig
 from ..findings import Ledger
@@ -30,31 +34,11 @@ from ..tensor_file import ELEMENT_BYTES, FLOAT_TYPES, MAX_NAME_CHARACTERS, MAX_T
 
 #: Names of the metadata that are looked at.
 TYPE, ARCHITECTURE, KIND, ALPHA = "general.type", "general.architecture", "adapter.type", "adapter.lora.alpha"
-# Family of the base -> architecture of its adapters.
-_ARCHITECTURES: Mapping[str, str] = {
-    "llama": "llama",
-    "mistral": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gemma": "gemma",
-    "gemma2": "gemma2",
-    "gemma3_text": "gemma3",
-    "phi3": "phi3",
-}
-# Weight below `blk.N.` -> linear layers below `layers.N.` that it may be, the first that the base has.
-_LAYERS: Mapping[str, tuple[str, ...]] = {
-    "attn_q": ("self_attn.q_proj",),
-    "attn_k": ("self_attn.k_proj",),
-    "attn_v": ("self_attn.v_proj",),
-    "attn_qkv": ("self_attn.qkv_proj",),
-    "attn_output": ("self_attn.o_proj",),
-    "ffn_gate": ("mlp.gate_proj",),
-    "ffn_up": ("mlp.up_proj", "mlp.gate_up_proj"),
-    "ffn_down": ("mlp.down_proj",),
-}
-_REORDERED = ("attn_q", "attn_k")
+# Weight of the projection of all layers' own inputs, which stands in no layer.
+_ALL_INPUTS = "per_layer_model_proj"
 _TENSOR = re.compile(
-    r"(?P<weight>token_embd|output|blk\.(?P<layer>\d{1,6})\.(?P<part>\w+))\.weight\.lora_(?P<half>[ab])"
+    rf"(?P<weight>token_embd|output|{_ALL_INPUTS}|blk\.(?P<layer>\d{{1,6}})\.(?P<part>\w+))\.weight"
+    r"\.lora_(?P<half>[ab])"
 )
 _NO_PART = "it describes the file"
 _REFUSED_KEYS = {
@@ -156,19 +140,18 @@ def read_gguf(
 
 def _read_metadata(metadata: Mapping[str, Any], layout: BaseLayout, ledger: Ledger) -> float:
     """The alpha of all pairs; 0: the factor is 1."""
-    expected = {TYPE: "adapter", KIND: "lora", ARCHITECTURE: _ARCHITECTURES.get(layout.family)}
+    expected = {TYPE: ("adapter",), KIND: ("lora",), ARCHITECTURE: _architectures(layout)}
     if metadata.get(TYPE) == "model" or (metadata.get(TYPE) is None and KIND not in metadata):
         ledger.refuse_key(TYPE, metadata.get(TYPE), "expected 'adapter': the file is a model. Name it as --model")
         return 0.0
     for key, wanted in expected.items():
-        if wanted is None:
+        if not wanted:
             ledger.refuse_key(
                 key, metadata.get(key), f"adapters in GGUF are not read for a base of {layout.family}. {_USE_PEFT}"
             )
-        elif metadata.get(key) != wanted:
-            what = (
-                f"expected {wanted!r} for a base of {layout.family}" if key == ARCHITECTURE else f"expected {wanted!r}"
-            )
+        elif metadata.get(key) not in wanted:
+            what = f"expected {' or '.join(map(repr, wanted))}"
+            what += f" for a base of {layout.family}" if key == ARCHITECTURE else ""
             ledger.refuse_key(key, metadata.get(key), f"{what}. Use the base it was trained on")
         else:
             ledger.use_key(key)
@@ -196,11 +179,19 @@ def _place(key: str, layout: BaseLayout) -> tuple[str, str, str, str] | None:
     half, weight = match["half"], match["weight"]
     if weight == "token_embd":
         return layout.embedding, f"{layout.embedding}.lora_embedding_{half.upper()}", weight, half
-    if weight == "output":
-        return HEAD, f"{HEAD}.lora_{half.upper()}.weight", weight, half
-    candidates = [f"{layout.layers}.{int(match['layer'])}.{name}" for name in _LAYERS.get(match["part"], ())]
+    if match["part"] is not None:
+        names = linear_parts(layout.family).get(match["part"], ())
+        candidates = [f"{layout.layers}.{int(match['layer'])}.{name}" for name in names]
+    else:
+        inputs = FAMILIES[layout.family].names.layer_inputs
+        candidates = [HEAD] if weight == "output" else [inputs.projection] if inputs is not None else []
     module = next((name for name in candidates if name in layout.linear), next(iter(candidates), None))
-    return None if module is None else (module, f"{module}.lora_{half.upper()}.weight", match["part"], half)
+    return None if module is None else (module, f"{module}.lora_{half.upper()}.weight", match["part"] or weight, half)
+
+
+def _architectures(layout: BaseLayout) -> tuple[str, ...]:
+    """Architectures of adapters for a base; none where the converter cannot write them."""
+    return () if layout.is_transposed else architectures_of(layout.family)
 
 
 def _arranged(entry: TensorEntry, part: str, half: str, layout: BaseLayout) -> TensorEntry:
@@ -209,12 +200,22 @@ def _arranged(entry: TensorEntry, part: str, half: str, layout: BaseLayout) -> T
         return entry
     if part == "token_embd" and half == "a":
         return replace(entry, shape=entry.shape[::-1], is_transposed=True)
-    if half == "b" and part in _REORDERED and _ARCHITECTURES.get(layout.family) == "llama":
+    return replace(entry, row_order=_row_order(part, entry.shape[0], layout)) if half == "b" else entry
+
+
+def _row_order(part: str, num_rows: int, layout: BaseLayout) -> tuple[int, int, int, int] | None:
+    """`TensorEntry.row_order` of a B; None for rows in PEFT's order, and for as many as no weight of the base has,
+    which are refused by their shape.
+    """
+    if part in ("attn_q", "attn_k") and any(ARCHITECTURES[name].has_paired_rows for name in _architectures(layout)):
         heads = layout.num_heads if part == "attn_q" else layout.num_kv_heads
-        # Rows of another number are of another base, and are refused by their shape.
-        if entry.shape[0] % (2 * heads) == 0:
-            return replace(entry, num_heads=heads)
-    return entry
+        return None if num_rows % (2 * heads) else (0, heads, num_rows // heads // 2, 2)
+    sizes = layout.delta
+    if sizes is None or part not in ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta"):
+        return None
+    first = 2 * sizes.num_keys if part == "attn_qkv" else 0
+    is_known = num_rows > first and (num_rows - first) % sizes.value_heads == 0
+    return (first, 1, sizes.value_heads // sizes.key_heads, sizes.key_heads) if is_known else None
 
 
 def _config(alpha: float, ranks: Mapping[str, int]) -> AdapterConfig:

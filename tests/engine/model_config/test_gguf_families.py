@@ -15,17 +15,23 @@ from urllib.request import Request as HttpRequest
 from urllib.request import urlopen
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
 from gguf_writer import ARCHITECTURES as NUMBERS
-from gguf_writer import value_order, write_as_converted
+from gguf_writer import moved, value_order, write_as_converted
+from other_forms import write_gguf
+from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lorabatch.engine.config import read_model_config
 from lorabatch.engine.errors import EngineError, ModelFilesError
 from lorabatch.engine.model_config.families import FAMILIES
-from lorabatch.engine.models.gguf.architectures import ARCHITECTURES, DELTA, SITES, norm_names
+from lorabatch.engine.model_config.gguf import ARCHITECTURES, DELTA, SITES, norm_names
 from lorabatch.engine.models.gguf.convert import convert_gguf
+from lorabatch.engine.peft import audit_adapter
+from lorabatch.engine.peft.random import write_random_adapter
 
 SIZES = {
     "vocab_size": 272,
@@ -209,6 +215,66 @@ def test_a_file_gives_the_logits_of_the_model_it_was_written_from(case: str, tmp
     for num_tokens in (5, 70):
         prompt = compare.prompt(num_tokens, engine)
         compare.equal_everywhere(engine, prompt, compare.generate(model, prompt))
+
+
+def as_converted(folder: Path, target: Path, model: Any, architecture: str) -> Path:
+    """The pairs of a PEFT folder as llama.cpp's `convert_lora_to_gguf.py` writes them: named by gguf-py's table, with
+    the rows of each B where the converter moves those of the weight.
+    """
+    names = gguf.get_tensor_name_map(NUMBERS[architecture], model.config.num_hidden_layers)
+    found: dict[str, Any] = {}
+    for key, value in load_file(folder / "adapter_model.safetensors").items():
+        module, _, half = key.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")
+        weight = names.get_name(module)
+        assert weight is not None, module
+        if half == "B":
+            _, rows = moved(f"{module}.weight", np.arange(len(value))[:, None], model.config, architecture)
+            value = value[rows[:, 0]]
+        found[f"{weight}.weight.lora_{half.lower()}"] = np.ascontiguousarray(value)
+    write_gguf(target / "adapter.gguf", architecture, found, adapter__lora__alpha=8.0)
+    return target
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("gpt2", "granite 4")])
+def test_an_adapter_for_a_model_of_an_architecture_is_the_one_of_peft(case: str, tmp_path: Path) -> None:
+    architecture, family, settings, _ = CASES[case]
+    model = model_of(family, settings)
+    model.save_pretrained(tmp_path / "base")
+    config = read_model_config(tmp_path / "base")
+    folder = write_random_adapter(tmp_path / "peft", config, 4, 5)
+    pairs = load_file(folder / "adapter_model.safetensors")
+    # whose columns the converter moves in models, and cannot move in adapters
+    pairs = {key: value for key, value in pairs.items() if "linear_attn.out_proj" not in key}
+    save_file(pairs, folder / "adapter_model.safetensors")
+    raw = json.loads((folder / "adapter_config.json").read_text())
+    raw["target_modules"] = [name for name in raw["target_modules"] if any(f".{name}.lora" in key for key in pairs)]
+    (folder / "adapter_config.json").write_text(json.dumps(raw))
+    expected = audit_adapter(folder, config, "peft")
+    audit = audit_adapter(as_converted(folder, tmp_path / "gguf", model, architecture), config, "gguf")
+    assert audit.verdict == expected.verdict == "exact", audit.reasons
+    assert len(audit.sites) == len(pairs) // 2
+    assert audit.content_sha256 == expected.content_sha256
+
+
+@pytest.mark.parametrize(
+    ("case", "weight", "said"),
+    [
+        ("gpt2", "blk.0.attn_output", "adapters in GGUF are not read for a base of gpt2"),
+        ("qwen35 of more values than keys", "blk.0.ssm_out", "not a pair of a linear layer of qwen3_5_text"),
+        ("gemma4", "blk.0.per_layer_model_proj", "not a pair of a linear layer of gemma4_text"),
+        ("glm4", "per_layer_model_proj", "not a pair of a linear layer of glm4"),
+    ],
+)
+def test_adapters_that_the_converter_cannot_write_are_refused(
+    case: str, weight: str, said: str, tmp_path: Path
+) -> None:
+    architecture, family, settings, _ = CASES[case]
+    model_of(family, settings).save_pretrained(tmp_path / "base")
+    pair = {f"{weight}.weight.lora_{half}": np.ones((64, 64), np.float32) for half in "ab"}
+    write_gguf(tmp_path / "gguf" / "adapter.gguf", architecture, pair, adapter__lora__alpha=8.0)
+    audit = audit_adapter(tmp_path / "gguf", read_model_config(tmp_path / "base"), "gguf")
+    assert audit.verdict == "refused"
+    assert any(said in reason for reason in audit.reasons), audit.reasons
 
 
 def test_every_architecture_has_a_case() -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from ...model_config.families import FAMILIES
-from ...model_config.family import Family
-from ...model_config.names import PackedSite
+from .families import FAMILIES
+from .family import Family
+from .names import PackedSite
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,31 @@ def family_of(architecture: str, metadata: Mapping[str, Any]) -> tuple[Family, s
         if metadata.get(f"{architecture}.{key}"):
             return FAMILIES[name], class_name
     return FAMILIES[read.family], read.transformers_class
+
+
+def architectures_of(family: str) -> tuple[str, ...]:
+    """Architectures that files of a family may have. `family`: its `model_type`."""
+    found = [name for name, read in ARCHITECTURES.items() if family in (read.family, *(read.other or ())[1:2])]
+    # Models of the first Mistral are files of Llama.
+    return ("llama", *found) if family == "mistral" else tuple(found)
+
+
+@cache
+def linear_parts(model_type: str) -> Mapping[str, tuple[str, ...]]:
+    """Name of a layer's weight in files -> linear layers below the layer that it may be, for the family of a
+    `model_type`.
+    """
+    family = FAMILIES[model_type]
+    found: dict[str, tuple[str, ...]] = {}
+    in_layers = {site: modules for site, modules in family.names.sites.items() if site != "all_inputs"}
+    for site, modules in in_layers.items():
+        for name, module in zip(SITES[site, len(modules)], modules, strict=True):
+            found[name] = (*found.get(name, ()), module)
+    for theirs, ours in DELTA.items() if family.has_delta_layers else ():
+        if theirs.startswith("in_proj_"):
+            stem = ours.removesuffix(".weight")
+            found[stem] = (*found.get(stem, ()), f"{family.names.delta}.{theirs.removesuffix('.weight')}")
+    return found
 
 
 def norm_names(architecture: str, family: Family) -> dict[str, str]:
