@@ -1,23 +1,21 @@
 """`AdapterCache`: the adapters of one run on one worker, as local folders.
 
 A local folder is used in place. An adapter in storage is read by the first worker that needs it; other workers get it
-from one that has it (LoRAServe's distributed pool, section 4), piece by piece, and from storage if that one does not
-reply, is slower, or waits for this worker to have it. Workers of one host share
-copies, and do not give each other these. Where the job was opened by an adapter's header alone, the first worker
-that has its files also checks its values, in a confined process, and keeps its content hash in the job's folder for all
-others. The engine checks the hash on the bytes that it loads.
+from one that has it (LoRAServe's distributed pool, section 4; `adapter_peers.py`), and from storage if that one does
+not reply, is slower, or waits for this worker to have it. Where the job was opened by an adapter's header alone, the
+first worker that has its files also checks its values, in a confined process, and keeps its content hash in the job's
+folder for all others. The engine checks the hash on the bytes that it loads.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import shutil
 import tempfile
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
@@ -39,15 +37,10 @@ from ...scheduler.messages import AdapterFetch
 from ...system.codec import MessageError
 from ...system.confinement import ConfinedError
 from ..migration.peers import AdapterFiles, FetchAdapter, PeerLostError, Peers
+from .adapter_peers import AdapterPeers, heard
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-# Bytes of a piece of a file between workers, and the seconds that one may take: a transfer has no other limit.
-_PIECE_BYTES = 4 << 20
-_PIECE_TIMEOUT_S = 10.0
-# Seconds that a worker which is asked waits for its own fetch before it says so, and most times that it may say so.
-_COMING_S = 5.0
-_MAX_COMING = 6
 # Factor by which a store must be faster than other workers to be asked first.
 _MUCH_FASTER = 2.0
 # Adapters that are fetched at once, how many of these may be ahead of the shards that need them, and how many other
@@ -85,7 +78,6 @@ class AdapterCache:
         folder: Path,
         disk_bytes: Callable[[], int | None] = lambda: None,
     ) -> None:
-        self._peers = peers
         self._served = cache(lambda: {each.sha256: each for each in read_adapters() if not each.is_refused})
         self._store = store
         self._audit = audit
@@ -104,12 +96,7 @@ class AdapterCache:
         self._foreseen: deque[AdapterFetch] = deque()
         self._unasked: set[str] = set()
         self._num_ahead = 0
-        # Adapters that other workers are asked for now, with the worker; and the workers that wait for this one to have
-        # an adapter.
-        self._asked: dict[str, str] = {}
-        self._waiting: dict[str, Counter[str]] = defaultdict(Counter)
-        # Workers that share this one's copies.
-        self._sharing: set[str] = set()
+        self._others = AdapterPeers(peers, lambda: self.copies().identity)
         self._may_ask = asyncio.Semaphore(_ASKED_AT_ONCE)
         # Bytes per second of the last fetches from workers and from storage; 0 without any.
         self._pace = {"peer": 0.0, "store": 0.0}
@@ -143,7 +130,7 @@ class AdapterCache:
 
         def begin(adapter_id: str) -> None:
             get = asyncio.create_task(self._get(adapter_id, peers.get(adapter_id)))
-            get.add_done_callback(_heard)
+            get.add_done_callback(heard)
             gets[get] = adapter_id
 
         for adapter_id in ids:
@@ -181,32 +168,16 @@ class AdapterCache:
         self._go_ahead()
 
     async def reply(self, request: FetchAdapter) -> AdapterFiles:
-        """The sizes of an adapter's files, or a piece of one, for another worker. Raises what `get` raises,
-        `StorageError` for an adapter that cannot be used and for one that this worker gets from a worker that waits for
-        the reply, and OSError for one whose folder is gone again.
-        """
-        if self._asked.get(request.adapter_id) in request.waiting:
-            raise StorageError("it waits for the worker that asks")
-        if request.copies and request.copies == await asyncio.to_thread(self._copies_identity):
-            return AdapterFiles(is_shared=True)
-        fetch = asyncio.ensure_future(self._get(request.adapter_id, None))
-        waiting = self._waiting[request.adapter_id]
-        waiting.update(request.waiting)
-        await asyncio.wait([fetch], timeout=_COMING_S)
-        waiting.subtract(request.waiting)
-        if not fetch.done():
-            fetch.add_done_callback(_heard)
-            return AdapterFiles()
-        adapter = fetch.result()
-        if isinstance(adapter, str):
-            raise StorageError(adapter)
-        folder = Path(adapter.folder)
-        if request.adapter_id in self._kept and request.adapter_id not in self._unasked:
-            kept = self._kept.pop(request.adapter_id)
-            await asyncio.to_thread(self._release, [kept], is_done=False)
-        if request.name:
-            return await asyncio.to_thread(_piece, folder / _plain(request.name), request.offset)
-        return AdapterFiles({path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()})
+        """The reply to another worker. Raises what `AdapterPeers.reply` raises."""
+
+        async def get() -> RegisterAdapter | str:
+            adapter = await self._get(request.adapter_id, None)
+            if request.adapter_id in self._kept and request.adapter_id not in self._unasked:
+                kept = self._kept.pop(request.adapter_id)
+                await asyncio.to_thread(self._release, [kept], is_done=False)
+            return adapter
+
+        return await self._others.reply(request, get)
 
     @property
     def use(self) -> AdapterUse:
@@ -232,9 +203,6 @@ class AdapterCache:
             if self._copies is None:
                 self._copies = AdapterCopies(limit_bytes=limit_bytes)
             return self._copies
-
-    def _copies_identity(self) -> str:
-        return self.copies().identity
 
     def _release(self, folders: Iterable[Path], *, is_done: bool = True) -> None:
         if self._copies is not None:
@@ -322,7 +290,7 @@ class AdapterCache:
         folder: Path | str | None = None
         if adapter.files:
             loop = asyncio.get_running_loop()
-            if peer is None or peer in self._sharing:
+            if peer is None or peer in self._others.sharing:
                 folder = await self._in_thread(self._copied, adapter, None, loop)
             else:
                 async with self._may_ask:
@@ -360,11 +328,11 @@ class AdapterCache:
             began_s = time.monotonic()
             if peer is not None:
                 try:
-                    _wait(self._copy_from(peer, adapter.sha256, folder, adapter.files), loop)
+                    _wait(self._others.copy(peer, adapter.sha256, folder, adapter.files), loop)
                     self._note("peer", folder, began_s)
                     return
                 except (PeerLostError, ValueError) as error:
-                    if peer not in self._sharing:
+                    if peer not in self._others.sharing:
                         logger.warning("adapter %s is fetched from storage: %s", adapter.name, error)
                     for path in folder.iterdir():
                         path.unlink()
@@ -425,58 +393,12 @@ class AdapterCache:
         self._folder.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         try:
-            await self._copy_from(peer, adapter_id, folder)
+            await self._others.copy(peer, adapter_id, folder)
         except (PeerLostError, ValueError) as error:
             logger.warning("adapter %s is fetched from storage: %s", adapter_id[:12], error)
             shutil.rmtree(folder)
             return None
         return folder
-
-    async def _copy_from(
-        self, peer: str, adapter_id: str, folder: Path, expected: Mapping[str, str] | None = None
-    ) -> None:
-        """Copy an adapter's files from another worker. `expected`: versions of the files, where they are known.
-
-        Raises `PeerLostError` when the worker does not give them, and ValueError for names that are no plain file
-        names, a piece with another hash, or other files than expected.
-        """
-        self._asked[adapter_id] = peer
-        try:
-            await self._copy_pieces(peer, adapter_id, folder, expected)
-        finally:
-            del self._asked[adapter_id]
-
-    async def _copy_pieces(self, peer: str, adapter_id: str, folder: Path, expected: Mapping[str, str] | None) -> None:
-        copies = "" if expected is None else await asyncio.to_thread(self._copies_identity)
-        for _ in range(_MAX_COMING):
-            waiting = (self._peers.address, *+self._waiting[adapter_id])
-            asked = FetchAdapter(adapter_id, copies=copies, waiting=waiting)
-            listed = await self._peers.ask(peer, asked, timeout_s=_PIECE_TIMEOUT_S)
-            if listed.is_shared:
-                self._sharing.add(peer)
-                raise PeerLostError(f"{peer} shares copies")
-            if listed.sizes is not None:
-                break
-        else:
-            raise PeerLostError(f"{peer} does not have it yet")
-        for name in listed.sizes:
-            _plain(name)
-        if expected is not None and set(listed.sizes) != set(expected):
-            raise ValueError(f"{peer} has other files of it")
-        for name, size in listed.sizes.items():
-            path, offset = folder / name, 0
-            path.touch()
-            while offset < size:
-                asked = FetchAdapter(adapter_id, name, offset)
-                found = await self._peers.ask(peer, asked, timeout_s=_PIECE_TIMEOUT_S)
-                await asyncio.to_thread(_append, path, found)
-                offset += len(found.piece)
-
-
-def _heard(done: asyncio.Future[Any]) -> None:
-    """Take the exception of a future whose result no one may wait for, which asyncio would report."""
-    if not done.cancelled():
-        done.exception()
 
 
 def _wait(work: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoop) -> None:
@@ -492,23 +414,3 @@ def _wait(work: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoop) -> N
                 raise
             if not loop.is_running():
                 raise PeerLostError("the worker ends") from None
-
-
-def _plain(name: str) -> str:
-    if Path(name).name != name or name in ("", ".", ".."):
-        raise ValueError(f"{name!r} is no file name")
-    return name
-
-
-def _piece(path: Path, offset: int) -> AdapterFiles:
-    with path.open("rb") as file:
-        file.seek(offset)
-        piece = file.read(_PIECE_BYTES)
-    return AdapterFiles(piece=piece, sha256=hashlib.sha256(piece).hexdigest())
-
-
-def _append(path: Path, found: AdapterFiles) -> None:
-    if not found.piece or hashlib.sha256(found.piece).hexdigest() != found.sha256:
-        raise ValueError(f"{path.name}: a piece of it is not what was sent")
-    with path.open("ab") as file:
-        file.write(found.piece)

@@ -19,7 +19,7 @@ from lorabatch.jobs.errors import StorageError
 from lorabatch.jobs.record import AdapterRecord
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.migration.peers import AdapterFiles, FetchAdapter, PeerLostError
-from lorabatch.pipeline.worker import adapters
+from lorabatch.pipeline.worker import adapter_peers, adapters
 from lorabatch.pipeline.worker.adapters import AdapterCache
 from lorabatch.scheduler.messages import AdapterFetch
 
@@ -283,7 +283,7 @@ def test_workers_that_are_told_of_each_other_do_not_wait_for_each_other(
     num_workers: int, storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a circle, each is told that the next one has the adapter."""
-    monkeypatch.setattr(adapters, "_COMING_S", _PATIENCE_S)
+    monkeypatch.setattr(adapter_peers, "_COMING_S", _PATIENCE_S)
 
     async def story() -> None:
         names = [f"tcp://{number}:1" for number in range(num_workers)]
