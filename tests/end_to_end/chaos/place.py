@@ -39,6 +39,10 @@ class LocalPlace:
         """Of the job, to write there."""
         return {"output": str(self._output)}
 
+    def keep_adapters(self, folder: Path) -> Path | str:
+        """Where a job finds the adapters of a folder."""
+        return folder
+
     def fetched(self) -> Path:
         """The output as a local folder."""
         return self._output
@@ -81,6 +85,10 @@ class S3Place:
     def options(self) -> dict[str, Any]:
         """Of the job, to write there."""
         return {"output": "s3://bucket/output", "storage_options": json.dumps(self._options)}
+
+    def keep_adapters(self, folder: Path) -> Path | str:
+        """A copy in the bucket, which workers fetch."""
+        return self._bucket.put(folder, "adapters")
 
     def fetched(self) -> Path:
         """The output as a local folder."""

@@ -89,7 +89,10 @@ class Trial:
         self._folder = folder
         self._mark = uuid.uuid4().hex
         self._environment = material.environment() | {MARK: self._mark, "TMPDIR": str(folder / "tmp")}
-        self._files: dict[str, Path] = {}
+        # No copies of adapters that an earlier trial has fetched.
+        self._environment |= {"XDG_CACHE_HOME": str(folder / "cache")}
+        # Options of the job that name files.
+        self._files: dict[str, Path | str] = {}
         self._place: Place
         self._net: Network | None = None
         self._clusters = 0
@@ -122,12 +125,15 @@ class Trial:
         began_s = time.monotonic()
         (self._folder / "tmp").mkdir(parents=True)
         self._shared_memory = named_shared_memory()
-        self._files = self._material.files_of_one_job(self._scenario.engine, self._folder)
+        self._files = {**self._material.files_of_one_job(self._scenario.engine, self._folder)}
         if self._scenario.is_held_up:
             self._later(0.0, self._hold_up)
         with ExitStack() as stack:
             self._net = stack.enter_context(self._hosts())
             self._place = stack.enter_context(make_place(self._scenario.store, self._folder, self._net))
+            # What changes files changes those on the disk.
+            if not any(blow.victim == "adapter" for blow in self._scenario.blows):
+                self._files["adapters"] = self._place.keep_adapters(self._folder / "adapters")
             self._finish_and_judge(began_s + TIME_LIMIT_S)
         self._outcome.seconds = time.monotonic() - began_s
         return self._outcome
