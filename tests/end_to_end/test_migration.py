@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +16,10 @@ from distributed import Client
 from echo_job import EchoJob, Watcher, make_rows
 
 from lorabatch.benchmarks.simulation.replay import replay_job
+from lorabatch.jobs.cost_profile import CostProfile, machine
 from lorabatch.jobs.record import JobState
 from lorabatch.jobs.store import JobStore
+from lorabatch.scheduler.costs.machines import CPU_SMOLLM2_135M
 
 # One engine takes fifteen times longer: its first batch is far from done when the other has nothing to do. Even there
 # a batch takes two seconds, so that incoming rows are seen in states that are reported once a second.
@@ -53,7 +57,12 @@ def test_dlora_moves_rows_of_one_adapter_at_a_time(echo_job: EchoJob, shared_cli
     rows = make_rows(64)
     echo_job.write_input(rows)
     echo_job.set_engine(**SLOW)
-    result = echo_job.run(shared_client, policy="dlora", **JOB)
+    # dLoRA's price of an adapter on a replica is 0.01 s: by a guess of a tiny model's steps, no move of rows pays
+    cost = replace(CPU_SMOLLM2_135M, step_s=SLOW["step_s"])
+    profile = CostProfile("", machine(), "2026-11-30T00:00:00+00:00", "cpu", "float32", 1, 2, 8, {}, cost)
+    path = echo_job.folder / "profile.json"
+    path.write_text(json.dumps(profile.to_json()))
+    result = echo_job.run(shared_client, policy="dlora", cost_model=str(path), **JOB)
     echo_job.assert_answered(rows, max_tokens=40)
     assert (result.num_rows, result.num_errors) == (64, 0)
     found = moves(echo_job.store)

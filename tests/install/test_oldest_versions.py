@@ -37,6 +37,8 @@ def lower_bounds() -> dict[str, str]:
         (bound,) = (part.version for part in requirement.specifier if part.operator == ">=")
         named = requirement.name + (f"[{','.join(requirement.extras)}]" if requirement.extras else "")
         found[requirement.name] = f"{named}=={bound}" + (f"; {requirement.marker}" if requirement.marker else "")
+    # s3fs needs the fsspec of its own version
+    del found["fsspec"]
     return found
 
 

@@ -93,12 +93,13 @@ CLASS_OF_TYPE: Mapping[str, str] = {
     **dict.fromkeys(("mistral", "mistral3", "ministral", "ministral3", "phi3", "ernie4_5", "glm", "glm4"), AS_WRITTEN),
     **dict.fromkeys(("granite", "granitemoehybrid", "olmo2", "olmo3"), AS_WRITTEN),
     **dict.fromkeys(("qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"), "Qwen2Tokenizer"),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text"), "Qwen3_5Tokenizer"),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma3"), "GemmaTokenizer"),
     **dict.fromkeys(("opt", "gpt2", "starcoder2"), "GPT2Tokenizer"),
     **dict.fromkeys(("cohere", "cohere2"), "CohereTokenizer"),
 }
 # Types whose published files are known to name a wrong class.
-_OVERRULED = ("qwen2", "phi3", "ernie4_5")
+_OVERRULED = ("qwen2", "qwen3_5", "phi3", "ernie4_5")
 # Classes without a blank of their own before texts.
 _WITHOUT_PREFIX_SPACE = (AS_WRITTEN, "GemmaTokenizer")
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
