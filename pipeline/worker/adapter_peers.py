@@ -26,7 +26,7 @@ _MAX_COMING = 6
 
 
 class AdapterPeers:
-    """What a worker and others ask each other. Used from the worker's event loop only.
+    """Requests of a worker for adapters, and its replies to those of others. Used from the worker's event loop only.
 
     `identity`: returns the name of this worker's copies, perhaps after it has read a file.
     """
