@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from fsspec import available_protocols
+
 from ...system.untrusted import printable
 from ..errors import UnansweredError
 
@@ -17,9 +19,10 @@ _MASK = "***"
 _SCHEME = r"[a-zA-Z][a-zA-Z0-9+._-]*"
 # A URL in a text. The user and password before an "@" may have any sign, also a quote or a bracket.
 _URL = re.compile(rf"\b{_SCHEME}://(?:[^\s/@]*@)?[^\s'\"<>()]+")
-# The "::" between the links of an fsspec chain (`zip://a.csv::https://host/a.zip`). Any other "::" is part of a link,
-# in a password or an IPv6 address.
-_CHAIN = re.compile(rf"::(?=(?:{_SCHEME}::)*{_SCHEME}://)")
+# The "::" between the links of an fsspec chain (`zip://a.csv::https://host/a.zip`), of which some are a name alone
+# (`simplecache::s3://…`). Any other "::" is part of a link, in a password, a signature or an IPv6 address.
+_NAMES = "|".join(map(re.escape, sorted(available_protocols())))
+_CHAIN = re.compile(rf"::(?=(?:(?:{_NAMES})::)*{_SCHEME}://)")
 _AUTHORITY_END = re.compile(r"[/?#]")
 _QUERY = re.compile(r"[?#]")
 _PORT = re.compile(r"[^:]*(?::\d*)?|\[.*")

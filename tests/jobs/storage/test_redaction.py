@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lorabatch.jobs.errors import JobRequestError, StorageError
@@ -60,6 +60,9 @@ def links(draw: st.DrawFn) -> str:
 
 
 @given(st.lists(links(), min_size=1, max_size=3).map("::".join))
+@example("https://0/0?sig=hush::hush::https://0/0")
+@example("https://0/0?sig=hush::Xhush::hush::zip://b.csv::https://0/0")
+@example("zip://a.csv::simplecache::https://0:hush::hush@0/0?sig=hush::hush")
 def test_no_link_of_a_chain_shows_what_opens_it(url: str) -> None:
     shown = redacted_url(url)
     assert "hush" not in shown
