@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,6 +47,8 @@ _MUCH_FASTER = 2.0
 # Adapters that are fetched at once, how many of these may be ahead of the shards that need them, and how many other
 # workers may be asked for: the rest can be read from storage, for workers that ask for them.
 _AT_ONCE, _AHEAD_AT_ONCE, _ASKED_AT_ONCE = 16, 8, 8
+# Threads beside those of fetches.
+_OTHER_THREADS = 4
 # Most adapters that are fetched and that no shard has asked for yet, and their largest share of the limit of disk,
 # which is that of all workers of a host.
 _MAX_AHEAD, _AHEAD_SHARE = 64, 0.25
@@ -86,7 +89,9 @@ class AdapterCache:
         self._disk_bytes = disk_bytes
         self._copies: AdapterCopies | None = None
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="adapters")
+        # More threads than fetches: what has come must not wait behind what is to come.
+        self._threads = ThreadPoolExecutor(_AT_ONCE + _OTHER_THREADS, thread_name_prefix="adapters")
+        self._may_fetch = asyncio.Semaphore(_AT_ONCE)
         # Identity -> fetch that runs or has succeeded.
         self._fetches: dict[str, asyncio.Task[RegisterAdapter | str]] = {}
         # Adapters that were fetched and that no shard has taken yet -> their folders, which are held for the first that
@@ -283,18 +288,23 @@ class AdapterCache:
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(call, *args))
 
     async def _fetch(self, adapter_id: str, peer: str | None) -> RegisterAdapter | str:
+        """Fetch an adapter when it is its turn."""
         served = await self._in_thread(self._served)
         adapter: AdapterRecord = served[adapter_id]
         if not is_remote(adapter.url) or self._pace["store"] > _MUCH_FASTER * self._pace["peer"] > 0:
             peer = None
+        if not adapter.files:
+            return await self._fetch_now(adapter, adapter_id, peer)
+        if peer in self._others.sharing:
+            peer = None
+        async with self._may_ask if peer else nullcontext(), self._may_fetch:
+            return await self._fetch_now(adapter, adapter_id, peer)
+
+    async def _fetch_now(self, adapter: AdapterRecord, adapter_id: str, peer: str | None) -> RegisterAdapter | str:
         folder: Path | str | None = None
         if adapter.files:
             loop = asyncio.get_running_loop()
-            if peer is None or peer in self._others.sharing:
-                folder = await self._in_thread(self._copied, adapter, None, loop)
-            else:
-                async with self._may_ask:
-                    folder = await self._in_thread(self._copied, adapter, peer, loop)
+            folder = await self._in_thread(self._copied, adapter, peer, loop)
         elif peer:
             folder = await self._copy_apart(peer, adapter_id)
         if folder is None:

@@ -415,3 +415,30 @@ def test_what_was_fetched_stays_until_its_shard_has_it(
         cache.close()
 
     asyncio.run(story())
+
+
+def test_the_first_of_many_adapters_do_not_wait_for_the_last(
+    storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[str] = []
+
+    def slow(url: str, versions: Any, options: Any, folder: Path) -> None:
+        time.sleep(0.02)
+        copied(url, versions, options, folder)
+        fetched.append(url)
+
+    monkeypatch.setattr(adapters, "from_store", slow)
+
+    async def story() -> None:
+        served = [opened(number, f"{storage}-{number}") for number in range(100)]
+        store = JobStore(str(tmp_path / "output"))
+        cache = AdapterCache(FakePeers(), lambda: served, store, no_audit, {}, tmp_path)  # type: ignore[arg-type]
+        pieces = cache.arriving([each.sha256 for each in served], {})
+        first = await anext(pieces)
+        assert len(first) < 80
+        assert len(fetched) < 80
+        assert {each.sha256 for each in served[:8]} <= first.keys(), "the first that were asked for"
+        await pieces.aclose()
+        cache.close()
+
+    asyncio.run(story())
