@@ -216,6 +216,11 @@ class RunPlugin(WorkerPlugin):
         if folder is not None:
             folder.cleanup()
 
+    @property
+    def batch_rows(self) -> int:
+        """Most rows of a step of the engine, by its settings."""
+        return self._settings.config.batch_rows
+
     def check_output(self) -> None:
         """Raise `OutputConflictError` when the output is another job's by now, or this job's with other adapters, so
         that this run's answers have no place in it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 import numpy as np
@@ -32,6 +33,10 @@ class AwaitedAdapters:
         self._needed = dict.fromkeys(adapter_ids)
         self._arriving = plugin.adapters(self._needed, fetches)
         self._fresh: list[RegisterAdapter] = []
+        # Rows whose adapters have come and that are not given to the engine yet, and the time since which there may be
+        # some.
+        self._come: list[ExportedRow] = []
+        self._since_s = time.monotonic()
         #: Adapters that have come, by identity; a clause in place of one that cannot be used says why.
         self.found: dict[str, RegisterAdapter | str] = {}
         #: Rows whose adapters have not come yet.
@@ -46,35 +51,44 @@ class AwaitedAdapters:
         return ready
 
     def come(self) -> list[ExportedRow]:
-        """Rows that wait no more, after a fraction of a second in which adapters may come. Raises what
-        `RunPlugin.adapters` raises.
+        """Rows that wait no more, after a fraction of a second in which adapters may come: a batch of rows, those of a
+        second, or the last. A step takes about as long for a few rows as for many. Raises what `RunPlugin.adapters`
+        raises.
         """
         found = next(self._arriving, None)
         if found is None:
             assert self._needed.keys() <= self.found.keys(), "an adapter has not come"
-        elif not found:
+        if found != {}:
+            self.found |= found or {}
+            self._fresh += [adapter for adapter in (found or {}).values() if not isinstance(adapter, str)]
+            waiting, self.rows = self.rows, []
+            self._come += self.ready(waiting)
+        now_s = time.monotonic()
+        is_enough = len(self._come) >= self._plugin.batch_rows or not self.rows
+        if not is_enough and now_s - self._since_s < FLUSH_INTERVAL_S:
             return []
-        else:
-            self.found |= found
-            self._fresh += [adapter for adapter in found.values() if not isinstance(adapter, str)]
-        waiting, self.rows = self.rows, []
-        return self.ready(waiting)
+        come, self._come, self._since_s = self._come, [], now_s
+        return come
 
     def open(self, command: RunShard, rows: list[ExportedRow], rows_left: int | None = None) -> OpenShard:
         """Open a shard with rows that wait no more; those that wait are announced. `rows_left`: as `OpenShard` takes
         it.
         """
-        self._num_announced = len(self.rows)
+        self._num_announced = self._num_waiting
         return self._plugin.engine.open(
             command.shard_id, rows, self._take(), command.rows_behind, rows_left, num_announced=self._num_announced
         )
 
     def extend(self, shard: OpenShard, rows: list[ExportedRow]) -> None:
         """Give an open shard further rows, which wait no more, and announce those that wait."""
-        shard.announce(len(self.rows) + len(rows) - self._num_announced)
-        self._num_announced = len(self.rows)
+        shard.announce(self._num_waiting + len(rows) - self._num_announced)
+        self._num_announced = self._num_waiting
         if rows:
             self._plugin.engine.extend(shard, rows, self._take())
+
+    @property
+    def _num_waiting(self) -> int:
+        return len(self.rows) + len(self._come)
 
     def _take(self) -> list[RegisterAdapter]:
         fresh, self._fresh = self._fresh, []
