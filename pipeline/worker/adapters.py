@@ -298,7 +298,8 @@ class AdapterCache:
         if peer in self._others.sharing:
             peer = None
         async with self._may_ask if peer else nullcontext(), self._may_fetch:
-            return await self._fetch_now(adapter, adapter_id, peer)
+            # what is known of the worker now, and not when the adapter began to wait
+            return await self._fetch_now(adapter, adapter_id, None if peer in self._others.sharing else peer)
 
     async def _fetch_now(self, adapter: AdapterRecord, adapter_id: str, peer: str | None) -> RegisterAdapter | str:
         folder: Path | str | None = None
