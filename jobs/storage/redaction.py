@@ -8,9 +8,8 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
-
-from fsspec import available_protocols
 
 from ...system.untrusted import printable
 from ..errors import UnansweredError
@@ -19,10 +18,6 @@ _MASK = "***"
 _SCHEME = r"[a-zA-Z][a-zA-Z0-9+._-]*"
 # A URL in a text. The user and password before an "@" may have any sign, also a quote or a bracket.
 _URL = re.compile(rf"\b{_SCHEME}://(?:[^\s/@]*@)?[^\s'\"<>()]+")
-# The "::" between the links of an fsspec chain (`zip://a.csv::https://host/a.zip`), of which some are a name alone
-# (`simplecache::s3://…`). Any other "::" is part of a link, in a password, a signature or an IPv6 address.
-_NAMES = "|".join(map(re.escape, sorted(available_protocols())))
-_CHAIN = re.compile(rf"::(?=(?:(?:{_NAMES})::)*{_SCHEME}://)")
 _AUTHORITY_END = re.compile(r"[/?#]")
 _QUERY = re.compile(r"[?#]")
 _PORT = re.compile(r"[^:]*(?::\d*)?|\[.*")
@@ -40,7 +35,24 @@ def redacted_url(url: str) -> str:
     """The URL without user, password and query (signatures live there), in every link of a chain; a plain path comes
     back unchanged.
     """
-    return "::".join(_redacted_link(link) for link in _CHAIN.split(url))
+    return "::".join(map(_redacted_link, _links(url)))
+
+
+def _links(url: str) -> list[str]:
+    """The links of an fsspec chain of URLs, the whole URL where it is none."""
+    return _chain_sign().split(url) if "::" in url else [url]
+
+
+@cache
+def _chain_sign() -> re.Pattern[str]:
+    """The "::" between the links of an fsspec chain (`zip://a.csv::https://host/a.zip`), of which some are a name alone
+    (`simplecache::s3://…`). Any other "::" is part of a link, in a password, a signature or an IPv6 address.
+    """
+    # Imported here: commands that read no URL of a chain start without fsspec.
+    from fsspec import available_protocols
+
+    names = "|".join(map(re.escape, sorted(available_protocols())))
+    return re.compile(rf"::(?=(?:(?:{names})::)*{_SCHEME}://)")
 
 
 def _redacted_link(link: str) -> str:
@@ -79,7 +91,7 @@ def scrubbed(text: str, storage_options: Mapping[str, Any], url: str = "") -> st
 
 def _url_secrets(url: str) -> Iterator[str]:
     """User and password together, the password alone, and the query, of every link that has them."""
-    for link in _CHAIN.split(url):
+    for link in _links(url):
         if "://" not in link:
             continue
         user, place, query = _parts(link)
