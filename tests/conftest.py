@@ -153,6 +153,8 @@ def write_model(folder: Path, family: str = "llama", seed: int = 0, **overrides:
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith(".bias"):
                 parameter.add_(0.1 * torch.randn_like(parameter))
+            if name.endswith(".sinks"):
+                parameter.add_(torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.add_(0.2 * torch.randn_like(buffer))

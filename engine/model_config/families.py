@@ -416,6 +416,28 @@ _GRANITE_DENSE = replace(
         *("mamba_proj_bias", "time_step_limit", "time_step_min", "time_step_max"),
     ),
 )
+_GRANITE_WINDOWED = replace(
+    _GRANITE,
+    name="granite_swa",
+    models="Granite SWASH",
+    differs_by="as `granite`; attention sinks; windows in three of four layers; a base of the rotary frequencies for "
+    "each layer, and layers without",
+    defaults={
+        **_GRANITE.defaults,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "sliding_window": 128,
+        "bos_token_id": 100_257,
+        "eos_token_id": 100_257,
+    },
+    names=replace(LLAMA_NAMES, sinks="self_attn.sinks"),
+    window_rule="all_but_first_of_n",
+    window_period=4,
+    rope_rule="listed_thetas",
+    own_keys={**_GRANITE.own_keys, "layer_rope_theta": "base of the rotary frequencies of each layer"},
+)
 _SEED_OSS = Family(
     "seed_oss",
     {
@@ -486,7 +508,8 @@ FAMILIES: Mapping[str, Family] = {
     family.name: family
     for family in (
         _LLAMA, _MISTRAL, _MINISTRAL, _MINISTRAL3, _QWEN2, _QWEN3, _QWEN3_5, _GEMMA1, _GEMMA2, _GEMMA3, _GEMMA4,
-        _VAULTGEMMA, _PHI3, _SMOLLM3, _GRANITE, _GRANITE_DENSE, _SEED_OSS, _HELIUM, _ERNIE, *OTHER_FAMILIES,
+        _VAULTGEMMA, _PHI3, _SMOLLM3, _GRANITE, _GRANITE_DENSE, _GRANITE_WINDOWED, _SEED_OSS, _HELIUM, _ERNIE,
+        *OTHER_FAMILIES,
     )
 }  # fmt: skip
 #: Families that are the text of a model with images, and no model of their own.

@@ -13,14 +13,29 @@ from .raw import RawConfig
 
 # Layers that attend to a window of the latest tokens only. none; every_layer; every_layer_unless_listed: every layer,
 # or those in layer_types; last_layers: those after max_window_layers where use_sliding_window allows;
-# all_but_every_nth; unrotated_layers: those without a rope, where use_sliding_window allows.
+# all_but_every_nth; all_but_first_of_n; unrotated_layers: those without a rope, where use_sliding_window allows.
 WindowRule = Literal[
-    "none", "every_layer", "every_layer_unless_listed", "last_layers", "all_but_every_nth", "unrotated_layers"
+    "none",
+    "every_layer",
+    "every_layer_unless_listed",
+    "last_layers",
+    "all_but_every_nth",
+    "all_but_first_of_n",
+    "unrotated_layers",
 ]
 # Layers that rotate queries and keys. windowed_layers: those with a window; windowed_layers_or_all: those, or all where
 # config.json has no window; listed_layers: those that no_rope_layers does not leave out; if_asked: all where
-# position_embedding_type is rope, else none.
-RopeRule = Literal["no_layer", "every_layer", "windowed_layers", "windowed_layers_or_all", "listed_layers", "if_asked"]
+# position_embedding_type is rope, else none; listed_thetas: those whose number in layer_rope_theta, the base of their
+# frequencies, is not 0, or all where there is no list.
+RopeRule = Literal[
+    "no_layer",
+    "every_layer",
+    "windowed_layers",
+    "windowed_layers_or_all",
+    "listed_layers",
+    "if_asked",
+    "listed_thetas",
+]
 ALL_ROPES: tuple[RopeKind, ...] = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 # Reads layers whose sizes differ, from the file, the heads that it gives to all, types, ropes by type, and the features
 # of an MLP.
@@ -104,7 +119,7 @@ class Family:
     activations: Mapping[str, Activation] = field(default_factory=lambda: ACTIVATIONS)
     #: Layers that attend to a window of the latest tokens.
     window_rule: WindowRule = "none"
-    #: n of the rule `all_but_every_nth`.
+    #: n of the rules `all_but_every_nth` and `all_but_first_of_n`.
     window_period: int = 0
     #: Key that overrides `window_period`; None: no key does.
     window_period_key: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -172,6 +173,11 @@ def _layer_ropes(
             rope if is_on else None
             for rope, is_on in zip(everywhere, rotated_layers(raw, len(layer_types)), strict=True)
         )
+    if rule == "listed_thetas":
+        return tuple(
+            rope if rope is None or theta is None else replace(rope, theta=theta) if theta else None
+            for rope, theta in zip(everywhere, _listed_thetas(raw, len(layer_types)), strict=True)
+        )
     if rule == "if_asked":
         return everywhere if raw.get("position_embedding_type") == "rope" else (None,) * len(layer_types)
     if rule == "every_layer" or (rule == "windowed_layers_or_all" and raw.get("sliding_window") is None):
@@ -190,6 +196,19 @@ def rotated_layers(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
         raw.damage("no_rope_layers", f"expected a list of {num_layers} numbers, each 0 or 1")
         return (True,) * num_layers
     return tuple(map(bool, listed[:num_layers]))
+
+
+def _listed_thetas(raw: RawConfig, num_layers: int) -> tuple[float | None, ...]:
+    """Base of each layer's frequencies by `layer_rope_theta`, 0 where it has no rope; Nones where there is no list."""
+    key = "layer_rope_theta"
+    listed = raw.get(key)
+    if listed is None:
+        return (None,) * num_layers
+    is_right = isinstance(listed, list) and len(listed) == num_layers
+    if not is_right or not all(type(item) in (int, float) and 0 <= item < math.inf for item in listed):
+        raw.damage(key, f"expected a list of {num_layers} numbers, 0 or more")
+        return (None,) * num_layers
+    return tuple(map(float, listed))
 
 
 def _biased_sites(raw: RawConfig, family: Family) -> frozenset[PackedSite]:
@@ -240,7 +259,8 @@ def read_layer_types(raw: RawConfig, family: Family, num_layers: int) -> tuple[s
     period = family.window_period
     if family.window_period_key is not None:
         period = raw.optional_integer(family.window_period_key) or period
-    return tuple(WINDOWED if (layer + 1) % period else FULL for layer in range(num_layers))
+    first = 0 if family.window_rule == "all_but_first_of_n" else 1
+    return tuple(WINDOWED if (layer + first) % period else FULL for layer in range(num_layers))
 
 
 def _hybrid_types(raw: RawConfig, num_layers: int, listed: object) -> tuple[str, ...]:

@@ -348,6 +348,12 @@ class ModelConfig:
             shapes[f"{inputs.table}.weight"] = (self.layer_vocab_size, self.num_layers * self.layer_input_size)
         if names.layer_scalar:
             shapes |= {f"{names.layers}.{i}.{names.layer_scalar}": (1,) for i in range(self.num_layers)}
+        if names.sinks:
+            shapes |= {
+                f"{names.layers}.{i}.{names.sinks}": (layer.attention.num_heads,)
+                for i, layer in enumerate(self.layers)
+                if layer.attention is not None
+            }
         biased = {member for site in self.biased_sites for member in names.sites[site]}
         for module, shape in self.linear_shapes().items():
             shapes[f"{module}.weight"] = shape

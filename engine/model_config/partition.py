@@ -68,8 +68,18 @@ class Partition:
         """Outputs and inputs of the part of a linear layer, by its checkpoint name (None: all). For the head see
         `tokens`.
         """
-        below = module.removeprefix(f"{self.whole.names.layers}.").partition(".")[2]
-        return self._of_member.get(below, (None, None))
+        return self._of_member.get(self._below_layer(module), (None, None))
+
+    def sinks(self, name: str) -> Pieces | None:
+        """Heads of the part of a parameter that has a number for each query head; None for another parameter."""
+        if not self.whole.names.sinks or self._below_layer(name) != self.whole.names.sinks:
+            return None
+        size = self.whole.head_dim
+        queries, _ = self._heads()
+        return tuple(Piece(p.start // size, p.end // size, p.num_zeros // size) for p in queries)
+
+    def _below_layer(self, name: str) -> str:
+        return name.removeprefix(f"{self.whole.names.layers}.").partition(".")[2]
 
     def adds_bias(self, module: str) -> bool:
         """Whether the member adds a linear layer's bias: where members' outputs are summed, one member does."""

@@ -22,7 +22,8 @@ class CompiledLayers:
 
     def __init__(self, model: ModelConfig, layers: Sequence[DecoderLayer], tensors: Mapping[str, Tensor]) -> None:
         self._model, self._layers, self._tensors = model, layers, tensors
-        self._norms = [f"{norm}.weight" for layer in layers for norm in _norms_of(layer.norms) if norm]
+        self._names = [f"{norm}.weight" for layer in layers for norm in _norms_of(layer.norms) if norm]
+        self._names += [layer.sinks for layer in layers if layer.sinks]
         # Weak: weights that are replaced are freed at once, layer by layer.
         self._weights: list[ReferenceType[object] | None] = []
         self._compiled: DecoderLayers | None = None
@@ -73,7 +74,7 @@ class CompiledLayers:
     def _with_live_weights(self) -> DecoderLayers | None:
         linears = [linear for layer in self._layers for linear in layer.linears.values()]
         weights: list[object] = [part for linear in linears for part in (linear.packed, linear.bias)]
-        weights += [self._tensors[name] for name in self._norms]
+        weights += [self._tensors[name] for name in self._names]
         if len(weights) != len(self._weights) or not all(map(_is_still, self._weights, weights)):
             self._weights = [None if weight is None else ref(weight) for weight in weights]
             self._compiled = self._made()
@@ -93,7 +94,8 @@ class CompiledLayers:
             assert before_attention is not None, "no norm before attention"
             assert before_mlp is not None, "no norm before the MLP"
             window = model.sliding_windows[layer.index]
-            layers.append(LayerParts(stored, before_attention, before_mlp, query, key, layer.rope, window))
+            sinks = self._tensors[layer.sinks] if layer.sinks else None
+            layers.append(LayerParts(stored, before_attention, before_mlp, query, key, layer.rope, window, sinks))
         shape = LayerShape(
             model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim, model.intermediate_size,
             model.norm_eps, model.attention_scale, model.attention_softcap or 0.0,

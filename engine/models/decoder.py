@@ -99,6 +99,7 @@ class Decoder:
                     if (modules := modules_of_site(model, index, site))
                 },
                 _full_names(model, index),
+                f"{model.names.layers}.{index}.{model.names.sinks}" if model.names.sinks else "",
                 _number_of(rope, ropes),
                 model.sites,
                 model.key_places[index],
@@ -276,11 +277,15 @@ class Decoder:
         model = self.model
         attended = paged_attention(
             mixing.heads, pool, mixing.plan, keys[1], attention.num_kv_heads, model.attention_scale,
-            model.attention_softcap,
+            model.attention_softcap, self._sinks(layer),
         )  # fmt: skip
         if mixing.gate is not None:
             sigmoid_gate_(attended.view(mixing.gate.shape), mixing.gate)
         return attended
+
+    def _sinks(self, layer: DecoderLayer) -> Tensor | None:
+        """Attention sinks of a layer's heads, fp32 [H]; None without."""
+        return self.tensors[layer.sinks].float() if layer.sinks else None
 
     def _queries(
         self,

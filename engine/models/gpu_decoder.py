@@ -165,7 +165,7 @@ class GpuDecoder(Decoder):
         rule = AttentionRule(model.attention_scale, model.sliding_windows[layer.index], model.attention_softcap)
         return attend_pages(
             q, table.pool, step.block_tables, step.attention, memory.partials, memory.layout, layer.index, rule,
-            step.library,
+            step.library, self._sinks(layer),
         )  # fmt: skip
 
     def _activate(self, h: Tensor, layer: DecoderLayer, step: GpuStep, memory: GpuMemory) -> Tensor:

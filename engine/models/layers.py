@@ -175,6 +175,8 @@ class DecoderLayer:
     linears: dict[PackedSite, Linear]
     #: Full names of its norms.
     norms: LayerNorms
+    #: Full name of its attention sinks; "" without.
+    sinks: str
     #: Number of the rope that turns its heads; None where nothing turns them.
     rope: int | None
     #: Packed sites of a layer of the model; not each layer has all of them.

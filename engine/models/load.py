@@ -136,7 +136,10 @@ class _StoredSlice:
         outputs, inputs = partition.linear(module)
         if kind == "bias" and not partition.adds_bias(module):
             return None
-        if partition.is_by_token(module):
+        sinks = partition.sinks(self._name)
+        if sinks is not None:
+            part = taken(self._stored, 0, sinks)
+        elif partition.is_by_token(module):
             part = taken(self._stored, 0, (Piece(*partition.tokens(self.shape[0])),))
         elif outputs is not None:
             part = taken(self._stored, 0, outputs)

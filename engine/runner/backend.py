@@ -349,7 +349,9 @@ class GpuBackend(Backend):
             AttentionRule(model.attention_scale, window, model.attention_softcap) for window in model.sliding_windows
         )
         is_exact = config.mode == "exact"
-        found, problem = choose_prompt_attention(self.device, self.pool_dtype, layout, rules, is_exact=is_exact)
+        found, problem = choose_prompt_attention(
+            self.device, self.pool_dtype, layout, rules, is_exact=is_exact, has_sinks=bool(model.names.sinks)
+        )
         if problem is not None:
             logger.warning("%s", problem)
         return found

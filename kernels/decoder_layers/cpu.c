@@ -8,6 +8,7 @@
 typedef struct {
     Linear qkv, o, gate_up, down;
     const float *attention_norm, *mlp_norm, *query_norm, *key_norm; /* the last two: NULL for none */
+    const float *sinks;                                             /* [num_heads]; NULL for none */
     int64_t number, rotary, window;                                 /* rotary: -1 for none; window: 0 for none */
 } Layer;
 
@@ -102,7 +103,7 @@ static void team_attention(const Layer *l, const LayerShape *shape, const LayerS
         .out = attended, .q = heads, .q_stride = stride, .pool = s->pool, .type = s->pool_type, .layer = l->number,
         .num_kv_heads = shape->num_kv_heads, .per_kv = shape->num_heads / shape->num_kv_heads,
         .head_dim = shape->head_dim, .window = l->window, .scale = shape->attention_scale,
-        .softcap = shape->attention_softcap};
+        .softcap = shape->attention_softcap, .sinks = l->sinks};
     team_linear_of_step(heads, s->y, &l->qkv, 4 * l->number, s);
     if (l->query_norm) {
         team_norm_heads(heads, stride, shape->num_heads, l->query_norm, s, shape);

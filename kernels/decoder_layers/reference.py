@@ -43,7 +43,7 @@ def forward(
                 h.copy_(rms_norm(h, norm, shape.norm_eps))
         rotary = None if layer.rotary is None else rotaries[layer.rotary]
         rotate_and_store_(heads, rotary, pool, places, i, shape.num_heads)
-        rule = layer.window, shape.attention_scale, shape.attention_softcap
+        rule = layer.window, shape.attention_scale, shape.attention_softcap, layer.sinks
         x += add_up(linear(4 * i + 1, attend_spans(q, pool, spans, i, shape.num_kv_heads, *rule)))
         active = silu_gate(linear(4 * i + 2, rms_norm(x, layer.mlp_norm, shape.norm_eps)))
         x += add_up(linear(4 * i + 3, active))

@@ -70,6 +70,8 @@ class LayerParts(NamedTuple):
     rotary: int | None
     #: Latest tokens that the layer attends to; None for all.
     window: int | None
+    #: Attention sinks, fp32 [num_heads]; None for none.
+    sinks: Tensor | None = None
 
 
 class LayerRecord(ctypes.Structure):
@@ -78,6 +80,7 @@ class LayerRecord(ctypes.Structure):
     _fields_ = (
         ("linears", LinearRecord * 4),
         ("norms", ADDRESS * 4),
+        ("sinks", ADDRESS),
         ("number", COUNT),
         ("rotary", COUNT),
         ("window", COUNT),
@@ -89,7 +92,9 @@ class LayerRecord(ctypes.Structure):
         linears = (LinearRecord * 4)(*(weight.record(bias) for weight, bias in layer.linears))
         norms = (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
         addresses = (ADDRESS * 4)(*(None if norm is None else norm.data_ptr() for norm in norms))
-        return cls(linears, addresses, number, _NONE if layer.rotary is None else layer.rotary, layer.window or 0)
+        sinks = None if layer.sinks is None else layer.sinks.data_ptr()
+        rotary = _NONE if layer.rotary is None else layer.rotary
+        return cls(linears, addresses, sinks, number, rotary, layer.window or 0)
 
 
 class StepRecord(ctypes.Structure):

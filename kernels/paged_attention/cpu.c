@@ -42,6 +42,7 @@ typedef struct {
     const void *pool;   /* of `type`, FP32 or BF16 */
     int64_t type, q_stride, layer, num_kv_heads, per_kv, head_dim, window; /* window 0: none */
     float scale, softcap;                                            /* softcap 0: none */
+    const float *sinks; /* [H]: scores of nothing, which take their share of the weights; NULL: none */
 } Attention;
 
 /* A query of a block: its context is first .. end. `q`: its numbers, in fp32 or as pairs. `weights` [TILE_KEYS]: its scores with
@@ -316,6 +317,10 @@ INLINE void block(const Attention *a, const Span *span, int64_t head, int64_t to
         const float *q = a->q + row * a->q_stride + at;
         queries[i] = (Query){a->window ? larger(context - a->window, 0) : 0, context, q, weights + i * TILE_KEYS,
                              a->out + row * a->num_kv_heads * a->per_kv * D + at, -INFINITY, {0}};
+        if (a->sinks) { /* scores are multiplied by the scale when they are weighed */
+            queries[i].highest = a->sinks[at / D] / a->scale;
+            queries[i].sums[0] = 1;
+        }
         memset(queries[i].out, 0, D * sizeof(float));
         if (KIND == IN_PAIRS) {
             queries[i].q = pairs + i * D;
@@ -386,9 +391,11 @@ static void team_attend(const Attention *a, const Span *spans, const int64_t *bl
 
 void attend_spans(float *out, const float *q, int64_t q_stride, const void *pool, int64_t type, const Span *spans,
                   const int64_t *block_starts, int64_t num_spans, int64_t block_tokens, int64_t layer, int64_t num_kv_heads,
-                  int64_t per_kv, int64_t head_dim, int64_t window, float scale, float softcap, int64_t num_threads)
+                  int64_t per_kv, int64_t head_dim, int64_t window, float scale, float softcap, const float *sinks,
+                  int64_t num_threads)
 {
-    const Attention a = {out, q, pool, type, q_stride, layer, num_kv_heads, per_kv, head_dim, window, scale, softcap};
+    const Attention a = {out,    q,      pool,  type,    q_stride, layer, num_kv_heads, per_kv, head_dim,
+                         window, scale,  softcap, sinks};
 #pragma omp parallel num_threads(num_threads)
     team_attend(&a, spans, block_starts, num_spans, block_tokens);
 }

@@ -25,29 +25,32 @@ def paged_attention(
     num_kv_heads: int,
     scale: float,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend `q` [T, H, D] to the pool (flat) for one layer; returns [T, H * D].
 
     The keys and values of the step's own tokens must be in the pool already. With `softcap` a score s becomes
-    `softcap * tanh(s / softcap)` before masking (Gemma 2 report, section 2).
+    `softcap * tanh(s / softcap)` before masking (Gemma 2 report, section 2). `sinks` [H], fp32: scores of nothing, one
+    for each head, that take their share of the weights (Agarwal 2025, gpt-oss, section 2.3).
     """
     if plan.spans is not None:
-        return attend_spans(q, pool, plan.spans, layer, num_kv_heads, plan.window, scale, softcap)
+        return attend_spans(q, pool, plan.spans, layer, num_kv_heads, plan.window, scale, softcap, sinks)
     num_tokens, num_heads, head_dim = q.shape
     out = torch.empty_like(q)
     if plan.decode_rows is not None:
         # [S, K, G, D]: query heads of one key head side by side
         queries = q.index_select(0, plan.decode_rows).view(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
         answers = torch.empty_like(queries)
+        of_heads = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
         for group in plan.groups:
             keys, values = _group_views(pool, group, layer, num_kv_heads, head_dim)
             answers[group.start : group.end] = _attend(
-                queries[group.start : group.end], keys, values, group.mask, False, scale, softcap
+                queries[group.start : group.end], keys, values, group.mask, False, scale, softcap, of_heads
             )
         out.index_copy_(0, plan.decode_rows, answers.view(-1, num_heads, head_dim))
     attend_chunk = _attend_chunk_exactly if plan.is_exact else _attend_chunk
     for chunk in plan.chunks:
-        out[chunk.start : chunk.end] = attend_chunk(q, pool, chunk, layer, num_kv_heads, scale, softcap)
+        out[chunk.start : chunk.end] = attend_chunk(q, pool, chunk, layer, num_kv_heads, scale, softcap, sinks)
     return out.view(num_tokens, num_heads * head_dim)
 
 
@@ -64,7 +67,14 @@ def _group_views(
 
 
 def _attend_chunk(
-    q: Tensor, pool: Tensor, chunk: PrefillChunk, layer: int, num_kv_heads: int, scale: float, softcap: float | None
+    q: Tensor,
+    pool: Tensor,
+    chunk: PrefillChunk,
+    layer: int,
+    num_kv_heads: int,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention of one chunk, [chunk tokens, H, D]."""
     _, num_heads, head_dim = q.shape
@@ -78,12 +88,20 @@ def _attend_chunk(
     keys = pool.as_strided(shape, strides, offset)
     values = pool.as_strided(shape, strides, offset + num_kv_heads * head_stride)
     queries = q[chunk.start : chunk.end].view(length, num_kv_heads, per_kv, head_dim).permute(1, 2, 0, 3)
-    answers = _attend(queries, keys, values, chunk.mask, chunk.mask is None, scale, softcap)
+    of_heads = None if sinks is None else sinks.view(num_kv_heads, per_kv, 1, 1)
+    answers = _attend(queries, keys, values, chunk.mask, chunk.mask is None, scale, softcap, of_heads)
     return answers.permute(2, 0, 1, 3).reshape(length, num_heads, head_dim)
 
 
 def _attend_chunk_exactly(
-    q: Tensor, pool: Tensor, chunk: PrefillChunk, layer: int, num_kv_heads: int, scale: float, softcap: float | None
+    q: Tensor,
+    pool: Tensor,
+    chunk: PrefillChunk,
+    layer: int,
+    num_kv_heads: int,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention of one chunk, [chunk tokens, H, D], with the same bits for a token in a chunk of any size: queries
     come in multiples of 16, below which the products round by their number."""
@@ -102,7 +120,11 @@ def _attend_chunk_exactly(
     queries[0, :, :num_rows] = mine.reshape(num_kv_heads, num_rows, head_dim)
     mask = chunk.mask.new_zeros(num_padded, context)
     mask[:num_rows] = chunk.mask.repeat_interleave(per_kv, 0)
-    answers = _attend(queries, keys, values, mask, False, scale, softcap)[0, :, :num_rows]
+    of_rows = None
+    if sinks is not None:
+        of_rows = q.new_zeros(num_kv_heads, num_padded, 1)
+        of_rows[:, :num_rows, 0] = sinks.view(num_kv_heads, per_kv).repeat(1, length)
+    answers = _attend(queries, keys, values, mask, False, scale, softcap, of_rows)[0, :, :num_rows]
     return answers.reshape(num_kv_heads, length, per_kv, head_dim).transpose(0, 1).reshape(length, num_heads, head_dim)
 
 
@@ -114,13 +136,20 @@ def _attend(
     is_causal: bool,
     scale: float,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    if softcap is None:
+    """Attention of queries [..., rows, D]. `sinks`: of shape [..., rows, 1], or one that becomes it."""
+    if softcap is None and sinks is None:
         return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=is_causal, scale=scale)
-    scores = torch.matmul(queries, keys.transpose(-1, -2)).mul_(scale / softcap).tanh_().mul_(softcap)
+    scores = torch.matmul(queries, keys.transpose(-1, -2)).mul_(scale)
+    if softcap is not None:
+        scores.div_(softcap).tanh_().mul_(softcap)
     if is_causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
         scores.masked_fill_(hidden, -torch.inf)
     if mask is not None:
         scores += mask
-    return softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype) @ values
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], -1)
+    weights = softmax(scores, dim=-1, dtype=torch.float32)
+    return weights[..., : keys.shape[-2]].to(values.dtype) @ values

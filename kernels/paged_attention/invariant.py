@@ -33,7 +33,7 @@ from ..launch import (
     num_persistent_programs,
 )
 from ..layouts.pages import PageLayout
-from .triton import PROGRAMS_PER_MULTIPROCESSOR, _combine
+from .triton import PROGRAMS_PER_MULTIPROCESSOR, _combine, _sinks_of
 from .types import AttentionRule
 from .work import COMBINE_FIELDS, ITEM_FIELDS, AttentionWork, tile_rows_for
 
@@ -114,13 +114,23 @@ def _segment(
     return largest, total, acc
 
 
+@triton.jit
+def _sum(sum_largest, sum_total, sum_acc, largest, total, acc):
+    """Sums with those of one more segment, as `_combine` adds partial results."""
+    new_largest = tl.maximum(sum_largest, largest)
+    shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    keep = tl.exp2(sum_largest - shift)
+    take = tl.exp2(largest - shift)
+    return new_largest, sum_total * keep + total * take, sum_acc * keep[:, None] + acc * take[:, None]
+
+
 @triton.jit(do_not_specialize=["layer", "table_stride"])
 def _attend_in_order(
-    out, q, q_stride, pool, page_elements, layer, block_tables, table_stride, header, items, values, stats,
+    out, q, q_stride, pool, page_elements, layer, block_tables, table_stride, header, items, values, stats, sinks,
     scale, softcap, window,
     H: tl.constexpr, K: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
-    FIELDS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SEGMENT: tl.constexpr,
-    SPANS_SEGMENTS: tl.constexpr,
+    FIELDS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    SEGMENT: tl.constexpr, SPANS_SEGMENTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -156,6 +166,9 @@ def _attend_in_order(
         if SPANS_SEGMENTS:
             sum_largest = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
             sum_total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+            if HAS_SINKS:
+                sum_largest = _sinks_of(sinks + heads)
+                sum_total += 1.0
             sum_acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
             for segment in range(begin // SEGMENT * SEGMENT, end, SEGMENT):
                 largest, total, acc = _segment(
@@ -163,20 +176,19 @@ def _attend_in_order(
                     queries, position, page_numbers, pool_at_head, page_elements, dims, in_dims, scale, softcap, window,
                     G, HEAD_DIM, PAGE, TO_VALUES, HAS_WINDOW, HAS_SOFTCAP, BLOCK_M, BLOCK_N, BLOCK_D, EXACT,
                 )  # fmt: skip
-                # as `_combine` adds partial results
-                new_largest = tl.maximum(sum_largest, largest)
-                shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-                keep = tl.exp2(sum_largest - shift)
-                take = tl.exp2(largest - shift)
-                sum_total = sum_total * keep + total * take
-                sum_acc = sum_acc * keep[:, None] + acc * take[:, None]
-                sum_largest = new_largest
+                sum_largest, sum_total, sum_acc = _sum(sum_largest, sum_total, sum_acc, largest, total, acc)
         else:
             sum_largest, sum_total, sum_acc = _segment(
                 begin, end,
                 queries, position, page_numbers, pool_at_head, page_elements, dims, in_dims, scale, softcap, window,
                 G, HEAD_DIM, PAGE, TO_VALUES, HAS_WINDOW, HAS_SOFTCAP, BLOCK_M, BLOCK_N, BLOCK_D, EXACT,
             )  # fmt: skip
+            if HAS_SINKS:
+                if partial < 0:  # else `_combine` adds them
+                    ones, zeros = tl.full((BLOCK_M,), 1.0, dtype=tl.float32), tl.zeros_like(sum_acc)
+                    sum_largest, sum_total, sum_acc = _sum(
+                        _sinks_of(sinks + heads), ones, zeros, sum_largest, sum_total, sum_acc
+                    )
         if partial >= 0:
             at_head = partial * H + heads
             tl.store(values + at_head[:, None] * HEAD_DIM + dims[None, :], sum_acc, mask=inside)
@@ -198,6 +210,7 @@ def attend(
     layout: PageLayout,
     layer: int,
     rule: AttentionRule,
+    sinks: Tensor | None = None,
 ) -> None:
     """Write the attention of each query to `out` [num_tokens, H, head_dim], with bits fixed by its sequence alone."""
     num_programs = num_persistent_programs(q.device, PROGRAMS_PER_MULTIPROCESSOR)
@@ -207,10 +220,11 @@ def attend(
     launch(
         _attend_in_order, num_programs,
         out, q, q.stride(0), pool, layout.page_elements, layer, block_tables, block_tables.stride(0),
-        work.header, work.items, *partials,
+        work.header, work.items, *partials, sinks,
         rule.scale, rule.softcap or 0.0, rule.window or 0,
         H=layout.num_heads, K=layout.num_kv_heads, HEAD_DIM=layout.head_dim, BLOCK_D=block_d, PAGE=layout.page_tokens,
         FIELDS=ITEM_FIELDS, HAS_WINDOW=rule.window is not None, HAS_SOFTCAP=rule.softcap is not None,
+        HAS_SINKS=sinks is not None,
         # items of decode rows are within one, see `work.plan_attention`
         SEGMENT=work.limits.segment_keys, SPANS_SEGMENTS=tile_rows == tile_rows_for(layout, q.dtype, False, True),
         BLOCK_M=tile_rows, BLOCK_N=16 if is_interpreted() else block_bytes // q.element_size(),
@@ -221,7 +235,8 @@ def attend(
     if work.limits.split_keys:
         launch(
             _combine, num_programs,
-            out, work.header, work.combines, *partials,
-            H=layout.num_heads, HEAD_DIM=layout.head_dim, BLOCK_D=block_d, FIELDS=COMBINE_FIELDS, num_warps=1,
+            out, work.header, work.combines, *partials, sinks,
+            H=layout.num_heads, HEAD_DIM=layout.head_dim, BLOCK_D=block_d, FIELDS=COMBINE_FIELDS,
+            HAS_SINKS=sinks is not None, num_warps=1,
             enable_fp_fusion=False,
         )  # fmt: skip

@@ -41,18 +41,24 @@ PromptAttention = Callable[[_Counts, _Counts, _Counts, PageLayout, torch.device]
 
 
 def choose_prompt_attention(
-    device: torch.device, dtype: torch.dtype, layout: PageLayout, rules: frozenset[AttentionRule], *, is_exact: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    layout: PageLayout,
+    rules: frozenset[AttentionRule],
+    *,
+    is_exact: bool,
+    has_sinks: bool,
 ) -> tuple[PromptAttention | None, str | None]:
     """The library that `LORABATCH_PROMPT_ATTENTION` names (None: our kernel), and a sentence when it cannot be used and
     our kernel serves instead.
 
     `rules`: rules of all layers. `is_exact`: whether a row's sum must not depend on the rows beside it, which no
-    library promises.
+    library promises. `has_sinks`: whether heads have attention sinks, which no library has here.
     """
     asked = os.environ.get("LORABATCH_PROMPT_ATTENTION", "own")
     if asked == "own":
         return None, None
-    problem = _problem(asked, device, dtype, layout, rules, is_exact)
+    problem = _problem(asked, device, dtype, layout, rules, is_exact, has_sinks)
     found: PromptAttention | None = None
     if problem is None:
         try:
@@ -76,6 +82,7 @@ def _problem(
     layout: PageLayout,
     rules: frozenset[AttentionRule],
     is_exact: bool,
+    has_sinks: bool,
 ) -> str | None:
     if asked not in PROMPT_BACKENDS:
         return f"must be one of {', '.join(PROMPT_BACKENDS)}"
@@ -89,6 +96,8 @@ def _problem(
         return f"heads of {layout.head_dim} numbers; expected a multiple of 8 up to {_WIDEST_HEAD}"
     if asked == "varlen" and any(rule.softcap is not None for rule in rules):
         return "it has no cap of scores"
+    if has_sinks:
+        return "it has no attention sinks"
     return None
 
 

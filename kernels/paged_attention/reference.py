@@ -20,6 +20,7 @@ def attend(
     layout: PageLayout,
     layer: int,
     rule: AttentionRule,
+    sinks: Tensor | None = None,
 ) -> None:
     """Write the attention of each query to `out` [num_tokens, H, head_dim], in fp64. Partial items are recomputed
     whole, so `partials` stays unused."""
@@ -40,4 +41,6 @@ def attend(
                 scores = (k @ q[row + token, head].double()) * rule.scale
                 if rule.softcap is not None:
                     scores = rule.softcap * torch.tanh(scores / rule.softcap)
-                out[row + token, head] = torch.softmax(scores, 0) @ v
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[head, None].double()])
+                out[row + token, head] = torch.softmax(scores, 0)[: len(v)] @ v

@@ -75,12 +75,18 @@ def _block(
     return new_largest, total * shrink + tl.sum(weights, axis=1), acc
 
 
+@triton.jit
+def _sinks_of(at):
+    """Scores of nothing, in units of log2."""
+    return tl.load(at).to(tl.float32) * 1.4426950408889634
+
+
 @triton.jit(do_not_specialize=["layer", "table_stride"])
 def _attend(
-    out, q, q_stride, pool, page_elements, layer, block_tables, table_stride, header, items, values, stats,
+    out, q, q_stride, pool, page_elements, layer, block_tables, table_stride, header, items, values, stats, sinks,
     scale, softcap, window,
     H: tl.constexpr, K: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
-    FIELDS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    FIELDS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -111,6 +117,10 @@ def _attend(
         queries = tl.load(q_at, mask=inside, other=0.0)
         largest = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        if HAS_SINKS:
+            if partial < 0:  # else `_combine` adds them
+                largest = _sinks_of(sinks + heads)
+                total += 1.0
         acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
         page_numbers = block_tables + sequence * table_stride
         pool_at_head = pool + (layer * 2 * K + kv_head) * (PAGE * HEAD_DIM)
@@ -145,8 +155,9 @@ def _attend(
 
 @triton.jit
 def _combine(
-    out, header, combines, values, stats,
-    H: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
+    out, header, combines, values, stats, sinks,
+    H: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -160,6 +171,9 @@ def _combine(
         head = work % H
         largest = float("-inf")
         total = 0.0
+        if HAS_SINKS:
+            largest = _sinks_of(sinks + head)
+            total = 1.0
         acc = tl.zeros((BLOCK_D,), dtype=tl.float32)
         for piece in range(0, tl.load(entry + 2)):
             at = (first + piece) * H + head
@@ -185,6 +199,7 @@ def attend(
     layout: PageLayout,
     layer: int,
     rule: AttentionRule,
+    sinks: Tensor | None = None,
 ) -> None:
     """Write the attention of each query to `out` [num_tokens, H, head_dim], in one launch or two."""
     num_programs = num_persistent_programs(q.device, PROGRAMS_PER_MULTIPROCESSOR)
@@ -195,11 +210,12 @@ def attend(
     launch(
         _attend, num_programs,
         out, q, q.stride(0), pool, layout.page_elements, layer, block_tables, block_tables.stride(0),
-        work.header, work.items, *partials,
+        work.header, work.items, *partials, sinks,
         rule.scale, rule.softcap or 0.0, rule.window or 0,
         H=layout.num_heads, K=layout.num_kv_heads, HEAD_DIM=layout.head_dim, BLOCK_D=block_d, PAGE=layout.page_tokens,
         FIELDS=ITEM_FIELDS, HAS_WINDOW=rule.window is not None, HAS_SOFTCAP=rule.softcap is not None,
-        BLOCK_M=tile_rows, BLOCK_N=16 if is_interpreted() else block_bytes // q.element_size(),
+        HAS_SINKS=sinks is not None, BLOCK_M=tile_rows,
+        BLOCK_N=16 if is_interpreted() else block_bytes // q.element_size(),
         EXACT=is_exact_dot(q.dtype), num_warps=8 if tile_rows >= _PREFILL_ROWS else 4,
         num_stages=3 if tile_rows >= _PREFILL_ROWS else 2,
     )  # fmt: skip
@@ -207,6 +223,7 @@ def attend(
         # 1 warp: 4 features of a head of 128 in each thread
         launch(
             _combine, num_programs,
-            out, work.header, work.combines, *partials,
-            H=layout.num_heads, HEAD_DIM=layout.head_dim, BLOCK_D=block_d, FIELDS=COMBINE_FIELDS, num_warps=1,
+            out, work.header, work.combines, *partials, sinks,
+            H=layout.num_heads, HEAD_DIM=layout.head_dim, BLOCK_D=block_d, FIELDS=COMBINE_FIELDS,
+            HAS_SINKS=sinks is not None, num_warps=1,
         )  # fmt: skip

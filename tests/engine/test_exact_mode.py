@@ -124,6 +124,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {"head_dim": 16}),
     "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 20}),
     "granite": ("granite", {"residual_multiplier": 0.22, "logits_scaling": 2.0}),
+    "granite_swa": ("granite_swa", {"sliding_window": 20}),
     "cohere2": ("cohere2", {"sliding_window": 20, "num_hidden_layers": 4}),
     "olmo2": ("olmo2", {}),
     "hunyuan": ("hunyuan_v1_dense", {"head_dim": 16}),
@@ -175,7 +176,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-LATER = ("gemma4", "granite", "cohere2", "olmo2", "hunyuan", "ministral3")
+LATER = ("gemma4", "granite", "granite_swa", "cohere2", "olmo2", "hunyuan", "ministral3")
 
 
 @pytest.mark.parametrize(

@@ -160,8 +160,11 @@ def _reach_kernels_of_heads(layout: PageLayout, layer: int, num_rows: int, tile_
     work = plan_attention(spans, layout.queries_per_key_head, limits)
     partials = allocate_partials(64, layout.num_heads, head_dim, torch.device("cpu"))
     tables = torch.zeros(num_rows, 64, dtype=torch.int32)
-    rule = AttentionRule(0.1) if head_dim == LLAMA_HEAD_DIM else AttentionRule(0.1, window=512, softcap=50.0)
-    attention.attend(q, q, pool, tables, work, partials, layout, layer, rule)
+    if head_dim == LLAMA_HEAD_DIM:
+        rule, sinks = AttentionRule(0.1), None
+    else:
+        rule, sinks = AttentionRule(0.1, window=512, softcap=50.0), zeros(dtype, layout.num_heads)
+    attention.attend(q, q, pool, tables, work, partials, layout, layer, rule, sinks)
 
 
 def _reach_attention_in_order(layout: PageLayout, layer: int, num_rows: int, *, is_decode: bool) -> None:

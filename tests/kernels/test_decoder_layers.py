@@ -36,14 +36,17 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape) * shape[-1] ** -0.5
 
 
-def layer_parts(products: Products, *, rotary: int | None, window: int | None, has_head_norms: bool) -> LayerParts:
+def layer_parts(
+    products: Products, *, rotary: int | None, window: int | None, has_head_norms: bool, has_sinks: bool
+) -> LayerParts:
     linears = []
     for i, (in_features, out_features) in enumerate(SITES):
         weight = pack(random(out_features, in_features), products)
         assert isinstance(weight, StoredWeight)
         linears.append((weight, random(out_features) if i % 2 else None))
     head_norms = [1 + random(HEAD_DIM) if has_head_norms else None for _ in range(2)]
-    return LayerParts(linears, 1 + random(HIDDEN), 1 + random(HIDDEN), *head_norms, rotary, window)
+    sinks = random(HEADS) if has_sinks else None
+    return LayerParts(linears, 1 + random(HIDDEN), 1 + random(HIDDEN), *head_norms, rotary, window, sinks)
 
 
 def in_panels(matrix: torch.Tensor) -> torch.Tensor:
@@ -79,8 +82,8 @@ def test_layers_have_the_bits_of_their_operators(
         pytest.skip(f"this processor has no instructions for products in {products}")
     torch.manual_seed(0)
     layers = [
-        layer_parts(products, rotary=0, window=None, has_head_norms=True),
-        layer_parts(products, rotary=None, window=6, has_head_norms=False),
+        layer_parts(products, rotary=0, window=None, has_head_norms=True, has_sinks=False),
+        layer_parts(products, rotary=None, window=6, has_head_norms=False, has_sinks=True),
     ]
     shape = LayerShape(HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, 1e-5, HEAD_DIM**-0.5, 2.0 if is_part else 0.0)
     prepared = tables(lora).tables

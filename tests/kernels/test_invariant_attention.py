@@ -22,19 +22,22 @@ RULES = {
     "plain": AttentionRule(0.25),
     "window": AttentionRule(0.25, window=21),
     "both": AttentionRule(0.3, window=40, softcap=2.0),
+    "sinks": AttentionRule(0.25),
+    "sinks and a window": AttentionRule(0.25, window=21),
 }
 
 
 class Sequenced:
     """A sequence whose keys and values are in a pool, behind one of another length; `q` of all of its tokens."""
 
-    def __init__(self, rule: AttentionRule, dtype: torch.dtype, device: torch.device) -> None:
-        generator = torch.Generator().manual_seed(0)
+    def __init__(self, case: str, dtype: torch.dtype, device: torch.device) -> None:
+        generator, rule = torch.Generator().manual_seed(0), RULES[case]
         self.rule, self.dtype, self.device = rule, dtype, device
         self.q = torch.randn(LENGTH, 6, 20, generator=generator).to(device, dtype)
         num_pages = -(-LENGTH // 4)
         self.pool = torch.randn((num_pages + 9) * LAYOUT.page_elements, generator=generator).to(device, dtype)
         pages = torch.randperm(num_pages + 9, generator=generator).to(torch.int32)
+        self.sinks = torch.randn(6, generator=generator).to(device, dtype) if "sinks" in case else None
         self.tables = torch.stack((torch.arange(num_pages).to(torch.int32) % 9, pages[:num_pages])).to(device)
 
     def attended(self, spans: Sequence[tuple[int, int]], *, is_decode: bool, splits: bool) -> Tensor:
@@ -45,13 +48,13 @@ class Sequenced:
             at += last - first
         q = torch.cat([self.q[:1], *(self.q[first:last] for first, last in spans)])
         work, partials = self._work(rows, is_decode=is_decode, splits=splits)
-        return attend_pages(q, self.pool, self.tables, work, partials, LAYOUT, 1, self.rule)[1:]
+        return attend_pages(q, self.pool, self.tables, work, partials, LAYOUT, 1, self.rule, sinks=self.sinks)[1:]
 
     def expected(self) -> Tensor:
         """By the plain twin."""
         out = torch.empty(self.q.shape, dtype=torch.float64, device=self.device)
         work, partials = self._work([Span(0, LENGTH, 0, 1)], is_decode=False, splits=False)
-        attend(out, self.q, self.pool, self.tables, work, partials, LAYOUT, 1, self.rule)
+        attend(out, self.q, self.pool, self.tables, work, partials, LAYOUT, 1, self.rule, self.sinks)
         return out.flatten(1)
 
     def _work(self, rows: list[Span], *, is_decode: bool, splits: bool) -> tuple[AttentionWork, tuple[Tensor, Tensor]]:
@@ -63,11 +66,11 @@ class Sequenced:
         return AttentionWork(limits, host.buffer.to(self.device)), partials
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+@pytest.mark.parametrize("case", RULES)
 def test_a_query_has_the_same_bits_however_its_prompt_is_cut(
-    assert_close: Callable[[Tensor, Tensor], None], device: torch.device, dtype: torch.dtype, rule: AttentionRule
+    assert_close: Callable[[Tensor, Tensor], None], device: torch.device, dtype: torch.dtype, case: str
 ) -> None:
-    sequence = Sequenced(rule, dtype, device)
+    sequence = Sequenced(case, dtype, device)
     whole = sequence.attended([(0, LENGTH)], is_decode=False, splits=False)
     assert_close(whole, sequence.expected())
     for cuts in ([0, 1, 40, LENGTH], [0, 13, 32, 64, 71, LENGTH]):

@@ -29,7 +29,9 @@ def check(
     dtype: torch.dtype,
     device: torch.device,
     assert_close: Callable[..., None],
+    has_sinks: bool = False,
 ) -> None:
+    sinks = torch.randn(layout.num_heads, device=device).to(dtype) if has_sinks else None
     num_tokens = sum(new for new, _ in step)
     packed = torch.randn(num_tokens, layout.num_heads + 3, layout.head_dim, device=device).to(dtype)
     q = packed[:, : layout.num_heads]
@@ -55,8 +57,8 @@ def check(
     for scratch in partials:
         scratch.fill_(torch.nan)
     expected = torch.empty(q.shape, dtype=torch.float64, device=device)
-    attend(expected, q, pool, tables.to(device), work, partials, layout, 1, rule)
-    found = attend_pages(q, pool, tables.to(device), work, partials, layout, 1, rule)
+    attend(expected, q, pool, tables.to(device), work, partials, layout, 1, rule, sinks)
+    found = attend_pages(q, pool, tables.to(device), work, partials, layout, 1, rule, sinks=sinks)
     for span in spans:  # over long contexts numbers are smaller
         rows = slice(span.row, span.row + span.num_queries)
         assert_close(found[rows], expected.flatten(1)[rows])
@@ -72,6 +74,14 @@ def test_decode_and_prefill_in_one_step(
     assert_close: Callable[..., None], dtype: torch.dtype, device: torch.device, rule: AttentionRule, split_keys: int
 ) -> None:
     check(MIXED, LAYOUT, rule, WorkLimits(40, 8, 16, split_keys), dtype, device, assert_close)
+
+
+@pytest.mark.parametrize("split_keys", [0, 8])
+@pytest.mark.parametrize("rule", [RULE, AttentionRule(0.3, window=3, softcap=2.0)], ids=["plain", "both"])
+def test_sinks_take_their_share_of_the_weights_once(
+    assert_close: Callable[..., None], dtype: torch.dtype, device: torch.device, rule: AttentionRule, split_keys: int
+) -> None:
+    check(MIXED, LAYOUT, rule, WorkLimits(40, 8, 16, split_keys), dtype, device, assert_close, has_sinks=True)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 20), (2, 2, 8), (7, 1, 16)])

@@ -40,11 +40,14 @@ class Step:
         self.rows = rows
         self.packed = torch.randn(first, num_heads + 2 * self.num_kv_heads, self.head_dim)
         self.q = self.packed[:, :num_heads]
+        #: One score of nothing for each query head; None for none.
+        self.sinks: torch.Tensor | None = None
 
     def attend(self, window: int | None = None, softcap: float | None = None) -> torch.Tensor:
-        return attend_spans(
-            self.q, self.pool, SpanTable.of(self.rows, self.per_kv), LAYER, self.num_kv_heads, window, 0.3, softcap
-        ).view(self.q.shape)
+        table = SpanTable.of(self.rows, self.per_kv)
+        return attend_spans(self.q, self.pool, table, LAYER, self.num_kv_heads, window, 0.3, softcap, self.sinks).view(
+            self.q.shape
+        )
 
     def expected(self, window: int | None, softcap: float | None) -> torch.Tensor:
         out = torch.empty(self.q.shape, dtype=torch.float64)
@@ -58,9 +61,11 @@ class Step:
                     scores = 0.3 * (keys @ q[start + t, head])
                     if softcap is not None:
                         scores = softcap * torch.tanh(scores / softcap)
-                    weights = (scores - scores.max()).exp()
+                    largest = scores.max() if self.sinks is None else scores.max().maximum(self.sinks[head].double())
+                    weights = (scores - largest).exp()
+                    sink = 0.0 if self.sinks is None else (self.sinks[head].double() - largest).exp()
                     values = self.values[i, head // self.per_kv, begin:end].double()
-                    out[start + t, head] = self.rounded(weights) @ values / weights.sum()
+                    out[start + t, head] = self.rounded(weights) @ values / (weights.sum() + sink)
         return out
 
     def check(self, window: int | None = None, softcap: float | None = None) -> None:
@@ -85,6 +90,21 @@ def test_decode_and_prefill_in_one_step(window: int | None, softcap: float | Non
     step.check(window, softcap)
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, None), (100, 2.0)])
+@pytest.mark.parametrize("heads", [(6, 2, 64), (5, 1, 96)])
+def test_sinks_take_their_share_of_the_weights(
+    heads: tuple[int, int, int], window: int | None, softcap: float | None, stored: torch.dtype
+) -> None:
+    step = Step(MIXED, heads, stored)
+    without = step.attend(window, softcap)
+    step.sinks = torch.linspace(-3.0, 4.0, heads[0])
+    step.check(window, softcap)
+    assert (step.attend(window, softcap) - without).abs().max() > 0.1
+    step.sinks = torch.full((heads[0],), -1e4)
+    torch.testing.assert_close(step.attend(window, softcap), without)
+
+
 @pytest.mark.parametrize(
     "heads", [(9, 3, 64), (2, 2, 128), (14, 2, 16), (4, 4, 80), (8, 1, 256), (5, 1, 96), (12, 1, 32)]
 )
@@ -107,6 +127,7 @@ def test_a_row_gets_the_same_bits_alone_and_however_its_prompt_is_cut(
 ) -> None:
     """Blocks of few queries and of many are computed by different loops."""
     step = Step(MIXED, heads, stored)
+    step.sinks = torch.randn(heads[0]) if window == 19 else None
     together = step.attend(window)
     everything = step.rows
     for start, new, past, offset, capacity in everything:

@@ -175,7 +175,7 @@ def test_flashinfer_plans_each_rule_of_a_step_once(
 
 def choose(**changed: Any) -> tuple[Any, str | None]:
     asked = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "layout": LAYOUT, "rules": frozenset([FULL])}
-    return choose_prompt_attention(**(asked | {"is_exact": False} | changed))
+    return choose_prompt_attention(**(asked | {"is_exact": False, "has_sinks": False} | changed))
 
 
 def test_ours_serves_unless_a_library_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +192,7 @@ def test_ours_serves_unless_a_library_is_asked_for(monkeypatch: pytest.MonkeyPat
         ("fa4", {}, "must be one of own, varlen, flashinfer"),
         ("varlen", {"device": CPU}, "needs a GPU"),
         ("varlen", {"is_exact": True}, "mode exact"),
+        ("varlen", {"has_sinks": True}, "no attention sinks"),
         ("flashinfer", {"dtype": torch.float32}, "16 bits, not in torch.float32"),
         ("flashinfer", {"layout": PageLayout(4, 2, 20, 3, 4)}, "heads of 20 numbers"),
         ("varlen", {"rules": frozenset([CAPPED])}, "no cap of scores"),

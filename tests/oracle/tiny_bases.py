@@ -105,6 +105,16 @@ DENSE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_multiplier": 0.2,
         },
     ),
+    "granite swash": (
+        "granite_swa",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 16,
+            "layer_rope_theta": [0, 1e4, 5e5, 0],
+            "attention_multiplier": 0.3,
+        },
+    ),
+    "granite swash with one base": ("granite_swa", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 16}),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", {"num_hidden_layers": 4, "sliding_window": 16}),
     "olmo3 stretched": (

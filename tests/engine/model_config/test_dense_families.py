@@ -19,6 +19,7 @@ from lorabatch.engine.errors import EngineError
 from lorabatch.engine.model_config import parse_model_config
 from lorabatch.engine.model_config.families import FAMILIES
 from lorabatch.engine.model_config.keys import IRRELEVANT
+from lorabatch.engine.model_config.layer import RopeConfig
 from lorabatch.engine.models.load import stored_shapes
 from lorabatch.engine.peft import audit_adapter
 
@@ -59,7 +60,8 @@ FORGOTTEN: dict[str, tuple[list[str], dict[str, Any]]] = {
     "factors of embeddings": (["granite"], {"embedding_scale": 1.0}),
     "growing queries": (["ministral3"], {"query_growth": None}),
     "norms behind the rotation": (["hunyuan"], {"head_norm": "head"}),
-    "windows": (["ministral", "olmo3", "cohere2", "starcoder2"], {"window": None}),
+    "bases of rotary frequencies": (["granite swash"], {"rope": RopeConfig(16)}),
+    "windows": (["granite swash", "ministral", "olmo3", "cohere2", "starcoder2"], {"window": None}),
     "norms without a mean": (["cohere"], {"norm_kind": "rms"}),
     "the square": (["arcee"], {"activation": "relu"}),
 }
@@ -183,6 +185,9 @@ def test_every_key_of_its_own_is_used_and_no_irrelevant_one_is(family: str) -> N
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a rotation of unknown layers": ("smollm3", {"no_rope_layers": [1, 2, 1, 1]}, "no_rope_layers: .* each 0 or 1"),
+    "too few bases": ("granite_swa", {"layer_rope_theta": [1e4]}, "layer_rope_theta: .* a list of 4"),
+    "a negative base": ("granite_swa", {"layer_rope_theta": [1e4, -1, 0, 0]}, "layer_rope_theta: .* 0 or more"),
+    "a base that is a word": ("granite_swa", {"layer_rope_theta": [1e4, "1e4", 0, 0]}, "layer_rope_theta: .* 0 or"),
     "too few layers": ("smollm3", {"no_rope_layers": [1, 1]}, "no_rope_layers: .* a list of 4"),
     "windows switched off": (
         "smollm3",

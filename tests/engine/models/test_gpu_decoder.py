@@ -160,6 +160,7 @@ def test_many_adapters_and_the_base_in_one_batch(
         pytest.param("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}, marks=pytest.mark.long),
         pytest.param("phi3", {}, marks=pytest.mark.long),
         pytest.param("granite", {"residual_multiplier": 0.3, "logits_scaling": 2.0}, marks=pytest.mark.long),
+        pytest.param("granite_swa", {"sliding_window": 8, "layer_rope_theta": [0, 1e5]}, marks=pytest.mark.long),
         pytest.param("smollm3", {"no_rope_layers": [1, 0]}, marks=pytest.mark.long),
         pytest.param("starcoder2", {"sliding_window": 8}, marks=pytest.mark.long),
         pytest.param("exaone4", {"head_dim": 16, "sliding_window": 8}, marks=pytest.mark.long),

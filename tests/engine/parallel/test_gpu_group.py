@@ -189,6 +189,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
     "gemma2": {"head_dim": 16},
+    "granite_swa": {"sliding_window": 8},
     "opt": {"ffn_dim": 42, "word_embed_proj_dim": 16, "do_layer_norm_before": False, "init_std": 0.2},
 }
 BY_MERGE: dict[str, dict[str, Any]] = {
@@ -209,6 +210,7 @@ BY_MERGE: dict[str, dict[str, Any]] = {
         ("qwen3", 2, "unmerged"),
         ("gemma2", 2, "unmerged"),
         ("gemma2", 2, "merged"),
+        ("granite_swa", 2, "unmerged"),
         ("opt", 2, "unmerged"),
     ],
 )

@@ -32,6 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 16, "num_key_value_heads": 1},
     "phi3": {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 90},
     "opt": {"ffn_dim": 90, "word_embed_proj_dim": 32, "do_layer_norm_before": False, "init_std": 0.2},
+    "granite_swa": {"sliding_window": 20, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96},
     "llama of 9 heads": {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3},
 }
 # Others have their adapters on all linear layers; OPT's projections would be merged.
