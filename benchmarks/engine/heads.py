@@ -2,7 +2,8 @@
 
 `python -m lorabatch.benchmarks.engine.heads MODEL [--rows N] [--tokens N] [--output FILE.json]` writes random adapters
 of rank 16 for a base model: eight classifiers of 2 to 77 labels and four that generate text. N rows ask each of them.
-It prints one JSON object.
+Texts have the long-tailed lengths of `lorabatch bench engine`, which no system knows, or all have as many tokens as
+`--tokens` says. It prints one JSON object.
 
 PEFT is given its best. All adapters are loaded into one model, and heads are applied to hidden states by hand: PEFT
 loads no two heads of different sizes into one model. `mixed` takes rows as they come, in batches of 32 with a name
@@ -26,26 +27,31 @@ from typing import Any
 import numpy as np
 import torch
 
+from lorabatch.benchmarks.engine.systems import PEFT_BATCH, serve, start_clock
+from lorabatch.benchmarks.engine.workload import LIMIT_TOKENS, drawn_length
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.peft import audit_adapter
-from lorabatch.engine.request import Request, SamplingParams
+from lorabatch.engine.request import ExportedRow, Request, Result, SamplingParams
 
 LABELS = (2, 3, 5, 8, 13, 20, 41, 77)
 GENERATORS = 4
 RANK = 16
-PEFT_BATCH = 32
 SHORTEST, LONGEST = 16, 64
 CLASSIFY = SamplingParams().of_task("classify")
 
 
 @dataclass(frozen=True, slots=True)
 class HeadRow:
-    """A row of the measurement: an adapter's name, a prompt, and whether it is classified."""
+    """A row of the measurement: an adapter's name, a prompt, and the length of its text; 0 where it is classified."""
 
     adapter: str
     tokens: tuple[int, ...]
-    is_classified: bool
+    num_tokens: int
+
+    @property
+    def is_classified(self) -> bool:
+        return not self.num_tokens
 
 
 def write_adapters(model: Path, root: Path) -> dict[str, int]:
@@ -74,11 +80,15 @@ def write_adapters(model: Path, root: Path) -> dict[str, int]:
     return names
 
 
-def make_rows(names: dict[str, int], vocab_size: int, num_rows: int) -> list[HeadRow]:
+def make_rows(names: dict[str, int], vocab_size: int, num_rows: int, num_tokens: int | None) -> list[HeadRow]:
     """Rows of all adapters in random order."""
     rng = random.Random(0)
     rows = [
-        HeadRow(name, tuple(rng.randrange(100, vocab_size) for _ in range(rng.randrange(SHORTEST, LONGEST))), count > 0)
+        HeadRow(
+            name,
+            tuple(rng.randrange(100, vocab_size) for _ in range(rng.randrange(SHORTEST, LONGEST))),
+            0 if count else num_tokens or drawn_length(rng),
+        )
         for name, count in names.items()
         for _ in range(num_rows)
     ]
@@ -89,7 +99,7 @@ def make_rows(names: dict[str, int], vocab_size: int, num_rows: int) -> list[Hea
 class Ours:
     """Our engine with all adapters."""
 
-    def __init__(self, model: Path, root: Path, names: Iterable[str], max_tokens: int) -> None:
+    def __init__(self, model: Path, root: Path, names: Iterable[str]) -> None:
         self._engine = Engine(model, EngineConfig(mode="auto"))
         self._ids = {}
         for name in names:
@@ -97,7 +107,7 @@ class Ours:
             assert found is not None, f"{name}: refused"
             self._engine.register_adapter(found, root / name, name)
             self._ids[name] = found
-        self._text = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        self._text = SamplingParams(max_tokens=LIMIT_TOKENS, ignore_eos=True)
 
     def run(self, rows: Sequence[HeadRow]) -> list[Any]:
         """Logits of classified rows, tokens of others."""
@@ -105,23 +115,28 @@ class Ours:
             Request(str(i), row.tokens, self._ids[row.adapter], CLASSIFY if row.is_classified else self._text)
             for i, row in enumerate(rows)
         ]
-        found = {result.request_id: result for result in self._engine.run(asked)}
-        wrong = [result.error for result in found.values() if result.error]
-        assert not wrong, wrong[0]
-        results = [found[str(i)] for i in range(len(rows))]
-        return [list(r.token_ids) if r.pooled is None else np.frombuffer(r.pooled, "<f4") for r in results]
+        found = serve(
+            self._engine, asked, {str(i): row.num_tokens for i, row in enumerate(rows) if not row.is_classified}
+        )
+        return [self._answer(found[str(i)]) for i in range(len(rows))]
+
+    @staticmethod
+    def _answer(found: Result | ExportedRow) -> Any:
+        if isinstance(found, ExportedRow):
+            return list(found.token_ids)
+        assert found.pooled is not None, found.error
+        return np.frombuffer(found.pooled, "<f4")
 
 
 class Peft:
     """One model of PEFT with the pairs of all adapters, and their heads beside it."""
 
-    def __init__(self, model: Path, root: Path, names: dict[str, int], max_tokens: int) -> None:
+    def __init__(self, model: Path, root: Path, names: dict[str, int]) -> None:
         from peft import PeftModel
         from safetensors.torch import load_file
         from transformers import AutoModelForCausalLM
 
         base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        self._max_tokens = max_tokens
         self._heads: dict[str, torch.Tensor] = {}
         with tempfile.TemporaryDirectory() as scratch:
             for name, count in names.items():
@@ -163,16 +178,18 @@ class Peft:
                     i: (self._heads[rows[i].adapter] @ state).numpy() for i, state in zip(batch, states, strict=True)
                 }
                 continue
+            longest = max(rows[i].num_tokens for i in batch)
             out = self._model.generate(
                 input_ids=ids,
                 attention_mask=mask,
-                max_new_tokens=self._max_tokens,
-                min_new_tokens=self._max_tokens,
+                max_new_tokens=longest,
+                min_new_tokens=longest,
                 do_sample=False,
                 pad_token_id=0,
                 **names,
             )
-            found |= {i: tokens[ids.shape[1] :].tolist() for i, tokens in zip(batch, out, strict=True)}
+            texts = out[:, ids.shape[1] :].tolist()
+            found |= {i: text[: rows[i].num_tokens] for i, text in zip(batch, texts, strict=True)}
         return found
 
     def _states(self, ids: torch.Tensor, mask: torch.Tensor, names: dict[str, Any]) -> torch.Tensor:
@@ -260,12 +277,12 @@ def embedding_error(model: Path, rows: Sequence[HeadRow]) -> float:
 
 def timed(run: Callable[[], list[Any]]) -> tuple[float, float, list[Any]]:
     """Seconds of a call, processor seconds of this process during it, and what it returns."""
-    began_s, began_cpu_s = time.perf_counter(), time.process_time()
+    began_s, began_cpu_s = start_clock(), time.process_time()
     found = run()
     return time.perf_counter() - began_s, time.process_time() - began_cpu_s, found
 
 
-def measure(model: Path, num_rows: int, max_tokens: int, turns: int, threads: int) -> dict[str, Any]:
+def measure(model: Path, num_rows: int, num_tokens: int | None, turns: int, threads: int) -> dict[str, Any]:
     """Everything that is measured, as a JSON-ready object. With one thread, processor seconds compare the systems on a
     machine that others use, too: nobody waits in a loop.
     """
@@ -273,9 +290,9 @@ def measure(model: Path, num_rows: int, max_tokens: int, turns: int, threads: in
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         names = write_adapters(model, root)
-        ours = Ours(model, root, names, max_tokens)
-        rows = make_rows(names, 40_000, num_rows)
-        peft = Peft(model, root, names, max_tokens)
+        ours = Ours(model, root, names)
+        rows = make_rows(names, 40_000, num_rows, num_tokens)
+        peft = Peft(model, root, names)
         seconds: dict[str, list[float]] = {"ours": [], "peft mixed": [], "peft switched": []}
         cpu_seconds: dict[str, list[float]] = {name: [] for name in seconds}
         warm = rows[:PEFT_BATCH]
@@ -297,7 +314,8 @@ def measure(model: Path, num_rows: int, max_tokens: int, turns: int, threads: in
             "rows": len(rows),
             "classified": len(expected),
             "labels": LABELS,
-            "tokens_of_text": max_tokens,
+            "lengths": "long-tailed" if num_tokens is None else num_tokens,
+            "tokens_of_text": sum(row.num_tokens for row in rows),
             "threads": threads,
             "seconds": seconds,
             "processor_seconds": cpu_seconds,
@@ -322,7 +340,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--rows", type=int, default=16, help="rows of each adapter")
-    parser.add_argument("--tokens", type=int, default=32, help="tokens of each text")
+    parser.add_argument("--tokens", type=int, help="tokens of each text; without: long-tailed lengths")
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--output", type=Path)

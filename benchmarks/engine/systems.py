@@ -12,7 +12,7 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from lorabatch.engine.config import EngineConfig, Mode, read_model_config
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.models.layers import Linear
 from lorabatch.engine.peft import audit_adapter
-from lorabatch.engine.request import Request, SamplingParams
+from lorabatch.engine.request import ExportedRow, Request, Result, SamplingParams
 from lorabatch.kernels.packed_weight import Products, can_multiply, pack
 
 PEFT_BATCH = 32
@@ -82,22 +82,25 @@ def run_ours(
         for i, row in enumerate(workload.rows)
     ]
     began = start_clock()
-    tokens = _serve(engine, requests, {str(i): row.num_tokens for i, row in enumerate(workload.rows)})
+    found = serve(engine, requests, {str(i): row.num_tokens for i, row in enumerate(workload.rows)})
     seconds = time.perf_counter() - began
-    return seconds, [tokens[str(i)] for i in range(len(requests))], engine.switching_s - switching_s
+    return seconds, [list(found[str(i)].token_ids) for i in range(len(requests))], engine.switching_s - switching_s
 
 
-def _serve(engine: Engine, requests: list[Request], num_tokens: dict[str, int]) -> dict[str, list[int]]:
-    """Tokens by request id. A row leaves when it has its number of tokens, whether or not systems know that number."""
-    tokens, seen = {}, {}
+def serve(engine: Engine, requests: list[Request], num_tokens: Mapping[str, int]) -> dict[str, Result | ExportedRow]:
+    """What becomes of each request, by its id. A row leaves when it has its number of tokens, whether or not systems
+    know that number; one without a number has a result of its own.
+    """
+    found: dict[str, Result | ExportedRow] = {}
+    seen = {}
     engine.observe_step = lambda _, entries: seen.update({e.sequence.request.request_id: e.sequence for e in entries})
     engine.add(requests)
     while engine.num_unfinished:
         seen.clear()
-        tokens.update({result.request_id: list(result.token_ids) for result in engine.step()})
-        ended = [row_id for row_id, sequence in seen.items() if len(sequence.token_ids) >= num_tokens[row_id]]
-        tokens.update({row.request.request_id: list(row.token_ids) for row in engine.export_rows(ended)})
-    return tokens
+        found.update({result.request_id: result for result in engine.step()})
+        ended = [name for name, row in seen.items() if name in num_tokens and len(row.token_ids) >= num_tokens[name]]
+        found.update({row.request.request_id: row for row in engine.export_rows(ended)})
+    return found
 
 
 def run_peft_merged(workload: EngineWorkload) -> Measured:

@@ -24,7 +24,8 @@ RANKS = (8, 16, 32, 64)
 # Mean and standard deviation of the logarithm of GeneratedTokens in AzureLLMInferenceTrace_conv.csv (19,366 requests,
 # Azure public data set, 2023), and the share of these lengths that keeps a run of every system within minutes.
 _LOG_MEAN, _LOG_DEVIATION, _SCALE = 5.019, 0.859, 0.25
-_LIMIT_TOKENS = 320
+#: The limit that every system is given where lengths are long-tailed.
+LIMIT_TOKENS = 320
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +94,14 @@ def make_workload(
                 rng.randrange(100, model.vocab_size) for _ in range(rng.randint(*_PROMPT_TOKENS[prompts]))
             ],
             adapter=f"adapter-{i % num_adapters}",
-            num_tokens=_draw(rng, lengths, prompts),
+            num_tokens=drawn_length(rng) if lengths == "long-tailed" else rng.randint(*_ANSWER_TOKENS[prompts]),
         )
         for i in range(num_rows)
     ]
     rng.shuffle(rows)
-    return EngineWorkload(str(model_folder), adapters, rows, None if lengths == "uniform" else _LIMIT_TOKENS)
+    return EngineWorkload(str(model_folder), adapters, rows, None if lengths == "uniform" else LIMIT_TOKENS)
 
 
-def _draw(rng: random.Random, lengths: Lengths, prompts: Prompts) -> int:
-    if lengths == "uniform":
-        return rng.randint(*_ANSWER_TOKENS[prompts])
-    return min(max(round(_SCALE * rng.lognormvariate(_LOG_MEAN, _LOG_DEVIATION)), 1), _LIMIT_TOKENS)
+def drawn_length(rng: random.Random) -> int:
+    """The length of an answer in tokens, as answers in the Azure conversation trace have them, a quarter as long."""
+    return min(max(round(_SCALE * rng.lognormvariate(_LOG_MEAN, _LOG_DEVIATION)), 1), LIMIT_TOKENS)
