@@ -88,8 +88,8 @@ def run_ours(
 
 
 def serve(engine: Engine, requests: list[Request], num_tokens: Mapping[str, int]) -> dict[str, Result | ExportedRow]:
-    """What becomes of each request, by its id. A row leaves when it has its number of tokens, whether or not systems
-    know that number; one without a number has a result of its own.
+    """Serve all requests; returns what becomes of each, by its id. A row leaves when it has its number of tokens,
+    whether or not systems know that number; one without a number has a result of its own.
     """
     found: dict[str, Result | ExportedRow] = {}
     seen = {}
