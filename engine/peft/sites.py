@@ -21,7 +21,8 @@ _PACKED_LAYERS: Mapping[str, tuple[str, ...]] = {
 # Names that other programs give the projections of the gated delta rule, or parts of them.
 _DELTA_SPELLINGS: Mapping[str, str] = {
     **dict.fromkeys(
-        ("in_proj_q", "in_proj_k", "in_proj_v"), "it is a part of in_proj_qkv, for which Tinker trains three pairs"
+        ("in_proj_q", "in_proj_k", "in_proj_v"),
+        "it is a part of in_proj_qkv, and is read only as one of the three plain pairs that Tinker trains for it",
     ),
     **dict.fromkeys(
         ("in_proj_qkvz", "in_proj_ba"),

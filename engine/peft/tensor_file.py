@@ -69,11 +69,27 @@ class TensorEntry:
     #: Bytes of its blocks in the file if they are of kind Q8_0 (32 numbers: a factor in fp16, then 8 bits each); 0:
     #: plain numbers.
     q8_bytes: int = 0
+    #: Tensors of one number format that it is made of, which have places of their own; empty for a tensor of a file.
+    parts: tuple[TensorEntry, ...] = ()
+    #: Whether its parts stand along its diagonal, with zeros beside them; else one below the other.
+    is_diagonal: bool = False
 
     @property
     def end(self) -> int:
         """Position in the file behind the last byte."""
         return self.start + (self.q8_bytes or self.num_bytes)
+
+    def joined(self, parts: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
+        """The bytes of the tensor, uint8 [num_bytes], from those of its parts."""
+        if not self.is_diagonal:
+            return np.concatenate(parts)
+        numbers = np.zeros(self.shape, f"<u{ELEMENT_BYTES[self.dtype]}")
+        row = column = 0
+        for entry, data in zip(self.parts, parts, strict=True):
+            height, width = entry.shape
+            numbers[row : row + height, column : column + width] = data.view(numbers.dtype).reshape(entry.shape)
+            row, column = row + height, column + width
+        return numbers.reshape(-1).view(np.uint8)
 
     def arranged(self, stored: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         """The tensor's bytes, uint8 [num_bytes], from those in the file: a copy where it is arranged otherwise."""
@@ -202,6 +218,8 @@ class TensorReader:
         """The bytes of one tensor, uint8 [num_bytes], in memory of their own. Raises `AdapterRefusedError` when the
         file has become shorter.
         """
+        if entry.parts:
+            return entry.joined([self.read(part) for part in entry.parts])
         data = np.empty(entry.end - entry.start, np.uint8)
         self._fill(data, entry.file_name, entry.start, [entry])
         return entry.arranged(data)
@@ -210,8 +228,9 @@ class TensorReader:
         """The bytes of tensors by key. Tensors side by side in a file are read at once and share their memory, where
         each is aligned for its numbers. Raises what `read` raises.
         """
-        found: dict[str, npt.NDArray[np.uint8]] = {}
-        for run in _runs(entries):
+        entries = list(entries)
+        found = {entry.key: self.read(entry) for entry in entries if entry.parts}
+        for run in _runs(entry for entry in entries if not entry.parts):
             first, last = run[0], run[-1]
             data = np.empty(last.end - first.start, np.uint8)
             self._fill(data, first.file_name, first.start, run)

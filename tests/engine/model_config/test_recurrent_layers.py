@@ -3,12 +3,14 @@ bits whatever happens around them, and take the memory that is planned for them.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -142,7 +144,7 @@ def test_layers_that_adapters_save_whole_equal_peft(
 @pytest.mark.parametrize(
     ("names", "whose"),
     [
-        ({"in_proj_qkv": "in_proj_q"}, "it is a part of in_proj_qkv, for which Tinker trains three pairs"),
+        ({"in_proj_qkv": "in_proj_q"}, "it is a part of in_proj_qkv, and is read only as one of the three plain pairs"),
         ({"in_proj_qkv": "in_proj_qkvz", "in_proj_b": "in_proj_ba"}, "Qwen3-Next and SGLang pack the projections so"),
         ({"in_proj_qkv": "in_proj"}, "Megatron packs all projections so"),
         ({"in_proj_z": "in_proj_gate"}, "no known spelling of Qwen 3.5's projections"),
@@ -163,6 +165,99 @@ def test_other_spellings_of_the_projections_are_refused_by_whose_they_are(
     assert any(reason in reasons for reason in missing)
     assert whose in reasons
     assert "This base has in_proj_qkv, in_proj_z, in_proj_b and in_proj_a." in reasons
+
+
+ROWS = {"q": slice(0, 32), "k": slice(32, 64), "v": slice(64, 128)}  # of in_proj_qkv in `HYBRID`
+RANK = 3
+
+
+def split(folder: Path, target: Path, dtype: str = "float32", **changes: Any) -> tuple[Path, Path]:
+    """Two folders: an adapter as Tinker saves it, whose in_proj_qkv has three random pairs, and the same with one pair
+    in PEFT's form. `changes`: of Tinker's configuration.
+    """
+    rng = np.random.default_rng(0)
+    ours, tinkers = {}, {}
+    for key, value in load_file(folder / "adapter_model.safetensors").items():
+        if "in_proj_qkv.lora_A" not in key and "in_proj_qkv.lora_B" not in key:
+            ours[key] = tinkers[key] = value.astype(dtype)
+        if "in_proj_qkv.lora_A" not in key:
+            continue
+        of_b = key.replace("lora_A", "lora_B")
+        ours[key] = np.zeros((3 * RANK, value.shape[1]), dtype)
+        ours[of_b] = np.zeros((128, 3 * RANK), dtype)
+        for i, (part, rows) in enumerate(ROWS.items()):
+            a = (0.1 * rng.standard_normal((RANK, value.shape[1]))).astype(dtype)
+            b = (0.1 * rng.standard_normal((rows.stop - rows.start, RANK))).astype(dtype)
+            columns = slice(RANK * i, RANK * (i + 1))
+            ours[key][columns], ours[of_b][rows, columns] = a, b
+            tinkers[key.replace("in_proj_qkv", f"in_proj_{part}")] = a
+            tinkers[of_b.replace("in_proj_qkv", f"in_proj_{part}")] = b
+    raw = json.loads((folder / "adapter_config.json").read_text())
+    of_pairs = {"rank_pattern": {"in_proj_qkv": 3 * RANK}, "alpha_pattern": {"in_proj_qkv": 3 * raw["lora_alpha"]}}
+    kept = {key: raw[key] for key in ("peft_type", "r", "lora_alpha")} | {"target_modules": "all-linear"} | changes
+    for name, tensors, config in (("tinkers", tinkers, kept), ("ours", ours, raw | of_pairs)):
+        (target / name).mkdir()
+        (target / name / "adapter_config.json").write_text(json.dumps(config))
+        save_file(tensors, target / name / "adapter_model.safetensors")
+    return target / "tinkers", target / "ours"
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["in_proj_qkv", "out_proj", "down_proj"]], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_three_pairs_of_tinker_for_one_layer_are_read_as_one(
+    dtype: str,
+    targets: Any,
+    hybrid: Path,
+    model: ModelConfig,
+    tmp_path: Path,
+    make_adapter: Callable[..., Path],
+    compare: Any,
+) -> None:
+    trained = make_adapter(tmp_path / "adapter", hybrid, r=RANK, target_modules=targets)
+    tinkers, ours = split(trained, tmp_path, dtype)
+    audit = audit_adapter(tinkers, model, "tinkers")
+    assert audit.verdict == "exact", audit.reasons
+    assert audit.content_sha256 == audit_adapter(ours, model, "ours").content_sha256
+    assert any("read as one of three times the rank" in note for note in audit.notes)
+    compare.equal_with_and_without(hybrid, tinkers, compare.model(hybrid), compare.model(hybrid, ours))
+
+
+@pytest.mark.parametrize(
+    "damage", ["one of the three is gone", "one B is gone", "two types", "another rank", "keys as wide as values"]
+)
+def test_three_pairs_that_do_not_fit_together_are_refused(
+    damage: str, model: ModelConfig, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    tinkers, _ = split(list(folders.values())[-1], tmp_path, r=RANK)
+    file = tinkers / "adapter_model.safetensors"
+    tensors = load_file(file)
+    of_k = [key for key in tensors if "layers.2.linear_attn.in_proj_k" in key]
+    assert len(of_k) == 2
+    if damage == "one of the three is gone":
+        tensors = {key: value for key, value in tensors.items() if key not in of_k}
+    if damage == "one B is gone":
+        tensors.pop(next(key for key in of_k if "lora_B" in key))
+    for key in of_k:
+        if damage == "two types":
+            tensors[key] = tensors[key].astype("float16")
+        if damage == "another rank":
+            tensors[key] = tensors[key][:1] if "lora_A" in key else np.ascontiguousarray(tensors[key][:, :1])
+        if damage == "keys as wide as values" and "lora_B" in key:
+            tensors[key] = np.concatenate([tensors[key]] * 2)
+    save_file(tensors, file)
+    reasons = "; ".join(audit_adapter(tinkers, model, "tinkers").reasons)
+    assert "model.layers.2.linear_attn.in_proj_q" in reasons
+    assert "read only as one of the three plain pairs" in reasons
+
+
+@pytest.mark.parametrize("changes", [{"alpha_pattern": {"in_proj_k": 64}}, {"rank_pattern": {"in_proj_k": 3}}], ids=str)
+def test_three_pairs_whose_factors_may_differ_are_refused(
+    changes: dict[str, Any], model: ModelConfig, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    tinkers, _ = split(list(folders.values())[-1], tmp_path, r=RANK, **changes)
+    audit = audit_adapter(tinkers, model, "tinkers")
+    assert audit.verdict == "refused"
+    assert "read only as one of the three plain pairs" in "; ".join(audit.reasons)
 
 
 @pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"base_quantization": "int8"}], ids=str)
