@@ -46,6 +46,22 @@ FLOAT_TYPES = ("F16", "BF16", "F32")
 
 
 @dataclass(frozen=True, slots=True)
+class TensorPart:
+    """A tensor of a file as a part of another one: its name, shape and place."""
+
+    key: str
+    shape: tuple[int, ...]
+    file_name: str
+    start: int
+    num_bytes: int
+
+    @property
+    def end(self) -> int:
+        """Position in the file behind the last byte."""
+        return self.start + self.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One tensor, and its place in a file."""
 
@@ -69,8 +85,8 @@ class TensorEntry:
     #: Bytes of its blocks in the file if they are of kind Q8_0 (32 numbers: a factor in fp16, then 8 bits each); 0:
     #: plain numbers.
     q8_bytes: int = 0
-    #: Tensors of one number format that it is made of, which have places of their own; empty for a tensor of a file.
-    parts: tuple[TensorEntry, ...] = ()
+    #: Tensors of its number format that it is made of; empty for a tensor that is in a file as a whole.
+    parts: tuple[TensorPart, ...] = ()
     #: Whether its parts stand along its diagonal, with zeros beside them; else one below the other.
     is_diagonal: bool = False
 
@@ -85,9 +101,9 @@ class TensorEntry:
             return np.concatenate(parts)
         numbers = np.zeros(self.shape, f"<u{ELEMENT_BYTES[self.dtype]}")
         row = column = 0
-        for entry, data in zip(self.parts, parts, strict=True):
-            height, width = entry.shape
-            numbers[row : row + height, column : column + width] = data.view(numbers.dtype).reshape(entry.shape)
+        for part, data in zip(self.parts, parts, strict=True):
+            height, width = part.shape
+            numbers[row : row + height, column : column + width] = data.view(numbers.dtype).reshape(part.shape)
             row, column = row + height, column + width
         return numbers.reshape(-1).view(np.uint8)
 
@@ -219,10 +235,8 @@ class TensorReader:
         file has become shorter.
         """
         if entry.parts:
-            return entry.joined([self.read(part) for part in entry.parts])
-        data = np.empty(entry.end - entry.start, np.uint8)
-        self._fill(data, entry.file_name, entry.start, [entry])
-        return entry.arranged(data)
+            return entry.joined([self._stored(part) for part in entry.parts])
+        return entry.arranged(self._stored(entry))
 
     def read_all(self, entries: Iterable[TensorEntry]) -> dict[str, npt.NDArray[np.uint8]]:
         """The bytes of tensors by key. Tensors side by side in a file are read at once and share their memory, where
@@ -238,7 +252,14 @@ class TensorReader:
                 found[entry.key] = entry.arranged(data[entry.start - first.start : entry.end - first.start])
         return found
 
-    def _fill(self, data: npt.NDArray[np.uint8], file_name: str, start: int, entries: Sequence[TensorEntry]) -> None:
+    def _stored(self, entry: TensorEntry | TensorPart) -> npt.NDArray[np.uint8]:
+        data = np.empty(entry.end - entry.start, np.uint8)
+        self._fill(data, entry.file_name, entry.start, [entry])
+        return data
+
+    def _fill(
+        self, data: npt.NDArray[np.uint8], file_name: str, start: int, entries: Sequence[TensorEntry | TensorPart]
+    ) -> None:
         """Read as many bytes as `data` has from a position of a file. `entries`: which tensors these are, in order."""
         if file_name not in self._files:
             # Tensors are read straight from the file: a buffer would only be filled and thrown away.

@@ -12,6 +12,7 @@ from pydantic import ValidationInfo, ValidatorFunctionWrapHandler
 
 from ...engine.request import SAMPLING_OPTIONS
 from ...engine.text.chat.conversation import read_message_templates, read_tools, read_variables, written
+from ..storage.redaction import redacted_url
 from .problems import with_suggestion
 from .stages import read_allowed, read_stages, read_until
 from .values import (
@@ -51,9 +52,19 @@ def read_adapters(value: Any) -> Any:
     """A list of `NAME=URL` becomes a mapping; a list of one folder becomes that folder."""
     if not isinstance(value, list | tuple):
         return value
-    if len(value) == 1 and "=" not in str(value[0]):
-        return str(value[0])
-    return pairs_of(value, "NAME=URL", "pirate=s3://bucket/adapters/pirate") or None
+    unnamed = [str(item) for item in value if not _has_name(str(item))]
+    if len(value) == 1 and unnamed:
+        return unnamed[0]
+    example = "pirate=s3://bucket/adapters/pirate"
+    if unnamed:
+        raise ValueError(f"{redacted_url(unnamed[0])!r}: expected NAME=URL, for example {example}")
+    return pairs_of(value, "NAME=URL", example) or None
+
+
+def _has_name(item: str) -> bool:
+    """Whether an item is `NAME=URL`. Paths (`runs/lr=3/a`) and URLs (`https://host/a?key=…`) may have a "=", too."""
+    name, equals, url = item.partition("=")
+    return bool(equals) and "://" not in name and ("/" not in name or "://" in url)
 
 
 def read_input(value: Any) -> Any:

@@ -58,6 +58,28 @@ def test_everything_wrong_is_said_at_once_with_field_and_value() -> None:
         assert part in found
 
 
+@pytest.mark.parametrize(
+    "place",
+    [
+        "https://host/adapters?key=a=b",
+        "runs/lr=1e-4/adapters",
+        "/data/date=2026-11-30",
+        "s3://b/run=3",
+        "zip://a=b::s3://x",
+    ],
+)
+def test_a_place_with_an_equals_sign_has_no_name(place: str) -> None:
+    assert JobSpec(**BASICS, adapters=[place]).adapters == place
+    named = JobSpec(**BASICS, adapters=[f"a={place}", f"b={place}"])
+    assert named.adapters == {"a": place, "b": place}
+
+
+def test_a_place_without_a_name_is_told_without_its_secrets() -> None:
+    found = problems(**BASICS, adapters=["a=s3://b/a", "https://host/a?signature=secret"])
+    assert "'https://host/a?***': expected NAME=URL" in found
+    assert "secret" not in found
+
+
 def test_every_problem_says_what_to_do() -> None:
     with pytest.raises(JobRequestError) as caught:
         JobSpec(model="m", output="", name="a/b", workers=0, mode="fast", nonsense=1, max_errors="lots", seed="x")

@@ -22,7 +22,7 @@ from ..config import AdapterConfig
 from ..findings import Ledger
 from ..names import BaseLayout, parse_name
 from ..targets import ALL_LINEAR
-from ..tensor_file import ELEMENT_BYTES, TensorEntry
+from ..tensor_file import ELEMENT_BYTES, TensorEntry, TensorPart
 
 _HEAD_OF_TINKER = "model.unembed_tokens."
 _SPLIT = re.compile(r"(?P<stem>.*\.linear_attn\.in_proj_)(?P<part>[qkv])\.(?P<rest>lora_(?P<half>[AB])\..+)")
@@ -120,6 +120,7 @@ def _joined(
     if [entry.shape for entry in parts] != shapes:
         return None
     first, num_bytes = parts[0], math.prod(shape) * ELEMENT_BYTES[parts[0].dtype]
+    places = tuple(TensorPart(part.key, part.shape, part.file_name, part.start, part.num_bytes) for part in parts)
     return TensorEntry(
-        name, first.dtype, shape, first.file_name, first.start, num_bytes, parts=tuple(parts), is_diagonal=half == "B"
+        name, first.dtype, shape, first.file_name, first.start, num_bytes, parts=places, is_diagonal=half == "B"
     )

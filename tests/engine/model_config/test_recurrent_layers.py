@@ -27,7 +27,9 @@ from lorabatch.engine.memory.pool import page_layout
 from lorabatch.engine.model_config.model import ModelConfig
 from lorabatch.engine.models.gpu_decoder import check_on_gpu
 from lorabatch.engine.peft import audit_adapter
+from lorabatch.engine.peft.audit import AdapterAudit
 from lorabatch.engine.request import Request, SamplingParams
+from lorabatch.system.codec import from_plain, to_plain
 
 HYBRID = {
     "num_hidden_layers": 3,
@@ -219,6 +221,7 @@ def test_three_pairs_of_tinker_for_one_layer_are_read_as_one(
     assert audit.verdict == "exact", audit.reasons
     assert audit.content_sha256 == audit_adapter(ours, model, "ours").content_sha256
     assert any("read as one of three times the rank" in note for note in audit.notes)
+    assert from_plain(AdapterAudit, to_plain(audit)) == audit, "audits come from another process"
     compare.equal_with_and_without(hybrid, tinkers, compare.model(hybrid), compare.model(hybrid, ours))
 
 
