@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from ...engine.config import read_model_config
@@ -20,6 +19,7 @@ from ...engine.peft import find_adapter_folders
 from ...engine.peft.audit import AdapterAudit
 from ...engine.peft.findings import reason
 from ...engine.peft.folder import GGUF_SUFFIX, PICKLE_NAMES, is_adapter
+from ...system.local_cache import temporary_folder
 from ..errors import JobRequestError, StorageError
 from ..record import AdapterRecord, JobRecord, is_version_id, version_id
 from ..storage.adapter_copy import adapter_folder
@@ -210,9 +210,9 @@ class _Auditing:
 
     def _by_headers(self, name: str, url: str, versions: Versions) -> AdapterRecord:
         """The record of an adapter of which the workers will read the values."""
-        with TemporaryDirectory(prefix="adapter-") as folder:
-            digest = read_headers(url, versions, self.storage_options, Path(folder), self.lengths)
-            found = self.auditors.audit(name, Path(folder), check_values=False, is_brief=True)
+        with temporary_folder(prefix="adapter-") as folder:
+            digest = read_headers(url, versions, self.storage_options, folder, self.lengths)
+            found = self.auditors.audit(name, folder, check_values=False, is_brief=True)
         read = {each: versions[each] for each in read_files(versions)}
         place = redacted_url(url) if depends_on_place(read) else ""
         own = [found.tokenizer_sha256, found.labels, found.problem_type]

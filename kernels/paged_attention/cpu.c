@@ -394,8 +394,7 @@ void attend_spans(float *out, const float *q, int64_t q_stride, const void *pool
                   int64_t per_kv, int64_t head_dim, int64_t window, float scale, float softcap, const float *sinks,
                   int64_t num_threads)
 {
-    const Attention a = {out,    q,      pool,  type,    q_stride, layer, num_kv_heads, per_kv, head_dim,
-                         window, scale,  softcap, sinks};
+    const Attention a = {out, q, pool, type, q_stride, layer, num_kv_heads, per_kv, head_dim, window, scale, softcap, sinks};
 #pragma omp parallel num_threads(num_threads)
     team_attend(&a, spans, block_starts, num_spans, block_tokens);
 }

@@ -31,7 +31,7 @@ def paged_attention(
 
     The keys and values of the step's own tokens must be in the pool already. With `softcap` a score s becomes
     `softcap * tanh(s / softcap)` before masking (Gemma 2 report, section 2). `sinks` [H], fp32: scores of nothing, one
-    for each head, that take their share of the weights (Agarwal 2025, gpt-oss, section 2.3).
+    for each head, that take their share of the weights (gpt-oss model card, arXiv 2508.10925).
     """
     if plan.spans is not None:
         return attend_spans(q, pool, plan.spans, layer, num_kv_heads, plan.window, scale, softcap, sinks)

@@ -39,6 +39,7 @@ from ...jobs.storage.stores import open_store
 from ...jobs.store import JobStore
 from ...scheduler.messages import AdapterFetch
 from ...system.confinement import ConfinedError
+from ...system.local_cache import temporary_folder
 from ...version import __version__
 from ..cluster.versions import sent_to_workers
 from ..cluster.worker_process import keep_warnings, leave_on_sigterm, let_pools_wait, revive_pools, worker_log_path
@@ -142,8 +143,8 @@ class RunPlugin(WorkerPlugin):
             urls = [adapter.url for adapter in self.store.read_record().adapters if adapter.files]
             if urls:
                 open_store(urls[0], options_for(urls[0], self._settings.storage_options))
-                with TemporaryDirectory() as empty:
-                    self._audit("", Path(empty))
+                with temporary_folder() as empty:
+                    self._audit("", empty)
 
     def _begin(self, worker: Worker) -> None:
         """Set the attributes of a plugin on a worker that has no engine yet."""

@@ -22,12 +22,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Literal
 
 import numpy as np
 import pulp
 from numpy.typing import NDArray
+
+from ...system.local_cache import temporary_folder
 
 #: Share of the lower bound by which a placement may end later and is still good: less than predictions are off.
 _GOOD_GAP = 0.02
@@ -356,8 +357,8 @@ def solve(
     `unsolved`: the nodes or the `cpu_s` seconds of the processor ran out before any integral answer was found, or the
     model is unbounded. `relative_gap`: stop when the answer is proved to be within this share of the best.
     """
-    with TemporaryDirectory(prefix="lorabatch-solver-") as folder:
-        model, answer = Path(folder) / "model.mps", Path(folder) / "answer"
+    with temporary_folder(prefix="solver-") as folder:
+        model, answer = folder / "model.mps", folder / "answer"
         variables, names, rows, _ = problem.writeMPS(str(model), rename=True)
         command = [pulp.PULP_CBC_CMD.pulp_cbc_path, model, "-threads", "1", "-maxNodes", str(max_nodes)]
         command += ["-max"] if problem.sense == pulp.LpMaximize else []
