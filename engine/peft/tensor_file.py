@@ -47,12 +47,17 @@ FLOAT_TYPES = ("F16", "BF16", "F32")
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """A tensor of a file as a part of another one: its name, shape and place."""
+    """A tensor of a file that is a part of another one."""
 
+    #: Name of the tensor.
     key: str
+    #: Shape of the tensor.
     shape: tuple[int, ...]
+    #: Name of the file, without its folder.
     file_name: str
+    #: Position of the first byte in the file.
     start: int
+    #: Bytes of the tensor.
     num_bytes: int
 
     @property

@@ -25,6 +25,7 @@ from ..record import AdapterRecord, JobRecord, is_version_id, version_id
 from ..storage.adapter_copy import adapter_folder
 from ..storage.adapter_files import (
     REQUESTS_AT_ONCE,
+    Alike,
     Versions,
     depends_on_place,
     read_files,
@@ -190,8 +191,8 @@ class _Auditing:
     storage_options: Mapping[str, Any]
     #: URL -> versions of the files of adapters that are audited by their headers.
     versions: Mapping[str, Versions]
-    #: Name of a file -> length of its header in the adapter that was read last.
-    lengths: dict[str, int] = field(default_factory=dict)
+    #: Facts that the adapters have in common.
+    alike: Alike = field(default_factory=Alike)
 
     def record(self, item: tuple[str, str]) -> AdapterRecord:
         """The record of the adapter of a name and a URL."""
@@ -211,7 +212,7 @@ class _Auditing:
     def _by_headers(self, name: str, url: str, versions: Versions) -> AdapterRecord:
         """The record of an adapter of which the workers will read the values."""
         with temporary_folder(prefix="adapter-") as folder:
-            digest = read_headers(url, versions, self.storage_options, folder, self.lengths)
+            digest = read_headers(url, versions, self.storage_options, folder, self.alike)
             found = self.auditors.audit(name, folder, check_values=False, is_brief=True)
         read = {each: versions[each] for each in read_files(versions)}
         place = redacted_url(url) if depends_on_place(read) else ""

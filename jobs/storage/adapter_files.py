@@ -13,9 +13,10 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from ...engine.errors import AdapterRefusedError
@@ -46,8 +47,49 @@ _FIRST_HEADER_BYTES = 64 << 10
 _CONTENT_TAG = re.compile(r"[0-9a-fA-F]{32}(-\d+)?")
 _TIMES = ("LastModified", "mtime", "last_modified", "created", "updated")
 
+# Bytes of a file, and number of files, that `Alike` keeps.
+_MOST_ALIKE_BYTES = 64 << 10
+_MOST_ALIKE = 256
+
 #: Name of each file of an adapter's folder -> its version in the store: size and tag.
 Versions = dict[str, str]
+
+
+class Alike:
+    """Keeps lengths of headers, and contents of small files, that adapters which were trained alike have in common.
+    Files of one version have one content where the version follows from it: it is read once.
+    """
+
+    def __init__(self) -> None:
+        #: Name of a file of weights -> length of its header in the adapter that was read last, in bytes.
+        self.header_bytes: dict[str, int] = {}
+        self._lock = Lock()
+        self._contents: dict[str, Future[bytes]] = {}
+
+    def read(self, version: str, read: Callable[[], bytes]) -> bytes:
+        """The content of a file of this version. `read`: reads it. Raises what `read` raises."""
+        if not _is_of_content(version) or _size(version) > _MOST_ALIKE_BYTES:
+            return read()
+        with self._lock:
+            known = self._contents.get(version)
+            if known is None and len(self._contents) < _MOST_ALIKE:
+                own = self._contents[version] = Future()
+            else:
+                own = None
+        if own is None:
+            # A fault of another's file need not be one of this file.
+            return read() if known is None or known.exception() is not None else known.result()
+        content = b""
+        try:
+            content = read()
+        finally:
+            if len(content) == _size(version):
+                own.set_result(content)
+            else:
+                with self._lock:
+                    del self._contents[version]
+                own.set_exception(OSError("not read whole"))
+        return content
 
 
 def versions_at(urls: Iterable[str], storage_options: Mapping[str, Any]) -> dict[str, Versions]:
@@ -81,7 +123,7 @@ def read_files(versions: Mapping[str, str]) -> list[str]:
 
 def depends_on_place(versions: Mapping[str, str]) -> bool:
     """Whether files of the same versions elsewhere may have other content: their tags do not follow from it."""
-    return any(" at " in versions[name] for name in read_files(versions))
+    return not all(_is_of_content(versions[name]) for name in read_files(versions))
 
 
 def read_headers(
@@ -89,13 +131,13 @@ def read_headers(
     versions: Versions,
     storage_options: Mapping[str, Any],
     folder: Path,
-    lengths: dict[str, int] | None = None,
+    alike: Alike | None = None,
 ) -> str:
     """Make `folder` look like the adapter's: configuration and tokenizer whole, of weights the header, all else without
-    content but of its size. `lengths`: headers' lengths by file name, of adapters that were trained alike. Returns a
-    hash of what was read. Raises `StorageError`.
+    content but of its size. `alike`: that of the other adapters. Returns a hash of what was read. Raises
+    `StorageError`.
     """
-    lengths = {} if lengths is None else lengths
+    alike = alike or Alike()
     options = options_for(url, storage_options)
     digest = hashlib.sha256()
     read = read_files(versions)
@@ -105,10 +147,10 @@ def read_headers(
             size = _size(version)
             content = b""
             if name in _READ_WHOLE and size <= _MAX_WHOLE_BYTES:
-                content = fs.cat_file(f"{remote}/{name}", start=0, end=size) if size else b""
+                content = _whole(fs, f"{remote}/{name}", version, alike)
             elif name in read:
-                content = _header(fs, f"{remote}/{name}", size, lengths.get(name, _FIRST_HEADER_BYTES))
-                lengths[name] = max(len(content), 8)
+                content = _header(fs, f"{remote}/{name}", size, alike.header_bytes.get(name, _FIRST_HEADER_BYTES))
+                alike.header_bytes[name] = max(len(content), 8)
             with (folder / name).open("wb") as file:
                 file.write(content)
                 file.truncate(size)
@@ -148,16 +190,19 @@ def is_whole(folder: Path, versions: Versions) -> bool:
     return False
 
 
-def from_store(url: str, versions: Versions, storage_options: Mapping[str, Any], folder: Path) -> None:
-    """Copy the files that decide what an adapter computes to `folder`.
+def from_store(
+    url: str, versions: Versions, storage_options: Mapping[str, Any], folder: Path, alike: Alike | None = None
+) -> None:
+    """Copy the files that decide what an adapter computes to `folder`. `alike`: that of the other adapters.
 
     Raises `StorageError` when they cannot be fetched, `AdapterRefusedError` when the store has other versions, and
     OSError where the disk has no room.
     """
-    _copy(url, {name: versions[name] for name in read_files(versions)}, storage_options, folder)
+    wanted = {name: versions[name] for name in read_files(versions)}
+    _copy(url, wanted, storage_options, folder, alike or Alike())
 
 
-def _copy(url: str, versions: Versions, storage_options: Mapping[str, Any], folder: Path) -> None:
+def _copy(url: str, versions: Versions, storage_options: Mapping[str, Any], folder: Path, alike: Alike) -> None:
     """Copy these files of an adapter. The listing comes last: where it has the versions, so have the copies."""
     options = options_for(url, storage_options)
     try:
@@ -165,7 +210,10 @@ def _copy(url: str, versions: Versions, storage_options: Mapping[str, Any], fold
 
         def copy(name: str) -> Exception | None:
             try:
-                copy_file(fs, f"{remote}/{name}", folder / name, _size(versions[name]))
+                if name in _READ_WHOLE and _size(versions[name]) <= _MOST_ALIKE_BYTES:
+                    (folder / name).write_bytes(_whole(fs, f"{remote}/{name}", versions[name], alike))
+                else:
+                    copy_file(fs, f"{remote}/{name}", folder / name, _size(versions[name]))
             except Exception as error:
                 return error
             return None
@@ -245,8 +293,19 @@ def _version(facts: Mapping[str, Any]) -> str:
     return f"{size} at {' '.join([tag, *times])}" if tag or times else ""
 
 
+def _is_of_content(version: str) -> bool:
+    """Whether a version follows from the content: files elsewhere that have it are the same."""
+    return bool(version) and " at " not in version
+
+
 def _size(version: str) -> int:
     return int(version.partition(" ")[0])
+
+
+def _whole(fs: Any, path: str, version: str, alike: Alike) -> bytes:
+    """The content of a small file."""
+    size = _size(version)
+    return alike.read(version, lambda: bytes(fs.cat_file(path, start=0, end=size))) if size else b""
 
 
 def _header(fs: Any, path: str, size: int, expected: int) -> bytes:

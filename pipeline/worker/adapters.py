@@ -31,7 +31,7 @@ from ...jobs.errors import StorageError
 from ...jobs.record import AdapterRecord, is_version_id
 from ...jobs.storage.adapter_copies import AdapterCopies
 from ...jobs.storage.adapter_copy import adapter_folder
-from ...jobs.storage.adapter_files import fetched_adapter, from_store, is_whole
+from ...jobs.storage.adapter_files import Alike, fetched_adapter, from_store, is_whole
 from ...jobs.storage.local_copy import is_remote
 from ...jobs.store import AdapterContent, JobStore
 from ...scheduler.messages import AdapterFetch
@@ -105,6 +105,7 @@ class AdapterCache:
         self._may_ask = asyncio.Semaphore(_ASKED_AT_ONCE)
         # Bytes per second of the last fetches from workers and from storage; 0 without any.
         self._pace = {"peer": 0.0, "store": 0.0}
+        self._alike = Alike()
         self._use = AdapterUse()
         self._fetched_bytes = 0
 
@@ -347,7 +348,7 @@ class AdapterCache:
                         logger.warning("adapter %s is fetched from storage: %s", adapter.name, error)
                     for path in folder.iterdir():
                         path.unlink()
-            from_store(adapter.url, adapter.files, self._storage_options, folder)
+            from_store(adapter.url, adapter.files, self._storage_options, folder, self._alike)
             self._note("store", folder, began_s)
 
         try:

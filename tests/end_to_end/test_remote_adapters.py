@@ -96,6 +96,10 @@ def test_adapters_in_a_store_are_opened_by_their_headers(echo_job: EchoJob, logg
     whole = sum((folder / WEIGHTS).stat().st_size for folder in echo_job.adapters.iterdir())
     assert not any("optimizer" in path for _, path, _ in logged.requests() if "list-type" not in path)
     assert sum(num for _, path, num in by_client if WEIGHTS in path) < whole
+    # those of the copies are alike: read once by the client and once by the worker
+    configs = [path for _, path, _ in logged.requests() if "adapter_config.json" in path]
+    alike = {(folder / "adapter_config.json").read_bytes() for folder in echo_job.adapters.iterdir()}
+    assert len(configs) == len(alike) + len(NAMES), "\n".join(configs)
     found = {row["id"]: (row["completion"], row["adapter_sha256"]) for row in echo_job.rows()}
     shutil.rmtree(echo_job.output)
     echo_job.run(workers=1)

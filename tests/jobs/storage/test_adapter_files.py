@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +22,14 @@ from lorabatch.engine.peft.tensor_file import read_header
 from lorabatch.jobs.errors import StorageError
 from lorabatch.jobs.storage import adapter_files
 from lorabatch.jobs.storage.adapter_copies import AdapterCopies
-from lorabatch.jobs.storage.adapter_files import fetched_adapter, from_store, read_files, read_headers, versions_at
+from lorabatch.jobs.storage.adapter_files import (
+    Alike,
+    fetched_adapter,
+    from_store,
+    read_files,
+    read_headers,
+    versions_at,
+)
 
 WEIGHTS = "adapter_model.safetensors"
 URL = "memory://headers/adapters/one"
@@ -86,14 +98,59 @@ def test_headers_of_adapters_that_were_trained_alike_are_read_to_the_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(f"one/{WEIGHTS}", weights(rows=8192))
-    lengths: dict[str, int] = {}
+    alike = Alike()
     versions = versions_at([URL], {})[URL]
-    read_headers(URL, versions, {}, tmp_path, lengths)
+    read_headers(URL, versions, {}, tmp_path, alike)
     counted = Counted(monkeypatch)
-    digests = {read_headers(URL, versions, {}, tmp_path, lengths) for _ in range(2)}
+    digests = {read_headers(URL, versions, {}, tmp_path, alike) for _ in range(2)}
     length = 8 + int.from_bytes(weights(rows=8192)[:8], "little")
     assert [num for name, num in counted.reads if name == WEIGHTS] == [length, length]
     assert digests == {read_headers(URL, versions, {}, tmp_path)}
+
+
+def version_of(content: bytes) -> str:
+    return f"{len(content)} {hashlib.md5(content).hexdigest()}"
+
+
+def test_files_of_one_version_are_read_once_by_however_many_threads() -> None:
+    alike, contents, reads = Alike(), [b"one", b"other"] * 20, Counter[bytes]()
+
+    def read(content: bytes) -> bytes:
+        reads[content] += 1
+        time.sleep(0.05)
+        return content
+
+    with ThreadPoolExecutor(8) as threads:
+        found = threads.map(lambda content: alike.read(version_of(content), lambda: read(content)), contents)
+        assert list(found) == contents
+    assert reads == {b"one": 1, b"other": 1}
+
+
+@pytest.mark.parametrize("fault", ["an error", "half of it"])
+def test_a_file_that_is_not_read_whole_costs_no_other_of_its_version_anything(fault: str) -> None:
+    alike, begun, may_end = Alike(), threading.Event(), threading.Event()
+
+    def torn() -> bytes:
+        begun.set()
+        may_end.wait(60)
+        if fault == "an error":
+            raise OSError("the store is away")
+        return b"o"
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(alike.read, version_of(b"one"), torn)
+        assert begun.wait(60)
+        second = threads.submit(alike.read, version_of(b"one"), lambda: b"one")
+        may_end.set()
+        assert second.result(60) == b"one"
+        assert (first.exception(60) is not None) == (fault == "an error")
+    assert alike.read(version_of(b"one"), lambda: b"one") == b"one"
+
+
+@pytest.mark.parametrize("version", ["3 at 2026-11-30", "", f"{1 << 20} {'0' * 32}"])
+def test_versions_that_do_not_follow_from_the_content_and_large_files_are_read_each(version: str) -> None:
+    alike = Alike()
+    assert [alike.read(version, lambda i=i: b"%d" % i) for i in range(3)] == [b"0", b"1", b"2"]  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("content", [b"", b"abc", (1 << 50).to_bytes(8, "little") + bytes(100), weights()[:-5]])
