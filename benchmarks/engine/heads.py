@@ -252,6 +252,26 @@ def peft_logits(model: Path, root: Path, names: dict[str, int], rows: Sequence[H
 
 
 @torch.inference_mode()
+def likeliest_tokens(
+    model: Path, root: Path, names: dict[str, int], rows: Sequence[HeadRow], answers: Sequence[Any]
+) -> int:
+    """Number of tokens of texts that PEFT, given each text alone and whole, finds the likeliest at their places."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    count = 0
+    for name in (name for name, labels in names.items() if not labels):
+        tuned = PeftModel.from_pretrained(base, root / name).eval()
+        for row, text in zip(rows, answers, strict=True):
+            if row.adapter == name:
+                logits = tuned(torch.tensor([[*row.tokens, *text]])).logits[0, len(row.tokens) - 1 : -1]
+                count += int((logits.argmax(1) == torch.tensor(text)).sum())
+        base = tuned.unload()
+    return count
+
+
+@torch.inference_mode()
 def embedding_error(model: Path, rows: Sequence[HeadRow]) -> float:
     """Largest difference of embeddings from sentence-transformers' pooling, by its formulas: the last token, or
     the sum over the mask by its size, then divided by the length.
@@ -325,8 +345,9 @@ def measure(model: Path, num_rows: int, num_tokens: int | None, turns: int, thre
             "times_as_fast_as_switched_by_processor": _ratio(cpu_seconds, "peft switched"),
             "largest_difference_of_a_logit": max(errors),
             "equal_labels": sum(int(answers["ours"][i].argmax() == e.argmax()) for i, e in expected.items()),
-            "equal_texts": sum(answers["ours"][i] == answers["peft switched"][i] for i in texts),
+            "likeliest_tokens": likeliest_tokens(model, root, names, rows, answers["ours"]),
             "texts": len(texts),
+            "texts_equal_to_peft_in_batches": sum(answers["ours"][i] == answers["peft switched"][i] for i in texts),
             "largest_difference_of_an_embedding": embedding_error(model, rows[:8]),
         }
 
