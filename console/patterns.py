@@ -51,7 +51,7 @@ def _files_of_pattern(flag: str, first: str, more: list[str]) -> list[str]:
 
 def _check_folders(flag: str, first: str, more: list[str]) -> None:
     """Raise `ValueError` for folders behind one that is given as the folder of adapters."""
-    if more and "=" not in first and Path(more[0]).is_dir():
+    if more and Path(first).is_dir() and Path(more[0]).is_dir():
         advice = "Give the folder that holds the adapters, or NAME=URL for each"
         raise ValueError(_problem(flag, [first, *more], advice, str(Path(first).parent)))
 

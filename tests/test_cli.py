@@ -124,7 +124,7 @@ def test_shells_complete_commands_options_and_values(shell: str, typed: str, exp
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with inputs `data/a.parquet` and `b.parquet`, a job file, and two adapters."""
     monkeypatch.chdir(tmp_path)
-    for name in ("data", "adapters/x", "adapters/y", "days/day=1", "days/day=2"):
+    for name in ("data", "adapters/x", "adapters/y", "adapters/lr=1", "adapters/lr=2", "days/day=1", "days/day=2"):
         (tmp_path / name).mkdir(parents=True)
     for name in ("data/a.parquet", "data/b.parquet", "job.yaml"):
         (tmp_path / name).touch()
@@ -156,6 +156,7 @@ def test_a_pattern_that_the_shell_has_expanded_is_all_of_its_files(folder: Path,
         (["--input", "data/README.md", "data/a.parquet", "data/b.parquet"], "--input 'data/*.parquet'"),
         (["-i", "data/a.parquet", "data/b.parquet", "data/job.yaml"], "-i 'data/*.parquet'"),
         (["--adapters", "adapters/x", "adapters/y"], "or NAME=URL for each: --adapters adapters."),
+        (["-a", "adapters/lr=1", "adapters/lr=2"], "or NAME=URL for each: -a adapters."),
     ],
 )
 def test_a_pattern_of_which_not_all_can_be_meant_is_to_be_quoted(folder: Path, words: list[str], said: str) -> None:

@@ -176,7 +176,8 @@ def _reach_attention_in_order(layout: PageLayout, layer: int, num_rows: int, *, 
     work = plan_attention(spans, layout.queries_per_key_head, limits)
     partials = allocate_partials(64, layout.num_heads, layout.head_dim, torch.device("cpu"))
     tables = torch.zeros(num_rows, 64, dtype=torch.int32)
-    invariant_attention.attend(q, q, pool, tables, work, partials, layout, layer, AttentionRule(0.1))
+    sinks = None if layout.head_dim == LLAMA_HEAD_DIM else bf16(layout.num_heads)
+    invariant_attention.attend(q, q, pool, tables, work, partials, layout, layer, AttentionRule(0.1), sinks)
 
 
 def _reach_products(num_rows: int) -> None:
