@@ -83,7 +83,8 @@ class ModuleNames:
     project_out: str | None = None
     #: Inputs of each layer; None where layers have none.
     layer_inputs: LayerInputs | None = None
-    #: Attention sinks [num_heads], below the layer; "" where there are none.
+    #: Attention sinks [num_heads], learned scores that join the denominator of each head's softmax, below the layer; ""
+    #: where there are none.
     sinks: str = ""
     #: Factor [1] of a layer's output, below the layer; "" where there is none.
     layer_scalar: str = ""

@@ -42,7 +42,7 @@ typedef struct {
     const void *pool;   /* of `type`, FP32 or BF16 */
     int64_t type, q_stride, layer, num_kv_heads, per_kv, head_dim, window; /* window 0: none */
     float scale, softcap;                                            /* softcap 0: none */
-    const float *sinks; /* [H]: scores of nothing, which take their share of the weights; NULL: none */
+    const float *sinks; /* [H]: scores that join the denominators of softmax; NULL: none */
 } Attention;
 
 /* A query of a block: its context is first .. end. `q`: its numbers, in fp32 or as pairs. `weights` [TILE_KEYS]: its scores with

@@ -30,8 +30,8 @@ def paged_attention(
     """Attend `q` [T, H, D] to the pool (flat) for one layer; returns [T, H * D].
 
     The keys and values of the step's own tokens must be in the pool already. With `softcap` a score s becomes
-    `softcap * tanh(s / softcap)` before masking (Gemma 2 report, section 2). `sinks` [H], fp32: scores of nothing, one
-    for each head, that take their share of the weights (gpt-oss model card, arXiv 2508.10925).
+    `softcap * tanh(s / softcap)` before masking (Gemma 2 report, section 2). `sinks` [H], fp32: a
+    learned score of each head that joins the denominator of its softmax (gpt-oss model card, arXiv 2508.10925).
     """
     if plan.spans is not None:
         return attend_spans(q, pool, plan.spans, layer, num_kv_heads, plan.window, scale, softcap, sinks)

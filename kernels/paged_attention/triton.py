@@ -77,7 +77,7 @@ def _block(
 
 @triton.jit
 def _sinks_of(at):
-    """Scores of nothing, in units of log2."""
+    """Attention sinks, in units of log2."""
     return tl.load(at).to(tl.float32) * 1.4426950408889634
 
 

@@ -40,7 +40,7 @@ class Step:
         self.rows = rows
         self.packed = torch.randn(first, num_heads + 2 * self.num_kv_heads, self.head_dim)
         self.q = self.packed[:, :num_heads]
-        #: One score of nothing for each query head; None for none.
+        #: Attention sink of each query head; None for none.
         self.sinks: torch.Tensor | None = None
 
     def attend(self, window: int | None = None, softcap: float | None = None) -> torch.Tensor:
