@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Literal
 
 from ...kernels.layouts.delta_sizes import DeltaSizes
 from ...kernels.layouts.pages import HeadShape
@@ -180,6 +180,11 @@ class ModelConfig:
                 counts[shape] += 1
         return tuple(places)
 
+    def heads_of_group(self, number: int) -> int:
+        """Query heads of the layers that read keys and values of a group of `key_shapes`, which is one number."""
+        shape, _ = self.key_shapes[number]
+        return next(attention.num_heads for attention in self._storing_layers if attention.stored == shape)
+
     @cached_property
     def attention_kinds(self) -> tuple[tuple[int, int | None], ...]:
         """Groups and windows of the layers that attend."""
@@ -236,14 +241,6 @@ class ModelConfig:
     def sites(self) -> tuple[PackedSite, ...]:
         """Packed sites of a layer, in order."""
         return tuple(site for site in PACKED_SITES if site in self.names.sites)
-
-    def with_attention(self, **changes: Any) -> ModelConfig:
-        """The model with other settings of attention in every layer that has it."""
-        layers = (
-            layer if layer.attention is None else replace(layer, mixer=replace(layer.attention, **changes))
-            for layer in self.layers
-        )
-        return replace(self, layers=tuple(layers))
 
     def names_of_site(self, layer: int, site: PackedSite) -> tuple[str, ...]:
         """Linear layers of a packed site below the decoder layer, in the order of their outputs."""

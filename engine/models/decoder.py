@@ -205,7 +205,8 @@ class Decoder:
             return None
         shape = (len(x), model.num_layers, model.layer_input_size)
         projected = self._with_lora(self.layers[0], "all_inputs", x, spans).mul_(model.hidden_size**-0.5).view(shape)
-        rows = self.tensors[f"{names.table}.weight"][token_ids].to(self.dtype).mul_(self._layer_input_scale)
+        rows = self._looked_up(self.tensors[f"{names.table}.weight"], token_ids).to(self.dtype)
+        rows.mul_(self._layer_input_scale)
         return self._norm(projected, names.norm).add_(rows.view(shape)).mul_(2**-0.5)
 
     def _with_inputs(

@@ -133,17 +133,14 @@ class _StoredSlice:
         """A copy of the member's part, so that the file can be closed; None of a bias that another member adds."""
         module, _, kind = self._name.rpartition(".")
         partition = self._partition
-        outputs, inputs = partition.linear(module)
+        outputs, inputs = partition.parameter(self._name)
         if kind == "bias" and not partition.adds_bias(module):
             return None
-        sinks = partition.sinks(self._name)
-        if sinks is not None:
-            part = taken(self._stored, 0, sinks)
-        elif partition.is_by_token(module):
+        if partition.is_by_token(module):
             part = taken(self._stored, 0, (Piece(*partition.tokens(self.shape[0])),))
         elif outputs is not None:
             part = taken(self._stored, 0, outputs)
-        elif inputs is not None and kind == "weight":
+        elif inputs is not None:
             part = taken(self._stored, 1, inputs)
         else:
             part = self._stored[:]

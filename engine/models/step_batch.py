@@ -230,7 +230,7 @@ class _Group:
     def of(cls, model: ModelConfig, layout: PageLayout, number: int) -> _Group:
         """Group `number` of a layout."""
         shape, _ = layout.groups[number]
-        return cls(shape, model.num_heads // shape.num_kv_heads, layout.group_starts[number])
+        return cls(shape, model.heads_of_group(number) // shape.num_kv_heads, layout.group_starts[number])
 
     def place(self, run: PageRange, layout: PageLayout) -> tuple[int, int]:
         """Offset of the group's keys in the pool, and the tokens that a run holds."""

@@ -15,8 +15,8 @@ from .weights import AdapterWeights
 
 
 def taken(source: Tensor, axis: int, pieces: Pieces) -> Tensor:
-    """Pieces of a tensor of one or two dimensions, joined; a single one is a view. `source` may also be a slice of a
-    file, of which no more is read."""
+    """Pieces of a tensor along its first dimension or its second, joined; a single one is a view. `source` may also be
+    a slice of a file, of which no more is read."""
     parts: list[Tensor] = []
     for piece in pieces:
         # libraries that read files refuse to read nothing
@@ -83,7 +83,7 @@ class _ChangeCut:
         self._stored, self._change, self._kept = stored, change, kept
         self._is_bias = kind == "bias"
         self._first_token: int | None = None
-        self._outputs, self._inputs = partition.linear(module)
+        self._outputs, self._inputs = partition.parameter(change.parameter)
         if partition.is_by_token(module):
             start, end = partition.tokens(change.shape[0])
             self._outputs = (Piece(start, end),)
@@ -93,7 +93,7 @@ class _ChangeCut:
 
     def changed(self) -> ParameterChange:
         """The change of the member's part."""
-        change, inputs = self._change, None if self._is_bias else self._inputs
+        change, inputs = self._change, self._inputs
         shape = list(change.shape)
         if self._outputs is not None:
             shape[0] = _size(self._outputs)

@@ -28,8 +28,11 @@ Role = Literal[
     "saved_copy",  # the same once more, under modules_to_save's own name
     "original",  # the layer as it was before modules_to_save trained it
 ]
-_ADAPTER = r"(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?"
-_PARAMETER = r"\.(?P<parameter>weight|bias)"
+#: Last parts of the names of a base's parameters.
+PARAMETERS = ("weight", "bias", "A_log", "dt_bias", "sinks", "layer_scalar")
+_NO_ADAPTER = "|".join(f"{name}$" for name in PARAMETERS)
+_ADAPTER = rf"(?:\.(?P<adapter>(?!{_NO_ADAPTER})[^.]+))?"
+_PARAMETER = rf"\.(?P<parameter>{'|'.join(PARAMETERS)})"
 # Tried in order: the last, bare one would also match the others.
 _FORMS: tuple[tuple[Role, str], ...] = (
     ("lora_a", rf"lora_A{_ADAPTER}\.weight"),

@@ -140,6 +140,11 @@ def find_sites(contents: Contents, ledger: Ledger) -> tuple[LoraSite, ...]:
 def _why_absent(module: str, layout: BaseLayout) -> tuple[str, str]:
     """Cause and reason of a refusal of tensors for a module that the base lacks."""
     absent = f"the base has no linear layer {module!r}"
+    if f"{module}.weight" in layout.parameters:
+        return "no linear layer", (
+            f"{module!r} is no linear layer of the base, and LoRA on it is not computed. Train the adapter on linear "
+            "layers, or save this one whole (modules_to_save)"
+        )
     layer, is_delta, projection = module.rpartition(".linear_attn.")
     if is_delta:
         if f"{layer}.linear_attn.in_proj_qkv" not in layout.linear:

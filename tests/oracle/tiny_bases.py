@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from lorabatch.engine.config import read_model_config
+from lorabatch.engine.model_config.model import ModelConfig
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 16}
@@ -321,3 +323,12 @@ def whole_model(folder: Path, adapter: Path | None = None) -> Any:
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     model.generation_config.eos_token_id = None
     return (model if adapter is None else PeftModel.from_pretrained(model, adapter)).eval()
+
+
+def with_attention(model: ModelConfig, **changes: Any) -> ModelConfig:
+    """The model with other settings of attention in every layer that has it."""
+    layers = (
+        layer if layer.attention is None else replace(layer, mixer=replace(layer.attention, **changes))
+        for layer in model.layers
+    )
+    return replace(model, layers=tuple(layers))

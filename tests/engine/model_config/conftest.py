@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_bases import with_attention
 
 from lorabatch.engine.config import EngineConfig, Mode
 from lorabatch.engine.engine import Engine
@@ -63,7 +64,7 @@ class Changed(CpuBackend):
 
     def build_decoder(self, weights: dict[str, torch.Tensor], packed: Packed) -> Decoder:
         of_layers = self._changes.keys() & Attention.__dataclass_fields__.keys()
-        model = self.model.with_attention(**{key: self._changes[key] for key in of_layers})
+        model = with_attention(self.model, **{key: self._changes[key] for key in of_layers})
         model = replace(model, **{key: value for key, value in self._changes.items() if key not in of_layers})
         return Decoder(model, weights, self.dtype, products=self.products, packed=packed)
 

@@ -22,6 +22,7 @@ from lorabatch.engine.model_config.keys import IRRELEVANT
 from lorabatch.engine.model_config.layer import RopeConfig
 from lorabatch.engine.models.load import stored_shapes
 from lorabatch.engine.peft import audit_adapter
+from lorabatch.engine.peft.names import parse_name
 
 MakeFolder = Callable[..., Path]
 ALWAYS = ("smollm3", "cohere2", "gpt2")
@@ -131,7 +132,7 @@ def sizes_of(family: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_parameter_of_transformers_model_has_a_place(family: str) -> None:
-    """And in the same shape; parameters that are not loaded do not matter."""
+    """And in the same shape, and an adapter may save it; parameters that are not loaded do not matter."""
     head_dim = {} if family in ("cohere2", "gpt2", "starcoder2") else {"head_dim": 16}
     config = AutoConfig.for_model(family, **(sizes_of(family) | head_dim | {"pad_token_id": None}))
     with torch.device("meta"):
@@ -147,6 +148,8 @@ def test_every_parameter_of_transformers_model_has_a_place(family: str) -> None:
     if model.is_tied:
         found.pop("lm_head.weight", None)
     assert found == stored_shapes(model)
+    saved = {name: parse_name(f"base_model.model.{name}") for name in found}
+    assert all(part is not None and f"{part.module}.{part.parameter}" == name for name, part in saved.items()), saved
 
 
 @pytest.mark.parametrize("family", NEW)
@@ -279,6 +282,18 @@ def test_adapters_of_transposed_layers_equal_peft(
     adapter = make_adapter(tmp_path / "adapter", folder, r=4, **settings)
     engine = compare.engine(folder)
     prompt = compare.prompt(20, engine)
+    expected = compare.generate(compare.model(folder, adapter), prompt)
+    compare.equal_everywhere(engine, prompt, expected, compare.register(engine, adapter))
+
+
+def test_a_mixer_that_an_adapter_saves_whole_equals_peft(
+    tmp_path: Path, make_model: MakeFolder, make_adapter: MakeFolder, compare: Any
+) -> None:
+    """Its sinks are a parameter without a module of their own."""
+    folder = make_model(tmp_path / "base", "granite_swa", sliding_window=16)
+    adapter = make_adapter(tmp_path / "adapter", folder, r=4, target_modules=["up_proj"], modules_to_save=["self_attn"])
+    engine = compare.engine(folder, "merged")
+    prompt = compare.prompt(40, engine)
     expected = compare.generate(compare.model(folder, adapter), prompt)
     compare.equal_everywhere(engine, prompt, expected, compare.register(engine, adapter))
 

@@ -103,6 +103,85 @@ def test_members_have_each_query_and_feature_once_and_the_keys_of_their_queries(
     assert tokens == Counter(range(vocab_size))
 
 
+OF_KINDS = {
+    "delta": ("qwen3_5_text", {"num_hidden_layers": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 2}),
+    "keys that layers share": ("gemma4_text", {"num_kv_shared_layers": 2}),
+    "keys that are values": ("gemma4_text", {"attention_k_eq_v": True}),
+    "sinks": ("granite_swa", {"num_hidden_layers": 4, "sliding_window": 8}),
+    "packed": ("phi3", {"pad_token_id": 0}),
+}
+OF_GEMMA4 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 2,
+    "vocab_size_per_layer_input": 107,
+    "use_double_wide_mlp": True,
+    "sliding_window": 8,
+}
+
+
+@given(case=st.sampled_from(list(OF_KINDS)), keys=st.integers(1, 5), group=st.integers(1, 4), members=st.integers(2, 7))
+def test_parts_of_all_parameters_have_the_shapes_of_the_parts_model(
+    case: str, keys: int, group: int, members: int
+) -> None:
+    family, settings = OF_KINDS[case]
+    heads = {"linear_num_key_heads": keys, "linear_num_value_heads": keys * group}
+    heads |= {"num_key_value_heads": keys, "num_attention_heads": keys * group, "hidden_size": keys * group * 8}
+    model = make_model(family, **(OF_GEMMA4 if family == "gemma4_text" else {}) | heads | settings)
+    assert model.family == family
+    covered: dict[str, set[int]] = {name: set() for name in model.parameter_shapes()}
+    for partition in partitions_of(model, members):
+        of_part = partition.shard.parameter_shapes()
+        assert of_part.keys() == covered.keys()
+        for name, shape in model.parameter_shapes().items():
+            pieces = list(partition.parameter(name))
+            if partition.is_by_token(name.rpartition(".")[0]):
+                pieces[0] = (Piece(*partition.tokens(shape[0])),)
+            places = [range(size) if part is None else numbers(part) for size, part in zip(shape, pieces, strict=False)]
+            assert (*map(len, places), *shape[2:]) == of_part[name], name
+            covered[name].update(places[1 if pieces[1] else 0])
+    for name, shape in model.parameter_shapes().items():
+        is_narrowing = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight"))
+        assert covered[name] - {-1} == set(range(shape[1 if is_narrowing else 0])), name
+
+
+@given(keys=st.integers(1, 6), group=st.integers(1, 4), num_members=st.integers(2, 8))
+def test_value_heads_stand_beside_the_key_head_that_they_share(keys: int, group: int, num_members: int) -> None:
+    heads = {"linear_num_key_heads": keys, "linear_num_value_heads": keys * group}
+    model = make_model("qwen3_5_text", **OF_KINDS["delta"][1], **heads)
+    below, whole, seen = "model.layers.0.linear_attn", model.layers[0].delta, Counter[int]()
+    assert whole is not None
+    for partition in partitions_of(model, num_members):
+        sizes = partition.shard.layers[0].delta
+        assert sizes is not None
+        channels = numbers(partition.linear(f"{below}.in_proj_qkv")[0])
+        assert channels == numbers(partition.parameter(f"{below}.conv1d.weight")[0])
+        queries, others, values = channels[: sizes.num_keys], channels[sizes.num_keys :], channels[2 * sizes.num_keys :]
+        assert [n - whole.num_keys for n in others[: sizes.num_keys] if n >= 0] == [n for n in queries if n >= 0]
+        value_heads = numbers(partition.parameter(f"{below}.A_log")[0])
+        of_values = [n - 2 * whole.num_keys if n >= 0 else n for n in values]
+        assert of_values == numbers(partition.linear(f"{below}.in_proj_z")[0])
+        assert of_values == numbers(partition.linear(f"{below}.out_proj")[1])
+        assert value_heads == numbers(partition.linear(f"{below}.in_proj_b")[0])
+        for i, head in enumerate(value_heads):
+            if head >= 0:
+                key_head = i // (sizes.value_heads // sizes.key_heads)
+                assert queries[key_head * sizes.key_size] == head // group * sizes.key_size
+                assert of_values[i * sizes.value_size] == head * sizes.value_size
+        seen.update(head for head in value_heads if head >= 0)
+    assert seen == Counter(range(keys * group))
+
+
+def test_layers_that_would_differ_in_query_heads_alone_are_not_split() -> None:
+    """Three heads of four key heads each, and four of three, are one key head with three or four for each of four."""
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 4, "num_global_key_value_heads": 3}
+    sizes = {"attention_k_eq_v": True, "hidden_size": 96}
+    model = make_model("gemma4_text", **OF_GEMMA4 | heads | sizes | {"global_head_dim": 8})
+    assert "unlike numbers of query heads in a process" in str(partition_problem(model, 4, has_blocks=False))
+    assert partition_problem(model, 3, has_blocks=False) is None
+
+
 @given(vocab_size=st.integers(8, 300), other=st.integers(1, 600), num_members=st.integers(1, 8))
 def test_a_resized_vocabulary_leaves_tokens_where_they_are(vocab_size: int, other: int, num_members: int) -> None:
     members = partitions_of(make_model(vocab_size=vocab_size), num_members)

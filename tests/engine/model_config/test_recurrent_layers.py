@@ -124,23 +124,33 @@ def test_a_row_enters_with_the_pages_of_its_state(hybrid: Path, model: ModelConf
     assert f"need {needed // layout.page_elements // 4} pages" in refused.error
 
 
-def test_gpus_and_groups_refuse_the_model_by_name(hybrid: Path, model: ModelConfig) -> None:
+def test_gpus_refuse_the_model_by_name(model: ModelConfig) -> None:
     with pytest.raises(EngineError, match="has layers of the gated delta rule and gates of attention's output, which"):
         check_on_gpu(model)
-    with pytest.raises(EngineError, match="qwen3_5_text has layers of several kinds, which are not split"):
-        Engine(hybrid, EngineConfig(tensor_parallel=2))
 
 
-@pytest.mark.parametrize("saved", [["conv1d"], ["norm"], ["in_proj_a", "out_proj"]], ids=str)
+@pytest.mark.parametrize("saved", [["conv1d"], ["norm"], ["in_proj_a", "out_proj"], ["linear_attn"]], ids=str)
 def test_layers_that_adapters_save_whole_equal_peft(
     saved: list[str], hybrid: Path, tmp_path: Path, make_adapter: Callable[..., Path], compare: Any
 ) -> None:
-    """The convolution's weights, the norm of a value head, and projections; by merge."""
-    adapter = make_adapter(tmp_path / "adapter", hybrid, r=4, target_modules=["in_proj_qkv"], modules_to_save=saved)
+    """The convolution's weights, the norm of a value head, projections, or all of it; by merge."""
+    target = "q_proj" if "linear_attn" in saved else "in_proj_qkv"
+    adapter = make_adapter(tmp_path / "adapter", hybrid, r=4, target_modules=[target], modules_to_save=saved)
     engine = compare.engine(hybrid, "merged")
     prompt = compare.prompt(40, engine)
     expected = compare.generate(compare.model(hybrid, adapter), prompt)
     compare.equal_everywhere(engine, prompt, expected, compare.register(engine, adapter))
+
+
+@pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd")
+def test_lora_on_a_convolution_is_refused_by_what_it_is(
+    hybrid: Path, model: ModelConfig, tmp_path: Path, make_adapter: Callable[..., Path]
+) -> None:
+    adapter = make_adapter(tmp_path / "adapter", hybrid, r=128, target_modules=["conv1d", "q_proj"])
+    audit = audit_adapter(adapter, model, "convolved")
+    assert audit.verdict == "refused"
+    expected = "'model.layers.0.linear_attn.conv1d' is no linear layer of the base, and LoRA on it is not computed"
+    assert expected in "; ".join(audit.reasons)
 
 
 @pytest.mark.parametrize(

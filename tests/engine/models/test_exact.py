@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from tiny_bases import with_attention
 
 from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
@@ -36,7 +37,7 @@ def test_with_compiled_kernels_there_is_nothing_to_say(tiny_llama: Path, caplog:
 
 @compiled
 def test_heads_that_torch_attends_to_are_reported(tiny_llama: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = read_model_config(tiny_llama).with_attention(head_dim=40)
+    model = with_attention(read_model_config(tiny_llama), head_dim=40)
     check_exact_on_cpu(model)
     assert "heads of 40 numbers" in caplog.text
     assert not is_arithmetic_fixed(model)

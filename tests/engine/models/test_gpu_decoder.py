@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft_oracle import weights_sha256
+from tiny_bases import with_attention
 
 from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
@@ -196,7 +197,7 @@ def test_what_the_kernels_do_not_compute_is_refused_by_name(
     model = read_model_config(tiny_llama)
     check_on_gpu(model)
     with pytest.raises(EngineError, match=rf"model_type='llama': has .*{what}.*--device cpu"):
-        check_on_gpu(model.with_attention(**changes) if "rope" in changes else replace(model, **changes))
+        check_on_gpu(with_attention(model, **changes) if "rope" in changes else replace(model, **changes))
 
 
 def test_a_family_that_the_kernels_lack_is_refused_before_a_weight_is_read(

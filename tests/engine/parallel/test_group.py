@@ -1,4 +1,5 @@
-"""An engine of several members computes what one of one process does: logits within 1e-4, and the same tokens."""
+"""An engine of several members computes what one of one process does: the same tokens, logits within 1e-4 (5e-4 over
+recurrent layers)."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import pytest
 from peft_oracle import Oracle, last_logits, make_engine, prompts, register_all, serve, weights_sha256
 from safetensors.torch import load_file, save_file
 from threaded_group import make_group
+from tiny_bases import DELTA, GEMMA4
 from torch import Tensor
 
 from lorabatch.engine.config import EngineConfig, Mode
@@ -34,6 +36,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 90, "word_embed_proj_dim": 32, "do_layer_norm_before": False, "init_std": 0.2},
     "granite_swa": {"sliding_window": 20, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96},
     "llama of 9 heads": {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3},
+    "qwen3_5_text": DELTA,
+    # a key head too few for two members, and value heads that are not split evenly among four
+    "qwen3_5_text of 3 key heads": DELTA | {"linear_num_key_heads": 3, "linear_num_value_heads": 9},
+    "gemma4_text": GEMMA4 | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+    "gemma4_text whose keys are values": GEMMA4
+    | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
 }
 # Others have their adapters on all linear layers; OPT's projections would be merged.
 TARGETS = {"opt": ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"]}
@@ -88,7 +96,9 @@ def assert_equal(engine: Engine, group: Engine, adapters: dict[str, Path], count
         assert result.error is None, result.error
         assert result.token_ids == expected[key].token_ids, key
     assert logits.keys() == expected_logits.keys()
-    assert max((logits[key] - expected_logits[key]).abs().max().item() for key in logits) < 1e-4
+    # roundings grow in recurrent states: the modes of one process differ by 5e-4 there
+    most = 5e-4 if engine.model.has_recurrent_layers else 1e-4
+    assert max((logits[key] - expected_logits[key]).abs().max().item() for key in logits) < most
     return results
 
 
@@ -119,7 +129,8 @@ def test_members_compute_together_what_one_process_does(
     with open_group(base, num_members) as group:
         results = assert_equal(make_engine(base), group, adapters)
         assert {result.mode for result in results.values()} == {"base", "unmerged"}
-        assert group.telemetry().reused_prompt_tokens > 0
+        # no prefix is shared over recurrent layers
+        assert (group.telemetry().reused_prompt_tokens > 0) == (not group.model.has_recurrent_layers)
 
 
 @pytest.mark.parametrize("num_members", [2, pytest.param(4, marks=pytest.mark.long)])
@@ -220,6 +231,39 @@ def test_adapters_that_are_exact_only_when_merged_equal_those_of_one_process(
         assert {result.mode for result in results.values()} == {"base", "merged"}
         group.switch_weights(None)
         assert weights_sha256(group) == before
+
+
+# family -> adapters: parameters that are split and are no linear layers, and tables that are split by tokens
+SAVED: dict[str, dict[str, dict[str, Any]]] = {
+    "qwen3_5_text of 3 key heads": {
+        "dora": {"target_modules": ["in_proj_qkv", "in_proj_a", "out_proj", "q_proj"], "use_dora": True},
+        "convolution": {"target_modules": ["v_proj"], "modules_to_save": ["conv1d"]},
+        "mixer": {"target_modules": ["v_proj"], "modules_to_save": ["linear_attn"]},
+    },
+    "gemma4_text": {
+        "dora": {"target_modules": "all-linear", "use_dora": True},
+        "gates": {"target_modules": ["q_proj"], "modules_to_save": ["per_layer_input_gate"]},
+        "table": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens_per_layer"]},
+    },
+    "granite_swa": {"attention": {"target_modules": ["up_proj"], "modules_to_save": ["self_attn"]}},
+}
+
+
+@pytest.mark.parametrize("family", SAVED)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_adapters_save_of_layers_is_split_as_the_base_is(
+    family_of: Callable[[str], tuple[Path, dict[str, Path]]],
+    make_adapter: Callable[..., Path],
+    family: str,
+    tmp_path: Path,
+) -> None:
+    base, _ = family_of(family)
+    adapters = {
+        n: make_adapter(tmp_path / n, base, seed=i, **lora) for i, (n, lora) in enumerate(SAVED[family].items())
+    }
+    with open_group(base, 2) as group:
+        results = assert_equal(make_engine(base), group, adapters)
+        assert "merged" in {result.mode for result in results.values()}
 
 
 FORMATS: dict[Products, dict[str, Any]] = {"bfloat16": {"dtype": "bfloat16"}, "int8": {"base_quantization": "int8"}}
