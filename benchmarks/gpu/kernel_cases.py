@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from lorabatch.benchmarks.gpu.layer import StepLayer
+from lorabatch.kernels.gated_delta import DeltaParameters, DeltaRows, DeltaSizes
+from lorabatch.kernels.gated_delta import reference as delta_reference
+from lorabatch.kernels.gated_delta.triton import walk_by_triton
 from lorabatch.kernels.layouts.lora_table import DOWN, GATE_UP, O_PROJ, QKV
 from lorabatch.kernels.lora_gate_up import lora_gate_up
 from lorabatch.kernels.lora_gate_up import reference as gate_up_reference
@@ -18,7 +21,7 @@ from lorabatch.kernels.lora_residual import lora_residual_
 from lorabatch.kernels.lora_residual import reference as residual_reference
 from lorabatch.kernels.lora_shrink import lora_shrink
 from lorabatch.kernels.lora_shrink import reference as shrink_reference
-from lorabatch.kernels.paged_attention import attend_pages
+from lorabatch.kernels.paged_attention import AttentionRule, attend_pages
 from lorabatch.kernels.paged_attention import reference as attention_reference
 from lorabatch.kernels.rms_norm import reference as norm_reference
 from lorabatch.kernels.rms_norm.fused import add_rms_norm
@@ -53,6 +56,8 @@ def kernel_cases(layer: StepLayer, ranks: list[int]) -> list[KernelCase]:
         _residual(layer, ranks, "o", O_PROJ),
         _gate_up(layer, ranks),
         _residual(layer, ranks, "down", DOWN),
+        _windowed_attention(layer),
+        _delta(layer),
     ]
     if layer.new_tokens > 1:
         return cases
@@ -161,21 +166,65 @@ def _residual(layer: StepLayer, ranks: list[int], name: str, site: int) -> Kerne
 
 
 def _attention(layer: StepLayer) -> KernelCase:
+    name = "attention decode" if layer.new_tokens == 1 else "attention prompts"
+    return _attention_by(layer, name, layer.rule, None)
+
+
+def _windowed_attention(layer: StepLayer) -> KernelCase:
+    """With all that families add to it: a window of half the context, a softcap and sinks."""
+    rule = AttentionRule(layer.rule.scale, window=max(1, layer.context // 2), softcap=5.0)
+    sinks = torch.randn(layer.shape.num_heads, device=layer.table.pool.device)
+    return _attention_by(layer, "attention with window, softcap and sinks", rule, sinks)
+
+
+def _attention_by(layer: StepLayer, name: str, rule: AttentionRule, sinks: Tensor | None) -> KernelCase:
     shape, pool = layer.shape, layer.table.pool
     q = _like(layer, shape.num_heads * shape.head_dim).view(-1, shape.num_heads, shape.head_dim)
     place = (pool, layer.block_tables, layer.work, layer.partials, shape.layout)
 
     def twin() -> Tensor:
         out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
-        attention_reference.attend(out, q, *place, 0, layer.rule)
+        attention_reference.attend(out, q, *place, 0, rule, sinks)
         return out.flatten(1)
 
-    stored = 2 * layer.batch * layer.context * shape.num_kv_heads * shape.head_dim
+    # a query reads the keys before it, or those of its window; a row's keys are read once
+    ends = torch.arange(layer.context - layer.new_tokens, layer.context, dtype=torch.float64) + 1
+    keys = ends.clamp(max=rule.window or layer.context)
+    read = layer.context - float((ends - keys)[0])
+    stored = 2 * layer.batch * read * shape.num_kv_heads * shape.head_dim
     num_bytes = pool.element_size() * (stored + 2 * q.numel())
-    mean_keys = layer.context - (layer.new_tokens - 1) / 2  # of a query
-    flops = 4.0 * q.numel() * mean_keys
-    name = "attention decode" if layer.new_tokens == 1 else "attention prompts"
-    return KernelCase(name, num_bytes, flops, lambda: attend_pages(q, *place, layer=0, rule=layer.rule), twin)
+    flops = 4.0 * q.numel() * float(keys.mean())
+    return KernelCase(name, num_bytes, flops, lambda: attend_pages(q, *place, layer=0, rule=rule, sinks=sinks), twin)
+
+
+def _delta(layer: StepLayer) -> KernelCase:
+    """The gated delta rule with the layer's heads: its key heads, and query heads as value heads."""
+    shape, device, tokens = layer.shape, layer.table.pool.device, layer.new_tokens
+    sizes = DeltaSizes(shape.num_kv_heads, shape.num_heads, shape.head_dim, shape.head_dim, taps=4)
+    rows = DeltaRows(
+        torch.arange(layer.batch + 1, device=device) * tokens,
+        torch.arange(layer.batch, device=device) * sizes.state_elements,
+        torch.zeros(layer.batch, dtype=torch.bool, device=device),
+    )
+    parameters = DeltaParameters(
+        torch.randn(sizes.taps, sizes.channels, device=device),
+        torch.linspace(0.0, 2.0, sizes.value_heads, device=device),
+        torch.ones(sizes.value_heads, device=device),
+        torch.ones(sizes.value_size, device=device),
+        1e-6,
+    )
+    projected = _like(layer, sizes.projected)
+    states = torch.randn(layer.batch * sizes.state_elements, device=device)
+    state = sizes.num_values * sizes.key_size
+    moved = projected.element_size() * (projected.numel() + layer.batch * tokens * sizes.num_values)
+    return KernelCase(
+        "gated delta rule",
+        num_bytes=8.0 * states.numel() + moved,
+        # of each number of a state: forget, look up, correct, look up
+        flops=7.0 * layer.batch * tokens * state,
+        run=lambda: walk_by_triton(projected, sizes, parameters, states, rows),
+        twin=lambda: delta_reference.walk(projected.clone(), sizes, parameters, states.clone(), rows),
+    )
 
 
 def _norm(layer: StepLayer) -> KernelCase:

@@ -276,7 +276,7 @@ def test_a_kernel_that_does_not_fit_the_gpu_costs_itself_alone(monkeypatch: pyte
     matrix, saved = replace(tiny_scale().kernels, adapters=(2,), prompts=()), []
     rows = measure.measure_kernels(TINY, matrix, Peaks(1e12, 1e12), CPU, Deadline.after(60.0), saved.append)
     assert "out of resource: shared memory" in rows[0]["failed"]
-    assert (rows[0]["kernel"], len(rows)) == ("LoRA shrink qkv", 18)
+    assert (rows[0]["kernel"], len(rows)) == ("LoRA shrink qkv", 20)
     assert all(row["us"] == 1.0 for row in rows[1:])
     assert saved[-1] is rows
     found = {"model": "tiny", "machine": {"device": "x", "date": "y"}, "kernels": rows}
