@@ -113,6 +113,8 @@ class Family:
     o_bias: bool | str = False
     #: Whether the MLP's layers have biases, or the name of the key that decides.
     mlp_bias: bool | str = False
+    #: Whether the head has a bias.
+    has_head_bias: bool = False
     #: Key that names the MLP's function.
     activation_key: str = "hidden_act"
     #: Names of functions in `config.json` -> the functions they mean.

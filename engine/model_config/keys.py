@@ -49,6 +49,10 @@ IRRELEVANT: Mapping[str, str] = {
     **dict.fromkeys(("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"), _OF_HEADS),
     **dict.fromkeys(("summary_first_dropout", "summary_last_dropout"), _OF_HEADS),
     "eod_token_id": "of training",
+    "neftune_noise_alpha": "of training",
+    **dict.fromkeys(("perceiver_config", "use_resampler", "pixel_shuffle_factor", "scale_factor"), _OF_IMAGES),
+    **dict.fromkeys(("is_llama_config", "transformers.js_config", "_pad_token_id"), _OF_WRITERS),
+    **dict.fromkeys(("_flash_attn_2_enabled", "_use_flash_attention_2"), "the same numbers"),
     **dict.fromkeys(("mm_tokens_per_image", "boi_token_index", "eoi_token_index", "boi_token_id"), _OF_IMAGES),
     **dict.fromkeys(("eoi_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"), _OF_IMAGES),
     **dict.fromkeys(
@@ -98,6 +102,7 @@ REFUSED: Mapping[str, str] = {
     "add_cross_attention": "expected false: only decoders are computed",
     "tie_encoder_decoder": "expected false: only decoders are computed",
     "use_bidirectional_attention": "expected null or false: each token sees those before it",
+    **dict.fromkeys(("qk_layer_norms", "rope_interleaved"), "expected false, as in all files of transformers' class"),
     **dict.fromkeys(("text_config", "vision_config", "audio_config"), "expected none, but in models with images"),
     "transformers_weights": "another file of weights than model.safetensors, which is read",
 }

@@ -60,6 +60,7 @@ def read_llama_shaped(family: Family, raw: RawConfig, generation: Mapping[str, A
         eos_token_ids=stop_token_ids(raw, generation),
         bos_token_id=first_token_id(raw),
         head_norm="head" if names.norms.query is None else family.head_norm,
+        has_head_bias=family.has_head_bias,
         is_parallel=family.is_parallel,
         residual_scale=factors.get("residual_scale", 1.0),
         logit_scale=factors.get("logit_scale", 1.0) / factors.get("logit_divisor", 1.0),

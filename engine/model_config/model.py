@@ -86,6 +86,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     #: Token that begins a prompt; None if there is none.
     bos_token_id: int | None
+    #: Whether the head has a bias.
+    has_head_bias: bool = False
     #: Whether `config.json` ties a head that the checkpoint stores apart, with other numbers than the embedding's.
     says_tied: bool = False
     #: Whether the checkpoint has a `score` layer in place of a head (`…ForSequenceClassification`). It makes no text
@@ -365,6 +367,8 @@ class ModelConfig:
                 shapes[f"{module}.weight"] = shape_of_norm
                 if self.norm_kind == "layer":
                     shapes[f"{module}.bias"] = shape_of_norm
+        if self.has_head_bias:
+            shapes[f"{HEAD}.bias"] = (self.vocab_size,)
         if self.is_classifier:
             shapes[f"{SCORE}.weight"] = (len(self.labels), self.embedding_size)
         return shapes

@@ -242,7 +242,40 @@ _GPT2 = Family(
         "scale_attn_by_inverse_layer_idx": "expected false",
     },
 )
+_PHI = Family(
+    "phi",
+    {
+        "hidden_act": "gelu_new",
+        "layer_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.5,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    models="Phi-1, 1.5 and 2",
+    differs_by="attention and MLP side by side; LayerNorm, biases (also of the head), no gate; half of each head is "
+    "rotated; norms on queries and keys where `qk_layernorm` is true",
+    names=replace(
+        LLAMA_NAMES,
+        sites={**LLAMA_NAMES.sites, "o": ("self_attn.dense",), "gate_up": ("mlp.fc1",), "down": ("mlp.fc2",)},
+        norms=replace(_ONE_NORM, query="self_attn.q_layernorm", key="self_attn.k_layernorm"),
+        final_norm="model.final_layernorm",
+    ),
+    norm_kind="layer",
+    norm_eps_key="layer_norm_eps",
+    head_norm_key="qk_layernorm",
+    is_parallel=True,
+    has_gate=False,
+    qkv_bias=True,
+    o_bias=True,
+    mlp_bias=True,
+    has_head_bias=True,
+    can_rotate_partially=True,
+    own_keys={"layer_norm_eps": "norms", "qk_layernorm": "norms of queries and keys"},
+)
 #: The families of this file.
 OTHER_FAMILIES = (
-    _ARCEE, _COHERE, _COHERE2, _EXAONE4, _GLM, _GLM4, _GPT2, _HUNYUAN, _OLMO2, _OLMO3, _STARCODER2,
+    _ARCEE, _COHERE, _COHERE2, _EXAONE4, _GLM, _GLM4, _GPT2, _HUNYUAN, _OLMO2, _OLMO3, _PHI, _STARCODER2,
 )  # fmt: skip

@@ -17,7 +17,7 @@ from .raw import RawConfig
 # Modules of towers and of what joins them to the text model, in checkpoints and in adapters.
 _TOWERS = (
     r"(?:model\.)?(?:visual|vision_tower|vision_model|vision_embed_tokens|vision_language_adapter|patch_merger"
-    r"|multi_modal_projector|mm_projector|embed_vision|embed_audio|audio_tower)\."
+    r"|multi_modal_projector|mm_projector|embed_vision|embed_audio|audio_tower|connector)\."
 )
 _LLAVA_PREFIXES = (
     ("language_model.lm_head.", "lm_head."),
@@ -27,6 +27,7 @@ _LLAVA_PREFIXES = (
     ("language_model.", "model."),
 )
 _QWEN_PREFIXES = (("model.language_model.", "model."), ("language_model.", "model."))
+_IDEFICS_PREFIXES = (("model.text_model.", "model."), ("text_model.", "model."))
 # Sizes that transformers assumes for keys that the text part of Gemma 3 lacks: published files have few of them.
 _GEMMA3_SIZES = {
     "vocab_size": 262_208,
@@ -36,6 +37,16 @@ _GEMMA3_SIZES = {
     "num_attention_heads": 8,
     "bos_token_id": 2,
     "eos_token_id": 1,
+}
+_LLAMA_SIZES = {
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 _QWEN2_VL_SIZES = {
     "vocab_size": 152_064,
@@ -110,6 +121,8 @@ WRAPPERS: Mapping[str, _Wrapper] = {
     "mistral3": _Wrapper(
         _families("mistral", "ministral3"), "Mistral Small 3.1 and 3.2, Ministral 3", _LLAVA_PREFIXES, is_tied=True
     ),
+    "idefics3": _Wrapper(_families("llama"), "SmolVLM, Idefics 3", _IDEFICS_PREFIXES, _LLAMA_SIZES),
+    "smolvlm": _Wrapper(_families("llama"), "SmolVLM 2", _IDEFICS_PREFIXES, _LLAMA_SIZES),
     "qwen2_vl": _Wrapper(
         _families("qwen2_vl_text"), "Qwen2-VL", _QWEN_PREFIXES, _QWEN2_VL_SIZES, is_tied_by_text=True, may_be_flat=True
     ),

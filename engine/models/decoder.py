@@ -416,9 +416,7 @@ class _Weights:
 
     def linear(self, modules: Sequence[str]) -> Linear:
         """One layer of the modules' weights, joined, and their biases (taken out of `plain`)."""
-        biases = [plain(self.plain.pop(f"{module}.bias")) for module in modules if f"{module}.bias" in self.plain]
-        assert len(biases) in (0, len(modules)), f"{modules}: {len(biases)} of {len(modules)} members have a bias"
-        bias = torch.cat(biases).to(self.dtype) if biases else None
+        bias = self._bias(modules)
         packed = self.packed.get(joined_name(modules))
         if packed is not None:
             return Linear(packed, bias, self.products)
@@ -426,12 +424,18 @@ class _Weights:
 
     def whole(self, module: str, shared: Weight | None = None) -> Linear:
         """A layer of one module in no decoder layer. `shared`: the weight where it has none of its own."""
+        bias = self._bias([module])
         packed = self.packed.get(joined_name([module]))
         if packed is not None:
-            return Linear(packed, None, self.products)
+            return Linear(packed, bias, self.products)
         weight = self.plain.pop(f"{module}.weight", shared)
         assert weight is not None, f"{module} has no weight"
-        return self._packed_now([weight], None)
+        return self._packed_now([weight], bias)
+
+    def _bias(self, modules: Sequence[str]) -> Tensor | None:
+        biases = [plain(self.plain.pop(f"{module}.bias")) for module in modules if f"{module}.bias" in self.plain]
+        assert len(biases) in (0, len(modules)), f"{modules}: {len(biases)} of {len(modules)} members have a bias"
+        return torch.cat(biases).to(self.dtype) if biases else None
 
     def _packed_now(self, parts: Sequence[Weight], bias: Tensor | None) -> Linear:
         if self.products is None:

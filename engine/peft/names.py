@@ -122,6 +122,8 @@ RENAMINGS: tuple[Renaming, ...] = (
     Renaming(
         (("lm_head", "lm_head"), ("", "transformer.")), "tensor names begin below transformer, which is put in front"
     ),
+    Renaming((("model.text_model.", "model."),), "tensor names begin with model.text_model, read as model"),
+    Renaming((("text_model.", "model."),), "tensor names begin with text_model, read as model"),
 )
 
 

@@ -160,8 +160,11 @@ def _take_base(
     if parameter.endswith(".bias") and _is_trained_bias(contents, trained, trained in adapted):
         changes.add(parameter, contents.shapes[parameter], replaced_by=key)
         ledger.merge_only(f"bias={contents.config.bias!r}: trained biases, so it runs as its own merged wave", "bias")
-    elif parameter in (f"{contents.layout.embedding}.weight", f"{HEAD}.weight"):
-        shared[parameter] = key
+    elif parameter in (f"{contents.layout.embedding}.weight", f"{HEAD}.weight", f"{HEAD}.bias"):
+        if parameter.endswith(".bias"):
+            changes.add(parameter, contents.shapes[parameter], replaced_by=key)
+        else:
+            shared[parameter] = key
         ledger.merge_only(f"{key}: a whole layer, so it runs as its own merged wave", "saved embedding")
     else:
         why = "a whole parameter that neither modules_to_save nor bias speaks of. Correct the configuration"
@@ -249,6 +252,10 @@ def find_token_rows(contents: Contents, changes: Changes, ledger: Ledger) -> Non
     stored = {contents.renaming.to_base(n.module): n for n in contents.names if n.role == "token_rows"}
     wanted = _wanted(contents)
     _check_targets(contents, ledger)
+    has_head = HEAD in wanted or (contents.layout.is_tied and wanted)
+    if has_head and f"{HEAD}.bias" in contents.layout.parameters:
+        why = "expected no tokens of a head that has a bias: PEFT computes such a head without it"
+        ledger.refuse_key("trainable_token_indices", contents.config.trainable_token_indices, why)
     for module, indices in wanted.items():
         name, table = stored.get(module), f"{module}.weight"
         if name is None:
@@ -354,16 +361,19 @@ def resized_shapes(contents: Contents, ledger: Ledger) -> Mapping[str, tuple[int
         given = dict.fromkeys(tables, next(iter(given.values())))
     if all(shape == base[table] for table, shape in given.items()):
         return base
+    bias = f"{HEAD}.bias"
+    lacks_bias = bias in base and _stored_shape(contents, bias) is None
     if any(len(shape) != 2 or shape[1] != base[table][1] for table, shape in given.items()):
         return base  # Not a matter of rows: each tensor is refused by its shape.
-    if given.keys() != set(tables) or len(set(given.values())) > 1:
+    if given.keys() != set(tables) or len(set(given.values())) > 1 or lacks_bias:
         rows = ", ".join(f"{table} has {shape[0]} rows" for table, shape in given.items())
         ledger.refuse(
             f"vocabulary: {rows}, the base has {contents.layout.vocab_size}; expected embedding and head, both whole "
             "and of one size. Save the adapter with save_embedding_layers=True"
         )
         return base
-    return {**base, **given}
+    of_bias = {bias: next(iter(given.values()))[:1]} if bias in base else {}
+    return {**base, **given, **of_bias}
 
 
 def _stored_shape(contents: Contents, table: str) -> tuple[int, ...] | None:

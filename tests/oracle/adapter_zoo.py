@@ -468,6 +468,8 @@ def build_zoo(root: Path, base: Base, is_wrapped: bool = False) -> dict[str, Spe
         zoo |= {name: Specimen("exact-by-merge", name) for name in ("all linear layers", "excluded modules")}
     if parts.is_transposed:
         zoo |= {n: Specimen("refused", word="stored transposed") for n in ("saved linear layer", "saved block")}
+    if base.config.has_head_bias:  # PEFT leaves it out
+        zoo["trained tokens of the head"] = Specimen("refused", word="a head that has a bias")
     for name, (source, write) in spellings(parts, base.config.family, is_wrapped).items():
         write(base.folder, root / source, root / name)
         # PEFT saves the weights of embedding and head below their pairs; other programs do not.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +91,10 @@ def gguf_tensors(folder: Path, heads: tuple[int, int] | None) -> dict[str, Any]:
     into its own order, as for Llama; None: it does not."""
     found = {}
     for key, value in load_file(folder / WEIGHTS).items():
-        name = key.removeprefix("base_model.model.").replace("model.language_model.", "model.")
+        name = re.sub(r"^model\.(?:language|text)_model\.", "model.", key.removeprefix("base_model.model."))
         theirs = next((part for part in _GGUF_PARTS if name.endswith(part)), None)
-        if theirs is None or "vision" in name or "projector" in name:  # the converter leaves towers out
+        # the converter leaves towers out
+        if theirs is None or any(tower in name for tower in ("vision", "projector", "connector")):
             continue
         weight, half = gguf_name(name.removesuffix(theirs).rstrip(".")), _GGUF_PARTS[theirs]
         if heads and half == "lora_b" and weight.endswith(("attn_q.weight", "attn_k.weight")):

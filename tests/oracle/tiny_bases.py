@@ -131,6 +131,8 @@ DENSE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere with norms of heads": ("cohere", {"logit_scale": 20.0, "use_qk_norm": True, "attention_bias": True}),
     "seed_oss": ("seed_oss", {"head_dim": 24, "mlp_bias": True, "attention_out_bias": True}),
     "starcoder2": ("starcoder2", {"sliding_window": 16}),
+    "phi": ("phi", {}),
+    "phi with norms of heads": ("phi", {"qk_layernorm": True, "partial_rotary_factor": 0.25}),
     "hunyuan": ("hunyuan_v1_dense", {"head_dim": 16}),
     "hunyuan stretched": (
         "hunyuan_v1_dense",
@@ -249,6 +251,13 @@ WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] =
         {"model_type": "mistral", "head_dim": 16, "sliding_window": None},
         SIGLIP | {"model_type": "pixtral", "head_dim": 16},
         {"tie_word_embeddings": False},
+    ),
+    "idefics3": ("idefics3", {"model_type": "llama", "head_dim": 16}, SIGLIP, {"scale_factor": 2}),
+    "smolvlm": (
+        "smolvlm",
+        {"model_type": "llama", "rms_norm_eps": 1e-5},
+        SIGLIP,
+        {"scale_factor": 2, "tie_word_embeddings": True},
     ),
     "qwen2_vl": ("qwen2_vl", {"rope_parameters": AXES}, QWEN | {"embed_dim": 32, "hidden_size": 64}, {}),
     "qwen2_vl tied and stretched": (

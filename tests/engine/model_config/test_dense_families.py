@@ -286,6 +286,23 @@ def test_adapters_of_transposed_layers_equal_peft(
     compare.equal_everywhere(engine, prompt, expected, compare.register(engine, adapter))
 
 
+@pytest.mark.parametrize(
+    "lora",
+    [{"target_modules": ["q_proj", "lm_head"]}, {"bias": "all"}, {"modules_to_save": ["lm_head"]}, {"use_dora": True}],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+def test_adapters_of_a_head_with_a_bias_equal_peft(
+    lora: dict[str, Any], tmp_path: Path, make_model: MakeFolder, make_adapter: MakeFolder, compare: Any
+) -> None:
+    folder = make_model(tmp_path / "base", "phi")
+    adapter = make_adapter(tmp_path / "adapter", folder, r=4, **({"target_modules": ["dense", "fc1"]} | lora))
+    engine = compare.engine(folder)
+    prompt = compare.prompt(20, engine)
+    expected = compare.generate(compare.model(folder, adapter), prompt)
+    compare.equal_everywhere(engine, prompt, expected, compare.register(engine, adapter))
+
+
 def test_a_mixer_that_an_adapter_saves_whole_equals_peft(
     tmp_path: Path, make_model: MakeFolder, make_adapter: MakeFolder, compare: Any
 ) -> None:

@@ -89,9 +89,10 @@ def test_rows_of_other_lengths_in_the_same_batch_change_nothing(
 # Names of the text model's tensors in checkpoints: of transformers 4, 4.52 and later, 5, and of a model without a head.
 LLAVA_NAMES = [("language_model.model.", "language_model."), ("model.language_model.", ""), ("language_model.", "")]
 QWEN_NAMES = [("model.", ""), ("model.language_model.", ""), ("language_model.", "")]
+IDEFICS_NAMES = [("model.", ""), ("model.text_model.", ""), ("text_model.", "")]
 
 
-@pytest.mark.parametrize("case", ["gemma3", "mistral3 of mistral", "qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("case", ["gemma3", "idefics3", "mistral3 of mistral", "qwen2_vl", "qwen3_vl"])
 def test_every_spelling_of_a_checkpoint_gives_the_same_weights(
     case: str, wrapper: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,7 +101,8 @@ def test_every_spelling_of_a_checkpoint_gives_the_same_weights(
     weights = stored_weights(base, model)
     towers = {n: t for n, t in load_file(base / "model.safetensors").items() if model.names.of_stored(n) is None}
     assert towers
-    for number, (inner, head) in enumerate(QWEN_NAMES if "qwen" in case else LLAVA_NAMES):
+    names = QWEN_NAMES if "qwen" in case else IDEFICS_NAMES if "idefics" in case else LLAVA_NAMES
+    for number, (inner, head) in enumerate(names):
         for prefix in ("", "model."):
             folder = tmp_path / f"{number}{prefix}"
             folder.mkdir()
@@ -252,7 +254,7 @@ def test_the_top_decides_on_stop_tokens_before_the_text_part() -> None:
     assert parse_model_config(config_of("gemma3", eos_token_id=[1, 106]), {"eos_token_id": 7}).eos_token_ids == (7,)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["gemma3", "idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_silence_in_the_text_part_means_what_transformers_assumes(family: str) -> None:
     whole = CONFIG_MAPPING[family](text_config={}).to_dict()
     left_out = {"architectures", "pad_token_id", "id2label"}
@@ -289,6 +291,7 @@ REFUSED_CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"text_config": {"rope_scaling": {"rope_type": "default", "mrope_section": "abc"}}},
         "mrope_section: found 'abc'",
     ),
+    "norms of heads": ("idefics3", {"text_config": {"qk_layer_norms": True}}, "text_config.qk_layer_norms=True"),
     "sound": ("gemma3", {"audio_config": {"hidden_size": 3}}, "audio_config=.* is not supported"),
 }
 

@@ -36,6 +36,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 90, "word_embed_proj_dim": 32, "do_layer_norm_before": False, "init_std": 0.2},
     "granite_swa": {"sliding_window": 20, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96},
     "llama of 9 heads": {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3},
+    "phi": {},
     "qwen3_5_text": DELTA,
     # a key head too few for two members, and value heads that are not split evenly among four
     "qwen3_5_text of 3 key heads": DELTA | {"linear_num_key_heads": 3, "linear_num_value_heads": 9},
