@@ -58,6 +58,8 @@ class JobMonitor:
         self._adapters.written(done)
         # Rows that were done at the last sign of progress, and its time in seconds since the epoch.
         self._moved: tuple[int, float] | None = None
+        # Whether a report since the latest state tells of tokens.
+        self._has_computed = False
 
     def unknown_outcome(self, shard_id: int, worker: str) -> ShardOutcome:
         """The outcome of a shard whose part exists although its worker is gone: rows only. The final count reads the
@@ -91,6 +93,7 @@ class JobMonitor:
 
     def reported(self, report: WorkerReport, is_tail: bool = False) -> None:
         """Take in a report. `is_tail`: whether no shard was queued any more."""
+        self._has_computed |= report.tokens_per_s + report.prompt_tokens_per_s > 0
         if not is_tail:
             self._fill.reported(report)
         for rows in report.finished:
@@ -149,9 +152,9 @@ class JobMonitor:
         )
 
     def _still_s(self, rows_done: int, now_s: float) -> float:
-        computes = any(report.tokens_per_s + report.prompt_tokens_per_s > 0 for report in self._reports.values())
-        if self._moved is None or computes or rows_done != self._moved[0]:
+        if self._moved is None or self._has_computed or rows_done != self._moved[0]:
             self._moved = rows_done, now_s
+        self._has_computed = False
         return max(0.0, now_s - self._moved[1])
 
     def _present(self) -> list[str]:

@@ -66,6 +66,8 @@ def test_seconds_without_a_row_or_a_token_are_counted_and_then_no_time_is_left(m
     assert (still.still_s, still.time_left) == (30.0, "")
     monitor.reported(make_report("w1", ((0, 9),)))
     assert monitor.state(180.0, 29, left).still_s == 0.0
+    monitor.reported(make_report("w1", ((0, 9),), tokens_per_s=5.0))
+    assert [monitor.state(at_s, 29).still_s for at_s in (190.0, 200.0, 225.0)] == [0.0, 10.0, 35.0], "an old report"
 
 
 def test_a_lost_worker_is_not_shown(monitor: JobMonitor) -> None:
