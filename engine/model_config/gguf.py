@@ -32,6 +32,8 @@ class _Architecture:
     has_paired_rows: bool = False
     #: Name of the norm of the MLP's input.
     before_mlp: str = "ffn_norm"
+    #: Whether files have the norms of queries and keys that checkpoints of the family may have.
+    has_head_norms: bool = True
     #: Keys of the model that are read for it besides those that every architecture has.
     keys: tuple[str, ...] = ()
     #: Keys of other layers that the converter writes for every model of the family.
@@ -83,6 +85,7 @@ ARCHITECTURES: Mapping[str, _Architecture] = {
             "nextn_predict_layers",
         ),
     ),
+    "phi2": _Architecture("phi", "PhiForCausalLM", has_head_norms=False, keys=(_LAYER_NORM,)),
     "phi3": _Architecture("phi3", "Phi3ForCausalLM", keys=(_WINDOW, "rope.scaling.attn_factor")),
     "smollm3": _Architecture("smollm3", "SmolLM3ForCausalLM", has_paired_rows=True),
     "granite": _Architecture(
@@ -180,14 +183,14 @@ def linear_parts(model_type: str) -> Mapping[str, tuple[str, ...]]:
 
 def norm_names(architecture: str, family: Family) -> dict[str, str]:
     """Name of a layer's norm -> its name in checkpoints."""
-    norms = family.names.norms
+    norms, read = family.names.norms, ARCHITECTURES[architecture]
     places = {
         "attn_norm": norms.before_attention,
         "post_attention_norm": norms.attention_output,
-        ARCHITECTURES[architecture].before_mlp: norms.before_mlp,
+        read.before_mlp: norms.before_mlp,
         "post_ffw_norm": norms.mlp_output,
-        "attn_q_norm": norms.query,
-        "attn_k_norm": norms.key,
+        "attn_q_norm": norms.query if read.has_head_norms else None,
+        "attn_k_norm": norms.key if read.has_head_norms else None,
         "post_norm": norms.layer_input,
     }
     return {ours: theirs for ours, theirs in places.items() if theirs is not None}

@@ -69,10 +69,13 @@ _GGUF_NAMES = {
     "self_attn.v_proj": "attn_v",
     "self_attn.qkv_proj": "attn_qkv",
     "self_attn.o_proj": "attn_output",
+    "self_attn.dense": "attn_output",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down",
 }
 _GGUF_PARTS = {"lora_A.weight": "lora_a", "lora_B.weight": "lora_b"}
 _GGUF_PARTS |= {"lora_embedding_A": "lora_a", "lora_embedding_B": "lora_b"}

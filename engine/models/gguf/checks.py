@@ -8,7 +8,7 @@ from ....system.untrusted import STOPS, shown_name
 from ...errors import EngineError, ModelFilesError
 from ...model_config.family import Family
 from ...model_config.gguf import linear_names, norm_names
-from ...model_config.model import ModelConfig
+from ...model_config.model import HEAD, ModelConfig
 from .config import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, flags, model_config
 from .file import GgufFile
 from .layers import passed_over, read_layers, tensor_names
@@ -107,12 +107,13 @@ def _names_in_layers(gguf: GgufFile, family: Family) -> dict[str, tuple[str, ...
 def _top_names(family: Family) -> dict[str, tuple[str, ...]]:
     names = family.names
     found = {
-        "token_embd.weight": names.embedding,
+        "token_embd.weight": f"{names.embedding}.weight",
         **{f"output_norm.{part}": f"{names.final_norm}.{part}" for part in _parts_of_norm(family)},
-        "output.weight": "lm_head",
-        **({"position_embd.weight": names.positions} if names.positions else {}),
+        "output.weight": f"{HEAD}.weight",
+        **({"output.bias": f"{HEAD}.bias"} if family.has_head_bias else {}),
+        **({"position_embd.weight": f"{names.positions}.weight"} if names.positions else {}),
     }
-    return {ours: (theirs if "norm" in ours else f"{theirs}.weight",) for ours, theirs in found.items()}
+    return {ours: (theirs,) for ours, theirs in found.items()}
 
 
 def _layer_names(gguf: GgufFile, family: Family) -> dict[str, tuple[str, ...]]:

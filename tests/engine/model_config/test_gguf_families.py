@@ -174,6 +174,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         "gemma4", "gemma4_text", GEMMA4 | KEYS_AS_VALUES | {"hidden_size_per_layer_input": 0}, {}
     ),
     "gemma4 of both": ("gemma4", "gemma4_text", GEMMA4 | KEYS_AS_VALUES | {"num_kv_shared_layers": 2}, {}),
+    "phi2": ("phi2", "phi", {}, {"rope.dimension_count": 8}),
     "starcoder2": ("starcoder2", "starcoder2", {"sliding_window": None, "tie_word_embeddings": True}, {}),
 }  # fmt: skip
 ALWAYS = ("granite", "olmo3", "phi3 of long rows", "gpt2", "glm4", "qwen35 of more values than keys", "gemma4")
@@ -287,7 +288,7 @@ def test_every_architecture_has_a_case() -> None:
 OF_OTHERS = re.compile(
     r"(ffn_.*exps|ffn_.*shexp|ffn_gate_inp|ssm_.*|nextn\..*|attn_rot_embd|(pre|post)_ffw_norm_[12])$"
 )
-OTHER_FORMS = {"phi3": {"attn_q", "attn_k", "attn_v"}}
+OTHER_FORMS = {"phi2": {"ffn_norm"}, "phi3": {"attn_q", "attn_k", "attn_v"}}
 
 
 def readable(architecture: str) -> Iterator[str]:
