@@ -25,6 +25,7 @@ from ...system.local_cache import scratch_folder, temporary_folder
 from ...system.long_work import listener
 from .background_state import background_security
 from .class_cluster import class_cluster, scheduler_address
+from .clock import follow_clock_of_client
 from .devices import device_kind
 from .embedded_cluster import EmbeddedCluster
 from .security import security_of
@@ -440,5 +441,6 @@ def open_client(target: Any, **options: Any) -> Client:
                 raise
             logger.info("the scheduler's greeting did not arrive alone; connecting again")
         else:
+            follow_clock_of_client(client)
             return client
     raise AssertionError("unreachable")

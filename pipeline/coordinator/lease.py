@@ -10,9 +10,11 @@ relied on.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
+from functools import partial
 from typing import Any, Self
 
 from distributed import Client, Scheduler, Status
@@ -21,6 +23,7 @@ from tornado.ioloop import PeriodicCallback
 
 from ...scheduler.liveness import LivenessDetector
 from ...version import __version__
+from ..cluster.clock import follow_clock, parts_of_server
 from ..messages import BEGIN_LIMIT_S, JOB_PREFIX, job_key
 
 logger = logging.getLogger(__name__)
@@ -93,6 +96,11 @@ class LeasePlugin(SchedulerPlugin):
         scheduler.handlers |= {_TAKE_OP: self._take, _RENEW_OP: self._renew, _END_OP: self._end}
         scheduler.periodic_callbacks[self.name] = look = PeriodicCallback(self._look, 1000 * _LOOK_INTERVAL_S)
         look.start()
+        self._clock = asyncio.create_task(follow_clock(partial(parts_of_server, scheduler)))
+
+    async def close(self) -> None:
+        """Look at the clock no more. Dask calls this when the scheduler ends."""
+        self._clock.cancel()
 
     def transition(self, key: Any, start: str, finish: str, *_: Any, **__: Any) -> None:
         """Begin the lease of a run whose task goes to a worker. Dask calls this for every task of every user."""

@@ -41,6 +41,7 @@ from ...scheduler.messages import AdapterFetch
 from ...system.confinement import ConfinedError
 from ...system.local_cache import temporary_folder
 from ...version import __version__
+from ..cluster.clock import follow_clock, parts_of_server
 from ..cluster.versions import sent_to_workers
 from ..cluster.worker_process import keep_warnings, leave_on_sigterm, let_pools_wait, revive_pools, worker_log_path
 from ..dataset.earlier import EarlierAnswers
@@ -108,7 +109,9 @@ class RunPlugin(WorkerPlugin):
         keep_warnings(worker)
         log = f"worker-{file_tag(worker.address)}"
         self._shipper = LogShipper(self.store, {log: worker_log_path(worker)}, shared=[log])
-        self._watch = worker.loop.asyncio_loop.create_task(self._leave_after_the_run())  # type: ignore[attr-defined]
+        loop = worker.loop.asyncio_loop  # type: ignore[attr-defined]
+        self._watch = loop.create_task(self._leave_after_the_run())
+        self._clock = loop.create_task(follow_clock(partial(parts_of_server, worker)))
         self._waits = contextlib.ExitStack()
         self._waits.enter_context(waits_said(self._say_wait, partial(self._say_wait, "")))
         leave_on_sigterm(worker)
@@ -162,6 +165,7 @@ class RunPlugin(WorkerPlugin):
         """Leave the engine. Open shards are abandoned, and their tasks get the time to keep finished and begun rows.
         Outgoing rows are fetched first, incoming rows go back to their owners.
         """
+        self._clock.cancel()
         if self._watch is not asyncio.current_task():
             self._watch.cancel()
         folder = None if self.starts_later else await self._leave_engine()
