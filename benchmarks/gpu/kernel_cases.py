@@ -174,7 +174,7 @@ def _windowed_attention(layer: StepLayer) -> KernelCase:
     """With all that families add to it: a window of half the context, a softcap and sinks."""
     rule = AttentionRule(layer.rule.scale, window=max(1, layer.context // 2), softcap=5.0)
     sinks = torch.randn(layer.shape.num_heads, device=layer.table.pool.device)
-    return _attention_by(layer, "attention with window, softcap and sinks", rule, sinks)
+    return _attention_by(layer, "windowed attention with softcap and sinks", rule, sinks)
 
 
 def _attention_by(layer: StepLayer, name: str, rule: AttentionRule, sinks: Tensor | None) -> KernelCase:
