@@ -91,11 +91,11 @@ _AS_WRITTEN_NAMES = (AS_WRITTEN, "PreTrainedTokenizer", "PythonBackend", "BloomT
 #: `model_type` -> the class that transformers has for it, where it has one.
 CLASS_OF_TYPE: Mapping[str, str] = {
     **dict.fromkeys(("mistral", "mistral3", "ministral", "ministral3", "phi3", "ernie4_5", "glm", "glm4"), AS_WRITTEN),
-    **dict.fromkeys(("granite", "granitemoehybrid", "olmo2", "olmo3"), AS_WRITTEN),
+    **dict.fromkeys(("granite", "granitemoehybrid", "olmo2", "olmo3", "smolvlm"), AS_WRITTEN),
     **dict.fromkeys(("qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"), "Qwen2Tokenizer"),
     **dict.fromkeys(("qwen3_5", "qwen3_5_text"), "Qwen3_5Tokenizer"),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma3"), "GemmaTokenizer"),
-    **dict.fromkeys(("opt", "gpt2", "starcoder2"), "GPT2Tokenizer"),
+    **dict.fromkeys(("opt", "gpt2", "phi", "starcoder2"), "GPT2Tokenizer"),
     **dict.fromkeys(("cohere", "cohere2"), "CohereTokenizer"),
 }
 # Types whose published files are known to name a wrong class.
