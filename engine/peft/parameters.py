@@ -254,7 +254,7 @@ def find_token_rows(contents: Contents, changes: Changes, ledger: Ledger) -> Non
     _check_targets(contents, ledger)
     has_head = HEAD in wanted or (contents.layout.is_tied and wanted)
     if has_head and f"{HEAD}.bias" in contents.layout.parameters:
-        why = "expected no tokens of a head that has a bias: PEFT computes such a head without it"
+        why = "expected no tokens of a head that has a bias, which PEFT leaves out there. Train a LoRA pair on it"
         ledger.refuse_key("trainable_token_indices", contents.config.trainable_token_indices, why)
     for module, indices in wanted.items():
         name, table = stored.get(module), f"{module}.weight"

@@ -21,7 +21,7 @@ from lorabatch.engine.request import Request, Result, SamplingParams
 from lorabatch.scheduler.batchers.batching import BatchView, ReplicaMode, StepPlan
 
 PAGE_BYTES = 8192  # 16 tokens of the tiny model
-# An adapter of rank 64 takes 60 pages, 61 or 62 where weights are not packed; a row at most 4.
+# An adapter of rank 64 takes 60 pages in panels, 62 otherwise; a row at most 4.
 MIN_POOL_PAGES = 66
 SHARED = tuple(3 + i * 11 % 250 for i in range(40))
 NUM_ADAPTERS = 4
